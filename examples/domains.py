@@ -1,0 +1,210 @@
+"""Make a three-domain instruction set (code, prose, arithmetic) out of the running interpreter's own library.
+
+    python examples/domains.py --out .cache/domains --train 400 --test 60 --seed 0
+
+writes `train.jsonl` and `test.jsonl`: conversational rows, `{"messages": [user, assistant], "domain": ...}`, with
+the given number of rows per domain. Nothing is downloaded: the code is the Python standard library, the prose is
+the language reference behind `help()`, the sums are generated.
+
+Every item has a source - a top-level package of the library, a topic of the reference, a pair of operands - and
+`is_held_out` puts each source, whole, on one side of the split. The split does not depend on the seed, so a base
+model trained on the other side, with any seed, has not seen a test item.
+"""
+
+import argparse
+import ast
+import functools
+import hashlib
+import json
+import random
+import re
+import sys
+import sysconfig
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Not the library proper: tests, installed packages, generated tables, and two programs whose bulk of interface code
+# would crowd out the rest.
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3"}
+SKIPPED |= {"idlelib", "tkinter", "turtledemo"}
+# Long enough to show a domain's style, short enough to train on in seconds.
+QUESTION_CHARS, ANSWER_CHARS = range(10, 400), range(40, 480)
+
+
+class Item(NamedTuple):
+    source: str
+    question: str
+    answer: str
+
+
+def is_held_out(source: str) -> bool:
+    """Whether a source is on the test side: one in five, fixed by hash."""
+    return hashlib.sha256(source.encode()).digest()[0] % 5 == 0
+
+
+@functools.cache
+def stdlib_modules() -> dict[Path, str]:
+    """The standard library: path relative to its root -> source text, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    wanted = (path for path in paths if not SKIPPED & set(path.parts))
+    return {path: (root / path).read_text(encoding="utf-8", errors="replace") for path in wanted}
+
+
+def package(path: Path) -> str:
+    """The source a module counts under: `json/decoder.py` and `json/encoder.py` are both `json`."""
+    return path.parts[0].removesuffix(".py")
+
+
+@functools.cache
+def reference_topics() -> dict[str, list[str]]:
+    """The language reference: title -> blocks of text.
+
+    Composite topics repeat smaller ones in full, so a block belongs to the shortest topic that has it and to no
+    other; otherwise the text of a held-out topic would come back in a training one.
+    """
+    from pydoc_data.topics import topics
+
+    owned: dict[str, list[str]] = defaultdict(list)
+    seen: set[str] = set()
+    for text in sorted(topics.values(), key=lambda text: (len(text), text)):
+        title, *blocks = (block for block in re.split(r"\n\s*\n", text) if block.strip())
+        fresh = [block for block in blocks if one_line(block) not in seen]
+        seen.update(map(one_line, fresh))
+        owned[title.strip().splitlines()[0]] += fresh
+    return owned
+
+
+def operands(a: int, b: int) -> str:
+    """The source of every sum of two numbers, whatever their order and the sign between them."""
+    return f"{min(a, b)}, {max(a, b)}"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def code_items() -> Iterator[Item]:
+    """Functions and methods, bare of docstrings, decorators and comments; asked for by the docstring's first line."""
+    for path, text in stdlib_modules().items():
+        for node in ast.walk(ast.parse(text)):
+            # Past 40 lines an answer is too long whatever its docstring, and writing it out is the slow part.
+            if not isinstance(node, ast.FunctionDef) or (node.end_lineno or 0) - node.lineno > 40:
+                continue
+            summary = (ast.get_docstring(node) or "").strip().partition("\n")[0]
+            if summary:
+                node.body = node.body[1:] or [ast.Pass()]
+            node.decorator_list = []
+            ask = f"Write the Python function {node.name}({ast.unparse(node.args)}) of {package(path)}. {summary}"
+            yield Item(package(path), ask.strip(), ast.unparse(node))
+
+
+def prose_items() -> Iterator[Item]:
+    """Passages of the language reference to continue: from a paragraph's opening sentence, or, where the paragraph
+    is only one sentence, from the paragraph before it."""
+    for title, blocks in reference_topics().items():
+        previous = ""
+        for text in map(one_line, blocks):
+            # Grammar rules, examples, headings and tables are not prose.
+            if "::=" in text or ">>>" in text or not re.fullmatch(r"[A-Z].{40,}[a-z)*\"][.:]", text):
+                continue
+            opening, _, rest = text.partition(". ")
+            given, answer = (opening + ".", rest) if len(rest) in ANSWER_CHARS else (previous, text)
+            if given:
+                given = textwrap.shorten(given, 240, placeholder="...")
+                yield Item(title, f"Continue this passage on {title}: {given}", answer)
+            previous = text
+
+
+def arithmetic_items() -> Iterator[Item]:
+    """Sums with their working as done by hand: by columns, or by partial products."""
+    asks = ("What is {}?", "Work out {} step by step.", "Please compute {}.")
+
+    def item(a: int, sign: str, b: int, steps: str, result: int) -> Item:
+        ask = asks[(a + b) % len(asks)].format(f"{a} {sign} {b}")
+        return Item(operands(a, b), ask, f"{a} {sign} {b}: {steps} The answer is {result}.")
+
+    for a in range(12, 100):
+        for b in range(11, a):
+            (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
+            ones, carry = ones_a + ones_b, (ones_a + ones_b) // 10
+            steps = f"{ones_a} + {ones_b} = {ones}, carry {carry}. {tens_a} + {tens_b} + {carry} = {(a + b) // 10}."
+            yield item(a, "+", b, steps, a + b)
+            borrow = int(ones_a < ones_b)
+            ones = ones_a + 10 * borrow
+            steps = f"{ones} - {ones_b} = {ones - ones_b}, borrow {borrow}. "
+            steps += f"{tens_a} - {tens_b} - {borrow} = {(a - b) // 10}."
+            yield item(a, "-", b, steps, a - b)
+    for a in range(12, 400):
+        for b in range(3, 10):
+            tens, ones = a // 10 * 10, a % 10
+            steps = f"{tens} * {b} = {tens * b}. {ones} * {b} = {ones * b}. {tens * b} + {ones * b} = {a * b}."
+            yield item(a, "*", b, steps, a * b)
+
+
+DOMAINS = {"code": code_items, "prose": prose_items, "arithmetic": arithmetic_items}
+
+
+@functools.cache
+def pool(domain: str) -> list[Item]:
+    """A domain's usable items: of fitting length, each answer once, and none that two sources share (a function
+    copied from one module into another would otherwise sit on both sides of the split)."""
+    by_answer: dict[str, list[Item]] = defaultdict(list)
+    for item in DOMAINS[domain]():
+        if len(item.question) in QUESTION_CHARS and len(item.answer) in ANSWER_CHARS:
+            by_answer[item.answer].append(item)
+    return [items[0] for items in by_answer.values() if len({item.source for item in items}) == 1]
+
+
+Row = dict[str, Any]
+
+
+def build(seed: int, per_domain_train: int, per_domain_test: int) -> tuple[list[Row], list[Row]]:
+    """Sample (train, test) rows, the same number from each domain, shuffled across domains."""
+    rng = random.Random(seed)
+    train: list[Row] = []
+    test: list[Row] = []
+    for domain in DOMAINS:
+        for rows, wanted, held_out in ((train, per_domain_train, False), (test, per_domain_test, True)):
+            items = [item for item in pool(domain) if is_held_out(item.source) is held_out]
+            if len(items) < wanted:
+                side = "test" if held_out else "training"
+                raise ValueError(f"this Python's library yields {len(items)} {side} items of {domain}, not {wanted}")
+            for item in rng.sample(items, wanted):
+                turns = (("user", item.question), ("assistant", item.answer))
+                messages = [{"role": role, "content": content} for role, content in turns]
+                rows.append({"messages": messages, "domain": domain})
+    rng.shuffle(train)
+    rng.shuffle(test)
+    return train, test
+
+
+def write_jsonl(path: Path, rows: list[Row]) -> None:
+    """Write the whole file under a temporary name first, so that a reader never meets half of one."""
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    partial.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the three-domain instruction set.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl and test.jsonl")
+    parser.add_argument("--train", type=int, default=400, help="training rows per domain")
+    parser.add_argument("--test", type=int, default=60, help="held-out rows per domain")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    try:
+        train, test = build(args.seed, args.train, args.test)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("test", test)):
+        write_jsonl(args.out / f"{name}.jsonl", rows)
+        print(f"{args.out / name}.jsonl: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""LoRA-expert Mixture-of-Experts for PEFT. Importing the package registers the adapter type `MOE_LORA`."""
+
+from . import adapter as _adapter  # noqa: F401  (registers the type, before the config class uses it)
+from .adapter.config import MoELoraConfig
+from .adapter.dispatch import pin_dispatch
+from .adapter.ffn import FFNLayout, register_ffn_layout
+from .adapter.model import MoELoraModel
+
+__all__ = ["FFNLayout", "MoELoraConfig", "MoELoraModel", "pin_dispatch", "register_ffn_layout"]

@@ -1,0 +1,5 @@
+"""The PEFT adapter type MOE_LORA."""
+
+from .registration import register
+
+register()

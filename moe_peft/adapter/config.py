@@ -1,0 +1,194 @@
+"""`MoELoraConfig`: what a MoE-LoRA adapter is made of, in the words of `LoraConfig` and of transformers' MoE configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import ModelCard, ModelCardData
+from peft import PeftConfig, PeftType
+from peft.utils.other import get_pattern_key
+
+CARD_SECTION = """
+## How to load this adapter
+
+This adapter is of the type `MOE_LORA`, which the package `moe_peft` adds to PEFT. Import it first, in the same process
+(without it PEFT stops with `KeyError: 'MOE_LORA'`):
+
+```python
+import moe_peft  # registers MOE_LORA with PEFT
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
+```
+"""
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """The settings of one adapter on one layer, after the patterns have been applied."""
+
+    num_experts: int
+    top_k: int
+    r: int
+    scaling: float
+    lora_dropout: float
+    mixing: Literal["output", "projection"]
+    normalize_top_k: bool
+    router_jitter_noise: float
+    init_lora_weights: bool | Literal["gaussian"]
+    target_projections: frozenset[str] | None
+
+
+@dataclass
+class MoELoraConfig(PeftConfig):
+    """
+    Configuration of a MoE-LoRA adapter: every targeted FFN block (or single linear layer) gets `num_experts` LoRA
+    experts and a router that picks `top_k` of them for each token.
+
+    Expert i replaces a projection W by `W + s·B_i A_i` with `s = lora_alpha / r` (`lora_alpha / sqrt(r)` with
+    `use_rslora`). The mathematics are those of LoRA (Hu et al., 2021), MixLoRA (Li et al., 2024; mixing "output") and
+    LoRAMoE (Dou et al., 2023; mixing "projection").
+
+    Args:
+        r: Rank of every expert.
+        lora_alpha: The scaling's numerator.
+        lora_dropout: Dropout on the experts' input, as in LoRA.
+        use_rslora: Scale by `lora_alpha / sqrt(r)`.
+        num_experts: Experts in every targeted module.
+        top_k: Experts per token. A module with one expert has no router and is an ordinary, always active LoRA.
+        normalize_top_k: Divide the gates of the chosen experts by their sum (as Mixtral does).
+        mixing: `"output"`: `y = Σ g_i FFN_i(x)`, a native MoE block of whole FFNs, exportable as one. `"projection"`:
+            `Wx + s Σ g_i B_i A_i x` at every projection, one set of gates per FFN; cheaper, not a native MoE.
+        target_modules: FFN blocks and/or single linear layers: names (matched by suffix) or one regex. `None` finds
+            every FFN of the language model. A single linear always mixes as "projection".
+        target_projections: The FFN projections that get experts, e.g. `["gate_proj", "up_proj"]`; `None` takes all.
+        exclude_modules: Names or a regex of modules to leave alone.
+        layers_to_transform: Layer index or indices to adapt; only with a list of `target_modules`.
+        layers_pattern: Name of the model's layer list, with `layers_to_transform`.
+        modules_to_save: Further modules to train and save whole.
+        num_experts_pattern: Module name or regex to number of experts, where it differs from `num_experts` (as MoLA).
+        rank_pattern: Module name or regex to rank, where it differs from `r`.
+        alpha_pattern: Module name or regex to alpha, where it differs from `lora_alpha`.
+        router_jitter_noise: In training the router's input is multiplied by U(1 - ε, 1 + ε).
+        router_aux_loss_coef: Coefficient of the load-balancing loss; 0 turns it off.
+        init_lora_weights: `True`: A uniform as in LoRA, B zero (the model is unchanged at first). `"gaussian"`: A
+            normal with std 1/r, B zero. `False`: B random too.
+
+    Raises:
+        ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
+    """
+
+    r: int = field(default=8, metadata={"help": "Rank of every expert."})
+    lora_alpha: float = field(default=16, metadata={"help": "Scaling numerator: s = lora_alpha / r."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the experts' input."})
+    use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(r)."})
+    num_experts: int = field(default=8, metadata={"help": "Experts in every targeted module."})
+    top_k: int = field(default=2, metadata={"help": "Experts per token."})
+    normalize_top_k: bool = field(default=True, metadata={"help": "Make the chosen experts' gates sum to 1."})
+    mixing: Literal["output", "projection"] = field(
+        default="output", metadata={"help": "Mix the outputs of whole FFNs, or the updates of every projection."}
+    )
+    target_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "FFN blocks and single linears to adapt; None: every FFN."}
+    )
+    target_projections: list[str] | None = field(
+        default=None, metadata={"help": "The FFN projections that get experts; None: all."}
+    )
+    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Modules to leave alone."})
+    layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Layer indices to adapt."})
+    layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the layer list."})
+    modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules to train and save whole."})
+    num_experts_pattern: dict[str, int] = field(
+        default_factory=dict, metadata={"help": "Number of experts by module name or regex."}
+    )
+    rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Rank by module name or regex."})
+    alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"help": "Alpha by module name or regex."})
+    router_jitter_noise: float = field(default=0.0, metadata={"help": "Training noise on the router's input."})
+    router_aux_loss_coef: float = field(default=0.01, metadata={"help": "Load-balancing loss coefficient."})
+    init_lora_weights: bool | Literal["gaussian"] = field(
+        default=True, metadata={"help": "True, False or 'gaussian'."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PeftType.MOE_LORA
+        for name in ("target_modules", "exclude_modules", "target_projections"):
+            if isinstance(value := getattr(self, name), (list, tuple)):
+                setattr(self, name, set(value))
+        self._check()
+
+    def _check(self) -> None:
+        def refuse(name: str, remedy: str) -> None:
+            raise ValueError(f"MoELoraConfig: {name}={getattr(self, name)!r}: {remedy}")
+
+        for name in ("r", "num_experts", "top_k"):
+            if not _is_count(getattr(self, name)):
+                refuse(name, "use a whole number of at least 1")
+        for name in ("num_experts_pattern", "rank_pattern"):
+            pattern = getattr(self, name)
+            if not isinstance(pattern, dict) or not all(map(_is_count, pattern.values())):
+                refuse(name, "use a dict of module name to a whole number of at least 1")
+        if not self.lora_alpha > 0:
+            refuse("lora_alpha", "use a number above 0")
+        if not 0 <= self.lora_dropout < 1:
+            refuse("lora_dropout", "use a probability in [0, 1)")
+        if not 0 <= self.router_jitter_noise < 1:
+            refuse("router_jitter_noise", "use a number in [0, 1)")
+        if not self.router_aux_loss_coef >= 0:
+            refuse("router_aux_loss_coef", "use 0 (off) or a positive number")
+        if self.mixing not in ("output", "projection"):
+            refuse("mixing", "use 'output' or 'projection'")
+        if self.init_lora_weights not in (True, False, "gaussian"):
+            refuse("init_lora_weights", "use True, False or 'gaussian'")
+        for n in {self.num_experts, *self.num_experts_pattern.values()}:
+            if 1 < n < self.top_k:
+                refuse("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
+        if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
+            for name in ("layers_to_transform", "layers_pattern"):
+                if getattr(self, name) is not None:
+                    refuse(name, "give target_modules as a list of names, not as a regex, to choose layers")
+        if self.layers_pattern is not None and self.layers_to_transform is None:
+            refuse("layers_pattern", "set layers_to_transform too")
+
+    def expert_spec(self, module_name: str) -> ExpertSpec:
+        """The settings of the module `module_name`, by `num_experts_pattern`, `rank_pattern` and `alpha_pattern`."""
+
+        def by_pattern(pattern: dict[str, Any], default: Any) -> Any:
+            return pattern.get(get_pattern_key(pattern.keys(), module_name), default)
+
+        num_experts = by_pattern(self.num_experts_pattern, self.num_experts)
+        r = by_pattern(self.rank_pattern, self.r)
+        alpha = by_pattern(self.alpha_pattern, self.lora_alpha)
+        projections = self.target_projections
+        return ExpertSpec(
+            num_experts=num_experts,
+            top_k=min(self.top_k, num_experts),
+            r=r,
+            scaling=alpha / (r**0.5 if self.use_rslora else r),
+            lora_dropout=self.lora_dropout,
+            mixing=self.mixing,
+            normalize_top_k=self.normalize_top_k,
+            router_jitter_noise=self.router_jitter_noise,
+            init_lora_weights=self.init_lora_weights,
+            target_projections=None if projections is None else frozenset(projections),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, sets as sorted lists: one config is saved as the same bytes by every process."""
+        fields = super().to_dict()
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save the config, and say in the folder's model card that loading needs `import moe_peft`."""
+        super().save_pretrained(save_directory, **kwargs)
+        path = Path(save_directory) / "README.md"
+        card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData())
+        if CARD_SECTION not in card.text:
+            card.text += CARD_SECTION
+            card.save(path)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

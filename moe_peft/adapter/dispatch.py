@@ -1,0 +1,239 @@
+"""
+How tokens meet their experts: the same five linear maps in several ways of computing.
+
+A *pair* is a (token, slot): token t with the j-th of its k experts, P = T·k pairs in all. A dispatch knows, for one
+batch, which expert and which gate each pair has. It offers
+
+    spread   [T, m] → [P, m]            each token's row to its pairs
+    collect  [P, m] → [T, m]            sum of a token's pairs (the transpose of spread)
+    shrink   [P, m], [n, r, m] → [P, r]  y A_iᵀ, i the pair's expert
+    expand   [P, r], [n, r, m] → [P, m]  h B_i    (the transpose of shrink)
+    outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
+
+and the compositions that can be cheaper than their parts: `shrink_tokens` = shrink ∘ spread, `expand_collect` =
+collect ∘ expand, and both with the gates between, `update`. No way of computing loops over experts or waits for the
+device; all shapes are static.
+
+Legend: T tokens, n experts, k slots, P pairs, r rank, m a width (in or out features).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+# Up to this many columns n·r, one product with all experts costs less than finding each pair's own.
+DENSE_COLUMNS = 128
+
+Method = Literal["auto", "dense", "sorted", "gather"]
+_pinned: Method = "auto"
+
+
+@contextmanager
+def pin_dispatch(method: Method) -> Iterator[None]:
+    """
+    Compute the experts by one fixed method inside the block, whatever the number of tokens.
+
+    `"dense"`: masked products with all experts' matrices. `"sorted"`: pairs sorted by expert, grouped matrix products.
+    `"gather"`: each pair's own copy of its expert's matrices (few tokens). `"auto"`: by measured crossover (the
+    default). All agree up to rounding. Pin one for `torch.compile` with changing lengths, or to compare them.
+    """
+    global _pinned
+    if method not in ("auto", *_METHODS):
+        raise ValueError(f"pin_dispatch: method={method!r}: use one of {['auto', *_METHODS]}")
+    before, _pinned = _pinned, method
+    try:
+        yield
+    finally:
+        _pinned = before
+
+
+def choose_method(tokens: int, num_experts: int, r: int, k: int, dtype: torch.dtype) -> Method:
+    """
+    The fastest way for a batch, from `benchmarks/dispatch.py`.
+
+    Grouped products want rows of a multiple of 16 bytes and know no float64.
+    """
+    if _pinned != "auto":
+        return _pinned
+    if tokens * k <= 32:
+        return "dense" if num_experts * r <= DENSE_COLUMNS else "gather"
+    if dtype != torch.float64 and (r * dtype.itemsize) % 16 == 0 and tokens * k >= 16 * num_experts:
+        return "sorted"
+    return "dense"
+
+
+class Dispatch:
+    """
+    The part all methods share: pairs in the order of (token, slot), and products with all experts at once.
+
+    Args:
+        experts_TK: each token's experts, int64 [T, k].
+        gates_TK: their gates [T, k], in the dtype of the products.
+        num_experts: n.
+        scaling: s, the factor of every expert's update.
+    """
+
+    def __init__(self, experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, scaling: float) -> None:
+        self.experts, self.gates = experts_TK, gates_TK
+        self.scaling = scaling
+        self.tokens, self.k = experts_TK.shape
+        self.n = num_experts
+
+    def pair_gates(self) -> torch.Tensor:
+        """Gates as a column [P, 1] in the pairs' order."""
+        return self.gates.reshape(-1, 1)
+
+    def pair_experts(self) -> torch.Tensor:
+        """Each pair's expert, [P]."""
+        return self.experts.reshape(-1)
+
+    def pair_rows(self) -> torch.Tensor:
+        """[P]: the row of each pair in a table of (token, expert), [T·n, …]."""
+        tokens_T1 = torch.arange(self.tokens, device=self.experts.device).unsqueeze(1)
+        return (tokens_T1 * self.n + self.experts).flatten()
+
+    def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
+        if self.k == 1:
+            return x_TM
+        return x_TM.unsqueeze(1).expand(-1, self.k, -1).reshape(-1, x_TM.shape[-1])
+
+    def collect(self, y_PM: torch.Tensor) -> torch.Tensor:
+        return y_PM if self.k == 1 else y_PM.view(self.tokens, self.k, -1).sum(1)
+
+    def shrink_tokens(self, x_TM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        """`shrink(spread(x))`, [P, r]."""
+        if self.few_columns(A):
+            return (x_TM @ A.flatten(0, 1).T).view(-1, A.shape[1]).index_select(0, self.pair_rows())
+        return self.shrink(self.spread(x_TM), A)
+
+    def expand_collect(self, h_PR: torch.Tensor, B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
+        """`base + collect(expand(h, B))`, [T, m]."""
+        if self.few_columns(B):
+            # A token's experts differ, so its pairs share one row [n·r], and one product gives their sum.
+            table = h_PR.new_zeros(self.tokens * self.n, B.shape[1]).index_copy(0, self.pair_rows(), h_PR)
+            return torch.addmm(base_TM, table.view(self.tokens, -1), B.flatten(0, 1))
+        return base_TM + self.collect(self.expand(h_PR, B))
+
+    def update(self, x_TM: torch.Tensor, A: torch.Tensor, B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
+        """`base + s Σ_i g_i B_i A_i x`, [T, out]: the experts' mixed low-rank update of one projection."""
+        if self.few_columns(A):
+            gates_TK = self.gates * self.scaling
+            gates_TN = gates_TK.new_zeros(self.tokens, self.n).scatter(1, self.experts, gates_TK)
+            h_TNR = (x_TM @ A.flatten(0, 1).T).view(self.tokens, self.n, -1) * gates_TN.unsqueeze(-1)
+            return torch.addmm(base_TM, h_TNR.view(self.tokens, -1), B.flatten(0, 1))
+        return self.expand_collect(self.weighted(self.shrink_tokens(x_TM, A)), B, base_TM)
+
+    def weighted(self, h_PR: torch.Tensor) -> torch.Tensor:
+        """`s·g·h`, [P, r]: what an expert's B is applied to, when its update is mixed."""
+        return h_PR * (self.pair_gates() * self.scaling)
+
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def few_columns(self, A: torch.Tensor) -> bool:
+        """Whether a product with all experts' matrices at once is the cheaper way."""
+        return A.shape[0] * A.shape[1] <= DENSE_COLUMNS
+
+
+class Dense(Dispatch):
+    """Products with the matrices of all experts at once; the columns of other experts are masked."""
+
+    def few_columns(self, A: torch.Tensor) -> bool:
+        return True
+
+    def _mask(self, h_PR: torch.Tensor) -> torch.Tensor:
+        """[P, r] → [P, n·r], zero outside the pair's expert."""
+        one_hot_PN = F.one_hot(self.pair_experts(), self.n).to(h_PR.dtype)
+        return (one_hot_PN.unsqueeze(2) * h_PR.unsqueeze(1)).flatten(1)
+
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        h_PNR = (y_PM @ A.flatten(0, 1).T).view(-1, self.n, A.shape[1])
+        index = self.pair_experts().view(-1, 1, 1).expand(-1, 1, A.shape[1])
+        return h_PNR.gather(1, index).squeeze(1)
+
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return self._mask(h_PR) @ B.flatten(0, 1)
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+        return (self._mask(h_PR).T @ y_PM).view(self.n, h_PR.shape[1], -1)
+
+
+class Gather(Dispatch):
+    """Each pair takes a copy of its expert's matrices: for few tokens and many experts."""
+
+    def few_columns(self, A: torch.Tensor) -> bool:
+        return False
+
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(A.index_select(0, self.pair_experts()), y_PM.unsqueeze(-1)).squeeze(-1)
+
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(h_PR.unsqueeze(1), B.index_select(0, self.pair_experts())).squeeze(1)
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+        products = h_PR.unsqueeze(2) * y_PM.unsqueeze(1)
+        return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
+
+
+class Sorted(Dispatch):
+    """Pairs sorted by expert, so that each expert's pairs are one slice of a grouped matrix product."""
+
+    def __init__(self, experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, scaling: float) -> None:
+        super().__init__(experts_TK, gates_TK, num_experts, scaling)
+        self._experts, self._order = experts_TK.reshape(-1).sort(stable=True)
+        self._token = self._order // self.k
+        positions = torch.arange(self._order.numel(), device=self._order.device)
+        inverse = torch.empty_like(self._order).scatter_(0, self._order, positions)
+        self._slots = inverse.view(-1, self.k).unbind(1)
+        experts = torch.arange(num_experts, device=self._order.device)
+        self._ends = torch.searchsorted(self._experts, experts, right=True).to(torch.int32)
+
+    def pair_gates(self) -> torch.Tensor:
+        return self.gates.reshape(-1).index_select(0, self._order).unsqueeze(-1)
+
+    def pair_experts(self) -> torch.Tensor:
+        return self._experts
+
+    def pair_rows(self) -> torch.Tensor:
+        return self._token * self.n + self._experts
+
+    def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return x_TM.index_select(0, self._token)
+
+    def collect(self, y_PM: torch.Tensor) -> torch.Tensor:
+        total = y_PM.index_select(0, self._slots[0])
+        for slot in self._slots[1:]:
+            total = total + y_PM.index_select(0, slot)
+        return total
+
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(y_PM, A.transpose(1, 2), offs=self._ends)
+
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(h_PR, B, offs=self._ends)
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(h_PR.T.contiguous(), y_PM, offs=self._ends)
+
+
+_METHODS: dict[str, type[Dispatch]] = {"dense": Dense, "sorted": Sorted, "gather": Gather}
+
+
+def make_dispatch(
+    experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, r: int, scaling: float
+) -> Dispatch:
+    """The dispatch of a batch, computing in the way that suits its size (or that `pin_dispatch` asks for)."""
+    tokens, k = experts_TK.shape
+    method = choose_method(tokens, num_experts, r, k, gates_TK.dtype)
+    return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

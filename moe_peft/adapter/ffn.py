@@ -1,0 +1,120 @@
+"""FFN layouts: how a block of a dense model is decomposed into projections and an activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class FFNLayout:
+    """
+    Names of the parts of an FFN block whose forward is `down(act(gate(x)) * up(x))`, `down(act(up(x)))`, or, with
+    `fused=True`, `down(act(g) * u)` where `g, u = up(x).chunk(2)`.
+
+    Args:
+        up: the projection d → f (d → 2f, gate first, when `fused`).
+        down: the projection f → d.
+        act: the activation.
+        gate: the gate projection d → f, if it has one of its own.
+        fused: whether `up` computes gate and up in one product.
+        dropout: a module, or a probability, of dropout on the block's output.
+    """
+
+    up: str
+    down: str
+    act: str
+    gate: str | None = None
+    fused: bool = False
+    dropout: str | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The projections that read the block's input."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return (*self.inputs, self.down)
+
+    def matches(self, module: nn.Module) -> bool:
+        """Whether `module` has every part that the layout names."""
+        parts = [*self.projections, self.act, *([self.dropout] if self.dropout else [])]
+        return all(hasattr(module, part) for part in parts)
+
+    def combine(self, act: Callable[[torch.Tensor], torch.Tensor], pre: list[torch.Tensor]) -> torch.Tensor:
+        """The hidden activation [..., f] from the outputs of `inputs`, in their order."""
+        if self.fused:
+            pre = list(pre[0].chunk(2, dim=-1))
+        return act(pre[0]) if len(pre) == 1 else act(pre[0]) * pre[1]
+
+    def drop(self, ffn: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        """The block's dropout on its output [..., d]."""
+        if self.dropout is None:
+            return output
+        dropout = getattr(ffn, self.dropout)
+        if isinstance(dropout, nn.Module):
+            return dropout(output)
+        return nn.functional.dropout(output, p=dropout, training=ffn.training)
+
+
+# The first layout whose parts a module has is taken, so a layout stands before those that name fewer of its parts.
+_LAYOUTS: list[FFNLayout] = [
+    FFNLayout(gate="gate_proj", up="up_proj", down="down_proj", act="act_fn"),  # Llama, Qwen, Gemma, OLMo2, Granite, …
+    FFNLayout(up="gate_up_proj", down="down_proj", act="activation_fn", fused=True),  # Phi-3, GLM
+    FFNLayout(up="c_fc", down="c_proj", act="act", dropout="dropout"),  # GPT-2
+    FFNLayout(up="c_fc", down="c_proj", act="act", dropout="residual_dropout"),  # StarCoder2
+    FFNLayout(up="dense_h_to_4h", down="dense_4h_to_h", act="act"),  # GPT-NeoX, Falcon
+    FFNLayout(up="fc1", down="fc2", act="activation_fn"),  # Phi
+    FFNLayout(up="up_proj", down="down_proj", act="act_fn"),  # Nemotron
+]
+
+
+def register_ffn_layout(layout: FFNLayout) -> None:
+    """Add a layout; it is tried before the built-in ones."""
+    if layout not in _LAYOUTS:
+        _LAYOUTS.insert(0, layout)
+
+
+def find_layout(module: nn.Module) -> FFNLayout | None:
+    """The layout of an FFN block, or None if no registered layout names its parts."""
+    return next((layout for layout in _LAYOUTS if layout.matches(module)), None)
+
+
+def dense_forward(layout: FFNLayout, ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The FFN computed from its parts, [..., d] to [..., d]."""
+    pre = [getattr(ffn, name)(x) for name in layout.inputs]
+    hidden = layout.combine(getattr(ffn, layout.act), pre)
+    return layout.drop(ffn, getattr(ffn, layout.down)(hidden))
+
+
+@torch.no_grad()
+def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """
+    Whether the layout computes what the block's own forward computes, on a few random tokens.
+
+    Blocks with weights that are not there (meta device, sharded by ZeRO-3 or FSDP2) cannot run; they pass.
+    """
+    if device.type == "meta" or any(_is_sharded(p) for p in ffn.parameters()):
+        return True
+    x = torch.randn(1, 4, in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    training = [module for module in ffn.modules() if module.training]
+    ffn.eval()
+    try:
+        own, ours = ffn(x), dense_forward(layout, ffn, x)
+    except TypeError:  # the block wants other arguments than its input
+        return False
+    finally:
+        for module in training:
+            module.training = True
+    if not isinstance(own, torch.Tensor) or own.shape != ours.shape:
+        return False
+    tolerance = max(1e-5, 8 * torch.finfo(own.dtype).eps)
+    return bool((own - ours).abs().max() <= tolerance * own.abs().max())
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "meta" or hasattr(parameter, "ds_shape") or hasattr(parameter, "placements")

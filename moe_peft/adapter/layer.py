@@ -1,0 +1,250 @@
+"""The tuner layers: experts and a router around one FFN block (`MoELoraFFN`) or one linear (`MoELoraLinear`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features
+from torch import nn
+
+from ..routers import LinearRouter
+from ..routing import top_k_gates
+from .config import ExpertSpec
+from .dispatch import Dispatch, make_dispatch
+from .ffn import FFNLayout
+from .mixing import expert_hidden
+from .recording import record_router_logits
+
+MERGE_REFUSAL = (
+    "MoE-LoRA cannot merge: which experts are added depends on the token, so no single weight equals them. Export the "
+    "model to a native MoE checkpoint, or take one expert out with `moe_peft.expert_to_lora` and merge that."
+)
+
+
+class MoELoraLayer(BaseTunerLayer):
+    """
+    State that FFN and linear layers share. Per adapter and projection, A is [n, r, in] and B is [n, r, out] (rows of
+    `out`, not of r: the products read it as it lies).
+    """
+
+    adapter_layer_names = ("moe_lora_A", "moe_lora_B", "moe_lora_router", "moe_lora_dropout")
+    other_param_names = ("moe_lora_spec",)
+
+    base_layer: nn.Module
+    in_features: int
+
+    def _init_state(self, base_layer: nn.Module, shapes: dict[str, tuple[int, int]], adapter_name: str) -> None:
+        self.base_layer = base_layer
+        self._shapes = shapes
+        self._active_adapter = adapter_name
+        self._disable_adapters = False
+        self.merged_adapters = []
+        self.moe_lora_A = nn.ModuleDict()
+        self.moe_lora_B = nn.ModuleDict()
+        self.moe_lora_router = nn.ModuleDict()
+        self.moe_lora_dropout = nn.ModuleDict()
+        self.moe_lora_spec: dict[str, ExpertSpec] = {}
+
+    def update_layer(self, adapter_name: str, spec: ExpertSpec, inference_mode: bool = False) -> None:
+        """Add (or make anew) the experts and the router of `adapter_name`."""
+        names = [p for p in self._shapes if spec.target_projections is None or p in spec.target_projections]
+        n, r = spec.num_experts, spec.r
+        self.moe_lora_spec[adapter_name] = spec
+        self.moe_lora_A[adapter_name] = nn.ParameterDict({p: torch.empty(n, r, self._shapes[p][0]) for p in names})
+        self.moe_lora_B[adapter_name] = nn.ParameterDict({p: torch.empty(n, r, self._shapes[p][1]) for p in names})
+        self.moe_lora_dropout[adapter_name] = nn.Dropout(spec.lora_dropout) if spec.lora_dropout else nn.Identity()
+        if n > 1:
+            router = LinearRouter(self.in_features, n, spec.router_jitter_noise)
+            router.register_forward_hook(record_router_logits)
+            self.moe_lora_router[adapter_name] = router
+        self.reset_parameters(adapter_name)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def reset_parameters(self, adapter_name: str) -> None:
+        """Initial values of the experts as `LoraConfig.init_lora_weights` has them, each expert by itself."""
+        spec = self.moe_lora_spec[adapter_name]
+        for A in self.moe_lora_A[adapter_name].values():
+            if spec.init_lora_weights == "gaussian":
+                nn.init.normal_(A, std=1 / spec.r)
+            else:  # Kaiming uniform with a = √5, whose bound is 1/√fan_in
+                nn.init.uniform_(A, -(A.shape[-1] ** -0.5), A.shape[-1] ** -0.5)
+        for B in self.moe_lora_B[adapter_name].values():
+            if spec.init_lora_weights is False:
+                nn.init.uniform_(B, -(spec.r**-0.5), spec.r**-0.5)
+            else:
+                nn.init.zeros_(B)
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
+        projection = self._projection(next(iter(self._shapes)))
+        if isinstance(projection, BaseTunerLayer):
+            projection = projection.get_base_layer()
+        return super()._get_base_layer_device_and_dtype(projection)
+
+    def _projection(self, name: str) -> nn.Module:
+        raise NotImplementedError
+
+    def _running_adapters(self) -> list[str]:
+        return [] if self.disable_adapters else [a for a in self.active_adapters if a in self.moe_lora_spec]
+
+    def _route(self, adapter_name: str, x_TD: torch.Tensor, dtype: torch.dtype) -> Dispatch | None:
+        """The batch's dispatch; None where the adapter has one expert."""
+        spec = self.moe_lora_spec[adapter_name]
+        if spec.num_experts == 1:
+            return None
+        logits_TN = self.moe_lora_router[adapter_name](x_TD)
+        gates_TK, experts_TK = top_k_gates(logits_TN, spec.top_k, spec.normalize_top_k)
+        return make_dispatch(experts_TK, gates_TK.to(dtype), spec.num_experts, spec.r, spec.scaling)
+
+    def _updated(
+        self, adapter_name: str, name: str, dispatch: Dispatch | None, x_TM: torch.Tensor, base_TM: torch.Tensor
+    ) -> torch.Tensor:
+        """`base + s Σ_i g_i B_i A_i x` for projection `name`; base itself where it has no experts."""
+        if not self._adapts(adapter_name, name):
+            return base_TM
+        A, B = self._expert_weights(adapter_name, name, base_TM.dtype)
+        x_TM = self.moe_lora_dropout[adapter_name](x_TM.to(base_TM.dtype))
+        if dispatch is None:
+            h_TR = (x_TM @ A[0].T) * self.moe_lora_spec[adapter_name].scaling
+            return torch.addmm(base_TM, h_TR, B[0])
+        return dispatch.update(x_TM, A, B, base_TM)
+
+    def _adapts(self, adapter_name: str, name: str) -> bool:
+        return name in self.moe_lora_A[adapter_name]
+
+    def _expert_weights(self, adapter_name: str, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of one projection: stored in float32 as a rule, used in the dtype of the base's output."""
+        return self.moe_lora_A[adapter_name][name].to(dtype), self.moe_lora_B[adapter_name][name].to(dtype)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        raise ValueError(MERGE_REFUSAL)
+
+    def unmerge(self) -> None:
+        raise ValueError(f"There is nothing to unmerge. {MERGE_REFUSAL}")
+
+    def __repr__(self) -> str:
+        return "moe_lora." + super().__repr__()
+
+
+def linear_features(module: nn.Module) -> tuple[int, int]:
+    """In and out features of any linear that PEFT knows, quantized ones and ones already adapted included."""
+    return _get_in_out_features(module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
+
+
+class MoELoraLinear(nn.Module, MoELoraLayer):
+    """One linear layer with experts: `W x + s Σ_i g_i B_i A_i x`; with one expert, an ordinary LoRA."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear_features(base_layer)
+        self._init_state(base_layer, {"weight": (self.in_features, self.out_features)}, adapter_name)
+
+    def _projection(self, name: str) -> nn.Module:
+        return self.base_layer
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = self.base_layer(x, *args, **kwargs)
+        adapters = self._running_adapters()
+        if not adapters:
+            return result
+        x_TD = x.reshape(-1, x.shape[-1])
+        y_TM = result.reshape(-1, result.shape[-1])
+        for adapter in adapters:
+            y_TM = self._updated(adapter, "weight", self._route(adapter, x_TD, y_TM.dtype), x_TD, y_TM)
+        return y_TM.view(result.shape)
+
+
+class MoELoraFFN(nn.Module, MoELoraLayer):
+    """
+    An FFN block with LoRA experts.
+
+    Several active adapters add their displacements of the block's output. Base projections run once per token,
+    whatever top_k, the mixing and the number of active adapters.
+    """
+
+    def __init__(self, base_layer: nn.Module, layout: FFNLayout, adapter_name: str) -> None:
+        super().__init__()
+        self.layout = layout
+        shapes = {name: linear_features(getattr(base_layer, name)) for name in layout.projections}
+        self.in_features, self.out_features = shapes[layout.up][0], shapes[layout.down][1]
+        self._init_state(base_layer, shapes, adapter_name)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The down projection's weight (some models read the dtype there)."""
+        return self._projection(self.layout.down).weight
+
+    def _projection(self, name: str) -> nn.Module:
+        return getattr(self.base_layer, name)
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> nn.Module:
+        if merge:
+            self.merge()
+        return self.base_layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapters = self._running_adapters()
+        if not adapters:
+            return self.base_layer(x)
+        x_TD = x.reshape(-1, x.shape[-1])
+        pre = [self._projection(name)(x_TD) for name in self.layout.inputs]
+        paths = [self._path(adapter, x_TD, pre) for adapter in adapters]
+        z_TF = paths[0][0]
+        if len(paths) > 1:
+            z_TF = sum(path[0] for path in paths) - (len(paths) - 1) * self._combine(pre)
+        y_TD = self._projection(self.layout.down)(z_TF)
+        for adapter, (z_own_TF, dispatch, hd_PR) in zip(adapters, paths, strict=True):
+            if not self._mixes_outputs(adapter):
+                y_TD = self._updated(adapter, self.layout.down, dispatch, z_own_TF, y_TD)
+            elif hd_PR is not None:
+                _, B = self._expert_weights(adapter, self.layout.down, y_TD.dtype)
+                y_TD = dispatch.expand_collect(dispatch.weighted(hd_PR), B, y_TD)
+            y_TD = self._with_whole_bias(adapter, dispatch, y_TD)
+        return self.layout.drop(self.base_layer, y_TD).view(x.shape)
+
+    def _combine(self, pre: list[torch.Tensor]) -> torch.Tensor:
+        return self.layout.combine(getattr(self.base_layer, self.layout.act), pre)
+
+    def _path(
+        self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, Dispatch | None, torch.Tensor | None]:
+        """One adapter's hidden activation [T, f], its dispatch, and for mixing "output" the pairs' `A_down a`."""
+        dispatch = self._route(adapter_name, x_TD, pre[0].dtype)
+        if not self._mixes_outputs(adapter_name):
+            names = self.layout.inputs
+            updated = [self._updated(adapter_name, p, dispatch, x_TD, y) for p, y in zip(names, pre, strict=True)]
+            return self._combine(updated), dispatch, None
+        h, B_inputs = [], []
+        for name, y in zip(self.layout.inputs, pre, strict=True):
+            A, B = self._expert_weights(adapter_name, name, y.dtype) if self._adapts(adapter_name, name) else (None, None)
+            x = x_TD if A is None else self.moe_lora_dropout[adapter_name](x_TD.to(y.dtype))
+            h.append(None if A is None else dispatch.shrink_tokens(x, A) * dispatch.scaling)
+            B_inputs.append(B)
+        down = self.layout.down
+        A_down = self._expert_weights(adapter_name, down, pre[0].dtype)[0] if self._adapts(adapter_name, down) else None
+        dropout = self.moe_lora_dropout[adapter_name]
+        active_dropout = dropout if self.training and isinstance(dropout, nn.Dropout) else None
+        act = partial(self.layout.combine, getattr(self.base_layer, self.layout.act))
+        z_TF, hd_PR = expert_hidden(dispatch, act, pre, h, B_inputs, A_down, active_dropout)
+        return z_TF, dispatch, hd_PR
+
+    def _mixes_outputs(self, adapter_name: str) -> bool:
+        spec = self.moe_lora_spec[adapter_name]
+        if spec.num_experts == 1 or spec.mixing == "projection":
+            return False
+        # With experts on the down projection alone, all hidden activations are the base's: both mixings are one.
+        return not spec.normalize_top_k or any(self._adapts(adapter_name, name) for name in self.layout.inputs)
+
+    def _with_whole_bias(self, adapter_name: str, dispatch: Dispatch | None, y_TD: torch.Tensor) -> torch.Tensor:
+        """
+        The down projection's bias belongs to every expert, so it counts Σ_i g_i times. The base layer has added it
+        once, which is all where the gates sum to 1.
+        """
+        bias = getattr(self._projection(self.layout.down), "bias", None)
+        if bias is None or self.moe_lora_spec[adapter_name].normalize_top_k or not self._mixes_outputs(adapter_name):
+            return y_TD
+        return y_TD + (dispatch.gates.sum(-1, keepdim=True) - 1) * bias

@@ -1,0 +1,189 @@
+"""`MoELoraModel`: the tuner that puts MoE-LoRA layers into a model."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import nn
+
+from . import protocol
+from .config import MoELoraConfig
+from .ffn import FFNLayout, find_layout, probe_ffn
+from .layer import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features
+
+
+class MoELoraModel(BaseTuner):
+    """
+    Puts LoRA experts and routers into the FFNs (or single linears) of a model; see [`MoELoraConfig`].
+
+    Args:
+        model: the model to adapt.
+        config: the adapter's configuration.
+        adapter_name: its name.
+    """
+
+    prefix = "moe_lora_"
+    tuner_layer_cls = MoELoraLayer
+    target_module_mapping: dict[str, list[str]] = {}
+
+    # --- before anything is touched ---------------------------------------------------------------------------------
+
+    def _prepare_adapter_config(self, peft_config: MoELoraConfig, model_config: dict) -> MoELoraConfig:
+        return peft_config  # `target_modules=None` is resolved by `_prepare_model`, which has the model
+
+    def _prepare_model(self, peft_config: MoELoraConfig, model: nn.Module) -> None:
+        if peft_config.target_modules is None:
+            peft_config.target_modules = _find_ffns(model)
+        targets = [
+            (name, module)
+            for name, module in model.named_modules()
+            if self._check_target_module_exists(peft_config, name) and not name.endswith(".base_layer")
+        ]
+        if any(peft_config.expert_spec(name).num_experts > 1 for name, _ in targets):
+            protocol.refuse_native_moe(model)
+        names = [name for name, _ in targets]
+        for name, module in targets:
+            outer = next((n for n in names if name.startswith(f"{n}.")), None)
+            if outer is not None:
+                raise ValueError(
+                    f"MoELoraConfig: target_modules takes both {outer!r} and {name!r} inside it; name one of them"
+                )
+            _check_target(name, module, peft_config, model)
+        for key in peft_config.num_experts_pattern:
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
+                warnings.warn(f"num_experts_pattern: {key!r} matches no targeted module", RuntimeWarning, stacklevel=2)
+
+    # --- injection --------------------------------------------------------------------------------------------------
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
+        protocol.install(model)
+        protocol.sync_config(model, self.peft_config)
+
+    def _create_and_replace(
+        self,
+        peft_config: MoELoraConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        spec = peft_config.expert_spec(current_key)
+        if isinstance(target, MoELoraLayer):
+            target.update_layer(adapter_name, spec, peft_config.inference_mode)
+            return
+        layout = find_layout(target)
+        layer = MoELoraLinear(target, adapter_name) if layout is None else MoELoraFFN(target, layout, adapter_name)
+        layer.update_layer(adapter_name, spec, peft_config.inference_mode)
+        if adapter_name not in self.active_adapters:
+            layer.requires_grad_(False)
+        self._replace_module(parent, target_name, layer, target)
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+        protocol.sync_config(self.model, self.peft_config)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        protocol.sync_config(self.model, self.peft_config)
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+        model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
+        protocol.uninstall(model)
+        return model
+
+    # --- what token-routed experts cannot do ------------------------------------------------------------------------
+
+    def _check_merge_allowed(self) -> None:
+        raise ValueError(MERGE_REFUSAL)
+
+    def unmerge_adapter(self) -> None:
+        raise ValueError(f"There is nothing to unmerge. {MERGE_REFUSAL}")
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "MoE-LoRA cannot add weighted adapters: the routers of two adapters choose differently. Activate both with "
+            "`model.base_model.set_adapter([...])`, or build one adapter from their experts with `moe_peft.lora_to_moe`"
+        )
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("adapter_names", None) is not None:
+            raise ValueError("MoE-LoRA cannot mix adapters within a batch: run one batch per adapter (adapter_names)")
+        yield
+
+    # --- the state dict ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        # An adapter on a linear inside an FFN that another adapter wraps is saved as if the FFN were not wrapped.
+        return super()._remove_adapter_name_from_key(key, adapter_name).replace(".base_layer.", ".")
+
+
+def _find_ffns(model: nn.Module) -> set[str]:
+    """Every FFN of the language model, as a set of name endings that match nothing else (as a rule `{"mlp"}`)."""
+    found = [name for name, module in _language_modules(model) if _ffn_layout(module) is not None]
+    if not found:
+        raise ValueError(
+            "MoELoraConfig: target_modules=None: no FFN block of a known layout in "
+            f"{type(model).__name__}; name the modules, or call moe_peft.register_ffn_layout first"
+        )
+    endings = {name.rsplit(".", 1)[-1] for name in found}
+    matched = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in endings]
+    return endings if matched == found else set(found)
+
+
+def _language_modules(model: nn.Module) -> Any:
+    """Named modules, without those of vision or audio towers."""
+    config = getattr(model, "config", None)
+    decoder = None
+    if hasattr(config, "get_text_config") and config.get_text_config() is not config:
+        decoder = model.get_decoder()
+    for name, module in model.named_modules():
+        inside = decoder is None or any(module is part for part in decoder.modules())
+        if inside and ".base_layer" not in name:
+            yield name, module
+
+
+def _ffn_layout(module: nn.Module) -> FFNLayout | None:
+    return module.layout if isinstance(module, MoELoraFFN) else find_layout(module)
+
+
+def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn.Module) -> None:
+    """Raise if `module` is neither an FFN of a layout that computes what it computes, nor a linear."""
+    spec = config.expert_spec(name)
+    layout = _ffn_layout(module)
+    if layout is None:
+        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            known = isinstance(base, nn.Module) and None not in linear_features(base)
+        if not known or isinstance(base, (nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)):
+            raise ValueError(
+                f"MoELoraConfig: target module {name!r} ({type(base).__name__}) is neither an FFN of a known layout nor "
+                "a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"
+            )
+        return
+    unknown = (spec.target_projections or set()) - set(layout.projections)
+    if unknown:
+        raise ValueError(
+            f"MoELoraConfig: target_projections={sorted(unknown)}: {name!r} has only {list(layout.projections)}"
+        )
+    if isinstance(module, MoELoraFFN):
+        return
+    parameter = next(module.parameters())
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    features, dtype = linear_features(getattr(module, layout.up))[0], next(floating, torch.float32)
+    if not probe_ffn(layout, module, features, parameter.device, dtype):
+        raise ValueError(
+            f"MoELoraConfig: target module {name!r}: the forward of {type(module).__name__} computes something else than "
+            f"{layout}; name single linears inside it instead, or describe it with moe_peft.register_ffn_layout"
+        )

@@ -119,6 +119,7 @@ def ensure_base(
         num_attention_heads=4,
         max_position_embeddings=2 * CONTEXT,
         tie_word_embeddings=True,
+        initializer_range=hidden**-0.5,  # the default, made for widths of thousands, learns far slower at this one
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -130,7 +131,7 @@ def ensure_base(
     args = TrainingArguments(
         output_dir=str(partial),
         num_train_epochs=1,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=4,
         learning_rate=3e-3,
         lr_scheduler_type="cosine",
         warmup_steps=0.05,

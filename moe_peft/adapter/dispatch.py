@@ -4,8 +4,8 @@ How tokens meet their experts: the same five linear maps in several ways of comp
 A *pair* is a (token, slot): token t with the j-th of its k experts, P = T·k pairs in all. A dispatch knows, for one
 batch, which expert and which gate each pair has. It offers
 
-    spread   [T, m] → [P, m]            each token's row to its pairs
-    collect  [P, m] → [T, m]            sum of a token's pairs (the transpose of spread)
+    spread   [T, m] → [P, m]            each token's row to its pairs (a new tensor)
+    collect  [P, m] → [T, m]            sum of a token's pairs, gated if asked (the transpose of spread)
     shrink   [P, m], [n, r, m] → [P, r]  y A_iᵀ, i the pair's expert
     expand   [P, r], [n, r, m] → [P, m]  h B_i    (the transpose of shrink)
     outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
@@ -88,6 +88,10 @@ class Dispatch:
         """Gates as a column [P, 1] in the pairs' order."""
         return self.gates.reshape(-1, 1)
 
+    def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
+        """One value per pair, [P] → [T, k] (the transpose of `pair_gates`)."""
+        return values_P.view(-1, self.k)
+
     def pair_experts(self) -> torch.Tensor:
         """Each pair's expert, [P]."""
         return self.experts.reshape(-1)
@@ -98,12 +102,11 @@ class Dispatch:
         return (tokens_T1 * self.n + self.experts).flatten()
 
     def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
-        if self.k == 1:
-            return x_TM
-        return x_TM.unsqueeze(1).expand(-1, self.k, -1).reshape(-1, x_TM.shape[-1])
+        return x_TM.repeat_interleave(self.k, dim=0)
 
-    def collect(self, y_PM: torch.Tensor) -> torch.Tensor:
-        return y_PM if self.k == 1 else y_PM.view(self.tokens, self.k, -1).sum(1)
+    def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        y_TKM = y_PM.view(self.tokens, self.k, -1)
+        return (y_TKM * self.gates.unsqueeze(-1) if gated else y_TKM).sum(1)
 
     def shrink_tokens(self, x_TM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         """`shrink(spread(x))`, [P, r]."""
@@ -202,6 +205,9 @@ class Sorted(Dispatch):
     def pair_gates(self) -> torch.Tensor:
         return self.gates.reshape(-1).index_select(0, self._order).unsqueeze(-1)
 
+    def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
+        return torch.stack([values_P.index_select(0, slot) for slot in self._slots], dim=1)
+
     def pair_experts(self) -> torch.Tensor:
         return self._experts
 
@@ -211,11 +217,18 @@ class Sorted(Dispatch):
     def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
         return x_TM.index_select(0, self._token)
 
-    def collect(self, y_PM: torch.Tensor) -> torch.Tensor:
-        total = y_PM.index_select(0, self._slots[0])
-        for slot in self._slots[1:]:
-            total = total + y_PM.index_select(0, slot)
-        return total
+    def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        # Slot by slot, in place (neither operation keeps its result for backward): no second tensor of size [P, m].
+        total_TM: torch.Tensor | None = None
+        for slot, gate_T in zip(self._slots, self.gates.unbind(1), strict=True):
+            y_TM = y_PM.index_select(0, slot)
+            if total_TM is None:
+                total_TM = y_TM * gate_T.unsqueeze(1) if gated else y_TM
+            elif gated:
+                total_TM.addcmul_(y_TM, gate_T.unsqueeze(1))
+            else:
+                total_TM.add_(y_TM)
+        return total_TM
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(y_PM, A.transpose(1, 2), offs=self._ends)

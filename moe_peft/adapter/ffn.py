@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,11 +45,24 @@ class FFNLayout:
         parts = [*self.projections, self.act, *([self.dropout] if self.dropout else [])]
         return all(hasattr(module, part) for part in parts)
 
-    def combine(self, act: Callable[[torch.Tensor], torch.Tensor], pre: list[torch.Tensor]) -> torch.Tensor:
-        """The hidden activation [..., f] from the outputs of `inputs`, in their order."""
+    def split(self, pre: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The activation's input and, in gated FFNs, its factor, from the outputs of `inputs` in their order."""
         if self.fused:
-            pre = list(pre[0].chunk(2, dim=-1))
-        return act(pre[0]) if len(pre) == 1 else act(pre[0]) * pre[1]
+            gate, up = pre[0].chunk(2, dim=-1)
+            return gate, up
+        return pre[0], (pre[1] if len(pre) == 2 else None)
+
+    def join(self, gate: torch.Tensor, up: torch.Tensor | None) -> list[torch.Tensor]:
+        """The inverse of `split`."""
+        if self.fused:
+            return [torch.cat([gate, up], dim=-1)]
+        return [gate] if up is None else [gate, up]
+
+    def hidden(self, ffn: nn.Module, pre: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The hidden activation [..., f] from the outputs of `inputs`."""
+        gate, up = self.split(pre)
+        activated = getattr(ffn, self.act)(gate)
+        return activated if up is None else activated * up
 
     def drop(self, ffn: nn.Module, output: torch.Tensor) -> torch.Tensor:
         """The block's dropout on its output [..., d]."""
@@ -87,8 +100,7 @@ def find_layout(module: nn.Module) -> FFNLayout | None:
 def dense_forward(layout: FFNLayout, ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The FFN computed from its parts, [..., d] to [..., d]."""
     pre = [getattr(ffn, name)(x) for name in layout.inputs]
-    hidden = layout.combine(getattr(ffn, layout.act), pre)
-    return layout.drop(ffn, getattr(ffn, layout.down)(hidden))
+    return layout.drop(ffn, getattr(ffn, layout.down)(layout.hidden(ffn, pre)))
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -195,7 +194,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         paths = [self._path(adapter, x_TD, pre) for adapter in adapters]
         z_TF = paths[0][0]
         if len(paths) > 1:
-            z_TF = sum(path[0] for path in paths) - (len(paths) - 1) * self._combine(pre)
+            z_TF = sum(path[0] for path in paths) - (len(paths) - 1) * self.layout.hidden(self.base_layer, pre)
         y_TD = self._projection(self.layout.down)(z_TF)
         for adapter, (z_own_TF, dispatch, hd_PR) in zip(adapters, paths, strict=True):
             if not self._mixes_outputs(adapter):
@@ -206,9 +205,6 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             y_TD = self._with_whole_bias(adapter, dispatch, y_TD)
         return self.layout.drop(self.base_layer, y_TD).view(x.shape)
 
-    def _combine(self, pre: list[torch.Tensor]) -> torch.Tensor:
-        return self.layout.combine(getattr(self.base_layer, self.layout.act), pre)
-
     def _path(
         self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor]
     ) -> tuple[torch.Tensor, Dispatch | None, torch.Tensor | None]:
@@ -217,7 +213,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         if not self._mixes_outputs(adapter_name):
             names = self.layout.inputs
             updated = [self._updated(adapter_name, p, dispatch, x_TD, y) for p, y in zip(names, pre, strict=True)]
-            return self._combine(updated), dispatch, None
+            return self.layout.hidden(self.base_layer, updated), dispatch, None
         h, B_inputs = [], []
         for name, y in zip(self.layout.inputs, pre, strict=True):
             A, B = self._expert_weights(adapter_name, name, y.dtype) if self._adapts(adapter_name, name) else (None, None)
@@ -228,8 +224,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         A_down = self._expert_weights(adapter_name, down, pre[0].dtype)[0] if self._adapts(adapter_name, down) else None
         dropout = self.moe_lora_dropout[adapter_name]
         active_dropout = dropout if self.training and isinstance(dropout, nn.Dropout) else None
-        act = partial(self.layout.combine, getattr(self.base_layer, self.layout.act))
-        z_TF, hd_PR = expert_hidden(dispatch, act, pre, h, B_inputs, A_down, active_dropout)
+        z_TF, hd_PR = expert_hidden(dispatch, self.layout, self.base_layer, pre, h, B_inputs, A_down, active_dropout)
         return z_TF, dispatch, hd_PR
 
     def _mixes_outputs(self, adapter_name: str) -> bool:

@@ -2,8 +2,17 @@
 
 from . import adapter as _adapter  # noqa: F401  (registers the type, before the config class uses it)
 from .adapter.config import MoELoraConfig
+from .adapter.convert import expert_to_lora, lora_to_moe
 from .adapter.dispatch import pin_dispatch
 from .adapter.ffn import FFNLayout, register_ffn_layout
 from .adapter.model import MoELoraModel
 
-__all__ = ["FFNLayout", "MoELoraConfig", "MoELoraModel", "pin_dispatch", "register_ffn_layout"]
+__all__ = [
+    "FFNLayout",
+    "MoELoraConfig",
+    "MoELoraModel",
+    "expert_to_lora",
+    "lora_to_moe",
+    "pin_dispatch",
+    "register_ffn_layout",
+]

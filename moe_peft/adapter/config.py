@@ -32,13 +32,19 @@ class ExpertSpec:
     num_experts: int
     top_k: int
     r: int
-    scaling: float
+    lora_alpha: float
+    use_rslora: bool
     lora_dropout: float
     mixing: Literal["output", "projection"]
     normalize_top_k: bool
     router_jitter_noise: float
     init_lora_weights: bool | Literal["gaussian"]
     target_projections: frozenset[str] | None
+
+    @property
+    def scaling(self) -> float:
+        """s, the factor of every expert's update."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
 @dataclass
@@ -107,9 +113,7 @@ class MoELoraConfig(PeftConfig):
     alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"help": "Alpha by module name or regex."})
     router_jitter_noise: float = field(default=0.0, metadata={"help": "Training noise on the router's input."})
     router_aux_loss_coef: float = field(default=0.01, metadata={"help": "Load-balancing loss coefficient."})
-    init_lora_weights: bool | Literal["gaussian"] = field(
-        default=True, metadata={"help": "True, False or 'gaussian'."}
-    )
+    init_lora_weights: bool | Literal["gaussian"] = field(default=True, metadata={"help": "True, False or 'gaussian'."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,7 +170,8 @@ class MoELoraConfig(PeftConfig):
             num_experts=num_experts,
             top_k=min(self.top_k, num_experts),
             r=r,
-            scaling=alpha / (r**0.5 if self.use_rslora else r),
+            lora_alpha=alpha,
+            use_rslora=self.use_rslora,
             lora_dropout=self.lora_dropout,
             mixing=self.mixing,
             normalize_top_k=self.normalize_top_k,

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 
 # Up to this many columns n·r, one product with all experts costs less than finding each pair's own.
 DENSE_COLUMNS = 128
+# Up to this many pairs (decoding), sorting costs more than it saves.
+FEW_PAIRS = 32
 
 Method = Literal["auto", "dense", "sorted", "gather"]
 _pinned: Method = "auto"
@@ -53,18 +55,20 @@ def pin_dispatch(method: Method) -> Iterator[None]:
 
 
 def choose_method(tokens: int, num_experts: int, r: int, k: int, dtype: torch.dtype) -> Method:
-    """
-    The fastest way for a batch, from `benchmarks/dispatch.py`.
-
-    Grouped products want rows of a multiple of 16 bytes and know no float64.
-    """
+    """The fastest way for a batch, from `benchmarks/dispatch.py`."""
     if _pinned != "auto":
+        if _pinned == "sorted" and not _has_grouped_mm(r, dtype):
+            raise ValueError(f"pin_dispatch('sorted'): torch has no grouped product for r={r} in {dtype}; use 'dense'")
         return _pinned
-    if tokens * k <= 32:
+    if tokens * k <= FEW_PAIRS:
         return "dense" if num_experts * r <= DENSE_COLUMNS else "gather"
-    if dtype != torch.float64 and (r * dtype.itemsize) % 16 == 0 and tokens * k >= 16 * num_experts:
-        return "sorted"
-    return "dense"
+    return "sorted" if _has_grouped_mm(r, dtype) and tokens * k >= 16 * num_experts else "dense"
+
+
+def _has_grouped_mm(r: int, dtype: torch.dtype) -> bool:
+    """It wants rows of a multiple of 16 bytes and no float64; its shape function, for `torch.compile`, only bfloat16."""
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and (r * dtype.itemsize) % 16 == 0
+    return known and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
 
 
 class Dispatch:

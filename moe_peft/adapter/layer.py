@@ -48,7 +48,8 @@ class MoELoraLayer(BaseTunerLayer):
 
     def update_layer(self, adapter_name: str, spec: ExpertSpec, inference_mode: bool = False) -> None:
         """Add (or make anew) the experts and the router of `adapter_name`."""
-        names = [p for p in self._shapes if spec.target_projections is None or p in spec.target_projections]
+        chosen = spec.target_projections
+        names = [p for p in self._shapes if chosen is None or p in chosen or isinstance(self, MoELoraLinear)]
         n, r = spec.num_experts, spec.r
         self.moe_lora_spec[adapter_name] = spec
         self.moe_lora_A[adapter_name] = nn.ParameterDict({p: torch.empty(n, r, self._shapes[p][0]) for p in names})
@@ -216,7 +217,9 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             return self.layout.hidden(self.base_layer, updated), dispatch, None
         h, B_inputs = [], []
         for name, y in zip(self.layout.inputs, pre, strict=True):
-            A, B = self._expert_weights(adapter_name, name, y.dtype) if self._adapts(adapter_name, name) else (None, None)
+            A, B = (
+                self._expert_weights(adapter_name, name, y.dtype) if self._adapts(adapter_name, name) else (None, None)
+            )
             x = x_TD if A is None else self.moe_lora_dropout[adapter_name](x_TD.to(y.dtype))
             h.append(None if A is None else dispatch.shrink_tokens(x, A) * dispatch.scaling)
             B_inputs.append(B)

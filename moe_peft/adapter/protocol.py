@@ -26,7 +26,6 @@ from .recording import Collection, state
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 
 
-
 # --- the config's fields ------------------------------------------------------------------------------------------
 
 
@@ -54,9 +53,7 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
         return
     layers = [layer for layer in model.modules() if isinstance(layer, MoELoraLayer)]
     active = next((tuple(layer.active_adapters) for layer in layers), ())
-    specs = [
-        layer.moe_lora_spec[name] for layer in layers for name in active if name in layer.moe_lora_router
-    ]
+    specs = [layer.moe_lora_spec[name] for layer in layers for name in active if name in layer.moe_lora_router]
     state = (active, tuple((spec.num_experts, spec.top_k) for spec in specs))
     if getattr(model, "_moe_lora_synced", None) == state:
         return
@@ -138,7 +135,9 @@ def _add_aux_loss(model: nn.Module, args: tuple, kwargs: dict, output: Any) -> A
     router_logits, state.finished = state.finished, None
     if router_logits is None or kwargs.get("fused_lm_head"):  # TRL's fused head adds the loss itself
         return None
-    loss = output[0] if isinstance(output, tuple) and kwargs.get("labels") is not None else getattr(output, "loss", None)
+    loss = (
+        output[0] if isinstance(output, tuple) and kwargs.get("labels") is not None else getattr(output, "loss", None)
+    )
     if loss is None and not kwargs.get("output_router_logits"):
         return None
     config = _text_config(model)

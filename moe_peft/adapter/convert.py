@@ -1,0 +1,235 @@
+"""Experts ⇄ plain PEFT LoRA adapters: LoRA adapters stack into a MoE adapter, an expert comes out as a LoRA adapter."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils import load_peft_weights
+from peft.utils.other import get_pattern_key
+from safetensors.torch import save_file
+from torch import nn
+
+from .config import MoELoraConfig
+from .ffn import find_layout
+from .layer import MoELoraLayer, MoELoraLinear
+
+_DERIVED = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections")
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class _Lora:
+    """One LoRA adapter: per linear module A [r, in], B [out, r] and its scaling."""
+
+    name: str
+    config: LoraConfig
+    A: dict[str, torch.Tensor]
+    B: dict[str, torch.Tensor]
+
+    def scaling(self, module: str) -> float:
+        c = self.config
+        r = c.rank_pattern.get(get_pattern_key(c.rank_pattern.keys(), module), c.r)
+        alpha = c.alpha_pattern.get(get_pattern_key(c.alpha_pattern.keys(), module), c.lora_alpha)
+        return alpha / (r**0.5 if c.use_rslora else r)
+
+
+def lora_to_moe(
+    model: nn.Module,
+    adapters: Sequence[str | os.PathLike | PeftModel],
+    adapter_name: str = "default",
+    **settings: Any,
+) -> PeftModel:
+    """
+    Build a MoE adapter whose experts are the given plain LoRA adapters.
+
+    FFN projections become FFN experts; other linears (attention, say) get experts and a router of their own. Smaller
+    ranks are padded with zeros. Where scalings differ, B takes up the difference; where they agree, A and B are kept
+    to the bit. A module that an adapter lacks is a zero update in its expert. Routers are new.
+
+    Args:
+        model: the base model, without adapters.
+        adapters: folders of saved LoRA adapters, or models holding one (its active adapter is taken).
+        adapter_name: the new adapter's name.
+        settings: further `MoELoraConfig` fields, such as `top_k`, `mixing`, `task_type`.
+
+    Returns:
+        The base model with the MoE adapter, trainable.
+
+    Raises:
+        ValueError: an adapter is no plain LoRA, does not fit the base, or holds NaN; or `settings` names a field that
+            the adapters decide.
+    """
+    for name in _DERIVED:
+        if name in settings:
+            raise ValueError(f"lora_to_moe: {name}={settings[name]!r}: this follows from the adapters; leave it out")
+    if not adapters:
+        raise ValueError("lora_to_moe: adapters=[]: give at least one LoRA adapter")
+    loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
+    for lora in loras:
+        _check_fits(lora, model)
+    places = {module: _place(model, module) for lora in loras for module in lora.A}
+    r = max(A.shape[0] for lora in loras for A in lora.A.values())
+    scaling = loras[0].scaling(next(iter(loras[0].A)))
+    projections = {projection for _, projection in places.values() if projection != "weight"}
+    settings.setdefault("task_type", loras[0].config.task_type)
+    config = MoELoraConfig(
+        num_experts=len(loras),
+        top_k=settings.pop("top_k", min(2, len(loras))),
+        r=r,
+        lora_alpha=scaling * r,
+        target_modules=sorted({owner for owner, _ in places.values()}),
+        target_projections=sorted(projections) or None,
+        **settings,
+    )
+    peft_model = get_peft_model(model, config, adapter_name=adapter_name)
+    layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
+    with torch.no_grad():
+        for layer in layers.values():
+            for weight in (*layer.moe_lora_A[adapter_name].values(), *layer.moe_lora_B[adapter_name].values()):
+                weight.zero_()
+        for i, lora in enumerate(loras):
+            for module, A in lora.A.items():
+                owner, projection = places[module]
+                factor = lora.scaling(module) / scaling
+                B = lora.B[module] if factor == 1 else lora.B[module] * factor
+                layers[owner].moe_lora_A[adapter_name][projection][i, : A.shape[0]] = A
+                layers[owner].moe_lora_B[adapter_name][projection][i, : A.shape[0]] = B.T
+    return peft_model
+
+
+def expert_to_lora(
+    model: PeftModel,
+    expert: int,
+    save_directory: str | os.PathLike | None = None,
+    adapter_name: str | None = None,
+) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """
+    Take one expert out of a MoE adapter as a plain LoRA adapter.
+
+    Modules with a single expert, which is always active, are part of every expert's LoRA.
+
+    Args:
+        model: the model with the MoE adapter.
+        expert: its index, from 0.
+        save_directory: a folder to write, as `PeftModel.from_pretrained` reads it; it must not exist yet.
+        adapter_name: the MoE adapter; the active one if None.
+
+    Returns:
+        The LoRA's config and its state dict, in PEFT's names.
+
+    Raises:
+        ValueError: the adapter has no such expert; FileExistsError: `save_directory` is there already.
+    """
+    adapter_name = adapter_name or model.active_adapter
+    source = model.peft_config[adapter_name]
+    state: dict[str, torch.Tensor] = {}
+    ranks, alphas = {}, {}
+    for owner, layer in model.get_base_model().named_modules():
+        if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
+            continue
+        spec = layer.moe_lora_spec[adapter_name]
+        if not 0 <= expert < spec.num_experts and spec.num_experts > 1:
+            raise ValueError(f"expert_to_lora: expert={expert}: {owner} has experts 0 to {spec.num_experts - 1}")
+        index = expert if spec.num_experts > 1 else 0
+        for projection, A in layer.moe_lora_A[adapter_name].items():
+            name = owner if isinstance(layer, MoELoraLinear) else f"{owner}.{projection}"
+            name = name.replace(".base_layer", "")
+            B = layer.moe_lora_B[adapter_name][projection]
+            state[f"{_PREFIX}{name}.lora_A.weight"] = A[index].detach().cpu().clone()
+            state[f"{_PREFIX}{name}.lora_B.weight"] = B[index].detach().cpu().T.contiguous()
+            ranks[name], alphas[name] = spec.r, spec.lora_alpha
+    config = LoraConfig(
+        r=source.r,
+        lora_alpha=source.lora_alpha,
+        lora_dropout=source.lora_dropout,
+        use_rslora=source.use_rslora,
+        target_modules=_short_names(model, set(ranks)),
+        rank_pattern={name: r for name, r in ranks.items() if r != source.r},
+        alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != source.lora_alpha},
+        task_type=source.task_type,
+        base_model_name_or_path=source.base_model_name_or_path,
+        inference_mode=True,
+    )
+    if save_directory is not None:
+        _save_whole(Path(save_directory), config, state)
+    return config, state
+
+
+def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
+    """Read a LoRA adapter and check that it is a plain one."""
+    name = f"adapters[{index}]" if isinstance(source, PeftModel) else str(source)
+    if isinstance(source, PeftModel):
+        config = source.peft_config[source.active_adapter]
+    else:
+        config = PeftConfig.from_pretrained(str(source))
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
+    for field, plain in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None)):
+        if getattr(config, field, plain) != plain:
+            raise ValueError(f"lora_to_moe: {name}: {field}={getattr(config, field)!r}: an expert cannot hold this")
+    try:
+        if isinstance(source, PeftModel):
+            state = get_peft_model_state_dict(source, adapter_name=source.active_adapter)
+        else:
+            state = load_peft_weights(str(source), device="cpu")
+    except Exception as error:  # safetensors has an exception type of its own for a truncated file
+        raise ValueError(
+            f"lora_to_moe: {name}: its weights cannot be read ({error}); save the adapter again"
+        ) from error
+    A, B = {}, {}
+    for key, tensor in state.items():
+        module, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
+        if kind not in ("A.weight", "B.weight"):
+            raise ValueError(f"lora_to_moe: {name}: {key}: not a weight of a plain LoRA on a linear layer")
+        if not tensor.isfinite().all():
+            raise ValueError(f"lora_to_moe: {name}: {key} holds NaN or infinity; train the adapter again")
+        (A if kind == "A.weight" else B)[module] = tensor
+    return _Lora(name, config, A, B)
+
+
+def _check_fits(lora: _Lora, model: nn.Module) -> None:
+    modules = dict(model.named_modules())
+    for name, A in lora.A.items():
+        if name not in modules:
+            raise ValueError(f"lora_to_moe: {lora.name}: the base model has no module {name!r}; is it another base's?")
+        module = modules[name]
+        features = (getattr(module, "in_features", A.shape[1]), getattr(module, "out_features", lora.B[name].shape[0]))
+        if features != (A.shape[1], lora.B[name].shape[0]):
+            shape = (A.shape[1], lora.B[name].shape[0])
+            raise ValueError(f"lora_to_moe: {lora.name}: {name} maps {shape}, the base's {features}; is it another's?")
+
+
+def _place(model: nn.Module, module: str) -> tuple[str, str]:
+    """The MoE layer that takes the LoRA of a linear module, and the projection's name there."""
+    owner, _, projection = module.rpartition(".")
+    layout = find_layout(model.get_submodule(owner))
+    if layout is not None and projection in layout.projections:
+        return owner, projection
+    return module, "weight"
+
+
+def _short_names(model: PeftModel, names: set[str]) -> list[str]:
+    """The last parts of module names if they match no other module, else the names whole."""
+    short = {name.rsplit(".", 1)[-1] for name in names}
+    every = {n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n}
+    matched = {name for name in every if name.rsplit(".", 1)[-1] in short}
+    return sorted(short if matched == names else names)
+
+
+def _save_whole(folder: Path, config: LoraConfig, state: dict[str, torch.Tensor]) -> None:
+    """Write an adapter folder under a temporary name and rename it when it is whole."""
+    if folder.exists():
+        raise FileExistsError(f"expert_to_lora: save_directory={str(folder)!r} exists; choose another name")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
+        whole = Path(parent) / folder.name
+        config.save_pretrained(str(whole))
+        save_file(state, whole / "adapter_model.safetensors", metadata={"format": "pt"})
+        whole.rename(folder)

@@ -1,0 +1,177 @@
+"""Experts ⇄ plain LoRA adapters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from moe_peft import MoELoraConfig, expert_to_lora, lora_to_moe
+
+FFN = ["gate_proj", "up_proj", "down_proj"]
+IDS = torch.arange(3, 27).view(2, 12)
+
+
+def lora(seed: int, r: int = 4, lora_alpha: float = 8, targets=FFN, **kwargs) -> PeftModel:
+    base = tiny_llama()
+    torch.manual_seed(100 + seed)
+    config = LoraConfig(
+        r=r, lora_alpha=lora_alpha, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **kwargs
+    )
+    return get_peft_model(base, config).eval()
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / f"lora{i}" for i in range(3)]
+    for i, path in enumerate(paths):
+        lora(i).save_pretrained(path)
+    return paths
+
+
+def test_round_trip_from_folders_is_exact_to_the_bit(folders, tmp_path):
+    moe = lora_to_moe(tiny_llama(), folders)
+    moe.save_pretrained(tmp_path / "moe")
+    again = PeftModel.from_pretrained(tiny_llama(), tmp_path / "moe")
+    for i, folder in enumerate(folders):
+        expert_to_lora(again, i, tmp_path / f"out{i}")
+        before, after = (load_file(p / "adapter_model.safetensors") for p in (folder, tmp_path / f"out{i}"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        a, b = (json.loads((p / "adapter_config.json").read_text()) for p in (folder, tmp_path / f"out{i}"))
+        for field in ("r", "lora_alpha", "use_rslora", "task_type", "peft_type"):
+            assert a[field] == b[field]
+        assert sorted(a["target_modules"]) == sorted(b["target_modules"])
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_each_expert_alone_gives_its_loras_logits(mixing: str):
+    sources = [lora(i) for i in range(3)]
+    moe = lora_to_moe(tiny_llama(), sources, mixing=mixing, top_k=1).eval()
+    for i, source in enumerate(sources):
+        for name, module in moe.named_modules():
+            if name.endswith("moe_lora_router.default"):
+                force_expert(module, i)
+        torch.testing.assert_close(moe(IDS).logits, source(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def force_expert(router: torch.nn.Module, i: int) -> None:
+    router._forward_hooks.clear()
+    n = router.weight.shape[0]
+    router.register_forward_hook(
+        lambda m, a, out: torch.full((out.shape[0], n), -50.0).index_fill(1, torch.tensor(i), 0)
+    )
+
+
+def test_an_extracted_expert_loads_where_moe_peft_is_not_imported(folders, tmp_path):
+    expert_to_lora(lora_to_moe(tiny_llama(), folders), 1, tmp_path / "out")
+    tiny_llama().save_pretrained(tmp_path / "base")
+    script = f"""
+import sys, torch
+sys.modules["moe_peft"] = None
+from transformers import AutoModelForCausalLM
+from peft import PeftModel
+base = AutoModelForCausalLM.from_pretrained({str(tmp_path / "base")!r})
+model = PeftModel.from_pretrained(base, {str(tmp_path / "out")!r}).eval()
+torch.save(model(torch.arange(3, 27).view(2, 12)).logits, {str(tmp_path / "logits.pt")!r})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), lora(1)(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_smaller_ranks_are_padded_and_other_scalings_are_taken_up():
+    sources = [lora(0, r=2, lora_alpha=2), lora(1, r=6, lora_alpha=3), lora(2, r=4, lora_alpha=12, use_rslora=True)]
+    moe = lora_to_moe(tiny_llama(), sources)
+    for i, source in enumerate(sources):
+        config, state = expert_to_lora(moe, i)
+        assert config.r == 6
+        got = get_peft_model(tiny_llama(), config).eval()
+        load(got, state)
+        torch.testing.assert_close(got(IDS).logits, source(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def load(model: PeftModel, state: dict[str, torch.Tensor]) -> None:
+    from peft import set_peft_model_state_dict
+
+    result = set_peft_model_state_dict(model, state)
+    assert not result.unexpected_keys
+
+
+def test_adapters_on_other_modules_become_experts_there_and_zero_experts_elsewhere():
+    sources = [lora(0, targets=["up_proj", "q_proj"]), lora(1, targets=["up_proj", "down_proj"])]
+    moe = lora_to_moe(tiny_llama(), sources)
+    for i, source in enumerate(sources):
+        config, state = expert_to_lora(moe, i)
+        got = get_peft_model(tiny_llama(), config).eval()
+        load(got, state)
+        torch.testing.assert_close(got(IDS).logits, source(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_single_expert_modules_are_part_of_every_expert():
+    torch.manual_seed(0)
+    config = MoELoraConfig(
+        num_experts=3,
+        r=4,
+        target_modules=["mlp", "q_proj"],
+        num_experts_pattern={"q_proj": 1},
+        rank_pattern={"q_proj": 2},
+        init_lora_weights=False,
+    )
+    moe = get_peft_model(tiny_llama(), config)
+    for i in range(3):
+        out, state = expert_to_lora(moe, i)
+        q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        attention = moe.get_base_model().model.layers[0].self_attn.q_proj
+        assert torch.equal(state[q], attention.moe_lora_A["default"]["weight"][0])
+        load(get_peft_model(tiny_llama(), out), state)
+
+
+def test_wrong_expert_index_names_the_range(folders):
+    with pytest.raises(ValueError, match=r"expert=3: .*mlp has experts 0 to 2"):
+        expert_to_lora(lora_to_moe(tiny_llama(), folders), 3)
+
+
+def test_an_existing_folder_is_not_overwritten(folders):
+    with pytest.raises(FileExistsError, match="exists; choose another name"):
+        expert_to_lora(lora_to_moe(tiny_llama(), folders), 0, folders[0])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+    ],
+)
+def test_adapters_that_are_no_plain_lora_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        lora_to_moe(tiny_llama(), [lora(0, **kwargs)])
+
+
+def test_bad_inputs_are_one_clear_line_and_leave_the_base_alone(folders, tmp_path):
+    def refused(base, adapters, message, **settings):
+        keys = list(base.state_dict())
+        with pytest.raises(ValueError, match=message) as error:
+            lora_to_moe(base, adapters, **settings)
+        assert "\n" not in str(error.value).split("(")[0]
+        assert list(base.state_dict()) == keys
+
+    refused(tiny_llama(), folders, "num_experts=5: this follows", num_experts=5)
+    refused(tiny_llama(), [], "at least one")
+    refused(tiny_llama(hidden=32), folders, "another")
+    refused(tiny_llama(layers=1), folders, "no module 'model.layers.1")
+    state = load_file(folders[1] / "adapter_model.safetensors")
+    state[next(iter(state))][0, 0] = float("nan")
+    save_file(state, folders[1] / "adapter_model.safetensors")
+    refused(tiny_llama(), folders, "NaN")
+    data = (folders[0] / "adapter_model.safetensors").read_bytes()
+    (folders[0] / "adapter_model.safetensors").write_bytes(data[: len(data) // 2])
+    refused(tiny_llama(), folders, "cannot be read")

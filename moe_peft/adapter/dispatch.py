@@ -1,8 +1,8 @@
 """
 How tokens meet their experts: the same five linear maps in several ways of computing.
 
-A *pair* is a (token, slot): token t with the j-th of its k experts, P = T·k pairs in all. A dispatch knows, for one
-batch, which expert and which gate each pair has. It offers
+A *pair* is a (token, slot): token t with the j-th of its k experts, P pairs in all. A dispatch knows, for one batch,
+which expert and which gate each pair has. It offers
 
     spread   [T, m] → [P, m]            each token's row to its pairs (a new tensor)
     collect  [P, m] → [T, m]            sum of a token's pairs, gated if asked (the transpose of spread)
@@ -10,11 +10,11 @@ batch, which expert and which gate each pair has. It offers
     expand   [P, r], [n, r, m] → [P, m]  h B_i    (the transpose of shrink)
     outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
 
-and the compositions that can be cheaper than their parts: `shrink_tokens` = shrink ∘ spread, `expand_collect` =
-collect ∘ expand, and both with the gates between, `update`. No way of computing loops over experts or waits for the
-device; all shapes are static.
+and what layers use: `shrink_tokens`, `expand_collect` and, with the gates between, `update`. A dispatch may consist of
+`parts`, one per slot, which are worked off one after the other: temporary memory is then that of one slot, whatever k.
+No way of computing loops over experts or tokens, or waits for the device; all shapes are static.
 
-Legend: T tokens, n experts, k slots, P pairs, r rank, m a width (in or out features).
+Legend: T tokens, n experts, k slots, P = T·k pairs, r rank, m a width (in or out features).
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ import torch.nn.functional as F
 
 # Up to this many columns n·r, one product with all experts costs less than finding each pair's own.
 DENSE_COLUMNS = 128
-# Up to this many pairs (decoding), sorting costs more than it saves.
+# Up to this many pairs (decoding), sorting costs more than it saves …
 FEW_PAIRS = 32
+# … and up to this many, copying even a few experts' matrices costs less than products with all.
+VERY_FEW_PAIRS = 4
 
 Method = Literal["auto", "dense", "sorted", "gather"]
 _pinned: Method = "auto"
@@ -54,15 +56,25 @@ def pin_dispatch(method: Method) -> Iterator[None]:
         _pinned = before
 
 
-def choose_method(tokens: int, num_experts: int, r: int, k: int, dtype: torch.dtype) -> Method:
-    """The fastest way for a batch, from `benchmarks/dispatch.py`."""
+def choose_method(pairs: int, num_experts: int, r: int, dtype: torch.dtype, mixes_outputs: bool) -> Method:
+    """
+    The fastest way for a batch of P pairs, by the crossovers of `benchmarks/dispatch.py`.
+
+    With mixing "projection" a pair's own rows are never needed (`update`), so products with all experts win as long as
+    they are narrow. With "output", few pairs (decoding) are best served by copies of their experts, many by sorting.
+    """
     if _pinned != "auto":
         if _pinned == "sorted" and not _has_grouped_mm(r, dtype):
             raise ValueError(f"pin_dispatch('sorted'): torch has no grouped product for r={r} in {dtype}; use 'dense'")
         return _pinned
-    if tokens * k <= FEW_PAIRS:
-        return "dense" if num_experts * r <= DENSE_COLUMNS else "gather"
-    return "sorted" if _has_grouped_mm(r, dtype) and tokens * k >= 16 * num_experts else "dense"
+    narrow = num_experts * r <= DENSE_COLUMNS
+    if narrow and not mixes_outputs:
+        return "dense"
+    if pairs <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
+        return "gather"
+    if pairs <= FEW_PAIRS or not _has_grouped_mm(r, dtype):
+        return "dense"
+    return "sorted"
 
 
 def _has_grouped_mm(r: int, dtype: torch.dtype) -> bool:
@@ -112,19 +124,30 @@ class Dispatch:
         y_TKM = y_PM.view(self.tokens, self.k, -1)
         return (y_TKM * self.gates.unsqueeze(-1) if gated else y_TKM).sum(1)
 
-    def shrink_tokens(self, x_TM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        """`shrink(spread(x))`, [P, r]."""
-        if self.few_columns(A):
-            return (x_TM @ A.flatten(0, 1).T).view(-1, A.shape[1]).index_select(0, self.pair_rows())
-        return self.shrink(self.spread(x_TM), A)
+    @property
+    def parts(self) -> list[Dispatch]:
+        """Dispatches that together have all pairs."""
+        return [self]
 
-    def expand_collect(self, h_PR: torch.Tensor, B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
-        """`base + collect(expand(h, B))`, [T, m]."""
+    def shrink_tokens(self, x_TM: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
+        """`shrink(spread(x))` [P, r] of each part."""
+        if self.few_columns(A):
+            table = (x_TM @ A.flatten(0, 1).T).view(-1, A.shape[1])
+            return [table.index_select(0, part.pair_rows()) for part in self.parts]
+        return [part.shrink(part.spread(x_TM), A) for part in self.parts]
+
+    def expand_collect(self, h: list[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
+        """`base + s Σ g B h`, [T, m], from h [P, r] of each part."""
+        weighted = [h_PR * (part.pair_gates() * self.scaling) for h_PR, part in zip(h, self.parts, strict=True)]
         if self.few_columns(B):
             # A token's experts differ, so its pairs share one row [n·r], and one product gives their sum.
-            table = h_PR.new_zeros(self.tokens * self.n, B.shape[1]).index_copy(0, self.pair_rows(), h_PR)
+            table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
+            for h_PR, part in zip(weighted, self.parts, strict=True):
+                table = table.index_copy(0, part.pair_rows(), h_PR)
             return torch.addmm(base_TM, table.view(self.tokens, -1), B.flatten(0, 1))
-        return base_TM + self.collect(self.expand(h_PR, B))
+        for h_PR, part in zip(weighted, self.parts, strict=True):
+            base_TM = base_TM + part.collect(part.expand(h_PR, B))
+        return base_TM
 
     def update(self, x_TM: torch.Tensor, A: torch.Tensor, B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
         """`base + s Σ_i g_i B_i A_i x`, [T, out]: the experts' mixed low-rank update of one projection."""
@@ -133,11 +156,7 @@ class Dispatch:
             gates_TN = gates_TK.new_zeros(self.tokens, self.n).scatter(1, self.experts, gates_TK)
             h_TNR = (x_TM @ A.flatten(0, 1).T).view(self.tokens, self.n, -1) * gates_TN.unsqueeze(-1)
             return torch.addmm(base_TM, h_TNR.view(self.tokens, -1), B.flatten(0, 1))
-        return self.expand_collect(self.weighted(self.shrink_tokens(x_TM, A)), B, base_TM)
-
-    def weighted(self, h_PR: torch.Tensor) -> torch.Tensor:
-        """`s·g·h`, [P, r]: what an expert's B is applied to, when its update is mixed."""
-        return h_PR * (self.pair_gates() * self.scaling)
+        return self.expand_collect(self.shrink_tokens(x_TM, A), B, base_TM)
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -194,45 +213,51 @@ class Gather(Dispatch):
 
 
 class Sorted(Dispatch):
-    """Pairs sorted by expert, so that each expert's pairs are one slice of a grouped matrix product."""
+    """
+    Slot by slot, tokens sorted by their expert, so that each expert's tokens are one slice of a grouped product.
+
+    Every part has one slot, so it has one pair per token.
+    """
 
     def __init__(self, experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, scaling: float) -> None:
         super().__init__(experts_TK, gates_TK, num_experts, scaling)
-        self._experts, self._order = experts_TK.reshape(-1).sort(stable=True)
-        self._token = self._order // self.k
-        positions = torch.arange(self._order.numel(), device=self._order.device)
-        inverse = torch.empty_like(self._order).scatter_(0, self._order, positions)
-        self._slots = inverse.view(-1, self.k).unbind(1)
-        experts = torch.arange(num_experts, device=self._order.device)
+        columns = zip(experts_TK.split(1, dim=1), gates_TK.split(1, dim=1), strict=True)
+        self._parts: list[Dispatch] = [_SortedSlot(e, g, num_experts, scaling) for e, g in columns]
+
+    @property
+    def parts(self) -> list[Dispatch]:
+        return self._parts
+
+
+class _SortedSlot(Dispatch):
+    def __init__(self, experts_T1: torch.Tensor, gates_T1: torch.Tensor, num_experts: int, scaling: float) -> None:
+        super().__init__(experts_T1, gates_T1, num_experts, scaling)
+        self._experts, self._order = experts_T1.flatten().sort(stable=True)
+        positions = torch.arange(self.tokens, device=experts_T1.device)
+        self._inverse = torch.empty_like(self._order).scatter_(0, self._order, positions)
+        experts = torch.arange(num_experts, device=experts_T1.device)
         self._ends = torch.searchsorted(self._experts, experts, right=True).to(torch.int32)
 
     def pair_gates(self) -> torch.Tensor:
-        return self.gates.reshape(-1).index_select(0, self._order).unsqueeze(-1)
+        return self.gates.index_select(0, self._order)
 
     def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
-        return torch.stack([values_P.index_select(0, slot) for slot in self._slots], dim=1)
+        return values_P.index_select(0, self._inverse).unsqueeze(1)
 
     def pair_experts(self) -> torch.Tensor:
         return self._experts
 
     def pair_rows(self) -> torch.Tensor:
-        return self._token * self.n + self._experts
+        return self._order * self.n + self._experts
 
     def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
-        return x_TM.index_select(0, self._token)
+        return x_TM.index_select(0, self._order)
 
     def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        # Slot by slot, in place (neither operation keeps its result for backward): no second tensor of size [P, m].
-        total_TM: torch.Tensor | None = None
-        for slot, gate_T in zip(self._slots, self.gates.unbind(1), strict=True):
-            y_TM = y_PM.index_select(0, slot)
-            if total_TM is None:
-                total_TM = y_TM * gate_T.unsqueeze(1) if gated else y_TM
-            elif gated:
-                total_TM.addcmul_(y_TM, gate_T.unsqueeze(1))
-            else:
-                total_TM.add_(y_TM)
-        return total_TM
+        y_TM = y_PM.index_select(0, self._inverse)
+        if not gated:
+            return y_TM
+        return y_TM * self.gates if torch.is_grad_enabled() else y_TM.mul_(self.gates)
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(y_PM, A.transpose(1, 2), offs=self._ends)
@@ -241,16 +266,15 @@ class Sorted(Dispatch):
         return F.grouped_mm(h_PR, B, offs=self._ends)
 
     def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
-        return F.grouped_mm(h_PR.T.contiguous(), y_PM, offs=self._ends)
+        return F.grouped_mm(h_PR.T, y_PM, offs=self._ends)
 
 
 _METHODS: dict[str, type[Dispatch]] = {"dense": Dense, "sorted": Sorted, "gather": Gather}
 
 
 def make_dispatch(
-    experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, r: int, scaling: float
+    experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, r: int, scaling: float, mixes_outputs: bool
 ) -> Dispatch:
     """The dispatch of a batch, computing in the way that suits its size (or that `pin_dispatch` asks for)."""
-    tokens, k = experts_TK.shape
-    method = choose_method(tokens, num_experts, r, k, gates_TK.dtype)
+    method = choose_method(experts_TK.numel(), num_experts, r, gates_TK.dtype, mixes_outputs)
     return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

@@ -86,6 +86,10 @@ class MoELoraLayer(BaseTunerLayer):
     def _projection(self, name: str) -> nn.Module:
         raise NotImplementedError
 
+    def _mixes_outputs(self, adapter_name: str) -> bool:
+        """Whether whole outputs are mixed, and not the updates of single projections."""
+        return False
+
     def _running_adapters(self) -> list[str]:
         return [] if self.disable_adapters else [a for a in self.active_adapters if a in self.moe_lora_spec]
 
@@ -96,7 +100,8 @@ class MoELoraLayer(BaseTunerLayer):
             return None
         logits_TN = self.moe_lora_router[adapter_name](x_TD)
         gates_TK, experts_TK = top_k_gates(logits_TN, spec.top_k, spec.normalize_top_k)
-        return make_dispatch(experts_TK, gates_TK.to(dtype), spec.num_experts, spec.r, spec.scaling)
+        mixes_outputs = self._mixes_outputs(adapter_name)
+        return make_dispatch(experts_TK, gates_TK.to(dtype), spec.num_experts, spec.r, spec.scaling, mixes_outputs)
 
     def _updated(
         self, adapter_name: str, name: str, dispatch: Dispatch | None, x_TM: torch.Tensor, base_TM: torch.Tensor
@@ -197,18 +202,18 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         if len(paths) > 1:
             z_TF = sum(path[0] for path in paths) - (len(paths) - 1) * self.layout.hidden(self.base_layer, pre)
         y_TD = self._projection(self.layout.down)(z_TF)
-        for adapter, (z_own_TF, dispatch, hd_PR) in zip(adapters, paths, strict=True):
+        for adapter, (z_own_TF, dispatch, hd) in zip(adapters, paths, strict=True):
             if not self._mixes_outputs(adapter):
                 y_TD = self._updated(adapter, self.layout.down, dispatch, z_own_TF, y_TD)
-            elif hd_PR is not None:
+            elif hd is not None:
                 _, B = self._expert_weights(adapter, self.layout.down, y_TD.dtype)
-                y_TD = dispatch.expand_collect(dispatch.weighted(hd_PR), B, y_TD)
+                y_TD = dispatch.expand_collect(hd, B, y_TD)
             y_TD = self._with_whole_bias(adapter, dispatch, y_TD)
         return self.layout.drop(self.base_layer, y_TD).view(x.shape)
 
     def _path(
         self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, Dispatch | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Dispatch | None, list[torch.Tensor] | None]:
         """One adapter's hidden activation [T, f], its dispatch, and for mixing "output" the pairs' `A_down a`."""
         dispatch = self._route(adapter_name, x_TD, pre[0].dtype)
         if not self._mixes_outputs(adapter_name):
@@ -221,14 +226,14 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
                 self._expert_weights(adapter_name, name, y.dtype) if self._adapts(adapter_name, name) else (None, None)
             )
             x = x_TD if A is None else self.moe_lora_dropout[adapter_name](x_TD.to(y.dtype))
-            h.append(None if A is None else dispatch.shrink_tokens(x, A) * dispatch.scaling)
+            h.append(None if A is None else [h_PR * dispatch.scaling for h_PR in dispatch.shrink_tokens(x, A)])
             B_inputs.append(B)
         down = self.layout.down
         A_down = self._expert_weights(adapter_name, down, pre[0].dtype)[0] if self._adapts(adapter_name, down) else None
         dropout = self.moe_lora_dropout[adapter_name]
         active_dropout = dropout if self.training and isinstance(dropout, nn.Dropout) else None
-        z_TF, hd_PR = expert_hidden(dispatch, self.layout, self.base_layer, pre, h, B_inputs, A_down, active_dropout)
-        return z_TF, dispatch, hd_PR
+        z_TF, hd = expert_hidden(dispatch, self.layout, self.base_layer, pre, h, B_inputs, A_down, active_dropout)
+        return z_TF, dispatch, hd
 
     def _mixes_outputs(self, adapter_name: str) -> bool:
         spec = self.moe_lora_spec[adapter_name]

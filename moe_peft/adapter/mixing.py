@@ -26,93 +26,108 @@ def expert_hidden(
     layout: FFNLayout,
     ffn: nn.Module,
     pre: Tensors,
-    h: OptionalTensors,
+    h: Sequence[list[torch.Tensor] | None],
     B: OptionalTensors,
     A_down: torch.Tensor | None,
     dropout: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
     """
     From the base's pre-activations to the mixed hidden activation.
 
     Args:
         layout, ffn: the block, for its activation.
         pre: base outputs [T, f'] of the input projections.
-        h: per input projection the scaled low-rank inputs [P, r], or None where it has no experts.
+        h: per input projection the scaled low-rank inputs [P, r] of each part, or None where it has no experts.
         B: per input projection the second matrices [n, r, f'], or None.
         A_down: the first matrices of the down projection [n, r, f], or None.
         dropout: applied to the input of `A_down`.
 
     Returns:
-        `z = Σ_i g_i a_i` [T, f], and `A_down a` of each pair [P, r] (not yet weighted), or None.
+        `z = Σ_i g_i a_i` [T, f], and `A_down a` of the pairs of each part [P, r] (not yet weighted), or None.
     """
-    tensors = (A_down, dispatch.gates, *pre, *h, *B)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if needs_grad and dropout is None and not torch.compiler.is_compiling():
-        return _ExpertHidden.apply(dispatch, layout, getattr(ffn, layout.act), *tensors)
-    a_PF = layout.hidden(ffn, _pair_activations(dispatch, pre, h, B))
-    hd_PR = None if A_down is None else dispatch.shrink(a_PF if dropout is None else dropout(a_PF), A_down)
-    return dispatch.collect(a_PF, gated=True), hd_PR
+    z_TF: torch.Tensor | None = None
+    hd: list[torch.Tensor] = []
+    for i, part in enumerate(dispatch.parts):
+        tensors = (A_down, part.gates, *pre, *(low if low is None else low[i] for low in h), *B)
+        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        if needs_grad and dropout is None and not torch.compiler.is_compiling():
+            keep = len(dispatch.parts) <= 2
+            own_TF, hd_PR = _ExpertHidden.apply(part, layout, getattr(ffn, layout.act), keep, *tensors)
+        else:
+            own_TF, hd_PR = _hidden(part, layout, getattr(ffn, layout.act), tensors, dropout)
+        z_TF = own_TF if z_TF is None else z_TF.add_(own_TF)
+        hd.append(hd_PR)
+    return z_TF, (None if A_down is None else hd)
 
 
-def _pair_activations(dispatch: Dispatch, pre: Tensors, h: OptionalTensors, B: OptionalTensors) -> list[torch.Tensor]:
+def _hidden(
+    part: Dispatch, layout: FFNLayout, act: Any, tensors: OptionalTensors, dropout: Any = None, pairs: Any = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    A_down, _, *rest = tensors
+    gate_PF, up_PF = layout.split(pairs or _pair_activations(part, *_thirds(rest)))
+    a_PF = act(gate_PF)
+    if up_PF is not None:
+        in_place = not torch.is_grad_enabled() and a_PF is not gate_PF
+        a_PF = a_PF.mul_(up_PF) if in_place else a_PF * up_PF
+    hd_PR = None if A_down is None else part.shrink(a_PF if dropout is None else dropout(a_PF), A_down)
+    return part.collect(a_PF, gated=True), hd_PR
+
+
+def _pair_activations(part: Dispatch, pre: Tensors, h: OptionalTensors, B: OptionalTensors) -> list[torch.Tensor]:
     """Per input projection: the base's output plus the update of the pair's expert, [P, f']."""
     return [
-        dispatch.spread(pre_TF) if h_PR is None else dispatch.spread(pre_TF).add_(dispatch.expand(h_PR, B_NRF))
+        part.spread(pre_TF) if h_PR is None else part.spread(pre_TF).add_(part.expand(h_PR, B_NRF))
         for pre_TF, h_PR, B_NRF in zip(pre, h, B, strict=True)
     ]
 
 
 class _ExpertHidden(torch.autograd.Function):
     """
-    `expert_hidden` with a backward that keeps little and works in place: two [P, f] tensors are kept per gated FFN (for
-    k = 2 as many bytes as plain LoRA keeps there) or, above two slots, only the [T, f] pre-activations, from which the
-    pairs are computed again.
+    One part's hidden activation, with a backward that keeps little and works in place: with `keep` the pairs' two
+    [P, f] tensors (for k = 2 as many bytes as plain LoRA keeps in an FFN), else only the [T, f] pre-activations, from
+    which the pairs are computed again.
     """
 
     @staticmethod
-    def forward(ctx: Any, dispatch: Dispatch, layout: FFNLayout, act: Any, *tensors: torch.Tensor | None) -> Any:
-        A_down, gates_TK, *rest = tensors
+    def forward(
+        ctx: Any, part: Dispatch, layout: FFNLayout, act: Any, keep: bool, *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        A_down, gates, *rest = tensors
         pre, h, B = _thirds(rest)
-        pairs = _pair_activations(dispatch, pre, h, B)
-        gate_PF, up_PF = layout.split(pairs)
-        a_PF = act(gate_PF)
-        if up_PF is not None:
-            a_PF = a_PF * up_PF if a_PF is gate_PF else a_PF.mul_(up_PF)
-        hd_PR = None if A_down is None else dispatch.shrink(a_PF, A_down)
-        ctx.dispatch, ctx.layout, ctx.act = dispatch, layout, act
-        ctx.save_for_backward(A_down, gates_TK, *(pairs if dispatch.k <= 2 else pre), *h, *B)
-        return dispatch.collect(a_PF, gated=True), hd_PR
+        pairs = _pair_activations(part, pre, h, B)
+        ctx.part, ctx.layout, ctx.act, ctx.keep = part, layout, act, keep
+        ctx.save_for_backward(A_down, gates, *(pairs if keep else pre), *h, *B)
+        return _hidden(part, layout, act, tensors, pairs=pairs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dz_TF: torch.Tensor, dhd_PR: torch.Tensor | None) -> Any:
-        dispatch: Dispatch = ctx.dispatch
+        part: Dispatch = ctx.part
         A_down, _, *rest = ctx.saved_tensors
         kept, h, B = _thirds(rest)
-        gate_PF, up_PF = ctx.layout.split(kept if dispatch.k <= 2 else _pair_activations(dispatch, kept, h, B))
+        gate_PF, up_PF = ctx.layout.split(kept if ctx.keep else _pair_activations(part, kept, h, B))
         with torch.enable_grad():
             leaf_PF = gate_PF.detach().requires_grad_()
             graph_PF = ctx.act(leaf_PF)
         act_PF = graph_PF.detach()
         a_PF = act_PF if up_PF is None else act_PF * up_PF
-        da_PF = dispatch.spread(dz_TF)
-        d_gates_TK = dispatch.to_slots(torch.linalg.vecdot(a_PF, da_PF))
-        da_PF.mul_(dispatch.pair_gates())
+        da_PF = part.spread(dz_TF)
+        d_gates = part.to_slots(torch.linalg.vecdot(a_PF, da_PF))
+        da_PF.mul_(part.pair_gates())
         d_A_down = None
         if A_down is not None:
-            dhd_PR = dhd_PR.contiguous()
-            d_A_down = dispatch.outer(dhd_PR, a_PF)
-            da_PF.add_(dispatch.expand(dhd_PR, A_down))
+            d_A_down = part.outer(dhd_PR, a_PF)
+            da_PF.add_(part.expand(dhd_PR, A_down))
         d_up_PF = None
         if up_PF is not None:
             d_up_PF = torch.mul(da_PF, act_PF, out=a_PF)
             da_PF.mul_(up_PF)
         (d_gate_PF,) = torch.autograd.grad(graph_PF, leaf_PF, da_PF)
         d_pairs = ctx.layout.join(d_gate_PF, d_up_PF)
-        d_pre = [dispatch.collect(d_PF) for d_PF in d_pairs]
-        d_h = [None if B_NRF is None else dispatch.shrink(d_PF, B_NRF) for d_PF, B_NRF in zip(d_pairs, B, strict=True)]
-        d_B = [None if h_PR is None else dispatch.outer(h_PR, d_PF) for d_PF, h_PR in zip(d_pairs, h, strict=True)]
-        return None, None, None, d_A_down, d_gates_TK, *d_pre, *d_h, *d_B
+        d_pre = [part.collect(d_PF) for d_PF in d_pairs]
+        d_h = [None if B_NRF is None else part.shrink(d_PF, B_NRF) for d_PF, B_NRF in zip(d_pairs, B, strict=True)]
+        d_B = [None if h_PR is None else part.outer(h_PR, d_PF) for d_PF, h_PR in zip(d_pairs, h, strict=True)]
+        return None, None, None, None, d_A_down, d_gates, *d_pre, *d_h, *d_B
 
 
 def _thirds(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:

@@ -12,6 +12,7 @@ Everything is done by forward hooks that are module-level functions, so that mod
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     if config is None or not isinstance(model, PreTrainedModel):
         return
     layers = [layer for layer in model.modules() if isinstance(layer, MoELoraLayer)]
-    active = next((tuple(layer.active_adapters) for layer in layers), ())
+    active = _active_adapters(layers)
     specs = [layer.moe_lora_spec[name] for layer in layers for name in active if name in layer.moe_lora_router]
     state = (active, tuple((spec.num_experts, spec.top_k) for spec in specs))
     if getattr(model, "_moe_lora_synced", None) == state:
@@ -67,6 +68,10 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     config.num_experts_per_tok = specs[0].top_k
     config.router_aux_loss_coef = coef
     config.output_router_logits = coef > 0
+
+
+def _active_adapters(layers: Iterable[MoELoraLayer]) -> tuple[str, ...]:
+    return next((tuple(layer.active_adapters) for layer in layers), ())
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -109,7 +114,9 @@ def _is_installed(model: nn.Module) -> bool:
 
 def _prepare_model_forward(model: nn.Module, args: tuple, kwargs: dict) -> None:
     state.finished = None
-    sync_config(model, getattr(model, "peft_config", {}))
+    # transformers' own `set_adapter` and `delete_adapter` speak to the layers alone, so look at one of them each time.
+    if _active_adapters(m for m in model.modules() if isinstance(m, MoELoraLayer)) != model._moe_lora_synced[0]:
+        sync_config(model, getattr(model, "peft_config", {}))
 
 
 def _start_collection(backbone: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

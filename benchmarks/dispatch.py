@@ -1,0 +1,81 @@
+"""
+Which way of computing the experts wins where: the crossovers behind `moe_peft.adapter.dispatch.choose_method`.
+
+    python benchmarks/dispatch.py
+
+One FFN layer (hidden 256, or --hidden), fp32 on the CPU or bf16 on CUDA. Per number of tokens, experts and mixing the
+median times of all methods, interleaved, as multiples of the fastest; "auto" is what the library chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+
+import torch
+from peft import get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from moe_peft import MoELoraConfig, pin_dispatch
+
+METHODS = ("dense", "sorted", "gather", "auto")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def build(hidden: int, experts: int, r: int, k: int, mixing: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3 // 16 * 16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=64,
+    )
+    adapter = MoELoraConfig(num_experts=experts, r=r, top_k=k, mixing=mixing, init_lora_weights=False)
+    model = get_peft_model(LlamaForCausalLM(config).to(DEVICE, DTYPE), adapter)
+    return model.get_base_model().model.layers[0].mlp
+
+
+def seconds(layer: torch.nn.Module, x: torch.Tensor, method: str, train: bool) -> float:
+    with pin_dispatch(method), torch.set_grad_enabled(train):
+        start = time.perf_counter()
+        y = layer(x)
+        if train:
+            y.backward(y.detach())
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--experts", type=int, nargs="+", default=[4, 8, 16, 64])
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    print("| mixing | mode | experts | tokens | " + " | ".join(METHODS) + " |\n" + "|---" * (4 + len(METHODS)) + "|")
+    for mixing in ("output", "projection"):
+        for experts in args.experts:
+            layer = build(args.hidden, experts, 8, 2, mixing)
+            for train in (False, True):
+                for tokens in args.tokens:
+                    x = torch.randn(tokens, args.hidden, device=DEVICE, dtype=DTYPE, requires_grad=train)
+                    methods = [m for m in METHODS if m != "gather" or tokens <= 64]
+                    times: dict[str, list[float]] = {m: [] for m in methods}
+                    for seed in range(args.rounds + 2):
+                        for m in random.Random(seed).sample(methods, len(methods)):
+                            times[m].append(seconds(layer, x, m, train))
+                    medians = {m: statistics.median(t[2:]) for m, t in times.items()}
+                    best = min(medians.values())
+                    cells = [f"{medians[m] / best:.2f}" if m in medians else "–" for m in METHODS]
+                    mode = "training" if train else "inference"
+                    print(f"| {mixing} | {mode} | {experts} | {tokens} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""
+The adapter's mathematics as plain loops over tokens and experts, in float64: what the library's layers are held to.
+
+Nothing of the library's compute code is called. Of a layer only its values are read: parameters, the layout's names of
+the FFN's parts, the activation module, and the settings of an adapter (`moe_lora_spec`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Outcome:
+    """A layer's output, and the gradients of its input ("x") and of its parameters, by name."""
+
+    output: torch.Tensor
+    gradients: Tensors
+
+
+def run(layer: nn.Module, x: torch.Tensor, d_output: torch.Tensor) -> Outcome:
+    """What the library computes, for the input and all parameters that are trained."""
+    x = x.detach().clone().requires_grad_()
+    leaves = {"x": x, **{name: p for name, p in layer.named_parameters() if p.requires_grad}}
+    output = layer(x)
+    gradients = torch.autograd.grad(output, list(leaves.values()), d_output.to(output.dtype), allow_unused=True)
+    return Outcome(output.detach(), _by_name(leaves, gradients))
+
+
+def reference(
+    layer: nn.Module,
+    x: torch.Tensor,
+    d_output: torch.Tensor,
+    adapters: Sequence[str] = ("default",),
+    masks: Tensors | None = None,
+) -> Outcome:
+    """
+    What a `MoELoraFFN` or `MoELoraLinear` has to compute with `adapters` active, for the input and all parameters.
+
+    Args:
+        layer: the layer; its values are taken as they are, in float64.
+        x: its input [..., d].
+        d_output: the gradient of its output [..., d].
+        adapters: the active adapters, whose displacements of the output add up.
+        masks: by projection the dropout masks (already scaled) on the experts' input: [T, in], or [T, k, f] for the
+            input of down in mixing "output", where each chosen expert has a hidden activation of its own.
+    """
+    x = x.detach().double().requires_grad_()
+    leaves = {"x": x, **{name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}}
+    tokens = x.reshape(-1, x.shape[-1])
+    dense = torch.stack([_Loop(layer, leaves, None, tokens).token(t) for t in range(len(tokens))])
+    y = dense
+    for adapter in adapters:
+        loop = _Loop(layer, leaves, adapter, tokens, masks)
+        y = y + torch.stack([loop.token(t) for t in range(len(tokens))]) - dense
+    output = y.reshape(*x.shape[:-1], -1)
+    gradients = torch.autograd.grad(output, list(leaves.values()), d_output.double(), allow_unused=True)
+    return Outcome(output.detach(), _by_name(leaves, gradients))
+
+
+def merged_weight(layer: nn.Module, adapter: str, projection: str, expert: int) -> torch.Tensor:
+    """`W + s·B_iᵀ A_i`, [out, in] in float64, of one projection of a layer."""
+    leaves = {name: p.detach().double() for name, p in layer.named_parameters()}
+    return _Loop(layer, leaves, adapter, None).merged(projection, expert)
+
+
+def chosen_experts(layer: nn.Module, x: torch.Tensor, adapter: str = "default") -> list[list[int]]:
+    """Each token's experts, the most probable first."""
+    leaves = {name: p.detach().double() for name, p in layer.named_parameters()}
+    return [list(gates) for gates in _Loop(layer, leaves, adapter, x.detach().double().reshape(-1, x.shape[-1])).gates]
+
+
+def assert_same(actual: Outcome, expected: Outcome, tolerance: float) -> None:
+    """Output and every gradient agree, each within `tolerance` of the largest value that was expected in it."""
+    trained = {name for name in expected.gradients if "moe_lora_" in name}
+    assert trained | {"x"} <= actual.gradients.keys(), "an adapter parameter is not trained"
+    assert_close(actual.output, expected.output, tolerance, "output")
+    for name, gradient in actual.gradients.items():
+        assert_close(gradient, expected.gradients[name], tolerance, f"gradient of {name}")
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str = "tensor") -> None:
+    """Whole tensors agree within `tolerance` of the largest expected value (of 1e-3, where all are smaller)."""
+    scale = max(expected.detach().abs().max().item(), 1e-3) if expected.numel() else 1.0
+    torch.testing.assert_close(
+        actual.detach().double(),
+        expected.detach().double(),
+        rtol=0,
+        atol=tolerance * scale,
+        msg=lambda message: f"{what}: {message}",
+    )
+
+
+def _by_name(leaves: Tensors, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+    return {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
+    }
+
+
+class _Loop:
+    """One adapter of a layer (or None: the base alone), token by token."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        leaves: Tensors,
+        adapter: str | None,
+        tokens: torch.Tensor | None,
+        masks: Tensors | None = None,
+    ) -> None:
+        self.layer, self.leaves, self.adapter, self.tokens = layer, leaves, adapter, tokens
+        self.masks = masks or {}
+        self.layout = getattr(layer, "layout", None)  # a single linear has none
+        self.spec = None if adapter is None else layer.moe_lora_spec[adapter]
+        self.known: dict[tuple[str, int], torch.Tensor] = {}
+        self.gates = [] if tokens is None or adapter is None else [self._gates(x) for x in tokens]
+
+    def token(self, t: int) -> torch.Tensor:
+        """The output [d] for token t."""
+        x = self.tokens[t]
+        if self.adapter is None:
+            return self._block(lambda name, v: self._base(name) @ v, x)
+        gates = self.gates[t]
+        if self.layout is None or self.spec.mixing == "projection":
+            return self._block(lambda name, v: self._mixed(name, v, gates, t), x)
+        outputs = [
+            gate * self._block(lambda name, v, i=i, j=j: self._by_expert(name, v, i, t, j), x)
+            for j, (i, gate) in enumerate(gates.items())
+        ]
+        return sum(outputs)
+
+    def merged(self, name: str, expert: int) -> torch.Tensor:
+        """`W + s·B_iᵀ A_i`, [out, in]."""
+        if (name, expert) not in self.known:
+            weight, experts = self._base(name), self._experts(name)
+            if experts is not None:
+                A, B = experts
+                weight = weight + self._scaling() * (B[expert].T @ A[expert])
+            self.known[name, expert] = weight
+        return self.known[name, expert]
+
+    def _block(self, product, x: torch.Tensor) -> torch.Tensor:
+        """The whole FFN (or linear), whose products without bias are `product(projection, vector)`."""
+
+        def project(name: str, v: torch.Tensor) -> torch.Tensor:
+            bias = self._base(name, "bias")
+            return product(name, v) if bias is None else product(name, v) + bias
+
+        layout = self.layout
+        if layout is None:
+            return project("weight", x)
+        act = getattr(self.layer.base_layer, layout.act)
+        if layout.fused:
+            both = project(layout.up, x)
+            half = both.shape[0] // 2
+            hidden = act(both[:half]) * both[half:]
+        elif layout.gate is not None:
+            hidden = act(project(layout.gate, x)) * project(layout.up, x)
+        else:
+            hidden = act(project(layout.up, x))
+        return project(layout.down, hidden)
+
+    def _by_expert(self, name: str, v: torch.Tensor, expert: int, t: int, slot: int) -> torch.Tensor:
+        """Expert i's product: with the merged weight, or with dropout where a mask is given."""
+        if name not in self.masks:
+            return self.merged(name, expert) @ v
+        A, B = self._experts(name)
+        mask = self.masks[name][t]
+        mask = mask[slot] if mask.dim() == 2 else mask
+        return self._base(name) @ v + self._scaling() * (B[expert].T @ (A[expert] @ (mask * v)))
+
+    def _mixed(self, name: str, v: torch.Tensor, gates: dict[int, torch.Tensor], t: int) -> torch.Tensor:
+        """`W v + s Σ_i g_i B_iᵀ A_i v`."""
+        y = self._base(name) @ v
+        experts = self._experts(name)
+        if experts is None:
+            return y
+        A, B = experts
+        dropped = self.masks[name][t] * v if name in self.masks else v
+        for expert, gate in gates.items():
+            y = y + self._scaling() * gate * (B[expert].T @ (A[expert] @ dropped))
+        return y
+
+    def _gates(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Expert to gate for one token, the most probable expert first."""
+        spec = self.spec
+        if spec.num_experts == 1:
+            return {0: torch.ones((), dtype=x.dtype)}
+        p = torch.softmax(self.leaves[f"moe_lora_router.{self.adapter}.weight"] @ x, dim=0)
+        chosen = sorted(range(spec.num_experts), key=lambda i: -p[i].item())[: spec.top_k]
+        total = sum(p[i] for i in chosen) if spec.normalize_top_k else 1.0
+        return {i: p[i] / total for i in chosen}
+
+    def _experts(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        A = self.leaves.get(f"moe_lora_A.{self.adapter}.{name}")
+        return None if A is None else (A, self.leaves[f"moe_lora_B.{self.adapter}.{name}"])
+
+    def _base(self, name: str, what: str = "weight") -> torch.Tensor | None:
+        """Weight [out, in] or bias of a base projection."""
+        linear = self.layer.base_layer if self.layout is None else getattr(self.layer.base_layer, name)
+        prefix = "base_layer." if self.layout is None else f"base_layer.{name}."
+        value = self.leaves.get(prefix + what)
+        return value.T if what == "weight" and isinstance(linear, Conv1D) else value
+
+    def _scaling(self) -> float:
+        return self.spec.lora_alpha / (self.spec.r**0.5 if self.spec.use_rslora else self.spec.r)

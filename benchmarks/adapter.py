@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import psutil
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig

@@ -59,15 +59,16 @@ def take(texts: Iterable[str], chars: int) -> list[str]:
 
 
 def sums(rng: random.Random) -> Iterable[str]:
-    """An endless supply of short lists of sums, without working."""
+    """An endless supply of short lists of sums, in words and in figures, without working."""
     while True:
         lines = []
         while len(lines) < 8:
-            a, b, sign = rng.randrange(100), rng.randrange(100), rng.choice("+-*")
-            if sign == "*":
-                b %= 10
-            if not is_held_out(operands(a, b)):
-                lines.append(f"{a} {sign} {b} = {a + b if sign == '+' else a - b if sign == '-' else a * b}")
+            word = rng.choice(("plus", "minus", "times"))
+            a, b = rng.randrange(100), rng.randrange(10 if word == "times" else 100)
+            if is_held_out(operands(a, b)):
+                continue
+            sign, result = {"plus": ("+", a + b), "minus": ("-", a - b), "times": ("*", a * b)}[word]
+            lines.append(f"{a} {word} {b}: {a} {sign} {b} = {result}")
         yield "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`MoELoraConfig`: what a MoE-LoRA adapter is made of, in the words of `LoraConfig` and of transformers' MoE configs."""
+"""`MoELoraConfig`: what a MoE-LoRA adapter is made of, in the words of `LoraConfig` and transformers' MoE configs."""
 
 from __future__ import annotations
 

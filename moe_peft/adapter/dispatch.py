@@ -78,7 +78,7 @@ def choose_method(pairs: int, num_experts: int, r: int, dtype: torch.dtype, mixe
 
 
 def _has_grouped_mm(r: int, dtype: torch.dtype) -> bool:
-    """It wants rows of a multiple of 16 bytes and no float64; its shape function, for `torch.compile`, only bfloat16."""
+    """It wants rows of a multiple of 16 bytes and no float64; its shape function (for `torch.compile`) only bfloat16."""
     known = dtype in (torch.bfloat16, torch.float16, torch.float32) and (r * dtype.itemsize) % 16 == 0
     return known and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
 
@@ -99,6 +99,7 @@ class Dispatch:
         self.scaling = scaling
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
+        self._gate_table: torch.Tensor | None = None
 
     def pair_gates(self) -> torch.Tensor:
         """Gates as a column [P, 1] in the pairs' order."""
@@ -116,6 +117,14 @@ class Dispatch:
         """[P]: the row of each pair in a table of (token, expert), [T·n, …]."""
         tokens_T1 = torch.arange(self.tokens, device=self.experts.device).unsqueeze(1)
         return (tokens_T1 * self.n + self.experts).flatten()
+
+    def gate_table(self) -> torch.Tensor:
+        """`s·g` of every expert, zero for those a token does not have, [T, n, 1]; made once for all projections."""
+        if self._gate_table is None:
+            gates_TK = self.gates * self.scaling
+            empty = gates_TK.new_zeros(self.tokens, self.n)
+            self._gate_table = empty.scatter(1, self.experts, gates_TK).unsqueeze(-1)
+        return self._gate_table
 
     def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
         return x_TM.repeat_interleave(self.k, dim=0)
@@ -152,9 +161,7 @@ class Dispatch:
     def update(self, x_TM: torch.Tensor, A: torch.Tensor, B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
         """`base + s Σ_i g_i B_i A_i x`, [T, out]: the experts' mixed low-rank update of one projection."""
         if self.few_columns(A):
-            gates_TK = self.gates * self.scaling
-            gates_TN = gates_TK.new_zeros(self.tokens, self.n).scatter(1, self.experts, gates_TK)
-            h_TNR = (x_TM @ A.flatten(0, 1).T).view(self.tokens, self.n, -1) * gates_TN.unsqueeze(-1)
+            h_TNR = (x_TM @ A.flatten(0, 1).T).view(self.tokens, self.n, -1) * self.gate_table()
             return torch.addmm(base_TM, h_TNR.view(self.tokens, -1), B.flatten(0, 1))
         return self.expand_collect(self.shrink_tokens(x_TM, A), B, base_TM)
 

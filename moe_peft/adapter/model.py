@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -29,7 +29,7 @@ class MoELoraModel(BaseTuner):
 
     prefix = "moe_lora_"
     tuner_layer_cls = MoELoraLayer
-    target_module_mapping: dict[str, list[str]] = {}
+    target_module_mapping: ClassVar[dict[str, list[str]]] = {}
 
     # --- before anything is touched ---------------------------------------------------------------------------------
 
@@ -168,8 +168,8 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
             known = isinstance(base, nn.Module) and None not in linear_features(base)
         if not known or isinstance(base, (nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)):
             raise ValueError(
-                f"MoELoraConfig: target module {name!r} ({type(base).__name__}) is neither an FFN of a known layout nor "
-                "a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"
+                f"MoELoraConfig: target module {name!r} ({type(base).__name__}) is neither an FFN of a known layout "
+                "nor a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"
             )
         return
     unknown = (spec.target_projections or set()) - set(layout.projections)
@@ -184,6 +184,6 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
     features, dtype = linear_features(getattr(module, layout.up))[0], next(floating, torch.float32)
     if not probe_ffn(layout, module, features, parameter.device, dtype):
         raise ValueError(
-            f"MoELoraConfig: target module {name!r}: the forward of {type(module).__name__} computes something else than "
-            f"{layout}; name single linears inside it instead, or describe it with moe_peft.register_ffn_layout"
+            f"MoELoraConfig: target module {name!r}: the forward of {type(module).__name__} computes something else "
+            f"than {layout}; name single linears inside it instead, or describe it with moe_peft.register_ffn_layout"
         )

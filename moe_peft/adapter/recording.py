@@ -1,8 +1,9 @@
 """
 Recording of router logits while a backbone runs; `protocol.py` starts and ends it.
 
-A forward hook of every router appends its logits to the running collection. The collection is thread-local: two threads
-may generate with one model, and CUDA runs backward, with the second runs of checkpointed layers, in a thread of its own.
+A forward hook of every router appends its logits to the running collection. The collection is thread-local: two
+threads may generate with one model, and CUDA runs backward, with the second runs of checkpointed layers, in a thread of
+its own.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ def record_router_logits(router: nn.Module, args: tuple, logits_TN: torch.Tensor
 
 # --- reentrant gradient checkpointing -------------------------------------------------------------------------------
 #
-# In reentrant mode a layer runs without a graph first and again during backward. What it records in the first run has no
-# graph, so a loss on router logits would reach no router. Therefore: in the first run the recorded logits are made a leaf.
-# The loss is computed above all layers, so autograd has filled the leaf's gradient before it comes to the layer's second
-# run; there it is added to the gradient of the new logits. Which leaf belongs to a second run: the youngest with a
-# gradient, as autograd takes the forward passes of one backward in reverse order.
+# In reentrant mode a layer runs without a graph first and again during backward. What it records in the first run has
+# no graph, so a loss on router logits would reach no router. Therefore: in the first run the recorded logits are made a
+# leaf. The loss is computed above all layers, so autograd has filled the leaf's gradient before it comes to the layer's
+# second run; there it is added to the gradient of the new logits. Which leaf belongs to a second run: the youngest with
+# a gradient, as autograd takes the forward passes of one backward in reverse order.
 
 _leaves: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
 

@@ -1,0 +1,39 @@
+# make demo   sets up and runs the main job on data every machine has
+# make test   sets up and runs the tests
+# make check  sets up and runs the linters and the type checker
+# make bench  sets up and runs the benchmarks (half an hour on two idle cores)
+
+VENV ?= .venv
+PYTHON ?= python3
+RUN := $(VENV)/bin/python
+
+.PHONY: setup demo test check format bench clean
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(RUN) examples/demo.py
+
+# One thread per worker: several workers with several threads each would wait for one another.
+test: setup
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal
+
+check: setup
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+format: setup
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+bench: setup
+	$(RUN) benchmarks/adapter.py
+	$(RUN) benchmarks/dispatch.py
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache

@@ -480,7 +480,10 @@ REFUSED: dict[str, tuple[Callable[[PeftModel, str], Any], str]] = {
     "hotswap": (lambda m, folder: hotswap_adapter(m, folder, adapter_name="default"), "MOE_LORA"),
     "no such module": (lambda m, _: add(m, "bad", 2, target_modules=["nowhere"]), "nowhere"),
     "not a linear": (lambda m, _: add(m, "bad", 2, target_modules=["input_layernorm"]), "input_layernorm"),
-    "module and its child": (lambda m, _: add(m, "bad", 2, target_modules=["self_attn.q_proj", "mlp", "act_fn"]), "act"),
+    "module and its child": (
+        lambda m, _: add(m, "bad", 2, target_modules=["self_attn.q_proj", "mlp", "act_fn"]),
+        "act",
+    ),
     "no such projection": (lambda m, _: add(m, "bad", 2, target_projections=["w1"]), "target_projections.*w1.*up_proj"),
     "name in use": (lambda m, _: add(m, "default", 2), "default"),
     "no such adapter": (lambda m, _: m.set_adapter("nobody"), "nobody"),
@@ -623,11 +626,17 @@ LAYER = "model.layers.{}.{}".format
         ({}, {LAYER(0, "mlp"), LAYER(1, "mlp")}),
         ({"target_modules": "mlp"}, set()),  # a string is a regex for the whole name
         ({"target_modules": r".*\.1\.(mlp|self_attn\.q_proj)"}, {LAYER(1, "mlp"), LAYER(1, "self_attn.q_proj")}),
-        ({"target_modules": ["layers.0.mlp", "v_proj"]}, {LAYER(0, "mlp"), *(LAYER(i, "self_attn.v_proj") for i in (0, 1))}),
+        (
+            {"target_modules": ["layers.0.mlp", "v_proj"]},
+            {LAYER(0, "mlp"), *(LAYER(i, "self_attn.v_proj") for i in (0, 1))},
+        ),
         ({"exclude_modules": ["layers.0.mlp"]}, {LAYER(1, "mlp")}),
         ({"exclude_modules": r".*\.1\..*"}, {LAYER(0, "mlp")}),
         ({"layers_to_transform": 1}, {LAYER(1, "mlp")}),
-        ({"layers_to_transform": [0], "target_modules": ["mlp", "q_proj"]}, {LAYER(0, "mlp"), LAYER(0, "self_attn.q_proj")}),
+        (
+            {"layers_to_transform": [0], "target_modules": ["mlp", "q_proj"]},
+            {LAYER(0, "mlp"), LAYER(0, "self_attn.q_proj")},
+        ),
         ({"layers_to_transform": [1], "layers_pattern": "layers"}, {LAYER(1, "mlp")}),
     ],
     ids=repr,
@@ -703,7 +712,12 @@ def test_pattern_that_matches_no_module_is_warned_of():
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"target_modules": ["q_proj"]}, {"target_modules": "all-linear"}, {"target_modules": ["q_proj"], "num_experts": 1}],
+    [
+        {},
+        {"target_modules": ["q_proj"]},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "num_experts": 1},
+    ],
     ids=["ffn", "attention", "all-linear", "one expert"],
 )
 def test_base_model_with_experts_of_its_own_is_refused(settings: dict[str, Any]):

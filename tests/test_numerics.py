@@ -12,6 +12,7 @@ from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from reference import assert_close, assert_same, chosen_experts, merged_weight, reference, run
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, MixtralConfig
 from transformers.activations import ACT2FN
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
@@ -283,6 +284,18 @@ def test_any_number_of_tokens_trains(mixing, tokens, k, method):
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
 
 
+@pytest.mark.parametrize("n, r", [(4, 8), (16, 8), (16, 12)])
+@pytest.mark.parametrize("width", [18, 30])
+def test_ffns_of_any_width_train(width, n, r):
+    torch.manual_seed(0)
+    ffn = GatedFFN(False)
+    ffn.gate_proj, ffn.up_proj, ffn.down_proj = nn.Linear(D, width), nn.Linear(D, width), nn.Linear(width, D)
+    layer = MoELoraFFN(ffn, find_layout(ffn), "default")
+    add_adapter(layer, num_experts=n, r=r)
+    x, d_output = tensors(40)
+    assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+
+
 @pytest.mark.parametrize("n, r", [(4, 4), (16, 12)])
 @pytest.mark.parametrize("out", [2, 5, 18])
 def test_linears_of_any_width_train(out, n, r):
@@ -292,12 +305,12 @@ def test_linears_of_any_width_train(out, n, r):
     assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("mixes_outputs", [True, False])
 @pytest.mark.parametrize("n", [2, 5, 64])
-@pytest.mark.parametrize("tokens", [1, 17, 4096, 65536])
-def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(tokens, n, k):
+@pytest.mark.parametrize("pairs", [1, 4, 5, 32, 33, 65536])
+def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(pairs, n, mixes_outputs):
     chosen = {
-        (dtype, r): choose_method(tokens, n, r, min(n, k), dtype)
+        (dtype, r): choose_method(pairs, n, r, dtype, mixes_outputs)
         for dtype in (torch.float64, torch.float32, torch.bfloat16)
         for r in (1, 2, 3, 4, 6, 8, 12, 16, 64)
     }
@@ -305,8 +318,17 @@ def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(tokens, 
     for (dtype, r), method in chosen.items():
         if dtype == torch.float64 or (r * dtype.itemsize) % 16:
             assert method != "sorted", f"r={r} in {dtype}"
-    if tokens == 65536:
+    if pairs == 65536 and (n == 64 or mixes_outputs):
         assert chosen[torch.bfloat16, 8] == chosen[torch.float32, 4] == "sorted"
+
+
+@pytest.mark.parametrize("r, dtype", [(3, torch.float32), (4, torch.bfloat16), (8, torch.float64)])
+def test_pinning_grouped_products_where_there_are_none_is_an_error_that_says_so(r, dtype):
+    layer = ffn_layer(dtype=dtype, r=r)
+    x, _ = tensors(8, dtype=dtype)
+    with pin_dispatch("sorted"), pytest.raises(ValueError, match=rf"sorted.*r={r} in {dtype}.*dense"):
+        layer(x)
+    assert layer(x).shape == x.shape
 
 
 # --- against other implementations ------------------------------------------------------------------------------------
@@ -337,7 +359,10 @@ def test_mixing_outputs_equals_a_mixtral_block_of_the_merged_experts(tokens, n, 
     assert_close(ours.output, native.output, 1e-5)
     assert_close(ours.gradients["x"], native.gradients["x"], 1e-5)
     router = ours.gradients["moe_lora_router.default.weight"]
-    assert_close(router, native.gradients["gate.weight"], 1e-5)
+    if k > 1:
+        assert_close(router, native.gradients["gate.weight"], 1e-5)
+    else:  # the only gate is 1 whatever the logits; Mixtral divides it by itself, which leaves rounding errors
+        assert not router.any()
 
 
 def test_a_linear_with_one_expert_equals_peft_lora():
@@ -374,8 +399,8 @@ def test_a_linear_with_experts_mixes_their_updates_whatever_the_mixing(mixing, n
 
 
 PAIRS = [
-    ({"mixing": "output"}, {"mixing": "output", "num_experts": 5, "top_k": 3, "r": 2}),
-    ({"mixing": "projection"}, {"mixing": "projection", "num_experts": 5, "top_k": 3, "r": 2}),
+    ({"mixing": "output"}, {"mixing": "output", "num_experts": 5, "top_k": 3, "r": 8}),
+    ({"mixing": "projection"}, {"mixing": "projection", "num_experts": 5, "top_k": 3, "r": 8}),
     ({"mixing": "output", "top_k": 1}, {"mixing": "projection"}),
     ({"mixing": "output", "normalize_top_k": False}, {"mixing": "output", "normalize_top_k": False, "top_k": 1}),
     ({"mixing": "output"}, {"num_experts": 1}),
@@ -457,61 +482,71 @@ def test_disabled_adapters_leave_the_base():
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
 
-class RecordedDropout(nn.Dropout):
-    """Dropout that draws masks from a generator of its own and keeps them."""
+class RecordedDropout(TorchDispatchMode):
+    """Keeps the mask (scaled, in float64) of every dropout inside the block, in the order of the draws."""
 
-    def __init__(self, p: float) -> None:
-        super().__init__(p)
+    def __init__(self) -> None:
+        super().__init__()
         self.masks: list[torch.Tensor] = []
-        self.generator = torch.Generator().manual_seed(3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return x
-        kept = torch.rand(x.shape, generator=self.generator) >= self.p
-        self.masks.append(kept.to(x.dtype) / (1 - self.p))
-        return x * self.masks[-1]
-
-
-def masks_by_projection(layer: MoELoraFFN, x: torch.Tensor, method: str) -> dict[str, torch.Tensor]:
-    """The recorded masks as the reference takes them: those of pairs [T, k, f] in the order of (token, slot)."""
-    masks = dict(zip(layer.layout.projections, layer.moe_lora_dropout["default"].masks, strict=True))
-    experts = [expert for chosen in chosen_experts(layer, x) for expert in chosen]
-    down = masks[layer.layout.down]
-    if down.shape[0] == len(experts) > x.shape[0]:
-        order = sorted(range(len(experts)), key=experts.__getitem__) if method == "sorted" else range(len(experts))
-        by_pair = dict(zip(order, down, strict=True))
-        down = torch.stack([by_pair[pair] for pair in range(len(experts))]).view(x.shape[0], -1, down.shape[-1])
-    return {**masks, layer.layout.down: down}
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_dropout.default:
+            self.masks.append(result[1].double() / (1 - args[1]))
+        elif func is torch.ops.aten.bernoulli_.float:
+            self.masks.append(result.double() / args[1])
+        return result
 
 
-@pytest.mark.parametrize("method", ["dense", "sorted", "gather"])
+def masks_by_projection(
+    layer: MoELoraFFN, x: torch.Tensor, recorded: list[torch.Tensor], method: str
+) -> dict[str, torch.Tensor]:
+    """The masks as the reference takes them: in mixing "output" those of down in the order [token, slot]."""
+    *names, down = layer.layout.projections
+    masks, of_down = dict(zip(names, recorded, strict=False)), recorded[len(names) :]
+    spec, experts = layer.moe_lora_spec["default"], chosen_experts(layer, x)
+    if spec.mixing == "projection" or spec.num_experts == 1:
+        (masks[down],) = of_down
+    elif method == "sorted":  # slot by slot, its tokens in the order of their experts
+        slots = []
+        for j, mask in enumerate(of_down):
+            order = sorted(range(len(experts)), key=lambda t, j=j: experts[t][j])
+            slots.append(torch.stack([mask[order.index(t)] for t in range(len(experts))]))
+        masks[down] = torch.stack(slots, dim=1)
+    else:
+        (mask,) = of_down
+        masks[down] = mask.view(len(experts), spec.top_k, -1)
+    return masks
+
+
+@pytest.mark.parametrize("method, compiling", [("dense", False), ("gather", False), ("sorted", False), ("dense", True)])
 @pytest.mark.parametrize("n, k, mixing", [(1, 1, "output"), (5, 2, "output"), (5, 3, "output"), (5, 2, "projection")])
 @pytest.mark.parametrize("kind", ["gated_bias", "fused", "conv1d"])
-def test_training_with_dropout_has_the_gradients_of_the_loops_with_the_same_masks(kind, n, k, mixing, method):
+def test_training_with_dropout_has_the_gradients_of_the_loops_with_the_same_masks(
+    kind, n, k, mixing, method, compiling, monkeypatch
+):
     dtype, tolerance = (torch.float32, SINGLE) if method == "sorted" else (torch.float64, EXACT)
-    layer = ffn_layer(kind, dtype, num_experts=n, top_k=k, mixing=mixing, lora_dropout=0.4)
-    assert isinstance(layer.moe_lora_dropout["default"], nn.Dropout)
-    layer.moe_lora_dropout["default"] = RecordedDropout(0.4)
+    layer = ffn_layer(kind, dtype, num_experts=n, top_k=k, mixing=mixing, lora_dropout=0.4).train()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     x, d_output = tensors(8, dtype=dtype)
-    with pin_dispatch(method):
-        actual = run(layer.train(), x, d_output)
-    masks = masks_by_projection(layer, x, method)
-    assert all(mask.eq(0).any() for mask in masks.values())
+    with pin_dispatch(method), RecordedDropout() as dropout:
+        actual = run(layer, x, d_output)
+    masks = masks_by_projection(layer, x, dropout.masks, method)
+    values = {round(value, 6) for mask in masks.values() for value in mask.unique().tolist()}
+    assert values == {0.0, round(1 / 0.6, 6)}
     assert_same(actual, reference(layer, x, d_output, masks=masks), tolerance)
 
 
 @every_ffn
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("method", ["dense", "sorted", "gather"])
-def test_the_path_with_dropout_and_the_fused_one_agree(kind, k, method):
-    layer = ffn_layer(kind, top_k=k)
-    x, d_output = tensors(8)
+@pytest.mark.parametrize("method", ["dense", "gather"])
+def test_what_torch_compile_traces_computes_the_loops(kind, k, method, monkeypatch):
+    # Compiled code goes without the autograd function of its own.
+    layer = ffn_layer(kind, torch.float64, top_k=k, normalize_top_k=False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x, d_output = tensors(6, dtype=torch.float64)
     with pin_dispatch(method):
-        fused = run(layer, x, d_output)
-        layer.moe_lora_dropout["default"] = RecordedDropout(0.0)
-        assert_same(run(layer.train(), x, d_output), fused, 2e-6)
-    assert len(layer.moe_lora_dropout["default"].masks) == len(layer.layout.projections)
+        assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
 
 
 @mixings
@@ -619,12 +654,8 @@ def test_an_input_that_is_not_contiguous_is_taken():
 def test_one_token_is_the_loop_though_most_experts_get_none(mixing, method, n, r):
     x, d_output = tensors(1, 1)
     for layer in layers_of_both_types(mixing=mixing, num_experts=n, r=r):
-        if method == "sorted" and isinstance(layer, MoELoraFFN):
-            with torch.no_grad(), pin_dispatch(method):
-                assert_close(layer(x), reference(layer, x, d_output).output, SINGLE)
-        else:
-            with pin_dispatch(method):
-                assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
+        with pin_dispatch(method):
+            assert_same(run(layer, x, d_output), reference(layer, x, d_output), 1e-4)
 
 
 @pytest.mark.parametrize("n, r", [(4, 4), (16, 12)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +14,8 @@ from peft.utils.other import get_pattern_key
 CARD_SECTION = """
 ## How to load this adapter
 
-This adapter is of the type `MOE_LORA`, which the package `moe_peft` adds to PEFT. Import it first, in the same process
-(without it PEFT stops with `KeyError: 'MOE_LORA'`):
+This adapter is of the type `MOE_LORA`, which the package `moe_peft` adds to PEFT. Import that package first, in the
+same process (without it PEFT stops with `KeyError: 'MOE_LORA'`):
 
 ```python
 import moe_peft  # registers MOE_LORA with PEFT
@@ -96,13 +97,15 @@ class MoELoraConfig(PeftConfig):
     mixing: Literal["output", "projection"] = field(
         default="output", metadata={"help": "Mix the outputs of whole FFNs, or the updates of every projection."}
     )
-    target_modules: list[str] | str | None = field(
+    target_modules: list[str] | set[str] | str | None = field(
         default=None, metadata={"help": "FFN blocks and single linears to adapt; None: every FFN."}
     )
-    target_projections: list[str] | None = field(
+    target_projections: list[str] | set[str] | None = field(
         default=None, metadata={"help": "The FFN projections that get experts; None: all."}
     )
-    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Modules to leave alone."})
+    exclude_modules: list[str] | set[str] | str | None = field(
+        default=None, metadata={"help": "Modules to leave alone."}
+    )
     layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Layer indices to adapt."})
     layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the layer list."})
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules to train and save whole."})
@@ -124,37 +127,24 @@ class MoELoraConfig(PeftConfig):
         self._check()
 
     def _check(self) -> None:
-        def refuse(name: str, remedy: str) -> None:
-            raise ValueError(f"MoELoraConfig: {name}={getattr(self, name)!r}: {remedy}")
-
-        for name in ("r", "num_experts", "top_k"):
-            if not _is_count(getattr(self, name)):
-                refuse(name, "use a whole number of at least 1")
-        for name in ("num_experts_pattern", "rank_pattern"):
-            pattern = getattr(self, name)
-            if not isinstance(pattern, dict) or not all(map(_is_count, pattern.values())):
-                refuse(name, "use a dict of module name to a whole number of at least 1")
-        if not self.lora_alpha > 0:
-            refuse("lora_alpha", "use a number above 0")
-        if not 0 <= self.lora_dropout < 1:
-            refuse("lora_dropout", "use a probability in [0, 1)")
-        if not 0 <= self.router_jitter_noise < 1:
-            refuse("router_jitter_noise", "use a number in [0, 1)")
-        if not self.router_aux_loss_coef >= 0:
-            refuse("router_aux_loss_coef", "use 0 (off) or a positive number")
-        if self.mixing not in ("output", "projection"):
-            refuse("mixing", "use 'output' or 'projection'")
-        if self.init_lora_weights not in (True, False, "gaussian"):
-            refuse("init_lora_weights", "use True, False or 'gaussian'")
+        for names, allowed, remedy in _ALLOWED:
+            for name in names.split():
+                if not allowed(getattr(self, name)):
+                    self._refuse(name, remedy)
         for n in {self.num_experts, *self.num_experts_pattern.values()}:
             if 1 < n < self.top_k:
-                refuse("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
+                self._refuse("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             for name in ("layers_to_transform", "layers_pattern"):
                 if getattr(self, name) is not None:
-                    refuse(name, "give target_modules as a list of names, not as a regex, to choose layers")
+                    self._refuse(name, "give target_modules as a list of names, not as a regex, to choose layers")
         if self.layers_pattern is not None and self.layers_to_transform is None:
-            refuse("layers_pattern", "set layers_to_transform too")
+            self._refuse("layers_pattern", "set layers_to_transform too")
+
+    def _refuse(self, name: str, remedy: str) -> None:
+        value = getattr(self, name)
+        value = sorted(value, key=str) if isinstance(value, set) else value
+        raise ValueError(f"MoELoraConfig: {name}={value!r}: {remedy}")
 
     def expert_spec(self, module_name: str) -> ExpertSpec:
         """The settings of the module `module_name`, by `num_experts_pattern`, `rank_pattern` and `alpha_pattern`."""
@@ -190,10 +180,52 @@ class MoELoraConfig(PeftConfig):
         super().save_pretrained(save_directory, **kwargs)
         path = Path(save_directory) / "README.md"
         card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData())
-        if CARD_SECTION not in card.text:
+        if CARD_SECTION.strip().splitlines()[0] not in card.text:
             card.text += CARD_SECTION
             card.save(path)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set)) and all(isinstance(name, str) for name in value)
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _maps_to(allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(isinstance(k, str) and allowed(v) for k, v in value.items())
+
+
+# Fields, what they may hold, and what to do otherwise.
+_ALLOWED: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("r num_experts top_k", _is_count, "use a whole number of at least 1"),
+    ("num_experts_pattern rank_pattern", _maps_to(_is_count), "use a dict of module name to a whole number above 0"),
+    ("alpha_pattern", _maps_to(lambda v: _is_number(v) and v > 0), "use a dict of module name to a number above 0"),
+    ("lora_alpha", lambda v: _is_number(v) and v > 0, "use a number above 0"),
+    ("lora_dropout router_jitter_noise", lambda v: _is_number(v) and 0 <= v < 1, "use a number in [0, 1)"),
+    ("router_aux_loss_coef", lambda v: _is_number(v) and v >= 0, "use 0 (off) or a positive number"),
+    ("use_rslora normalize_top_k", lambda v: isinstance(v, bool), "use True or False"),
+    ("mixing", lambda v: v in ("output", "projection"), "use 'output' or 'projection'"),
+    ("init_lora_weights", lambda v: isinstance(v, bool) or v == "gaussian", "use True, False or 'gaussian'"),
+    (
+        "target_modules exclude_modules",
+        lambda v: v is None or isinstance(v, str) or _are_names(v),
+        "use None, a list of module names, or one regex",
+    ),
+    ("target_projections", lambda v: v is None or (_are_names(v) and len(v) > 0), "use None or a list of projections"),
+    ("modules_to_save", lambda v: v is None or _are_names(v), "use None or a list of module names"),
+    (
+        "layers_to_transform",
+        lambda v: v is None or _is_layer(v) or (isinstance(v, (list, tuple, set)) and all(map(_is_layer, v))),
+        "use a layer index or a list of them",
+    ),
+]

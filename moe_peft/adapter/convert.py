@@ -92,15 +92,17 @@ def lora_to_moe(
     layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
     with torch.no_grad():
         for layer in layers.values():
-            for weight in (*layer.moe_lora_A[adapter_name].values(), *layer.moe_lora_B[adapter_name].values()):
-                weight.zero_()
+            for weights in layer.expert_parameters(adapter_name):
+                for weight in weights.values():
+                    weight.zero_()
         for i, lora in enumerate(loras):
             for module, A in lora.A.items():
                 owner, projection = places[module]
                 factor = lora.scaling(module) / scaling
                 B = lora.B[module] if factor == 1 else lora.B[module] * factor
-                layers[owner].moe_lora_A[adapter_name][projection][i, : A.shape[0]] = A
-                layers[owner].moe_lora_B[adapter_name][projection][i, : A.shape[0]] = B.T
+                A_all, B_all = layers[owner].expert_parameters(adapter_name)
+                A_all[projection][i, : A.shape[0]] = A
+                B_all[projection][i, : A.shape[0]] = B.T
     return peft_model
 
 
@@ -138,10 +140,11 @@ def expert_to_lora(
         if not 0 <= expert < spec.num_experts and spec.num_experts > 1:
             raise ValueError(f"expert_to_lora: expert={expert}: {owner} has experts 0 to {spec.num_experts - 1}")
         index = expert if spec.num_experts > 1 else 0
-        for projection, A in layer.moe_lora_A[adapter_name].items():
+        A_all, B_all = layer.expert_parameters(adapter_name)
+        for projection, A in A_all.items():
             name = owner if isinstance(layer, MoELoraLinear) else f"{owner}.{projection}"
             name = name.replace(".base_layer", "")
-            B = layer.moe_lora_B[adapter_name][projection]
+            B = B_all[projection]
             state[f"{_PREFIX}{name}.lora_A.weight"] = A[index].detach().cpu().clone()
             state[f"{_PREFIX}{name}.lora_B.weight"] = B[index].detach().cpu().T.contiguous()
             ranks[name], alphas[name] = spec.r, spec.lora_alpha
@@ -183,7 +186,8 @@ def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
         raise ValueError(
             f"lora_to_moe: {name}: its weights cannot be read ({error}); save the adapter again"
         ) from error
-    A, B = {}, {}
+    A: dict[str, torch.Tensor] = {}
+    B: dict[str, torch.Tensor] = {}
     for key, tensor in state.items():
         module, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
         if kind not in ("A.weight", "B.weight"):

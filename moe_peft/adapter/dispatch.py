@@ -56,30 +56,34 @@ def pin_dispatch(method: Method) -> Iterator[None]:
         _pinned = before
 
 
-def choose_method(pairs: int, num_experts: int, r: int, dtype: torch.dtype, mixes_outputs: bool) -> Method:
+def choose_method(pairs: int, num_experts: int, r: int, unit: int, dtype: torch.dtype, mixes_outputs: bool) -> Method:
     """
     The fastest way for a batch of P pairs, by the crossovers of `benchmarks/dispatch.py`.
+
+    `unit` is a common divisor of the rank and all widths.
 
     With mixing "projection" a pair's own rows are never needed (`update`), so products with all experts win as long as
     they are narrow. With "output", few pairs (decoding) are best served by copies of their experts, many by sorting.
     """
     if _pinned != "auto":
-        if _pinned == "sorted" and not _has_grouped_mm(r, dtype):
-            raise ValueError(f"pin_dispatch('sorted'): torch has no grouped product for r={r} in {dtype}; use 'dense'")
+        if _pinned == "sorted" and not _has_grouped_mm(unit, dtype):
+            raise ValueError(
+                f"pin_dispatch('sorted'): torch has no grouped product of rows of {unit} × {dtype}; use 'dense'"
+            )
         return _pinned
     narrow = num_experts * r <= DENSE_COLUMNS
     if narrow and not mixes_outputs:
         return "dense"
     if pairs <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
         return "gather"
-    if pairs <= FEW_PAIRS or not _has_grouped_mm(r, dtype):
+    if pairs <= FEW_PAIRS or not _has_grouped_mm(unit, dtype):
         return "dense"
     return "sorted"
 
 
-def _has_grouped_mm(r: int, dtype: torch.dtype) -> bool:
-    """It wants rows of a multiple of 16 bytes and no float64; its shape function (for `torch.compile`) only bfloat16."""
-    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and (r * dtype.itemsize) % 16 == 0
+def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
+    """It wants rows of a multiple of 16 bytes and no float64; its shape function, for torch.compile, bfloat16."""
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
     return known and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
 
 
@@ -280,8 +284,14 @@ _METHODS: dict[str, type[Dispatch]] = {"dense": Dense, "sorted": Sorted, "gather
 
 
 def make_dispatch(
-    experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, r: int, scaling: float, mixes_outputs: bool
+    experts_TK: torch.Tensor,
+    gates_TK: torch.Tensor,
+    num_experts: int,
+    r: int,
+    unit: int,
+    scaling: float,
+    mixes_outputs: bool,
 ) -> Dispatch:
     """The dispatch of a batch, computing in the way that suits its size (or that `pin_dispatch` asks for)."""
-    method = choose_method(experts_TK.numel(), num_experts, r, gates_TK.dtype, mixes_outputs)
+    method = choose_method(experts_TK.numel(), num_experts, r, unit, gates_TK.dtype, mixes_outputs)
     return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

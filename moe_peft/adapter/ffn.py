@@ -54,9 +54,9 @@ class FFNLayout:
 
     def join(self, gate: torch.Tensor, up: torch.Tensor | None) -> list[torch.Tensor]:
         """The inverse of `split`."""
-        if self.fused:
-            return [torch.cat([gate, up], dim=-1)]
-        return [gate] if up is None else [gate, up]
+        if up is None:
+            return [gate]
+        return [torch.cat([gate, up], dim=-1)] if self.fused else [gate, up]
 
     def hidden(self, ffn: nn.Module, pre: Sequence[torch.Tensor]) -> torch.Tensor:
         """The hidden activation [..., f] from the outputs of `inputs`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features
@@ -37,9 +38,10 @@ class MoELoraLayer(BaseTunerLayer):
     def _init_state(self, base_layer: nn.Module, shapes: dict[str, tuple[int, int]], adapter_name: str) -> None:
         self.base_layer = base_layer
         self._shapes = shapes
+        self._unit = math.gcd(*(size for shape in shapes.values() for size in shape))
         self._active_adapter = adapter_name
         self._disable_adapters = False
-        self.merged_adapters = []
+        self.merged_adapters: list[str] = []
         self.moe_lora_A = nn.ModuleDict()
         self.moe_lora_B = nn.ModuleDict()
         self.moe_lora_router = nn.ModuleDict()
@@ -66,16 +68,22 @@ class MoELoraLayer(BaseTunerLayer):
     def reset_parameters(self, adapter_name: str) -> None:
         """Initial values of the experts as `LoraConfig.init_lora_weights` has them, each expert by itself."""
         spec = self.moe_lora_spec[adapter_name]
-        for A in self.moe_lora_A[adapter_name].values():
+        A_all, B_all = self.expert_parameters(adapter_name)
+        for A in A_all.values():
             if spec.init_lora_weights == "gaussian":
                 nn.init.normal_(A, std=1 / spec.r)
             else:  # Kaiming uniform with a = √5, whose bound is 1/√fan_in
                 nn.init.uniform_(A, -(A.shape[-1] ** -0.5), A.shape[-1] ** -0.5)
-        for B in self.moe_lora_B[adapter_name].values():
+        for B in B_all.values():
             if spec.init_lora_weights is False:
                 nn.init.uniform_(B, -(spec.r**-0.5), spec.r**-0.5)
             else:
                 nn.init.zeros_(B)
+
+    def expert_parameters(self, adapter_name: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+        """The adapter's A [n, r, in] and B [n, r, out] by projection ("weight" in a single linear)."""
+        A, B = self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name]
+        return cast(nn.ParameterDict, A), cast(nn.ParameterDict, B)
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
         projection = self._projection(next(iter(self._shapes)))
@@ -100,8 +108,15 @@ class MoELoraLayer(BaseTunerLayer):
             return None
         logits_TN = self.moe_lora_router[adapter_name](x_TD)
         gates_TK, experts_TK = top_k_gates(logits_TN, spec.top_k, spec.normalize_top_k)
-        mixes_outputs = self._mixes_outputs(adapter_name)
-        return make_dispatch(experts_TK, gates_TK.to(dtype), spec.num_experts, spec.r, spec.scaling, mixes_outputs)
+        return make_dispatch(
+            experts_TK,
+            gates_TK.to(dtype),
+            spec.num_experts,
+            spec.r,
+            math.gcd(spec.r, self._unit),
+            spec.scaling,
+            self._mixes_outputs(adapter_name),
+        )
 
     def _updated(
         self, adapter_name: str, name: str, dispatch: Dispatch | None, x_TM: torch.Tensor, base_TM: torch.Tensor
@@ -117,11 +132,12 @@ class MoELoraLayer(BaseTunerLayer):
         return dispatch.update(x_TM, A, B, base_TM)
 
     def _adapts(self, adapter_name: str, name: str) -> bool:
-        return name in self.moe_lora_A[adapter_name]
+        return name in self.expert_parameters(adapter_name)[0]
 
     def _expert_weights(self, adapter_name: str, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B of one projection: stored in float32 as a rule, used in the dtype of the base's output."""
-        return self.moe_lora_A[adapter_name][name].to(dtype), self.moe_lora_B[adapter_name][name].to(dtype)
+        A, B = self.expert_parameters(adapter_name)
+        return A[name].to(dtype), B[name].to(dtype)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ValueError(MERGE_REFUSAL)
@@ -161,6 +177,14 @@ class MoELoraLinear(nn.Module, MoELoraLayer):
         return y_TM.view(result.shape)
 
 
+class _Branch(NamedTuple):
+    """One adapter's part of an FFN's forward."""
+
+    z_TF: torch.Tensor  # its hidden activation
+    dispatch: Dispatch | None  # None: one expert
+    low: list[torch.Tensor] | None  # with mixing "output": A_down a of each pair
+
+
 class MoELoraFFN(nn.Module, MoELoraLayer):
     """
     An FFN block with LoRA experts.
@@ -179,7 +203,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
     @property
     def weight(self) -> torch.Tensor:
         """The down projection's weight (some models read the dtype there)."""
-        return self._projection(self.layout.down).weight
+        return cast(torch.Tensor, self._projection(self.layout.down).weight)
 
     def _projection(self, name: str) -> nn.Module:
         return getattr(self.base_layer, name)
@@ -189,6 +213,10 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
     ) -> nn.Module:
         if merge:
             self.merge()
+        for name in self.layout.projections:  # PEFT does not look inside for layers of adapters that came first
+            projection = self._projection(name)
+            if isinstance(projection, MoELoraLinear):
+                setattr(self.base_layer, name, projection.get_base_layer())
         return self.base_layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -197,43 +225,53 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             return self.base_layer(x)
         x_TD = x.reshape(-1, x.shape[-1])
         pre = [self._projection(name)(x_TD) for name in self.layout.inputs]
-        paths = [self._path(adapter, x_TD, pre) for adapter in adapters]
-        z_TF = paths[0][0]
-        if len(paths) > 1:
-            z_TF = sum(path[0] for path in paths) - (len(paths) - 1) * self.layout.hidden(self.base_layer, pre)
+        branches = [self._branch(adapter, x_TD, pre) for adapter in adapters]
+        z_TF = branches[0].z_TF
+        for branch in branches[1:]:
+            z_TF = z_TF + branch.z_TF - self.layout.hidden(self.base_layer, pre)
         y_TD = self._projection(self.layout.down)(z_TF)
-        for adapter, (z_own_TF, dispatch, hd) in zip(adapters, paths, strict=True):
-            if not self._mixes_outputs(adapter):
-                y_TD = self._updated(adapter, self.layout.down, dispatch, z_own_TF, y_TD)
-            elif hd is not None:
-                _, B = self._expert_weights(adapter, self.layout.down, y_TD.dtype)
-                y_TD = dispatch.expand_collect(hd, B, y_TD)
-            y_TD = self._with_whole_bias(adapter, dispatch, y_TD)
+        for adapter, branch in zip(adapters, branches, strict=True):
+            y_TD = self._after_down(adapter, branch, y_TD)
         return self.layout.drop(self.base_layer, y_TD).view(x.shape)
 
-    def _path(
-        self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, Dispatch | None, list[torch.Tensor] | None]:
-        """One adapter's hidden activation [T, f], its dispatch, and for mixing "output" the pairs' `A_down a`."""
+    def _branch(self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor]) -> _Branch:
+        """One adapter's work from the FFN's input to its hidden activation."""
         dispatch = self._route(adapter_name, x_TD, pre[0].dtype)
-        if not self._mixes_outputs(adapter_name):
-            names = self.layout.inputs
-            updated = [self._updated(adapter_name, p, dispatch, x_TD, y) for p, y in zip(names, pre, strict=True)]
-            return self.layout.hidden(self.base_layer, updated), dispatch, None
-        h, B_inputs = [], []
-        for name, y in zip(self.layout.inputs, pre, strict=True):
-            A, B = (
-                self._expert_weights(adapter_name, name, y.dtype) if self._adapts(adapter_name, name) else (None, None)
-            )
-            x = x_TD if A is None else self.moe_lora_dropout[adapter_name](x_TD.to(y.dtype))
-            h.append(None if A is None else [h_PR * dispatch.scaling for h_PR in dispatch.shrink_tokens(x, A)])
-            B_inputs.append(B)
-        down = self.layout.down
-        A_down = self._expert_weights(adapter_name, down, pre[0].dtype)[0] if self._adapts(adapter_name, down) else None
+        named = zip(self.layout.inputs, pre, strict=True)
+        if dispatch is None or not self._mixes_outputs(adapter_name):
+            updated = [self._updated(adapter_name, name, dispatch, x_TD, y_TF) for name, y_TF in named]
+            return _Branch(self.layout.hidden(self.base_layer, updated), dispatch, None)
         dropout = self.moe_lora_dropout[adapter_name]
-        active_dropout = dropout if self.training and isinstance(dropout, nn.Dropout) else None
-        z_TF, hd = expert_hidden(dispatch, self.layout, self.base_layer, pre, h, B_inputs, A_down, active_dropout)
-        return z_TF, dispatch, hd
+        h: list[list[torch.Tensor] | None] = []
+        B: list[torch.Tensor | None] = []
+        for name, y_TF in named:
+            if not self._adapts(adapter_name, name):
+                h.append(None)
+                B.append(None)
+                continue
+            A_own, B_own = self._expert_weights(adapter_name, name, y_TF.dtype)
+            lows = dispatch.shrink_tokens(dropout(x_TD.to(y_TF.dtype)), A_own)
+            h.append([low_PR * dispatch.scaling for low_PR in lows])
+            B.append(B_own)
+        A_down = None
+        if self._adapts(adapter_name, self.layout.down):
+            A_down = self._expert_weights(adapter_name, self.layout.down, pre[0].dtype)[0]
+        p = self.moe_lora_spec[adapter_name].lora_dropout if self.training else 0.0
+        z_TF, low = expert_hidden(dispatch, self.layout, self.base_layer, pre, h, B, A_down, p)
+        return _Branch(z_TF, dispatch, low)
+
+    def _after_down(self, adapter_name: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
+        """Add what an adapter changes about the down projection's output."""
+        down, dispatch = self.layout.down, branch.dispatch
+        if dispatch is None or not self._mixes_outputs(adapter_name):
+            return self._updated(adapter_name, down, dispatch, branch.z_TF, y_TD)
+        if branch.low is not None:
+            y_TD = dispatch.expand_collect(branch.low, self._expert_weights(adapter_name, down, y_TD.dtype)[1], y_TD)
+        bias = getattr(self._projection(down), "bias", None)
+        if bias is not None and not self.moe_lora_spec[adapter_name].normalize_top_k:
+            # The bias belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once.
+            y_TD = y_TD + (dispatch.gates.sum(-1, keepdim=True) - 1) * bias
+        return y_TD
 
     def _mixes_outputs(self, adapter_name: str) -> bool:
         spec = self.moe_lora_spec[adapter_name]
@@ -241,13 +279,3 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             return False
         # With experts on the down projection alone, all hidden activations are the base's: both mixings are one.
         return not spec.normalize_top_k or any(self._adapts(adapter_name, name) for name in self.layout.inputs)
-
-    def _with_whole_bias(self, adapter_name: str, dispatch: Dispatch | None, y_TD: torch.Tensor) -> torch.Tensor:
-        """
-        The down projection's bias belongs to every expert, so it counts Σ_i g_i times. The base layer has added it
-        once, which is all where the gates sum to 1.
-        """
-        bias = getattr(self._projection(self.layout.down), "bias", None)
-        if bias is None or self.moe_lora_spec[adapter_name].normalize_top_k or not self._mixes_outputs(adapter_name):
-            return y_TD
-        return y_TD + (dispatch.gates.sum(-1, keepdim=True) - 1) * bias

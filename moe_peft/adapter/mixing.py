@@ -8,10 +8,11 @@ and decides speed and memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .dispatch import Dispatch
@@ -29,7 +30,7 @@ def expert_hidden(
     h: Sequence[list[torch.Tensor] | None],
     B: OptionalTensors,
     A_down: torch.Tensor | None,
-    dropout: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    dropout: float = 0.0,
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
     """
     From the base's pre-activations to the mixed hidden activation.
@@ -40,43 +41,42 @@ def expert_hidden(
         h: per input projection the scaled low-rank inputs [P, r] of each part, or None where it has no experts.
         B: per input projection the second matrices [n, r, f'], or None.
         A_down: the first matrices of the down projection [n, r, f], or None.
-        dropout: applied to the input of `A_down`.
+        dropout: its probability on the input of `A_down`.
 
     Returns:
         `z = Σ_i g_i a_i` [T, f], and `A_down a` of the pairs of each part [P, r] (not yet weighted), or None.
     """
-    z_TF: torch.Tensor | None = None
-    hd: list[torch.Tensor] = []
+    act = getattr(ffn, layout.act)
+    keep = len(dispatch.parts) <= 2
+    totals: list[torch.Tensor] = []
+    low: list[torch.Tensor] = []
     for i, part in enumerate(dispatch.parts):
-        tensors = (A_down, part.gates, *pre, *(low if low is None else low[i] for low in h), *B)
+        tensors = (A_down, part.gates, *pre, *(lows if lows is None else lows[i] for lows in h), *B)
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        if needs_grad and dropout is None and not torch.compiler.is_compiling():
-            keep = len(dispatch.parts) <= 2
-            own_TF, hd_PR = _ExpertHidden.apply(part, layout, getattr(ffn, layout.act), keep, *tensors)
+        if needs_grad and not torch.compiler.is_compiling():
+            z_TF, low_PR = _ExpertHidden.apply(part, layout, act, keep, dropout, *tensors)
         else:
-            own_TF, hd_PR = _hidden(part, layout, getattr(ffn, layout.act), tensors, dropout)
-        z_TF = own_TF if z_TF is None else z_TF.add_(own_TF)
-        hd.append(hd_PR)
-    return z_TF, (None if A_down is None else hd)
+            a_PF = _activate(layout, act, _pair_activations(part, *_thirds(tensors[2:])))
+            low_PR = None if A_down is None else part.shrink(F.dropout(a_PF, dropout), A_down)
+            z_TF = part.collect(a_PF, gated=True)
+        totals = [totals[0].add_(z_TF) if totals else z_TF]
+        low.append(low_PR)
+    return totals[0], (None if A_down is None else low)
 
 
-def _hidden(
-    part: Dispatch, layout: FFNLayout, act: Any, tensors: OptionalTensors, dropout: Any = None, pairs: Any = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    A_down, _, *rest = tensors
-    gate_PF, up_PF = layout.split(pairs or _pair_activations(part, *_thirds(rest)))
+def _activate(layout: FFNLayout, act: Any, pairs: Tensors) -> torch.Tensor:
+    gate_PF, up_PF = layout.split(pairs)
     a_PF = act(gate_PF)
-    if up_PF is not None:
-        in_place = not torch.is_grad_enabled() and a_PF is not gate_PF
-        a_PF = a_PF.mul_(up_PF) if in_place else a_PF * up_PF
-    hd_PR = None if A_down is None else part.shrink(a_PF if dropout is None else dropout(a_PF), A_down)
-    return part.collect(a_PF, gated=True), hd_PR
+    if up_PF is None:
+        return a_PF
+    in_place = not torch.is_grad_enabled() and a_PF is not gate_PF
+    return a_PF.mul_(up_PF) if in_place else a_PF * up_PF
 
 
 def _pair_activations(part: Dispatch, pre: Tensors, h: OptionalTensors, B: OptionalTensors) -> list[torch.Tensor]:
     """Per input projection: the base's output plus the update of the pair's expert, [P, f']."""
     return [
-        part.spread(pre_TF) if h_PR is None else part.spread(pre_TF).add_(part.expand(h_PR, B_NRF))
+        part.spread(pre_TF) if h_PR is None or B_NRF is None else part.spread(pre_TF).add_(part.expand(h_PR, B_NRF))
         for pre_TF, h_PR, B_NRF in zip(pre, h, B, strict=True)
     ]
 
@@ -90,20 +90,27 @@ class _ExpertHidden(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Dispatch, layout: FFNLayout, act: Any, keep: bool, *tensors: torch.Tensor | None
+        ctx: Any, part: Dispatch, layout: FFNLayout, act: Any, keep: bool, dropout: float, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         A_down, gates, *rest = tensors
         pre, h, B = _thirds(rest)
         pairs = _pair_activations(part, pre, h, B)
-        ctx.part, ctx.layout, ctx.act, ctx.keep = part, layout, act, keep
-        ctx.save_for_backward(A_down, gates, *(pairs if keep else pre), *h, *B)
-        return _hidden(part, layout, act, tensors, pairs=pairs)
+        a_PF = _activate(layout, act, pairs)
+        low_PR = mask_PF = None
+        if A_down is not None:
+            kept_PF = a_PF
+            if dropout:
+                kept_PF, mask_PF = torch.native_dropout(a_PF, dropout, True)
+            low_PR = part.shrink(kept_PF, A_down)
+        ctx.part, ctx.layout, ctx.act, ctx.keep, ctx.scale = part, layout, act, keep, 1 / (1 - dropout)
+        ctx.save_for_backward(mask_PF, A_down, gates, *(pairs if keep else pre), *h, *B)
+        return part.collect(a_PF, gated=True), low_PR
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dz_TF: torch.Tensor, dhd_PR: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, dz_TF: torch.Tensor, d_low_PR: torch.Tensor | None) -> Any:
         part: Dispatch = ctx.part
-        A_down, _, *rest = ctx.saved_tensors
+        mask_PF, A_down, _, *rest = ctx.saved_tensors
         kept, h, B = _thirds(rest)
         gate_PF, up_PF = ctx.layout.split(kept if ctx.keep else _pair_activations(part, kept, h, B))
         with torch.enable_grad():
@@ -115,9 +122,14 @@ class _ExpertHidden(torch.autograd.Function):
         d_gates = part.to_slots(torch.linalg.vecdot(a_PF, da_PF))
         da_PF.mul_(part.pair_gates())
         d_A_down = None
-        if A_down is not None:
-            d_A_down = part.outer(dhd_PR, a_PF)
-            da_PF.add_(part.expand(dhd_PR, A_down))
+        if d_low_PR is not None:
+            through_A_PF = part.expand(d_low_PR, A_down)
+            if mask_PF is None:
+                d_A_down = part.outer(d_low_PR, a_PF)
+            else:
+                d_A_down = part.outer(d_low_PR, a_PF * mask_PF * ctx.scale)
+                through_A_PF.mul_(mask_PF).mul_(ctx.scale)
+            da_PF.add_(through_A_PF)
         d_up_PF = None
         if up_PF is not None:
             d_up_PF = torch.mul(da_PF, act_PF, out=a_PF)
@@ -127,7 +139,7 @@ class _ExpertHidden(torch.autograd.Function):
         d_pre = [part.collect(d_PF) for d_PF in d_pairs]
         d_h = [None if B_NRF is None else part.shrink(d_PF, B_NRF) for d_PF, B_NRF in zip(d_pairs, B, strict=True)]
         d_B = [None if h_PR is None else part.outer(h_PR, d_PF) for d_PF, h_PR in zip(d_pairs, h, strict=True)]
-        return None, None, None, None, d_A_down, d_gates, *d_pre, *d_h, *d_B
+        return None, None, None, None, None, d_A_down, d_gates, *d_pre, *d_h, *d_B
 
 
 def _thirds(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:

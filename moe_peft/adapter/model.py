@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import warnings
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from torch import nn
 
 from . import protocol
@@ -37,21 +37,26 @@ class MoELoraModel(BaseTuner):
         return peft_config  # `target_modules=None` is resolved by `_prepare_model`, which has the model
 
     def _prepare_model(self, peft_config: MoELoraConfig, model: nn.Module) -> None:
+        protocol.refuse_native_moe(model)
         if peft_config.target_modules is None:
             peft_config.target_modules = _find_ffns(model)
-        targets = [
-            (name, module)
+        _maybe_include_all_linear_layers(peft_config, model)
+        targets = {
+            name: module
             for name, module in model.named_modules()
             if self._check_target_module_exists(peft_config, name) and not name.endswith(".base_layer")
-        ]
-        if any(peft_config.expert_spec(name).num_experts > 1 for name, _ in targets):
-            protocol.refuse_native_moe(model)
-        names = [name for name, _ in targets]
-        for name, module in targets:
+        }
+        names = list(targets)
+        for name, module in targets.items():
             outer = next((n for n in names if name.startswith(f"{n}.")), None)
             if outer is not None:
                 raise ValueError(
                     f"MoELoraConfig: target_modules takes both {outer!r} and {name!r} inside it; name one of them"
+                )
+            if ".base_layer." in name:
+                raise ValueError(
+                    f"MoELoraConfig: target_modules: {name.replace('.base_layer', '')!r} lies inside an FFN that "
+                    "another adapter wraps; target the FFN, or add this adapter first"
                 )
             _check_target(name, module, peft_config, model)
         for key in peft_config.num_experts_pattern:
@@ -87,12 +92,21 @@ class MoELoraModel(BaseTuner):
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        if isinstance(child, MoELoraFFN):  # unloading; PEFT's own would look for the FFN's weight
+            setattr(parent, child_name, new_module)
+        else:
+            super()._replace_module(parent, child_name, new_module, child)
+
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         super().set_adapter(adapter_name, inference_mode=inference_mode)
         protocol.sync_config(self.model, self.peft_config)
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
+        if not self.active_adapters and self.peft_config:
+            # PEFT asks the first layer what is active now; the deleted adapter may have been the only one there.
+            self.set_adapter(sorted(self.peft_config)[0])
         protocol.sync_config(self.model, self.peft_config)
 
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
@@ -144,9 +158,9 @@ def _find_ffns(model: nn.Module) -> set[str]:
 def _language_modules(model: nn.Module) -> Any:
     """Named modules, without those of vision or audio towers."""
     config = getattr(model, "config", None)
-    decoder = None
-    if hasattr(config, "get_text_config") and config.get_text_config() is not config:
-        decoder = model.get_decoder()
+    decoder: Any = None
+    if config is not None and hasattr(config, "get_text_config") and config.get_text_config() is not config:
+        decoder = cast(Any, model).get_decoder()
     for name, module in model.named_modules():
         inside = decoder is None or any(module is part for part in decoder.modules())
         if inside and ".base_layer" not in name:
@@ -172,7 +186,7 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
                 "nor a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"
             )
         return
-    unknown = (spec.target_projections or set()) - set(layout.projections)
+    unknown = set(spec.target_projections or ()) - set(layout.projections)
     if unknown:
         raise ValueError(
             f"MoELoraConfig: target_projections={sorted(unknown)}: {name!r} has only {list(layout.projections)}"

@@ -12,7 +12,6 @@ Everything is done by forward hooks that are module-level functions, so that mod
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ def refuse_native_moe(model: nn.Module) -> None:
     config = _text_config(model)
     if config is None or _is_installed(model):
         return
-    for name in ("num_experts_per_tok", "num_local_experts", "moe_topk"):
+    for name in ("num_experts_per_tok", "num_local_experts", "num_experts", "moe_topk"):
         if getattr(config, name, None):
             raise ValueError(
                 f"MoELoraConfig: the base model {config.model_type!r} already has routed experts "
@@ -49,33 +48,36 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
 
     What a user or a trainer set (`output_router_logits`, `router_aux_loss_coef`) stays until other adapters are active.
     """
+    if not _is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
+        return
+    routers = model.__dict__["_moe_lora_synced"] = _routers(model)
     config = _text_config(model)
-    if config is None or not isinstance(model, PreTrainedModel):
+    if not routers:
+        _remove_fields(config)
         return
-    layers = [layer for layer in model.modules() if isinstance(layer, MoELoraLayer)]
-    active = _active_adapters(layers)
-    specs = [layer.moe_lora_spec[name] for layer in layers for name in active if name in layer.moe_lora_router]
-    state = (active, tuple((spec.num_experts, spec.top_k) for spec in specs))
-    if getattr(model, "_moe_lora_synced", None) == state:
-        return
-    model._moe_lora_synced = state
-    if not specs:
-        for name in FIELDS:
-            config.__dict__.pop(name, None)
-        return
-    coef = max(configs[name].router_aux_loss_coef for name in active if name in configs)
-    config.num_experts = max(spec.num_experts for spec in specs)
-    config.num_experts_per_tok = specs[0].top_k
-    config.router_aux_loss_coef = coef
-    config.output_router_logits = coef > 0
+    config.num_experts = max(n for _, n, _ in routers)
+    config.num_experts_per_tok = routers[0][2]
+    config.router_aux_loss_coef = max(configs[name].router_aux_loss_coef for name, _, _ in routers)
+    config.output_router_logits = config.router_aux_loss_coef > 0
 
 
-def _active_adapters(layers: Iterable[MoELoraLayer]) -> tuple[str, ...]:
-    return next((tuple(layer.active_adapters) for layer in layers), ())
+def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
+    """(adapter, n, k) of every active router, in the model's order."""
+    return [
+        (name, layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
+        for layer in model.__dict__["_moe_lora_layers"]
+        for name in layer.active_adapters
+        if name in layer.moe_lora_router
+    ]
+
+
+def _remove_fields(config: Any) -> None:
+    for name in FIELDS:
+        config.__dict__.pop(name, None)
 
 
 def _text_config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else None
 
 
@@ -83,83 +85,97 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def install(model: nn.Module) -> None:
-    """Register the hooks on a transformers model, once. Other modules speak no protocol and are left alone."""
-    if not isinstance(model, PreTrainedModel) or _is_installed(model):
+    """
+    Register the hooks on a transformers model, once, and note its layers. Other modules speak no protocol.
+
+    Some causal LMs call a part of their backbone (OPT its decoder), some trainers the backbone alone: both are hooked,
+    and whichever runs first collects for both.
+    """
+    if not isinstance(model, PreTrainedModel):
         return
-    backbone = model.base_model
-    handles = [
-        backbone.register_forward_pre_hook(_start_collection, with_kwargs=True),
-        backbone.register_forward_hook(_finish_collection, with_kwargs=True, always_call=True),
+    model.__dict__["_moe_lora_layers"] = [m for m in model.modules() if isinstance(m, MoELoraLayer)]
+    if _is_installed(model):
+        return
+    model.__dict__["_moe_lora_synced"] = None
+    model.__dict__["_moe_lora_handles"] = [
+        handle
+        for module in dict.fromkeys((model, model.base_model))
+        for handle in (
+            module.register_forward_pre_hook(_begin, with_kwargs=True),
+            module.register_forward_hook(_end, with_kwargs=True, always_call=True),
+        )
     ]
-    if backbone is not model:
-        handles += [
-            model.register_forward_pre_hook(_prepare_model_forward, with_kwargs=True),
-            model.register_forward_hook(_add_aux_loss, with_kwargs=True),
-        ]
-    model._moe_lora_handles = handles
 
 
 def uninstall(model: nn.Module) -> None:
     """Take the hooks and the config's fields away."""
-    for handle in model.__dict__.pop("_moe_lora_handles", ()):
+    if not _is_installed(model):
+        return
+    for handle in model.__dict__.pop("_moe_lora_handles"):
         handle.remove()
-    if model.__dict__.pop("_moe_lora_synced", None) is not None:
-        for name in FIELDS:
-            _text_config(model).__dict__.pop(name, None)
+    del model.__dict__["_moe_lora_layers"], model.__dict__["_moe_lora_synced"]
+    _remove_fields(_text_config(model))
 
 
 def _is_installed(model: nn.Module) -> bool:
     return "_moe_lora_handles" in model.__dict__
 
 
-def _prepare_model_forward(model: nn.Module, args: tuple, kwargs: dict) -> None:
-    state.finished = None
-    # transformers' own `set_adapter` and `delete_adapter` speak to the layers alone, so look at one of them each time.
-    if _active_adapters(m for m in model.modules() if isinstance(m, MoELoraLayer)) != model._moe_lora_synced[0]:
-        sync_config(model, getattr(model, "peft_config", {}))
-
-
-def _start_collection(backbone: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    requested = kwargs.pop("output_router_logits", None)
-    if requested is None:
-        requested = getattr(_text_config(backbone), "output_router_logits", False)
-    state.collection = Collection(torch.is_grad_enabled()) if requested else None
+def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Begin to collect if it is wanted, unless an outer module has begun already."""
+    # transformers' own `set_adapter` and `delete_adapter` speak to the layers alone: look at them each time.
+    sync_config(module, getattr(module, "peft_config", {}))
+    outer = state.collection
+    if outer is not None and module is getattr(outer.owner, "base_model", None):
+        kwargs.pop("output_router_logits", None)  # a dense backbone does not know it
+        return args, kwargs
+    # TRL's fused forward reads the argument, too, and hands it on to the backbone.
+    asked = (kwargs.get if kwargs.get("fused_lm_head") else kwargs.pop)("output_router_logits", None)
+    if asked or (asked is None and getattr(_text_config(module), "output_router_logits", False)):
+        state.collection = Collection(module, bool(asked), outer)
     return args, kwargs
 
 
-def _finish_collection(backbone: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-    collection, state.collection = state.collection, None
-    if collection is None or output is None:  # output is None when the forward raised
+def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    """Give the output its router logits and, in a model with a loss, the balancing loss."""
+    collection = state.collection
+    if collection is None or module not in (collection.owner, getattr(collection.owner, "base_model", None)):
+        return None
+    if module is collection.owner:
+        state.collection = collection.outer
+    if output is None:  # the forward raised
         return None
     n = max((logits.shape[-1] for logits in collection.logits), default=0)
-    state.finished = tuple(pad_logits(logits, n) for logits in collection.logits) or None
+    router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
     if not isinstance(output, tuple):
-        output["router_logits"] = state.finished
-    return output
+        output["router_logits"] = router_logits
+    if module is module.base_model or kwargs.get("fused_lm_head") or router_logits is None:
+        return output  # no loss here, or TRL adds it by itself
+    return _with_aux_loss(module, args, kwargs, output, router_logits, collection.explicit)
 
 
-def _add_aux_loss(model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-    router_logits, state.finished = state.finished, None
-    if router_logits is None or kwargs.get("fused_lm_head"):  # TRL's fused head adds the loss itself
-        return None
-    loss = (
-        output[0] if isinstance(output, tuple) and kwargs.get("labels") is not None else getattr(output, "loss", None)
-    )
-    if loss is None and not kwargs.get("output_router_logits"):
-        return None
+def _with_aux_loss(
+    model: nn.Module, args: tuple, kwargs: dict, output: Any, router_logits: tuple[torch.Tensor, ...], explicit: bool
+) -> Any:
+    is_tuple = isinstance(output, tuple)
+    if is_tuple:
+        loss = output[0] if _argument(model, "labels", args, kwargs) is not None else None
+    else:
+        loss = output.get("loss")
+    if loss is None and (is_tuple or not explicit):
+        return output
     config = _text_config(model)
     mask = _argument(model, "attention_mask", args, kwargs)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        mask = None
+        mask = None  # packed, or no padding
     aux_loss = load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, mask)
     if loss is not None:
         loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
-    if isinstance(output, tuple):
-        return output if loss is None else (loss, *output[1:])
+    if is_tuple:
+        return (loss, *output[1:])
     if loss is not None:
         output["loss"] = loss
     output["aux_loss"] = aux_loss
-    output["router_logits"] = router_logits
     return output
 
 

@@ -19,15 +19,17 @@ from torch import nn
 
 @dataclass
 class Collection:
-    """Router logits of one pass through a backbone, and what its causal LM needs to know of them."""
+    """Router logits of one forward pass."""
 
-    grad_enabled: bool
+    owner: nn.Module  # whose forward began it and will end it
+    explicit: bool  # asked for by an argument of the call, not by the config
+    outer: Collection | None  # of the pass that this one runs inside of
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
 class State(threading.local):
-    collection: Collection | None = None  # of the backbone that is running
-    finished: tuple[torch.Tensor, ...] | None = None  # of the backbone that ran last, for its causal LM
+    collection: Collection | None = None
 
 
 state = State()

@@ -1,0 +1,244 @@
+"""Adapters on quantized bases: bitsandbytes 4-bit and 8-bit, torchao int8; trained, saved, and moved between bases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from conftest import tiny_llama
+from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
+
+from moe_peft import MoELoraConfig
+
+IDS = torch.randint(3, 128, (2, 10), generator=torch.Generator().manual_seed(1))
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """
+    Args:
+        config: transformers' quantization config.
+        dequantize: the weight that a quantized linear stands for.
+        rounding: relative error of a product of this linear and one with that weight (8-bit rounds its input too).
+        loss: relative error of the logits that quantizing this model makes.
+    """
+
+    config: Callable[[], Any]
+    dequantize: Callable[[nn.Module], torch.Tensor]
+    rounding: float
+    loss: float
+
+
+QUANTIZERS = {
+    "4-bit": Quantizer(
+        lambda: BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        ),
+        lambda linear: bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state),
+        rounding=1e-5,
+        loss=0.2,
+    ),
+    "8-bit": Quantizer(
+        lambda: BitsAndBytesConfig(load_in_8bit=True),
+        lambda linear: linear.weight.CB.float() * linear.weight.SCB.unsqueeze(1) / 127,
+        rounding=0.03,
+        loss=0.03,
+    ),
+    "torchao": Quantizer(
+        lambda: TorchAoConfig(Int8WeightOnlyConfig()),
+        lambda linear: linear.weight.dequantize(),
+        rounding=1e-5,
+        loss=0.03,
+    ),
+}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "output": {"mixing": "output"},
+    "projection": {"mixing": "projection"},
+    "linears": {"target_modules": ["q_proj", "down_proj"]},
+}
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+pytestmark = [
+    pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS),
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("base")
+    tiny_llama().save_pretrained(path)  # its sizes are multiples of 32, as 4-bit products on a CPU need
+    return str(path)
+
+
+def load(folder: str, device: str, quantizer: Quantizer | None = None) -> PreTrainedModel:
+    config = {} if quantizer is None else {"quantization_config": quantizer.config()}
+    return AutoModelForCausalLM.from_pretrained(folder, device_map={"": device}, **config)
+
+
+def adapted(base: PreTrainedModel, kind: str, **kwargs: Any) -> PeftModel:
+    torch.manual_seed(1)
+    config = {"num_experts": 4, "top_k": 2, "r": 4, "init_lora_weights": False, **KINDS[kind], **kwargs}
+    return get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM", **config))
+
+
+def quantized_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """The linears inside the decoder layers, by the names they have in the base model."""
+    return {
+        name.replace(".base_layer", ""): module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in name
+    }
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if "moe_lora_" in name}
+
+
+def train_logits(model: nn.Module) -> torch.Tensor:
+    """
+    The logits that training sees. There is no dropout; only, in evaluation bitsandbytes' 4-bit product on a CPU rounds
+    to bfloat16, and not always in the same way.
+    """
+    model.train()
+    return model(input_ids=IDS.to(model.device)).logits.detach().float()
+
+
+def train(model: PeftModel, steps: int) -> list[float]:
+    ids = IDS.to(model.device)
+    model.train()
+    optimizer = torch.optim.AdamW(adapter_tensors(model).values(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_reaches_every_adapter_parameter_and_nothing_else(
+    quantizer: Quantizer, device: str, kind: str, folder: str
+):
+    base = load(folder, device, quantizer)
+    weights = {name: quantizer.dequantize(linear).clone() for name, linear in quantized_linears(base).items()}
+    model = adapted(prepare_model_for_kbit_training(base), kind, init_lora_weights=True)
+    losses = train(model, steps=8)
+    assert losses[-1] < losses[0] - 0.4
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("moe_lora_" in name), name
+        if parameter.requires_grad:
+            assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name
+        else:
+            assert parameter.grad is None, name
+    for name, linear in quantized_linears(base).items():
+        torch.testing.assert_close(quantizer.dequantize(linear), weights[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_on_the_base_that_the_quantized_weights_stand_for(
+    quantizer: Quantizer, device: str, kind: str, folder: str
+):
+    quantized, full = load(folder, device, quantizer), load(folder, device)
+    for name, linear in quantized_linears(quantized).items():
+        full.get_submodule(name).weight.data.copy_(quantizer.dequantize(linear))
+    models = [adapted(base, kind).train() for base in (quantized, full)]
+    ids = IDS.to(device)
+    losses = [model(input_ids=ids, labels=ids).loss for model in models]
+    torch.testing.assert_close(losses[0], losses[1], rtol=quantizer.rounding, atol=0)
+    for loss in losses:
+        loss.backward()
+    expected = adapter_tensors(models[1])
+    for name, parameter in adapter_tensors(models[0]).items():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=0)
+        assert relative_error(parameter.grad, expected[name].grad) < 10 * quantizer.rounding, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapter_trained_on_a_quantized_base_loads_there_and_on_a_full_precision_one(
+    quantizer: Quantizer, device: str, kind: str, folder: str, tmp_path
+):
+    model = adapted(prepare_model_for_kbit_training(load(folder, device, quantizer)), kind)
+    train(model, steps=3)
+    expected = train_logits(model)
+    model.save_pretrained(tmp_path)
+
+    again = PeftModel.from_pretrained(load(folder, device, quantizer), tmp_path)
+    torch.testing.assert_close(train_logits(again), expected, rtol=0, atol=0 if device == "cpu" else 1e-4)
+
+    base = load(folder, device)
+    unadapted = train_logits(base)
+    full = PeftModel.from_pretrained(base, tmp_path)
+    for name, parameter in adapter_tensors(full).items():
+        torch.testing.assert_close(parameter.detach(), model.get_parameter(name).detach(), rtol=0, atol=0)
+    assert relative_error(train_logits(full), expected) < quantizer.loss
+    assert relative_error(unadapted, expected) > 3 * quantizer.loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapter_trained_on_a_full_precision_base_loads_on_a_quantized_one(
+    quantizer: Quantizer, device: str, kind: str, folder: str, tmp_path
+):
+    full = adapted(load(folder, device), kind)
+    train(full, steps=3)
+    full.save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(load(folder, device, quantizer), tmp_path, is_trainable=True)
+    for name, parameter in adapter_tensors(model).items():
+        torch.testing.assert_close(parameter.detach(), full.get_parameter(name).detach(), rtol=0, atol=0)
+    assert relative_error(train_logits(model), train_logits(full)) < quantizer.loss
+    losses = train(model, steps=4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_model_generates_and_unloads(quantizer: Quantizer, device: str, kind: str, folder: str):
+    base = load(folder, device, quantizer)
+    expected = train_logits(base)
+    model = adapted(base, kind).eval()
+    ids = IDS.to(device)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    assert relative_error(logits.float(), train_logits(model)) < max(quantizer.rounding, 0.02)
+    tokens = model.eval().generate(input_ids=ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert tokens.shape == (2, 13)
+    assert tokens[:, 10].tolist() == logits[:, -1].argmax(-1).tolist()
+    assert relative_error(train_logits(model.unload()), expected) < max(quantizer.rounding, 0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_injection_leaves_the_quantized_weights_in_their_format(
+    quantizer: Quantizer, device: str, kind: str, folder: str
+):
+    """
+    On CPUs with bfloat16 products, a 4-bit linear that once runs in evaluation mode repacks its weight for inference,
+    and no gradient passes it any more.
+    """
+    base = load(folder, device, quantizer)
+    before = {
+        name: (linear.training, linear.weight.shape, quantizer.dequantize(linear).clone())
+        for name, linear in quantized_linears(base).items()
+    }
+    adapted(base, kind)
+    for name, linear in quantized_linears(base).items():
+        training, shape, weight = before[name]
+        assert (linear.training, linear.weight.shape) == (training, shape), name
+        torch.testing.assert_close(quantizer.dequantize(linear), weight, rtol=0, atol=0)

@@ -2,13 +2,13 @@
 
     python examples/domains.py --out .cache/domains --train 400 --test 60 --seed 0
 
-writes `train.jsonl` and `test.jsonl`: conversational rows, `{"messages": [user, assistant], "domain": ...}`, with
-the given number of rows per domain. Nothing is downloaded: the code is the Python standard library, the prose is
-the language reference behind `help()`, the sums are generated.
+writes `train.jsonl` and `test.jsonl`: conversational rows, `{"messages": [user, assistant], "domain": ...}`,
+so many per domain. Nothing is downloaded: the code is the Python standard library, the prose is the language
+reference behind `help()`, the sums are generated.
 
-Every item has a source - a top-level package of the library, a topic of the reference, a pair of operands - and
-`is_held_out` puts each source, whole, on one side of the split. The split does not depend on the seed, so a base
-model trained on the other side, with any seed, has not seen a test item.
+Every item has a source - a package of the library, a topic of the reference, a pair of operands - and
+`is_held_out` puts each source, whole, on one side of the split. The split does not depend on the seed, so a
+base model trained on the other side, with any seed, has not seen a test item.
 """
 
 import argparse
@@ -26,12 +26,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Not the library proper: tests, installed packages, generated tables, and two programs whose bulk of interface code
-# would crowd out the rest.
-SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3"}
+# Not the library proper: tests, installed packages, generated tables, and interface code, whose bulk would
+# crowd out the rest.
+SKIPPED = {"test", "tests", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3"}
 SKIPPED |= {"idlelib", "tkinter", "turtledemo"}
 # Long enough to show a domain's style, short enough to train on in seconds.
 QUESTION_CHARS, ANSWER_CHARS = range(10, 400), range(40, 480)
+
+Row = dict[str, Any]
 
 
 class Item(NamedTuple):
@@ -50,7 +52,7 @@ def stdlib_modules() -> dict[Path, str]:
     """The standard library: path relative to its root -> source text, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    wanted = (path for path in paths if not SKIPPED & set(path.parts))
+    wanted = (p for p in paths if not SKIPPED & set(p.parts) and not p.name.startswith("_sysconfigdata"))
     return {path: (root / path).read_text(encoding="utf-8", errors="replace") for path in wanted}
 
 
@@ -63,8 +65,8 @@ def package(path: Path) -> str:
 def reference_topics() -> dict[str, list[str]]:
     """The language reference: title -> blocks of text.
 
-    Composite topics repeat smaller ones in full, so a block belongs to the shortest topic that has it and to no
-    other; otherwise the text of a held-out topic would come back in a training one.
+    Composite topics repeat smaller ones in full, so a block belongs to the shortest topic that has it and to
+    no other; otherwise the text of a held-out topic would come back in a training one.
     """
     from pydoc_data.topics import topics
 
@@ -88,7 +90,7 @@ def one_line(text: str) -> str:
 
 
 def code_items() -> Iterator[Item]:
-    """Functions and methods, bare of docstrings, decorators and comments; asked for by the docstring's first line."""
+    """Functions and methods without docstrings, decorators and comments; the docstring's first line asks."""
     for path, text in stdlib_modules().items():
         for node in ast.walk(ast.parse(text)):
             # Past 40 lines an answer is too long whatever its docstring, and writing it out is the slow part.
@@ -98,13 +100,14 @@ def code_items() -> Iterator[Item]:
             if summary:
                 node.body = node.body[1:] or [ast.Pass()]
             node.decorator_list = []
-            ask = f"Write the Python function {node.name}({ast.unparse(node.args)}) of {package(path)}. {summary}"
+            signature = f"{node.name}({ast.unparse(node.args)})"
+            ask = f"Write the Python function {signature} of {package(path)}. {summary}"
             yield Item(package(path), ask.strip(), ast.unparse(node))
 
 
 def prose_items() -> Iterator[Item]:
-    """Passages of the language reference to continue: from a paragraph's opening sentence, or, where the paragraph
-    is only one sentence, from the paragraph before it."""
+    """Passages of the reference to continue, from a paragraph's opening sentence or, where it has just one,
+    from the paragraph before."""
     for title, blocks in reference_topics().items():
         previous = ""
         for text in map(one_line, blocks):
@@ -121,28 +124,26 @@ def prose_items() -> Iterator[Item]:
 
 def arithmetic_items() -> Iterator[Item]:
     """Sums with their working as done by hand: by columns, or by partial products."""
-    asks = ("What is {}?", "Work out {} step by step.", "Please compute {}.")
 
     def item(a: int, sign: str, b: int, steps: str, result: int) -> Item:
-        ask = asks[(a + b) % len(asks)].format(f"{a} {sign} {b}")
-        return Item(operands(a, b), ask, f"{a} {sign} {b}: {steps} The answer is {result}.")
+        ask = ("What is {}?", "Work out {} step by step.", "Please compute {}.")[(a + b) % 3]
+        answer = f"{a} {sign} {b}: {steps}. The answer is {result}."
+        return Item(operands(a, b), ask.format(f"{a} {sign} {b}"), answer)
 
     for a in range(12, 100):
         for b in range(11, a):
-            (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
-            ones, carry = ones_a + ones_b, (ones_a + ones_b) // 10
-            steps = f"{ones_a} + {ones_b} = {ones}, carry {carry}. {tens_a} + {tens_b} + {carry} = {(a + b) // 10}."
+            (p, q), (r, s) = divmod(a, 10), divmod(b, 10)
+            carry, borrow = (q + s) // 10, int(q < s)
+            steps = f"{q} + {s} = {q + s}, carry {carry}. {p} + {r} + {carry} = {p + r + carry}"
             yield item(a, "+", b, steps, a + b)
-            borrow = int(ones_a < ones_b)
-            ones = ones_a + 10 * borrow
-            steps = f"{ones} - {ones_b} = {ones - ones_b}, borrow {borrow}. "
-            steps += f"{tens_a} - {tens_b} - {borrow} = {(a - b) // 10}."
+            q += 10 * borrow
+            steps = f"{q} - {s} = {q - s}, borrow {borrow}. {p} - {r} - {borrow} = {p - r - borrow}"
             yield item(a, "-", b, steps, a - b)
     for a in range(12, 400):
         for b in range(3, 10):
             tens, ones = a // 10 * 10, a % 10
-            steps = f"{tens} * {b} = {tens * b}. {ones} * {b} = {ones * b}. {tens * b} + {ones * b} = {a * b}."
-            yield item(a, "*", b, steps, a * b)
+            m, n = tens * b, ones * b
+            yield item(a, "*", b, f"{tens} * {b} = {m}. {ones} * {b} = {n}. {m} + {n} = {m + n}", m + n)
 
 
 DOMAINS = {"code": code_items, "prose": prose_items, "arithmetic": arithmetic_items}
@@ -150,8 +151,8 @@ DOMAINS = {"code": code_items, "prose": prose_items, "arithmetic": arithmetic_it
 
 @functools.cache
 def pool(domain: str) -> list[Item]:
-    """A domain's usable items: of fitting length, each answer once, and none that two sources share (a function
-    copied from one module into another would otherwise sit on both sides of the split)."""
+    """A domain's usable items: of fitting length, each answer once, and none that two sources share: a
+    function copied from one package into another could otherwise sit on both sides of the split."""
     by_answer: dict[str, list[Item]] = defaultdict(list)
     for item in DOMAINS[domain]():
         if len(item.question) in QUESTION_CHARS and len(item.answer) in ANSWER_CHARS:
@@ -159,7 +160,10 @@ def pool(domain: str) -> list[Item]:
     return [items[0] for items in by_answer.values() if len({item.source for item in items}) == 1]
 
 
-Row = dict[str, Any]
+def as_row(domain: str, item: Item) -> Row:
+    question = {"role": "user", "content": item.question}
+    answer = {"role": "assistant", "content": item.answer}
+    return {"messages": [question, answer], "domain": domain}
 
 
 def build(seed: int, per_domain_train: int, per_domain_test: int) -> tuple[list[Row], list[Row]]:
@@ -171,12 +175,9 @@ def build(seed: int, per_domain_train: int, per_domain_test: int) -> tuple[list[
         for rows, wanted, held_out in ((train, per_domain_train, False), (test, per_domain_test, True)):
             items = [item for item in pool(domain) if is_held_out(item.source) is held_out]
             if len(items) < wanted:
-                side = "test" if held_out else "training"
-                raise ValueError(f"this Python's library yields {len(items)} {side} items of {domain}, not {wanted}")
-            for item in rng.sample(items, wanted):
-                turns = (("user", item.question), ("assistant", item.answer))
-                messages = [{"role": role, "content": content} for role, content in turns]
-                rows.append({"messages": messages, "domain": domain})
+                side = "held-out" if held_out else "training"
+                raise ValueError(f"{wanted} {side} items of {domain} wanted, this Python yields {len(items)}")
+            rows += [as_row(domain, item) for item in rng.sample(items, wanted)]
     rng.shuffle(train)
     rng.shuffle(test)
     return train, test
@@ -198,12 +199,12 @@ def main() -> None:
     args = parser.parse_args()
     try:
         train, test = build(args.seed, args.train, args.test)
-    except ValueError as error:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for name, rows in (("train", train), ("test", test)):
+            write_jsonl(args.out / f"{name}.jsonl", rows)
+            print(f"{args.out / name}.jsonl: {len(rows)} rows")
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("test", test)):
-        write_jsonl(args.out / f"{name}.jsonl", rows)
-        print(f"{args.out / name}.jsonl: {len(rows)} rows")
 
 
 if __name__ == "__main__":

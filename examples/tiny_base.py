@@ -2,20 +2,19 @@
 
     python examples/tiny_base.py --out .cache/base --seed 0
 
-It reads the standard library's source, the language reference and plain sums as running text - the training side
-of `domains.py`, never a test item - so that, like any base model, it has met the material but not the instruction
-format. The result is an ordinary model folder.
+It reads the standard library's source, the language reference and plain sums as running text - the training
+side of `domains.py`, never a test item - so that, like any base model, it has met the material but not the
+instruction format. The result is an ordinary model folder.
 """
 
 import argparse
 import random
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain, cycle
 from pathlib import Path
 
-import torch
 from datasets import Dataset
 from domains import is_held_out, operands, package, reference_topics, stdlib_modules
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -31,10 +30,10 @@ from transformers import (
 
 CONTEXT = 256  # tokens of running text per training row
 PAD, END = "<|pad|>", "<|end|>"
-# Roles are spelled in ordinary text: fine-tuning leaves the embeddings frozen, so a role token that the base never
-# met would stay noise. They end in a newline because, unlike a space, it never merges with the word after it: the
-# answer's first token is then the same in training as after the generation prompt. END is inside the generation
-# block because stopping is part of the answer.
+# Roles are spelled in ordinary text: fine-tuning leaves the embeddings frozen, so a role token that the base
+# never met would stay noise. They end in a newline because, unlike a space, it never merges with the word after
+# it: the answer's first token is then the same in training as after the generation prompt. END is inside the
+# generation block because stopping is part of the answer.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize + ':\n' }}"
@@ -47,18 +46,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def take(texts: Iterable[str], chars: int) -> list[str]:
-    """The first texts that together reach a number of characters."""
-    taken: list[str] = []
-    for text in texts:
-        if chars <= 0:
-            break
-        taken.append(text)
-        chars -= len(text)
-    return taken
-
-
-def sums(rng: random.Random) -> Iterable[str]:
+def sums(rng: random.Random) -> Iterator[str]:
     """An endless supply of short lists of sums, in words and in figures, without working."""
     while True:
         lines = []
@@ -72,6 +60,15 @@ def sums(rng: random.Random) -> Iterable[str]:
         yield "\n".join(lines)
 
 
+def take(texts: Iterable[str], chars: int) -> Iterator[str]:
+    """The first texts that together reach a number of characters."""
+    for text in texts:
+        if chars <= 0:
+            return
+        yield text
+        chars -= len(text)
+
+
 def corpus(rng: random.Random, chars: int) -> list[str]:
     """About `chars` characters of documents. The reference is short, so it is read several times over."""
     code = [text for path, text in stdlib_modules().items() if not is_held_out(package(path))]
@@ -79,7 +76,8 @@ def corpus(rng: random.Random, chars: int) -> list[str]:
     prose = ["\n\n".join([title, *blocks]) for title, blocks in topics]
     rng.shuffle(code)
     rng.shuffle(prose)
-    documents = take(code, chars * 7 // 10) + take(cycle(prose), chars * 2 // 10) + take(sums(rng), chars // 10)
+    shares = ((code, 0.7), (cycle(prose), 0.2), (sums(rng), 0.1))
+    documents = [text for texts, share in shares for text in take(texts, int(share * chars))]
     rng.shuffle(documents)
     return documents
 
@@ -88,10 +86,12 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
     """Byte-level BPE; digits stay single, so that sums can be worked out column by column."""
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[PAD, END], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, END], initial_alphabet=words.alphabet()
+    )
     tokenizer.train_from_iterator(documents, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
     fast.chat_template = CHAT_TEMPLATE
@@ -108,7 +108,7 @@ def ensure_base(
         raise FileExistsError(f"{path} exists but is not a model folder")
     documents = corpus(random.Random(seed), chars)
     tokenizer = train_tokenizer(documents, vocab_size)
-    ids = list(chain.from_iterable([*row, tokenizer.eos_token_id] for row in tokenizer(documents)["input_ids"]))
+    ids = list(chain.from_iterable(tokenizer([text + END for text in documents])["input_ids"]))
     rows = [ids[start : start + CONTEXT] for start in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
 
     set_seed(seed)
@@ -120,30 +120,31 @@ def ensure_base(
         num_attention_heads=4,
         max_position_embeddings=2 * CONTEXT,
         tie_word_embeddings=True,
-        initializer_range=hidden**-0.5,  # the default, made for widths of thousands, learns far slower at this one
+        # The default is made for widths of thousands; at this one the model would learn far more slowly.
+        initializer_range=hidden**-0.5,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config)
-    # Everything is written under a temporary name and renamed when whole, so an interrupted run leaves no cache.
+    # Written under a temporary name and renamed when whole, so that an interrupted run leaves no broken cache.
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     args = TrainingArguments(
         output_dir=str(partial),
         num_train_epochs=1,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=4,  # many small steps: time, not memory, is what runs out here
         learning_rate=3e-3,
         lr_scheduler_type="cosine",
         warmup_steps=0.05,
         weight_decay=0.1,
-        logging_steps=50,
+        logging_steps=100,
         save_strategy="no",
         report_to="none",
         seed=seed,
     )
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
-    Trainer(model, args, train_dataset=dataset, data_collator=default_data_collator).train()
+    model = LlamaForCausalLM(config)
+    Trainer(model, args, default_data_collator, dataset).train()
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(path)
@@ -156,10 +157,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:
-        path = ensure_base(args.out, args.seed)
-    except FileExistsError as error:
+        print(f"base model: {ensure_base(args.out, args.seed)}")
+    except OSError as error:
         sys.exit(f"error: {error}")
-    print(f"base model: {path}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A MoE-LoRA adapter lives like a LoRA adapter: saved, loaded, switched, copied, refused and removed without a trace."""
+"""A MoE-LoRA adapter lives like a LoRA adapter: saved, loaded, switched, copied, refused, removed without a trace."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OPTConfig,
@@ -136,19 +137,27 @@ def test_loaded_adapter_gives_the_saved_ones_logits_bit_for_bit(kind: str, base_
         return AutoModelForCausalLM.from_pretrained(base_folder)
 
     assert_equal(logits(PeftModel.from_pretrained(fresh(), tmp_path)), expected)
-    assert_equal(logits(PeftModel.from_pretrained(fresh(), tmp_path, low_cpu_mem_usage=True)), expected)
     assert_equal(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path)), expected)
-    assert_equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
+    # transformers puts the file's tensors themselves into the model: another alignment may round differently.
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
 
 
-def test_low_cpu_mem_usage_leaves_nothing_on_the_meta_device(base_folder: str, tmp_path):
-    model = adapted(**KINDS["attention"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_cpu_mem_usage_loads_the_same_values_and_leaves_none_on_the_meta_device(kind: str, tmp_path):
+    model = adapted(**KINDS[kind])
+    scramble_head(model)
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path, low_cpu_mem_usage=True)
     loaded.load_adapter(tmp_path, "again", low_cpu_mem_usage=True)
     assert {p.device.type for p in loaded.parameters()} == {"cpu"}
-    loaded.set_adapter("again")
-    assert_equal(logits(loaded), logits(model))
+    values = dict(model.named_parameters())
+    for name in ("default", "again"):
+        loaded.set_adapter(name)
+        torch.testing.assert_close(logits(loaded), logits(model))
+        own = {key: p for key, p in loaded.named_parameters() if f".{name}." in key}
+        assert own
+        for key, parameter in own.items():
+            assert_equal(parameter, values[key.replace(f".{name}.", ".default.")])
 
 
 def test_saved_keys_and_shapes_are_those_of_the_golden_file(tmp_path):
@@ -208,6 +217,20 @@ def test_modules_to_save_are_saved_with_the_adapter_and_leave_the_base_alone(tmp
     assert_equal(saved["base_model.model.lm_head.weight"], head.modules_to_save["default"].weight)
     assert_equal(head.original_module.weight, tiny_llama().lm_head.weight)
     assert not torch.equal(head.original_module.weight, head.modules_to_save["default"].weight)
+
+
+@pytest.mark.parametrize(
+    "other", [{"hidden": 32}, {"layers": 1}, {"layers": 3}], ids=["other width", "fewer layers", "more layers"]
+)
+def test_adapter_of_another_base_is_refused_in_one_line(other: dict[str, int], tmp_path):
+    adapted(base=tiny_llama(**other)).save_pretrained(tmp_path)
+    for load in (
+        lambda: PeftModel.from_pretrained(tiny_llama(), tmp_path),
+        lambda: adapted().load_adapter(tmp_path, "b"),
+    ):
+        with pytest.raises(ValueError, match=r"layers\.\d\.mlp\.moe_lora_") as error:
+            load()
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("is_trainable", [False, True])
@@ -290,8 +313,8 @@ def test_deleting_the_active_adapter_works_where_it_alone_adapted_the_first_laye
 
 def test_deleting_the_last_adapter_leaves_the_base_model_computing():
     model = adapted()
-    model.delete_adapter("default")
     base = model.get_base_model()
+    model.delete_adapter("default")
     assert_equal(logits(base), logits(tiny_llama()))
     assert not [name for name in PROTOCOL if hasattr(base.config, name)]
     assert base(input_ids=IDS, labels=IDS).get("aux_loss") is None
@@ -406,9 +429,11 @@ def adapter_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def test_adapter_of_a_bfloat16_base(autocast: bool, expected: torch.dtype, tmp_path):
     base = tiny_llama().bfloat16()
     torch.manual_seed(1)
-    model = get_peft_model(base, adapter(**KINDS["attention"]), autocast_adapter_dtype=autocast).eval()
+    config = adapter(**KINDS["attention"], top_k=4)  # all experts, so that rounding never chooses others
+    model = get_peft_model(base, config, autocast_adapter_dtype=autocast).eval()
     assert {p.dtype for p in adapter_parameters(model).values()} == {expected}
-    out = model(input_ids=IDS)
+    with torch.no_grad():
+        out = model(input_ids=IDS, output_router_logits=True)
     assert out.logits.dtype == torch.bfloat16
     assert {r.dtype for r in out.router_logits} == {torch.float32}
     tokens = model.generate(input_ids=IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
@@ -475,14 +500,14 @@ REFUSED: dict[str, tuple[Callable[[PeftModel, str], Any], str]] = {
         lambda m, _: m.generate(input_ids=IDS, adapter_names=["default", "__base__"], max_new_tokens=1),
         "adapter_names",
     ),
-    "other type": (lambda m, _: m.add_adapter("lora", LORA), "MOE_LORA"),
+    "other type": (lambda m, _: m.add_adapter("plain", LORA), "MOE_LORA"),
     "mixed": (lambda m, _: get_peft_model(m.get_base_model(), adapter(), mixed=True), "MOE_LORA"),
     "hotswap": (lambda m, folder: hotswap_adapter(m, folder, adapter_name="default"), "MOE_LORA"),
     "no such module": (lambda m, _: add(m, "bad", 2, target_modules=["nowhere"]), "nowhere"),
     "not a linear": (lambda m, _: add(m, "bad", 2, target_modules=["input_layernorm"]), "input_layernorm"),
     "module and its child": (
-        lambda m, _: add(m, "bad", 2, target_modules=["self_attn.q_proj", "mlp", "act_fn"]),
-        "act",
+        lambda m, _: add(m, "bad", 2, target_modules=["q_proj", "mlp", "gate_proj"]),
+        "mlp.*gate_proj",
     ),
     "no such projection": (lambda m, _: add(m, "bad", 2, target_projections=["w1"]), "target_projections.*w1.*up_proj"),
     "name in use": (lambda m, _: add(m, "default", 2), "default"),
@@ -510,7 +535,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_touched(operation: st
 def test_failed_first_adapter_leaves_the_base_model_as_it_was():
     base = tiny_llama()
     before = snapshot(base)
-    for targets in (["nowhere"], ["input_layernorm"], ["mlp", "input_layernorm"]):
+    for targets in (["nowhere"], ["input_layernorm"], ["mlp", "input_layernorm"], ["mlp", "gate_proj"]):
         with pytest.raises(ValueError, match=targets[-1]):
             get_peft_model(base, adapter(target_modules=targets))
         assert snapshot(base) == before
@@ -519,6 +544,7 @@ def test_failed_first_adapter_leaves_the_base_model_as_it_was():
 # --- transformers' own adapter methods ------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
 def test_transformers_own_methods_add_switch_disable_and_delete(tmp_path):
     first, second = logits(adapted(seed=1, **FIRST)), logits(adapted(seed=2, **SECOND))
     model = tiny_llama().eval()
@@ -556,6 +582,7 @@ def test_transformers_own_methods_add_switch_disable_and_delete(tmp_path):
     assert_equal(logits(PeftModel.from_pretrained(tiny_llama(), tmp_path)), second)
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
 def test_router_logits_follow_the_layers_when_transformers_deletes_the_active_adapter():
     model = tiny_llama().eval()
     for name, seed, targets in (("first", 1, ["mlp"]), ("second", 2, ["q_proj", "mlp"])):
@@ -639,7 +666,7 @@ LAYER = "model.layers.{}.{}".format
         ),
         ({"layers_to_transform": [1], "layers_pattern": "layers"}, {LAYER(1, "mlp")}),
     ],
-    ids=repr,
+    ids=lambda value: repr(value) if isinstance(value, dict) else "",  # a set has no order to name a test by
 )
 def test_targets(settings: dict[str, Any], expected: set[str]):
     if not expected:
@@ -731,6 +758,15 @@ def test_base_model_with_experts_of_its_own_is_refused(settings: dict[str, Any])
     assert snapshot(base) == before
 
 
+def test_config_object_of_an_adapted_model_serves_another_model():
+    """The protocol's fields in it are the first adapter's, not a sign of experts of the base model's own."""
+    first = adapted(seed=1).get_base_model()
+    torch.manual_seed(0)
+    second = adapted(seed=2, base=LlamaForCausalLM(first.config))
+    assert_aux_loss_counted_once(second, routers=2)
+    assert_aux_loss_counted_once(first, routers=2)
+
+
 def tiny_opt() -> OPTForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
@@ -744,8 +780,6 @@ def test_one_expert_on_the_linears_of_opt_computes_as_lora_does():
     lora = get_peft_model(tiny_opt(), LoraConfig(task_type="CAUSAL_LM", **targets)).eval()
     dimensions = []
     with torch.no_grad():
-        for ours, theirs in zip(model.modules(), lora.modules(), strict=False):
-            assert type(ours).__name__.replace("MoELora", "") == type(theirs).__name__.replace("Lora", "") or True
         for name, layer in lora.get_base_model().named_modules():
             if hasattr(layer, "lora_A"):
                 own = model.get_base_model().get_submodule(name)

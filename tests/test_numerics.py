@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -310,23 +311,26 @@ def test_linears_of_any_width_train(out, n, r):
 @pytest.mark.parametrize("pairs", [1, 4, 5, 32, 33, 65536])
 def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(pairs, n, mixes_outputs):
     chosen = {
-        (dtype, r): choose_method(pairs, n, r, dtype, mixes_outputs)
+        (dtype, r, width): choose_method(
+            pairs=pairs, num_experts=n, r=r, unit=math.gcd(r, width), dtype=dtype, mixes_outputs=mixes_outputs
+        )
         for dtype in (torch.float64, torch.float32, torch.bfloat16)
         for r in (1, 2, 3, 4, 6, 8, 12, 16, 64)
+        for width in (4096, 100, 50257)
     }
     assert set(chosen.values()) <= {"dense", "sorted", "gather"}
-    for (dtype, r), method in chosen.items():
-        if dtype == torch.float64 or (r * dtype.itemsize) % 16:
-            assert method != "sorted", f"r={r} in {dtype}"
+    for (dtype, r, width), method in chosen.items():
+        if dtype == torch.float64 or (r * dtype.itemsize) % 16 or (width * dtype.itemsize) % 16:
+            assert method != "sorted", f"r={r} and width {width} in {dtype}"
     if pairs == 65536 and (n == 64 or mixes_outputs):
-        assert chosen[torch.bfloat16, 8] == chosen[torch.float32, 4] == "sorted"
+        assert chosen[torch.bfloat16, 8, 4096] == chosen[torch.float32, 4, 4096] == "sorted"
 
 
 @pytest.mark.parametrize("r, dtype", [(3, torch.float32), (4, torch.bfloat16), (8, torch.float64)])
 def test_pinning_grouped_products_where_there_are_none_is_an_error_that_says_so(r, dtype):
     layer = ffn_layer(dtype=dtype, r=r)
     x, _ = tensors(8, dtype=dtype)
-    with pin_dispatch("sorted"), pytest.raises(ValueError, match=rf"sorted.*r={r} in {dtype}.*dense"):
+    with pin_dispatch("sorted"), pytest.raises(ValueError, match=rf"pin_dispatch.*sorted.*{dtype}.*'dense'"):
         layer(x)
     assert layer(x).shape == x.shape
 
@@ -668,3 +672,20 @@ def test_no_token_at_all_gives_no_output_and_zero_gradients(mixing, method, n, r
             outcome = run(layer, x, d_output)
         assert outcome.output.shape == (1, 0, D)
         assert all(not gradient.any() for gradient in outcome.gradients.values())
+
+
+def test_an_activation_that_works_in_place_is_kept_off_what_backward_needs():
+    torch.manual_seed(0)
+    base = tiny_llama(layers=1)
+    expected_base = tiny_llama(layers=1)
+    base.model.layers[0].mlp.act_fn = torch.nn.ReLU(inplace=True)
+    expected_base.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    ids = torch.arange(3, 19).view(2, 8)
+    gradients = []
+    for model in (base, expected_base):
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, MoELoraConfig(num_experts=4, r=4, init_lora_weights=False))
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({n: p.grad for n, p in adapted.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, rtol=0, atol=0)

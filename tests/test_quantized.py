@@ -26,14 +26,21 @@ class Quantizer:
     Args:
         config: transformers' quantization config.
         dequantize: the weight that a quantized linear stands for.
-        rounding: relative error of a product of this linear and one with that weight (8-bit rounds its input too).
-        loss: relative error of the logits that quantizing this model makes.
+        change: relative change of the logits that quantizing this model makes.
+        training: relative error of training on it, against training on the weights it stands for (by device).
+        evaluation: relative error of the logits in evaluation, against those in training.
     """
 
     config: Callable[[], Any]
     dequantize: Callable[[nn.Module], torch.Tensor]
-    rounding: float
-    loss: float
+    change: float
+    training: dict[str, float]
+    evaluation: float
+
+
+def dequantize_8bit(linear: nn.Module) -> torch.Tensor:
+    parts = linear.weight if linear.state.CB is None else linear.state  # the first forward moves them
+    return parts.CB.float() * parts.SCB.unsqueeze(1) / 127
 
 
 QUANTIZERS = {
@@ -45,20 +52,23 @@ QUANTIZERS = {
             bnb_4bit_compute_dtype=torch.float32,
         ),
         lambda linear: bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state),
-        rounding=1e-5,
-        loss=0.2,
+        change=0.25,
+        training={"cpu": 1e-5, "cuda": 1e-4},
+        evaluation=0.02,  # on CPUs with such products, activations are rounded to bfloat16
     ),
     "8-bit": Quantizer(
         lambda: BitsAndBytesConfig(load_in_8bit=True),
-        lambda linear: linear.weight.CB.float() * linear.weight.SCB.unsqueeze(1) / 127,
-        rounding=0.03,
-        loss=0.03,
+        dequantize_8bit,
+        change=0.03,
+        training={"cpu": 1e-5, "cuda": 0.03},
+        evaluation=0.03,  # activations are rounded to 8 bits
     ),
     "torchao": Quantizer(
         lambda: TorchAoConfig(Int8WeightOnlyConfig()),
         lambda linear: linear.weight.dequantize(),
-        rounding=1e-5,
-        loss=0.03,
+        change=0.03,
+        training={"cpu": 1e-5, "cuda": 1e-4},
+        evaluation=1e-5,
     ),
 }
 
@@ -73,7 +83,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 pytestmark = [
     pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS),
     pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
+    pytest.mark.filterwarnings("ignore:.*use_reentrant parameter should be passed explicitly"),
 ]
 
 
@@ -93,6 +103,11 @@ def adapted(base: PreTrainedModel, kind: str, **kwargs: Any) -> PeftModel:
     torch.manual_seed(1)
     config = {"num_experts": 4, "top_k": 2, "r": 4, "init_lora_weights": False, **KINDS[kind], **kwargs}
     return get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM", **config))
+
+
+def adapted_smoothly(base: PreTrainedModel, kind: str) -> PeftModel:
+    """All experts are active: a rounding error changes the logits a little, and never which experts are chosen."""
+    return adapted(base, kind, top_k=4)
 
 
 def quantized_linears(model: nn.Module) -> dict[str, nn.Module]:
@@ -164,20 +179,21 @@ def test_gradients_are_those_on_the_base_that_the_quantized_weights_stand_for(
     models = [adapted(base, kind).train() for base in (quantized, full)]
     ids = IDS.to(device)
     losses = [model(input_ids=ids, labels=ids).loss for model in models]
-    torch.testing.assert_close(losses[0], losses[1], rtol=quantizer.rounding, atol=0)
+    error = quantizer.training[device]
+    torch.testing.assert_close(losses[0], losses[1], rtol=error, atol=0)
     for loss in losses:
         loss.backward()
     expected = adapter_tensors(models[1])
     for name, parameter in adapter_tensors(models[0]).items():
         torch.testing.assert_close(parameter, expected[name], rtol=0, atol=0)
-        assert relative_error(parameter.grad, expected[name].grad) < 10 * quantizer.rounding, name
+        assert relative_error(parameter.grad, expected[name].grad) < 10 * error, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapter_trained_on_a_quantized_base_loads_there_and_on_a_full_precision_one(
     quantizer: Quantizer, device: str, kind: str, folder: str, tmp_path
 ):
-    model = adapted(prepare_model_for_kbit_training(load(folder, device, quantizer)), kind)
+    model = adapted_smoothly(prepare_model_for_kbit_training(load(folder, device, quantizer)), kind)
     train(model, steps=3)
     expected = train_logits(model)
     model.save_pretrained(tmp_path)
@@ -190,38 +206,49 @@ def test_adapter_trained_on_a_quantized_base_loads_there_and_on_a_full_precision
     full = PeftModel.from_pretrained(base, tmp_path)
     for name, parameter in adapter_tensors(full).items():
         torch.testing.assert_close(parameter.detach(), model.get_parameter(name).detach(), rtol=0, atol=0)
-    assert relative_error(train_logits(full), expected) < quantizer.loss
-    assert relative_error(unadapted, expected) > 3 * quantizer.loss
+    assert relative_error(train_logits(full), expected) < quantizer.change
+    assert relative_error(unadapted, expected) > 2 * quantizer.change
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapter_trained_on_a_full_precision_base_loads_on_a_quantized_one(
     quantizer: Quantizer, device: str, kind: str, folder: str, tmp_path
 ):
-    full = adapted(load(folder, device), kind)
+    full = adapted_smoothly(load(folder, device), kind)
     train(full, steps=3)
     full.save_pretrained(tmp_path)
     model = PeftModel.from_pretrained(load(folder, device, quantizer), tmp_path, is_trainable=True)
     for name, parameter in adapter_tensors(model).items():
         torch.testing.assert_close(parameter.detach(), full.get_parameter(name).detach(), rtol=0, atol=0)
-    assert relative_error(train_logits(model), train_logits(full)) < quantizer.loss
+    assert relative_error(train_logits(model), train_logits(full)) < quantizer.change
     losses = train(model, steps=4)
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_model_generates_and_unloads(quantizer: Quantizer, device: str, kind: str, folder: str):
-    base = load(folder, device, quantizer)
-    expected = train_logits(base)
-    model = adapted(base, kind).eval()
+def test_quantized_model_generates(quantizer: Quantizer, device: str, kind: str, folder: str):
+    model = adapted_smoothly(load(folder, device, quantizer), kind)
+    expected = train_logits(model)
+    model.eval()
     ids = IDS.to(device)
     with torch.no_grad():
-        logits = model(input_ids=ids).logits
-    assert relative_error(logits.float(), train_logits(model)) < max(quantizer.rounding, 0.02)
-    tokens = model.eval().generate(input_ids=ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        logits = model(input_ids=ids).logits.float()
+    assert relative_error(logits, expected) < quantizer.evaluation
+    tokens = model.generate(input_ids=ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     assert tokens.shape == (2, 13)
     assert tokens[:, 10].tolist() == logits[:, -1].argmax(-1).tolist()
-    assert relative_error(train_logits(model.unload()), expected) < max(quantizer.rounding, 0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unload_gives_the_quantized_base_back(quantizer: Quantizer, device: str, kind: str, folder: str):
+    base = load(folder, device, quantizer)
+    expected = train_logits(base)
+    linears = quantized_linears(base)
+    model = adapted(base, kind)
+    assert not torch.equal(train_logits(model), expected)
+    assert model.unload() is base
+    assert quantized_linears(base) == linears  # the very modules
+    torch.testing.assert_close(train_logits(base), expected, rtol=0, atol=0 if device == "cpu" else 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

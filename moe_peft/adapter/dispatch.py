@@ -134,7 +134,7 @@ class Dispatch:
         return x_TM.repeat_interleave(self.k, dim=0)
 
     def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        y_TKM = y_PM.view(self.tokens, self.k, -1)
+        y_TKM = y_PM.view(self.tokens, self.k, y_PM.shape[1])
         return (y_TKM * self.gates.unsqueeze(-1) if gated else y_TKM).sum(1)
 
     @property
@@ -157,7 +157,7 @@ class Dispatch:
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
             for h_PR, part in zip(weighted, self.parts, strict=True):
                 table = table.index_copy(0, part.pair_rows(), h_PR)
-            return torch.addmm(base_TM, table.view(self.tokens, -1), B.flatten(0, 1))
+            return torch.addmm(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1))
         for h_PR, part in zip(weighted, self.parts, strict=True):
             base_TM = base_TM + part.collect(part.expand(h_PR, B))
         return base_TM
@@ -165,8 +165,8 @@ class Dispatch:
     def update(self, x_TM: torch.Tensor, A: torch.Tensor, B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
         """`base + s Σ_i g_i B_i A_i x`, [T, out]: the experts' mixed low-rank update of one projection."""
         if self.few_columns(A):
-            h_TNR = (x_TM @ A.flatten(0, 1).T).view(self.tokens, self.n, -1) * self.gate_table()
-            return torch.addmm(base_TM, h_TNR.view(self.tokens, -1), B.flatten(0, 1))
+            h_TNR = (x_TM @ A.flatten(0, 1).T).view(self.tokens, self.n, A.shape[1]) * self.gate_table()
+            return torch.addmm(base_TM, h_TNR.flatten(1), B.flatten(0, 1))
         return self.expand_collect(self.shrink_tokens(x_TM, A), B, base_TM)
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,10 +58,15 @@ class FFNLayout:
             return [gate]
         return [torch.cat([gate, up], dim=-1)] if self.fused else [gate, up]
 
+    def activation(self, ffn: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The block's activation, as a function that leaves its input alone."""
+        act = getattr(ffn, self.act)
+        return (lambda x: act(x.clone())) if getattr(act, "inplace", False) else act
+
     def hidden(self, ffn: nn.Module, pre: Sequence[torch.Tensor]) -> torch.Tensor:
         """The hidden activation [..., f] from the outputs of `inputs`."""
         gate, up = self.split(pre)
-        activated = getattr(ffn, self.act)(gate)
+        activated = self.activation(ffn)(gate)
         return activated if up is None else activated * up
 
     def drop(self, ffn: nn.Module, output: torch.Tensor) -> torch.Tensor:

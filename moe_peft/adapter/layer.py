@@ -216,7 +216,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         for name in self.layout.projections:  # PEFT does not look inside for layers of adapters that came first
             projection = self._projection(name)
             if isinstance(projection, MoELoraLinear):
-                setattr(self.base_layer, name, projection.get_base_layer())
+                setattr(self.base_layer, name, cast(MoELoraLayer, projection).get_base_layer())
         return self.base_layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def expert_hidden(
     Returns:
         `z = Σ_i g_i a_i` [T, f], and `A_down a` of the pairs of each part [P, r] (not yet weighted), or None.
     """
-    act = getattr(ffn, layout.act)
+    act = layout.activation(ffn)
     keep = len(dispatch.parts) <= 2
     totals: list[torch.Tensor] = []
     low: list[torch.Tensor] = []

@@ -141,6 +141,30 @@ class MoELoraModel(BaseTuner):
         # An adapter on a linear inside an FFN that another adapter wraps is saved as if the FFN were not wrapped.
         return super()._remove_adapter_name_from_key(key, adapter_name).replace(".base_layer.", ".")
 
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: MoELoraConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        expected = {
+            f"{path}.{name}": parameter.shape
+            for path, layer in model.named_modules()
+            if isinstance(layer, MoELoraLayer)
+            for name, parameter in layer.named_parameters()
+            if name.startswith(f"{cls.prefix}") and name.split(".")[1] == adapter_name
+        }
+        found = {key: tensor for key, tensor in remapped.items() if f".{cls.prefix}" in key}
+        for key in sorted(expected.keys() | found.keys()):
+            if key not in found or key not in expected or found[key].shape != expected[key]:
+                has = f"shape {tuple(found[key].shape)}" if key in found else "no such weight"
+                wants = f"shape {tuple(expected[key])}" if key in expected else "no such weight"
+                raise ValueError(
+                    f"{key}: the adapter has {has}, this model {wants}; load it on the base it was made for"
+                )
+            if not found[key].isfinite().all():
+                raise ValueError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
+        return remapped
+
 
 def _find_ffns(model: nn.Module) -> set[str]:
     """Every FFN of the language model, as a set of name endings that match nothing else (as a rule `{"mlp"}`)."""

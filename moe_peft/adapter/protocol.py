@@ -34,12 +34,12 @@ def refuse_native_moe(model: nn.Module) -> None:
     config = _text_config(model)
     if config is None or _is_installed(model):
         return
-    for name in ("num_experts_per_tok", "num_local_experts", "num_experts", "moe_topk"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"MoELoraConfig: the base model {config.model_type!r} already has routed experts "
-                f"({name}={getattr(config, name)}); adapt it with a plain LoraConfig, or start from a dense model"
-            )
+    # The class is asked, not the object: a dense model's config may hold the fields of an adapter it once had.
+    if hasattr(type(config), "num_experts_per_tok"):
+        raise ValueError(
+            f"MoELoraConfig: the base model {config.model_type!r} already has routed experts; adapt it with a plain "
+            "LoraConfig, or start from a dense model"
+        )
 
 
 def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def _is_installed(model: nn.Module) -> bool:
 
 
 def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Begin to collect if it is wanted, unless an outer module has begun already."""
+    """Begin a collection, unless the model around this backbone has begun it already."""
     # transformers' own `set_adapter` and `delete_adapter` speak to the layers alone: look at them each time.
     sync_config(module, getattr(module, "peft_config", {}))
     outer = state.collection
@@ -131,8 +131,8 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs
     # TRL's fused forward reads the argument, too, and hands it on to the backbone.
     asked = (kwargs.get if kwargs.get("fused_lm_head") else kwargs.pop)("output_router_logits", None)
-    if asked or (asked is None and getattr(_text_config(module), "output_router_logits", False)):
-        state.collection = Collection(module, bool(asked), outer)
+    enabled = getattr(_text_config(module), "output_router_logits", False) if asked is None else bool(asked)
+    state.collection = Collection(module, enabled, bool(asked), outer)
     return args, kwargs
 
 
@@ -143,11 +143,11 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         return None
     if module is collection.owner:
         state.collection = collection.outer
-    if output is None:  # the forward raised
+    if output is None or not collection.enabled:  # None: the forward raised
         return None
     n = max((logits.shape[-1] for logits in collection.logits), default=0)
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
-    if not isinstance(output, tuple):
+    if isinstance(output, dict):
         output["router_logits"] = router_logits
     if module is module.base_model or kwargs.get("fused_lm_head") or router_logits is None:
         return output  # no loss here, or TRL adds it by itself
@@ -157,12 +157,11 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
 def _with_aux_loss(
     model: nn.Module, args: tuple, kwargs: dict, output: Any, router_logits: tuple[torch.Tensor, ...], explicit: bool
 ) -> Any:
-    is_tuple = isinstance(output, tuple)
-    if is_tuple:
-        loss = output[0] if _argument(model, "labels", args, kwargs) is not None else None
-    else:
-        loss = output.get("loss")
-    if loss is None and (is_tuple or not explicit):
+    is_dict = isinstance(output, dict)
+    loss = output.get("loss") if is_dict else None
+    if isinstance(output, tuple) and _argument(model, "labels", args, kwargs) is not None:
+        loss = output[0]
+    if loss is None and not (is_dict and explicit):
         return output
     config = _text_config(model)
     mask = _argument(model, "attention_mask", args, kwargs)
@@ -171,7 +170,7 @@ def _with_aux_loss(
     aux_loss = load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, mask)
     if loss is not None:
         loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
-    if is_tuple:
+    if not is_dict:
         return (loss, *output[1:])
     if loss is not None:
         output["loss"] = loss

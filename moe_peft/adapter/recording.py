@@ -22,6 +22,7 @@ class Collection:
     """Router logits of one forward pass."""
 
     owner: nn.Module  # whose forward began it and will end it
+    enabled: bool
     explicit: bool  # asked for by an argument of the call, not by the config
     outer: Collection | None  # of the pass that this one runs inside of
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
@@ -40,6 +41,8 @@ def record_router_logits(router: nn.Module, args: tuple, logits_TN: torch.Tensor
     collection = state.collection
     if collection is None:
         return _add_pending_gradient(router, logits_TN)
+    if not collection.enabled:
+        return None
     if collection.grad_enabled and not torch.is_grad_enabled() and router.training:
         logits_TN = _remember_leaf(router, logits_TN)
     collection.logits.append(logits_TN)

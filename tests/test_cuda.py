@@ -1,0 +1,54 @@
+"""What only a GPU can show: bfloat16 on CUDA, every way of computing, no wait for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_llama
+from peft import get_peft_model
+
+from moe_peft import MoELoraConfig, pin_dispatch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def layer(mixing: str, dtype: torch.dtype) -> torch.nn.Module:
+    base = tiny_llama(layers=1).to("cuda", dtype)
+    torch.manual_seed(1)
+    model = get_peft_model(base, MoELoraConfig(num_experts=8, r=8, mixing=mixing, init_lora_weights=False))
+    return model.get_base_model().model.layers[0].mlp
+
+
+def results(mlp: torch.nn.Module, x: torch.Tensor, method: str) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    mlp.zero_grad()
+    with pin_dispatch(method):
+        y = mlp(x)
+        y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in mlp.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+def test_all_ways_of_computing_agree(mixing: str, dtype: torch.dtype, tolerance: float, tokens: int):
+    mlp = layer(mixing, dtype)
+    x = torch.randn(tokens, 64, device="cuda", dtype=dtype)
+    want = results(mlp, x, "dense")
+    for method in ("sorted", "gather", "auto"):
+        for got, expected in zip(results(mlp, x, method), want, strict=True):
+            scale = expected.abs().max()
+            assert (got - expected).abs().max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_the_layer_never_waits_for_the_device(mixing: str, tokens: int):
+    mlp = layer(mixing, torch.bfloat16)
+    x = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mlp(x).sum().backward()  # first calls may synchronize for their own reasons
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mlp(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

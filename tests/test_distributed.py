@@ -1,0 +1,91 @@
+"""Two processes (gloo): DDP and FSDP2 train every parameter as one process with the whole batch does."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from conftest import tiny_llama
+from peft import get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from moe_peft import MoELoraConfig
+
+WORLD = 2
+
+
+def model(mixing: str) -> torch.nn.Module:
+    base = tiny_llama()
+    torch.manual_seed(1)
+    config = MoELoraConfig(num_experts=4, r=4, mixing=mixing, init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(base, config).train()
+
+
+def batch(rank: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(rank))
+    return {"input_ids": ids, "labels": ids}
+
+
+def expected(mixing: str) -> dict[str, torch.Tensor]:
+    """Gradients averaged over the ranks' batches, by one process."""
+    one = model(mixing)
+    for rank in range(WORLD):
+        (one(**batch(rank)).loss / WORLD).backward()
+    return {n: p.grad for n, p in one.named_parameters() if p.requires_grad}
+
+
+def run(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    for kind in KINDS:
+        for mixing in MIXINGS:
+            gradients = WRAPPED[kind](model(mixing), rank)
+            if rank == 0:
+                torch.save(gradients, Path(folder) / f"{kind}-{mixing}.pt")
+    dist.destroy_process_group()
+
+
+def ddp(own: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    wrapped = torch.nn.parallel.DistributedDataParallel(own)  # without find_unused_parameters
+    wrapped(**batch(rank)).loss.backward()
+    return {n: p.grad for n, p in own.named_parameters() if p.requires_grad}
+
+
+def fsdp2(own: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in own.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(own, mesh=mesh)(**batch(rank)).loss.backward()
+    return {n: p.grad.full_tensor() for n, p in own.named_parameters() if p.requires_grad}
+
+
+KINDS, MIXINGS = ("ddp", "fsdp2"), ("output", "projection")
+WRAPPED = {"ddp": ddp, "fsdp2": fsdp2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """One pair of processes for all cases: starting them takes most of the time."""
+    folder = tmp_path_factory.mktemp("gradients")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(run, args=(port, str(folder)), nprocs=WORLD)
+    return folder
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_give_the_gradients_of_one(kind: str, mixing: str, folder: Path):
+    got = torch.load(folder / f"{kind}-{mixing}.pt")
+    want = expected(mixing)
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")

@@ -1,0 +1,40 @@
+"""The examples run as their docstrings say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(*arguments: object) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_demo_trains_saves_reloads_and_compares(tmp_path):
+    out = run(EXAMPLES / "demo.py", "--fast", "--out", tmp_path)
+    for word in ("base", "LoRA", "MoE-LoRA", "code", "prose", "arithmetic"):
+        assert word in out
+    (table,) = tmp_path.glob("*.json")
+    rows = json.loads(table.read_text())
+    assert len(rows) == 3
+
+
+def test_domains_are_the_same_for_one_seed_and_their_parts_share_nothing(tmp_path):
+    for name in ("one", "two"):
+        run(EXAMPLES / "domains.py", "--out", tmp_path / name, "--train", 30, "--test", 10, "--seed", 3)
+    for part in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / "one" / part).read_bytes() == (tmp_path / "two" / part).read_bytes()
+    train, test = (
+        [json.loads(line) for line in (tmp_path / "one" / part).read_text().splitlines()]
+        for part in ("train.jsonl", "test.jsonl")
+    )
+    assert {row["domain"] for row in train} == {row["domain"] for row in test} == {"code", "prose", "arithmetic"}
+    contents = [row["messages"][-1]["content"] for row in train if row["domain"] != "arithmetic"]
+    assert not {row["messages"][-1]["content"] for row in test if row["domain"] != "arithmetic"} & set(contents)

@@ -31,9 +31,9 @@ from transformers import (
 CONTEXT = 256  # tokens of running text per training row
 PAD, END = "<|pad|>", "<|end|>"
 # Roles are spelled in ordinary text: fine-tuning leaves the embeddings frozen, so a role token that the base
-# never met would stay noise. They end in a newline because, unlike a space, it never merges with the word after
-# it: the answer's first token is then the same in training as after the generation prompt. END is inside the
-# generation block because stopping is part of the answer.
+# never met would stay noise. They end in a newline because, unlike a space, it never merges with the word
+# after it: the answer's first token is then the same in training as after the generation prompt. END is in
+# the generation block because stopping is part of the answer.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize + ':\n' }}"
@@ -49,7 +49,7 @@ CHAT_TEMPLATE = (
 def sums(rng: random.Random) -> Iterator[str]:
     """An endless supply of short lists of sums, in words and in figures, without working."""
     while True:
-        lines = []
+        lines: list[str] = []
         while len(lines) < 8:
             word = rng.choice(("plus", "minus", "times"))
             a, b = rng.randrange(100), rng.randrange(10 if word == "times" else 100)
@@ -89,9 +89,8 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[PAD, END], initial_alphabet=words.alphabet()
-    )
+    alphabet, special = words.alphabet(), [PAD, END]
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(documents, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
     fast.chat_template = CHAT_TEMPLATE
@@ -126,7 +125,7 @@ def ensure_base(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # Written under a temporary name and renamed when whole, so that an interrupted run leaves no broken cache.
+    # Written under a temporary name and renamed when whole: an interrupted run leaves no broken cache.
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     args = TrainingArguments(

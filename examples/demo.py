@@ -92,7 +92,7 @@ def reply(model: Model, tokenizer: Tokenizer, row: Row) -> str:
         row["messages"][:1], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     ).to(model.device)
     output = model.generate(**prompt, max_new_tokens=100, do_sample=False)
-    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
 def compare(base: Path, train: list[Row], test: list[Row], steps: int, out: Path) -> dict[str, float]:

@@ -693,6 +693,12 @@ def test_targets_that_match_nothing_are_an_error(settings: dict[str, Any], messa
         adapted(**settings)
 
 
+@pytest.mark.parametrize("settings", [{}, {"layers_to_transform": [0]}], ids=["all", "some layers"])
+def test_model_without_ffn_blocks_is_told_to_name_linears(settings: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"no FFN block of a known layout in OPTForCausalLM; name the modules"):
+        adapted(base=tiny_opt(), **settings)
+
+
 def test_all_linear_gives_every_linear_but_the_head_experts():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*matches no targeted module")

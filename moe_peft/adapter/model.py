@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import protocol
 from .config import MoELoraConfig
@@ -168,7 +169,12 @@ class MoELoraModel(BaseTuner):
 
 def _find_ffns(model: nn.Module) -> set[str]:
     """Every FFN of the language model, as a set of name endings that match nothing else (as a rule `{"mlp"}`)."""
-    found = [name for name, module in _language_modules(model) if _ffn_layout(module) is not None]
+    found = [
+        name
+        for name, module in _language_modules(model)
+        # OPT's decoder layers hold an FFN's parts themselves, but are no FFN.
+        if _ffn_layout(module) is not None and not isinstance(module, GradientCheckpointingLayer)
+    ]
     if not found:
         raise ValueError(
             "MoELoraConfig: target_modules=None: no FFN block of a known layout in "

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig, pin_dispatch
 
-METHODS = ("dense", "sorted", "gather", "auto")
+METHODS = ("dense", "blocks", "sorted", "gather", "auto")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 

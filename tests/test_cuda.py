@@ -35,7 +35,7 @@ def test_all_ways_of_computing_agree(mixing: str, dtype: torch.dtype, tolerance:
     mlp = layer(mixing, dtype)
     x = torch.randn(tokens, 64, device="cuda", dtype=dtype)
     want = results(mlp, x, "dense")
-    for method in ("sorted", "gather", "auto"):
+    for method in ("blocks", "sorted", "gather", "auto"):
         for got, expected in zip(results(mlp, x, method), want, strict=True):
             scale = expected.abs().max()
             assert (got - expected).abs().max() <= tolerance * scale

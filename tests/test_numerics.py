@@ -132,7 +132,7 @@ def projections_of(kind: str, subset: str) -> list[str]:
 # --- against the loops ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["dense", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "gather"])
 @pytest.mark.parametrize("n, k", [(1, 3), (2, 1), (2, 2), (5, 1), (5, 2), (5, 3), (16, 1), (16, 2), (16, 3)])
 @mixings
 @normalized
@@ -145,7 +145,7 @@ def test_ffn_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
 
 
-@pytest.mark.parametrize("method", ["dense", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "gather"])
 @pytest.mark.parametrize("mixing, normalize_top_k", [("output", True), ("output", False), ("projection", False)])
 @pytest.mark.parametrize(
     "kind, subset",
@@ -163,7 +163,7 @@ def test_experts_on_some_projections_are_the_loops_in_float64(kind, subset, mixi
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
 
 
-@pytest.mark.parametrize("method", ["dense", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
 @pytest.mark.parametrize("n, k, r", [(2, 2, 4), (5, 1, 4), (16, 2, 12), (16, 3, 12)])  # 16·12 columns: not all at once
 @mixings
 @normalized
@@ -208,7 +208,7 @@ def test_rslora_scales_by_alpha_over_the_root_of_r(mixing):
 
 
 @mixings
-@pytest.mark.parametrize("method", ["dense", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
 def test_without_gradients_the_output_is_the_same(mixing, method):
     layer = ffn_layer(mixing=mixing)
     x, d_output = tensors(8)
@@ -252,7 +252,7 @@ def test_all_methods_agree_forward_and_backward(mixing, load, n, k, r):
     assert (pairs[1] == 0) >= (load == "one expert idle")
     assert (pairs[0] == 40) >= (load == "all to the first")
     outcomes = []
-    for method in ("dense", "sorted", "gather"):
+    for method in ("dense", "blocks", "sorted", "gather"):
         with pin_dispatch(method):
             outcomes.append(run(layer, x, d_output))
     for outcome in outcomes[1:]:
@@ -263,7 +263,7 @@ def test_all_methods_agree_forward_and_backward(mixing, load, n, k, r):
                 assert not gradient[expert].any(), f"{name}: expert {expert} got no token, but a gradient"
 
 
-@pytest.mark.parametrize("method", ["dense", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
 @mixings
 def test_all_pairs_on_one_expert_are_the_loops(mixing, method):
     layer = ffn_layer(num_experts=5, top_k=1, mixing=mixing, normalize_top_k=False)
@@ -274,7 +274,7 @@ def test_all_pairs_on_one_expert_are_the_loops(mixing, method):
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
 
 
-@pytest.mark.parametrize("method", ["auto", "dense", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather"])
 @pytest.mark.parametrize("tokens, k", [(33, 1), (35, 2), (67, 3), (70, 3)])
 @mixings
 def test_any_number_of_tokens_trains(mixing, tokens, k, method):
@@ -308,21 +308,21 @@ def test_linears_of_any_width_train(out, n, r):
 
 @pytest.mark.parametrize("mixes_outputs", [True, False])
 @pytest.mark.parametrize("n", [2, 5, 64])
-@pytest.mark.parametrize("pairs", [1, 4, 5, 32, 33, 65536])
-def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(pairs, n, mixes_outputs):
+@pytest.mark.parametrize("tokens", [1, 4, 5, 32, 33, 65536])
+def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(tokens, n, mixes_outputs):
     chosen = {
         (dtype, r, width): choose_method(
-            pairs=pairs, num_experts=n, r=r, unit=math.gcd(r, width), dtype=dtype, mixes_outputs=mixes_outputs
+            tokens, 1, num_experts=n, r=r, unit=math.gcd(r, width), dtype=dtype, mixes_outputs=mixes_outputs
         )
         for dtype in (torch.float64, torch.float32, torch.bfloat16)
         for r in (1, 2, 3, 4, 6, 8, 12, 16, 64)
         for width in (4096, 100, 50257)
     }
-    assert set(chosen.values()) <= {"dense", "sorted", "gather"}
+    assert set(chosen.values()) <= {"dense", "blocks", "sorted", "gather"}
     for (dtype, r, width), method in chosen.items():
         if dtype == torch.float64 or (r * dtype.itemsize) % 16 or (width * dtype.itemsize) % 16:
             assert method != "sorted", f"r={r} and width {width} in {dtype}"
-    if pairs == 65536 and (n == 64 or mixes_outputs):
+    if tokens == 33 and n == 64:
         assert chosen[torch.bfloat16, 8, 4096] == chosen[torch.float32, 4, 4096] == "sorted"
 
 
@@ -330,7 +330,7 @@ def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(pairs, n
 def test_pinning_grouped_products_where_there_are_none_is_an_error_that_says_so(r, dtype):
     layer = ffn_layer(dtype=dtype, r=r)
     x, _ = tensors(8, dtype=dtype)
-    with pin_dispatch("sorted"), pytest.raises(ValueError, match=rf"pin_dispatch.*sorted.*{dtype}.*'dense'"):
+    with pin_dispatch("sorted"), pytest.raises(ValueError, match=rf"pin_dispatch.*sorted.*{dtype}.*'blocks'"):
         layer(x)
     assert layer(x).shape == x.shape
 
@@ -388,7 +388,7 @@ def test_a_linear_with_one_expert_equals_peft_lora():
     assert_close(ours.gradients[B][0], peft.gradients["lora_B.default.weight"].T, 1e-6)
 
 
-@pytest.mark.parametrize("method", ["dense", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
 @pytest.mark.parametrize("n, k, r", [(2, 1, 4), (5, 3, 4), (16, 2, 12)])
 @normalized
 @mixings
@@ -422,7 +422,7 @@ def two_adapters(first: dict, second: dict, dtype: torch.dtype = torch.float64) 
     return layer
 
 
-@pytest.mark.parametrize("method", ["dense", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "gather"])
 @pytest.mark.parametrize("first, second", PAIRS)
 def test_two_active_adapters_add_their_displacements(first, second, method):
     layer = two_adapters(first, second)
@@ -543,7 +543,7 @@ def test_training_with_dropout_has_the_gradients_of_the_loops_with_the_same_mask
 
 @every_ffn
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("method", ["dense", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "gather"])
 def test_what_torch_compile_traces_computes_the_loops(kind, k, method, monkeypatch):
     # Compiled code goes without the autograd function of its own.
     layer = ffn_layer(kind, torch.float64, top_k=k, normalize_top_k=False)
@@ -653,7 +653,7 @@ def test_an_input_that_is_not_contiguous_is_taken():
 
 
 @pytest.mark.parametrize("n, r", [(4, 4), (16, 12)])
-@pytest.mark.parametrize("method", ["auto", "dense", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather"])
 @mixings
 def test_one_token_is_the_loop_though_most_experts_get_none(mixing, method, n, r):
     x, d_output = tensors(1, 1)
@@ -663,7 +663,7 @@ def test_one_token_is_the_loop_though_most_experts_get_none(mixing, method, n, r
 
 
 @pytest.mark.parametrize("n, r", [(4, 4), (16, 12)])
-@pytest.mark.parametrize("method", ["auto", "dense", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather"])
 @mixings
 def test_no_token_at_all_gives_no_output_and_zero_gradients(mixing, method, n, r):
     x, d_output = tensors(1, 0)

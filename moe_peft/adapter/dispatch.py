@@ -7,7 +7,7 @@ which expert and which gate each pair has. It offers
     spread   [T, m] → [P, m]            each token's row to its pairs (a new tensor)
     collect  [P, m] → [T, m]            sum of a token's pairs, gated if asked (the transpose of spread)
     shrink   [P, m], [n, r, m] → [P, r]  y A_iᵀ, i the pair's expert
-    expand   [P, r], [n, r, m] → [P, m]  h B_i    (the transpose of shrink)
+    expand_onto  adds h B_i to a [P, m] in place, h [P, r], B [n, r, m]  (expanding: the transpose of shrink)
     outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
 
 and what layers use: `shrink_tokens`, `expand_collect` and, with the gates between, `update`. A dispatch may consist of
@@ -33,7 +33,7 @@ FEW_PAIRS = 32
 # … and up to this many, copying even a few experts' matrices costs less than products with all.
 VERY_FEW_PAIRS = 4
 
-Method = Literal["auto", "dense", "sorted", "gather"]
+Method = Literal["auto", "dense", "blocks", "sorted", "gather"]
 _pinned: Method = "auto"
 
 
@@ -42,9 +42,10 @@ def pin_dispatch(method: Method) -> Iterator[None]:
     """
     Compute the experts by one fixed method inside the block, whatever the number of tokens.
 
-    `"dense"`: masked products with all experts' matrices. `"sorted"`: pairs sorted by expert, grouped matrix products.
-    `"gather"`: each pair's own copy of its expert's matrices (few tokens). `"auto"`: by measured crossover (the
-    default). All agree up to rounding. Pin one for `torch.compile` with changing lengths, or to compare them.
+    `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks, batched
+    products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: each pair's own copy of its
+    expert's matrices (few tokens). `"auto"`: by measured crossover (the default). All agree up to rounding. Pin one for
+    `torch.compile` with changing lengths, or to compare them.
     """
     global _pinned
     if method not in ("auto", *_METHODS):
@@ -56,29 +57,33 @@ def pin_dispatch(method: Method) -> Iterator[None]:
         _pinned = before
 
 
-def choose_method(pairs: int, num_experts: int, r: int, unit: int, dtype: torch.dtype, mixes_outputs: bool) -> Method:
+def choose_method(
+    tokens: int, k: int, num_experts: int, r: int, unit: int, dtype: torch.dtype, mixes_outputs: bool
+) -> Method:
     """
-    The fastest way for a batch of P pairs, by the crossovers of `benchmarks/dispatch.py`.
-
-    `unit` is a common divisor of the rank and all widths.
+    The fastest way for a batch, by the crossovers of `benchmarks/dispatch.py`.
 
     With mixing "projection" a pair's own rows are never needed (`update`), so products with all experts win as long as
-    they are narrow. With "output", few pairs (decoding) are best served by copies of their experts, many by sorting.
+    they are narrow. With "output", few pairs (decoding) are best served by copies of their experts; many by blocks or,
+    where an expert gets so few tokens that blocks would be mostly padding, by grouped products.
+
+    Args:
+        unit: a common divisor of the rank and all widths.
     """
     if _pinned != "auto":
         if _pinned == "sorted" and not _has_grouped_mm(unit, dtype):
             raise ValueError(
-                f"pin_dispatch('sorted'): torch has no grouped product of rows of {unit} × {dtype}; use 'dense'"
+                f"pin_dispatch('sorted'): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
             )
         return _pinned
     narrow = num_experts * r <= DENSE_COLUMNS
     if narrow and not mixes_outputs:
         return "dense"
-    if pairs <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
+    if tokens * k <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
         return "gather"
-    if pairs <= FEW_PAIRS or not _has_grouped_mm(unit, dtype):
+    if tokens * k <= FEW_PAIRS:
         return "dense"
-    return "sorted"
+    return "sorted" if tokens < 32 * num_experts and _has_grouped_mm(unit, dtype) else "blocks"
 
 
 def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
@@ -156,7 +161,7 @@ class Dispatch:
             # A token's experts differ, so its pairs share one row [n·r], and one product gives their sum.
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
             for h_PR, part in zip(weighted, self.parts, strict=True):
-                table = table.index_copy(0, part.pair_rows(), h_PR)
+                table = table.index_add(0, part.pair_rows(), h_PR)  # not a copy: padding adds its zeros
             return torch.addmm(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1))
         for h_PR, part in zip(weighted, self.parts, strict=True):
             base_TM = base_TM + part.collect(part.expand(h_PR, B))
@@ -172,8 +177,12 @@ class Dispatch:
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
+
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """`h B_i`, [P, m]."""
+        return self.expand_onto(h_PR.new_zeros(h_PR.shape[0], B.shape[2]), h_PR, B)
 
     def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -199,8 +208,8 @@ class Dense(Dispatch):
         index = self.pair_experts().view(-1, 1, 1).expand(-1, 1, A.shape[1])
         return h_PNR.gather(1, index).squeeze(1)
 
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return self._mask(h_PR) @ B.flatten(0, 1)
+    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return y_PM.addmm_(self._mask(h_PR), B.flatten(0, 1))
 
     def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         return (self._mask(h_PR).T @ y_PM).view(self.n, h_PR.shape[1], -1)
@@ -215,20 +224,132 @@ class Gather(Dispatch):
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return torch.bmm(A.index_select(0, self.pair_experts()), y_PM.unsqueeze(-1)).squeeze(-1)
 
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(h_PR.unsqueeze(1), B.index_select(0, self.pair_experts())).squeeze(1)
+    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        y_PM.unsqueeze(1).baddbmm_(h_PR.unsqueeze(1), B.index_select(0, self.pair_experts()))
+        return y_PM
 
     def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         products = h_PR.unsqueeze(2) * y_PM.unsqueeze(1)
         return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
 
 
-class Sorted(Dispatch):
-    """
-    Slot by slot, tokens sorted by their expert, so that each expert's tokens are one slice of a grouped product.
+class _Slot(Dispatch):
+    """A part with one slot whose rows are in an order of their own: the tokens' `rows` [T], the rows' `tokens` [P]."""
 
-    Every part has one slot, so it has one pair per token.
+    def __init__(
+        self,
+        experts_T1: torch.Tensor,
+        gates_T1: torch.Tensor,
+        num_experts: int,
+        scaling: float,
+        rows_T: torch.Tensor,
+        tokens_P: torch.Tensor,
+    ) -> None:
+        super().__init__(experts_T1, gates_T1, num_experts, scaling)
+        self._rows, self._tokens = rows_T, tokens_P
+
+    def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
+        return values_P.index_select(0, self._rows).unsqueeze(1)
+
+    def pair_rows(self) -> torch.Tensor:
+        return self._tokens * self.n + self.pair_experts()
+
+    def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
+        return x_TM.index_select(0, self._tokens)
+
+    def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        y_TM = y_PM.index_select(0, self._rows)
+        if not gated:
+            return y_TM
+        return y_TM * self.gates if torch.is_grad_enabled() else y_TM.mul_(self.gates)
+
+
+class Blocks(Dispatch):
     """
+    Slot by slot, tokens sorted by their expert and padded to blocks of one expert each: batched products of blocks.
+
+    The number of blocks depends on the sizes alone, whatever the routing, and every dtype and width will do. A part has
+    one slot; its rows are tokens in the order of their experts and, in between, padding: copies of some token with gate
+    0, so that they neither reach an output nor a gradient.
+    """
+
+    def __init__(self, experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, scaling: float) -> None:
+        super().__init__(experts_TK, gates_TK, num_experts, scaling)
+        n, size, device = num_experts, _block_size(self.tokens, num_experts), experts_TK.device
+        blocks = (self.tokens + n * (size - 1)) // size  # of the worst routing
+        experts_KT = experts_TK.T.contiguous()
+        sorted_KT, order_KT = experts_KT.sort(dim=1, stable=True)
+        edges_KN = torch.searchsorted(sorted_KT, torch.arange(n + 1, device=device).expand(self.k, -1).contiguous())
+        ends_KN = ((edges_KN.diff(dim=1) + size - 1) // size).cumsum(1)  # after each expert's last block
+        starts_KN = torch.cat([ends_KN.new_zeros(self.k, 1), ends_KN[:, :-1]], dim=1) * size
+        index_T = torch.arange(self.tokens, device=device).expand(self.k, -1)
+        sorted_rows_KT = index_T + (starts_KN - edges_KN[:, :-1]).gather(1, sorted_KT)
+        rows_KT = torch.empty_like(order_KT).scatter_(1, order_KT, sorted_rows_KT)
+        tokens_KP = rows_KT.new_zeros(self.k, blocks * size).scatter_(1, rows_KT, index_T)
+        gates_KP = gates_TK.new_zeros(self.k, blocks * size).scatter(1, rows_KT, gates_TK.T)
+        block_KB = torch.arange(blocks, device=device).expand(self.k, -1).contiguous()
+        block_experts_KB = torch.searchsorted(ends_KN, block_KB, right=True).clamp_(max=n - 1)
+        self._parts: list[Dispatch] = [
+            _BlockSlot(self, slot, size, rows_KT[slot], tokens_KP[slot], gates_KP[slot], block_experts_KB[slot])
+            for slot in range(self.k)
+        ]
+
+    @property
+    def parts(self) -> list[Dispatch]:
+        return self._parts
+
+
+class _BlockSlot(_Slot):
+    def __init__(
+        self,
+        whole: Dispatch,
+        slot: int,
+        size: int,
+        rows_T: torch.Tensor,
+        tokens_P: torch.Tensor,
+        gates_P: torch.Tensor,
+        block_experts_B: torch.Tensor,
+    ) -> None:
+        experts_T1, gates_T1 = whole.experts[:, slot : slot + 1], whole.gates[:, slot : slot + 1]
+        super().__init__(experts_T1, gates_T1, whole.n, whole.scaling, rows_T, tokens_P)
+        self._size, self._gates, self._block_experts = size, gates_P, block_experts_B
+
+    def pair_gates(self) -> torch.Tensor:
+        return self._gates.unsqueeze(1)
+
+    def pair_experts(self) -> torch.Tensor:
+        return self._block_experts.repeat_interleave(self._size)
+
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(self._blocks(y_PM), self._own(A).transpose(1, 2)).view(-1, A.shape[1])
+
+    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        self._blocks(y_PM).baddbmm_(self._blocks(h_PR), self._own(B))
+        return y_PM
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+        products = torch.bmm(self._blocks(h_PR).transpose(1, 2), self._blocks(y_PM))
+        # Sums of blocks as a product: unlike `index_add`, the same to the bit on every run on a GPU, too.
+        owner_NB = torch.arange(self.n, device=products.device).unsqueeze(1) == self._block_experts
+        return (owner_NB.to(products.dtype) @ products.flatten(1)).view(self.n, *products.shape[1:])
+
+    def _blocks(self, y_PM: torch.Tensor) -> torch.Tensor:
+        return y_PM.view(-1, self._size, y_PM.shape[1])
+
+    def _own(self, A: torch.Tensor) -> torch.Tensor:
+        return A.index_select(0, self._block_experts)
+
+
+def _block_size(tokens: int, num_experts: int) -> int:
+    """A power of two from 8 to 128, such that padding adds about an eighth of the tokens."""
+    size = 8
+    while size < 128 and 16 * size * num_experts <= tokens:
+        size *= 2
+    return size
+
+
+class Sorted(Dispatch):
+    """Slot by slot, tokens sorted by their expert: grouped products, without padding but with demands (see above)."""
 
     def __init__(self, experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, scaling: float) -> None:
         super().__init__(experts_TK, gates_TK, num_experts, scaling)
@@ -240,47 +361,32 @@ class Sorted(Dispatch):
         return self._parts
 
 
-class _SortedSlot(Dispatch):
+class _SortedSlot(_Slot):
     def __init__(self, experts_T1: torch.Tensor, gates_T1: torch.Tensor, num_experts: int, scaling: float) -> None:
-        super().__init__(experts_T1, gates_T1, num_experts, scaling)
-        self._experts, self._order = experts_T1.flatten().sort(stable=True)
-        positions = torch.arange(self.tokens, device=experts_T1.device)
-        self._inverse = torch.empty_like(self._order).scatter_(0, self._order, positions)
-        experts = torch.arange(num_experts, device=experts_T1.device)
+        self._experts, order = experts_T1.flatten().sort(stable=True)
+        positions = torch.arange(order.numel(), device=order.device)
+        rows = torch.empty_like(order).scatter_(0, order, positions)
+        super().__init__(experts_T1, gates_T1, num_experts, scaling, rows, order)
+        experts = torch.arange(num_experts, device=order.device)
         self._ends = torch.searchsorted(self._experts, experts, right=True).to(torch.int32)
 
     def pair_gates(self) -> torch.Tensor:
-        return self.gates.index_select(0, self._order)
-
-    def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
-        return values_P.index_select(0, self._inverse).unsqueeze(1)
+        return self.gates.index_select(0, self._tokens)
 
     def pair_experts(self) -> torch.Tensor:
         return self._experts
 
-    def pair_rows(self) -> torch.Tensor:
-        return self._order * self.n + self._experts
-
-    def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
-        return x_TM.index_select(0, self._order)
-
-    def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        y_TM = y_PM.index_select(0, self._inverse)
-        if not gated:
-            return y_TM
-        return y_TM * self.gates if torch.is_grad_enabled() else y_TM.mul_(self.gates)
-
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(y_PM, A.transpose(1, 2), offs=self._ends)
 
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return F.grouped_mm(h_PR, B, offs=self._ends)
+    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return y_PM.add_(F.grouped_mm(h_PR, B, offs=self._ends))
 
     def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(h_PR.T, y_PM, offs=self._ends)
 
 
-_METHODS: dict[str, type[Dispatch]] = {"dense": Dense, "sorted": Sorted, "gather": Gather}
+_METHODS: dict[str, type[Dispatch]] = {"dense": Dense, "blocks": Blocks, "sorted": Sorted, "gather": Gather}
 
 
 def make_dispatch(
@@ -293,5 +399,6 @@ def make_dispatch(
     mixes_outputs: bool,
 ) -> Dispatch:
     """The dispatch of a batch, computing in the way that suits its size (or that `pin_dispatch` asks for)."""
-    method = choose_method(experts_TK.numel(), num_experts, r, unit, gates_TK.dtype, mixes_outputs)
+    tokens, k = experts_TK.shape
+    method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs)
     return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

@@ -76,7 +76,7 @@ def _activate(layout: FFNLayout, act: Any, pairs: Tensors) -> torch.Tensor:
 def _pair_activations(part: Dispatch, pre: Tensors, h: OptionalTensors, B: OptionalTensors) -> list[torch.Tensor]:
     """Per input projection: the base's output plus the update of the pair's expert, [P, f']."""
     return [
-        part.spread(pre_TF) if h_PR is None or B_NRF is None else part.spread(pre_TF).add_(part.expand(h_PR, B_NRF))
+        part.spread(pre_TF) if h_PR is None or B_NRF is None else part.expand_onto(part.spread(pre_TF), h_PR, B_NRF)
         for pre_TF, h_PR, B_NRF in zip(pre, h, B, strict=True)
     ]
 
@@ -123,13 +123,12 @@ class _ExpertHidden(torch.autograd.Function):
         da_PF.mul_(part.pair_gates())
         d_A_down = None
         if d_low_PR is not None:
-            through_A_PF = part.expand(d_low_PR, A_down)
             if mask_PF is None:
                 d_A_down = part.outer(d_low_PR, a_PF)
+                part.expand_onto(da_PF, d_low_PR, A_down)
             else:
                 d_A_down = part.outer(d_low_PR, a_PF * mask_PF * ctx.scale)
-                through_A_PF.mul_(mask_PF).mul_(ctx.scale)
-            da_PF.add_(through_A_PF)
+                da_PF.add_(part.expand(d_low_PR, A_down).mul_(mask_PF).mul_(ctx.scale))
         d_up_PF = None
         if up_PF is not None:
             d_up_PF = torch.mul(da_PF, act_PF, out=a_PF)

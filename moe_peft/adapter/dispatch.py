@@ -276,7 +276,7 @@ class Blocks(Dispatch):
     def __init__(self, experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, scaling: float) -> None:
         super().__init__(experts_TK, gates_TK, num_experts, scaling)
         n, size, device = num_experts, _block_size(self.tokens, num_experts), experts_TK.device
-        blocks = (self.tokens + n * (size - 1)) // size  # of the worst routing
+        blocks = (self.tokens + n * (size - 1)) // size if self.tokens else 0  # of the worst routing
         experts_KT = experts_TK.T.contiguous()
         sorted_KT, order_KT = experts_KT.sort(dim=1, stable=True)
         edges_KN = torch.searchsorted(sorted_KT, torch.arange(n + 1, device=device).expand(self.k, -1).contiguous())
@@ -321,7 +321,7 @@ class _BlockSlot(_Slot):
         return self._block_experts.repeat_interleave(self._size)
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(self._blocks(y_PM), self._own(A).transpose(1, 2)).view(-1, A.shape[1])
+        return torch.bmm(self._blocks(y_PM), self._own(A).transpose(1, 2)).flatten(0, 1)
 
     def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         self._blocks(y_PM).baddbmm_(self._blocks(h_PR), self._own(B))
@@ -334,7 +334,7 @@ class _BlockSlot(_Slot):
         return (owner_NB.to(products.dtype) @ products.flatten(1)).view(self.n, *products.shape[1:])
 
     def _blocks(self, y_PM: torch.Tensor) -> torch.Tensor:
-        return y_PM.view(-1, self._size, y_PM.shape[1])
+        return y_PM.view(self._block_experts.shape[0], self._size, y_PM.shape[1])
 
     def _own(self, A: torch.Tensor) -> torch.Tensor:
         return A.index_select(0, self._block_experts)

@@ -151,7 +151,8 @@ class Dispatch:
         """`shrink(spread(x))` [P, r] of each part."""
         if self.few_columns(A):
             table = (x_TM @ A.flatten(0, 1).T).view(-1, A.shape[1])
-            return [table.index_select(0, part.pair_rows()) for part in self.parts]
+            rows = [part.pair_rows() for part in self.parts]
+            return list(table.index_select(0, torch.cat(rows)).split([len(r) for r in rows]))  # one backward for all
         return [part.shrink(part.spread(x_TM), A) for part in self.parts]
 
     def expand_collect(self, h: list[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,7 @@ class Dispatch:
             # A token's experts differ, so its pairs share one row [n·r], and one product gives their sum.
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
             for h_PR, part in zip(weighted, self.parts, strict=True):
-                table = table.index_add(0, part.pair_rows(), h_PR)  # not a copy: padding adds its zeros
+                table.index_add_(0, part.pair_rows(), h_PR)  # not a copy: padding adds its zeros
             return torch.addmm(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1))
         for h_PR, part in zip(weighted, self.parts, strict=True):
             base_TM = base_TM + part.collect(part.expand(h_PR, B))

@@ -34,6 +34,7 @@ class MoELoraLayer(BaseTunerLayer):
 
     base_layer: nn.Module
     in_features: int
+    forced_experts: torch.Tensor | None = None  # see `force_experts`
 
     def _init_state(self, base_layer: nn.Module, shapes: dict[str, tuple[int, int]], adapter_name: str) -> None:
         self.base_layer = base_layer
@@ -107,7 +108,12 @@ class MoELoraLayer(BaseTunerLayer):
         if spec.num_experts == 1:
             return None
         logits_TN = self.moe_lora_router[adapter_name](x_TD)
-        gates_TK, experts_TK = top_k_gates(logits_TN, spec.top_k, spec.normalize_top_k)
+        if self.forced_experts is None:
+            gates_TK, experts_TK = top_k_gates(logits_TN, spec.top_k, spec.normalize_top_k)
+        else:
+            per_row = x_TD.shape[0] // self.forced_experts.numel()
+            experts_TK = self.forced_experts.to(x_TD.device).repeat_interleave(per_row).unsqueeze(1)
+            gates_TK = torch.ones_like(experts_TK, dtype=dtype)
         return make_dispatch(
             experts_TK,
             gates_TK.to(dtype),

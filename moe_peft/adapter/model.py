@@ -40,7 +40,7 @@ class MoELoraModel(BaseTuner):
     def _prepare_model(self, peft_config: MoELoraConfig, model: nn.Module) -> None:
         protocol.refuse_native_moe(model)
         if peft_config.target_modules is None:
-            peft_config.target_modules = _find_ffns(model)
+            peft_config.target_modules = find_ffns(model)
         _maybe_include_all_linear_layers(peft_config, model)
         targets = {
             name: module
@@ -167,7 +167,7 @@ class MoELoraModel(BaseTuner):
         return remapped
 
 
-def _find_ffns(model: nn.Module) -> set[str]:
+def find_ffns(model: nn.Module) -> set[str]:
     """Every FFN of the language model, as a set of name endings that match nothing else (as a rule `{"mlp"}`)."""
     found = [
         name

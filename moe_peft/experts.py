@@ -1,0 +1,173 @@
+"""
+Pure functions on expert weights: similarity, DARE merge, expansion to more experts.
+
+An expert is a mapping of names to tensors, the same names in every expert. LoRA experts have PEFT's names, `lora_A` [r, in]
+and `lora_B` [out, r] of each module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+Expert = Mapping[str, torch.Tensor]
+Inner = Callable[[Expert, Expert], float]
+Similarity = Literal["update", "values", "displacement"]
+Expansion = Literal["genetic", "random", "none"]
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Where an expert made by expansion comes from."""
+
+    expert: int
+    parents: tuple[int, int]
+    alpha: float  # weight of the first parent; the second has 1 - alpha
+    drop_rate: float
+    similarity: float | None  # of the parents; None where the pair was drawn
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def values_inner(a: Expert, b: Expert) -> float:
+    """Inner product of the flattened parameters, in float64."""
+    return sum(float(torch.dot(a[name].flatten().double(), b[name].flatten().double())) for name in sorted(a))
+
+
+def displacement_inner(initial: Expert) -> Inner:
+    """Inner product of the parameters' displacements from `initial`, in float64."""
+
+    def inner(a: Expert, b: Expert) -> float:
+        moved_a = {name: a[name].double() - initial[name].double() for name in a}
+        moved_b = {name: b[name].double() - initial[name].double() for name in b}
+        return values_inner(moved_a, moved_b)
+
+    return inner
+
+
+def update_inner(a: Expert, b: Expert) -> float:
+    """
+    Inner product of the LoRA updates B A over all modules: Σ ⟨B_a A_a, B_b A_b⟩ = Σ sum((B_aᵀ B_b) ∘ (A_a A_bᵀ)), which
+    needs r×r matrices and no out×in one. In float64.
+    """
+    total = 0.0
+    for name in sorted(name for name in a if ".lora_A." in name):
+        name_B = name.replace(".lora_A.", ".lora_B.")
+        left_RR = a[name_B].double().T @ b[name_B].double()
+        right_RR = a[name].double() @ b[name].double().T
+        total += float((left_RR * right_RR).sum())
+    return total
+
+
+def dare_merge(
+    a: Expert, b: Expert, alpha: float, drop_rate: float, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """
+    `DARE(α a, (1-α) b)`: of each parent every entry is dropped with probability `drop_rate` and the rest divided by
+    `1 - drop_rate`, then both are added (Yu et al., 2024, as UpIT's Algorithm 2 uses it).
+
+    Args:
+        a, b: experts of equal names and shapes.
+        alpha: the weight of `a`, in [0, 1].
+        drop_rate: p, in [0, 1).
+        generator: a CPU generator; the only source of randomness.
+
+    Returns:
+        the new expert, in the dtypes of `a`.
+    """
+    child = {}
+    for name in sorted(a):
+        parts = []
+        for weight, tensor in ((alpha, a[name]), (1 - alpha, b[name])):
+            kept = torch.rand(tensor.shape, generator=generator) >= drop_rate
+            parts.append(tensor.float() * kept * (weight / (1 - drop_rate)))
+        child[name] = (parts[0] + parts[1]).to(a[name].dtype)
+    return child
+
+
+def expand(
+    experts: Sequence[Expert],
+    num_experts: int,
+    *,
+    method: Expansion = "genetic",
+    similarity: Similarity = "update",
+    drop_rate: float = 0.2,
+    seed: int = 0,
+    initial: Expert | None = None,
+) -> tuple[list[Expert], list[Descent]]:
+    """
+    Make more experts out of given ones (UpIT, Algorithm 2): over all experts so far, the least similar pair is merged by
+    DARE with random weights, until there are `num_experts`.
+
+    Each step computes the similarities of the newest expert only.
+
+    Args:
+        experts: m ≥ 2 experts (m ≥ 1 if none are to be made).
+        num_experts: n ≥ m.
+        method: `"genetic"`: the least similar pair. `"random"`: a random pair. `"none"`: refuse to make any.
+        similarity: the cosine of `"update"` B A, of the parameters' `"values"`, or of their `"displacement"` from
+            `initial`.
+        drop_rate: DARE's p.
+        seed: the same seed gives the same experts, to the bit.
+        initial: the LoRA from which training began, for `"displacement"`.
+
+    Returns:
+        all n experts, the given ones first, and for each new one its descent.
+
+    Raises:
+        ValueError: a setting out of range, or experts that differ in names or shapes.
+    """
+    _check(experts, num_experts, method, similarity, drop_rate, initial)
+    family, descents = list(experts), list[Descent]()
+    generator = torch.Generator().manual_seed(seed)
+    inner: Inner = {"update": update_inner, "values": values_inner}.get(similarity) or displacement_inner(initial or {})
+    gram: list[list[float]] = []
+    while len(family) < num_experts:
+        if method == "random":
+            j, k = sorted(torch.randperm(len(family), generator=generator)[:2].tolist())
+            likeness = None
+        else:
+            for i in range(len(gram), len(family)):
+                gram.append([inner(family[i], family[j]) for j in range(i + 1)])
+            likeness, j, k = min((_cosine(gram, j, k), j, k) for k in range(len(family)) for j in range(k))
+        alpha = float(torch.rand((), generator=generator))
+        family.append(dare_merge(family[j], family[k], alpha, drop_rate, generator))
+        descents.append(Descent(len(family) - 1, (j, k), alpha, drop_rate, likeness))
+    return family, descents
+
+
+def _cosine(gram: list[list[float]], j: int, k: int) -> float:
+    norms = (gram[j][j] * gram[k][k]) ** 0.5
+    return gram[k][j] / norms if norms else 0.0  # an expert that is zero is like none
+
+
+def _check(
+    experts: Sequence[Expert],
+    num_experts: int,
+    method: Expansion,
+    similarity: Similarity,
+    drop_rate: float,
+    initial: Expert | None,
+) -> None:
+    m = len(experts)
+    if not 1 <= m <= num_experts:
+        raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given; ask for that many or more")
+    if method not in ("genetic", "random", "none"):
+        raise ValueError(f"expand: method={method!r}: use 'genetic', 'random' or 'none'")
+    if similarity not in ("update", "values", "displacement"):
+        raise ValueError(f"expand: similarity={similarity!r}: use 'update', 'values' or 'displacement'")
+    if not 0 <= drop_rate < 1:
+        raise ValueError(f"expand: drop_rate={drop_rate}: must be at least 0 and below 1")
+    if num_experts > m and (method == "none" or m < 2):
+        why = "method='none' makes none" if method == "none" else "expansion needs two parents"
+        raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given and {why}; give more experts")
+    if similarity == "displacement" and method == "genetic" and num_experts > m and initial is None:
+        raise ValueError("expand: similarity='displacement': the experts' initial values are unknown; use 'update'")
+    shapes = {name: tensor.shape for name, tensor in experts[0].items()}
+    for i, expert in enumerate(experts):
+        if {name: tensor.shape for name, tensor in expert.items()} != shapes:
+            raise ValueError(f"expand: experts[{i}] differs from experts[0] in names or shapes; adapt the same modules")

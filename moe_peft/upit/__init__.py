@@ -1,0 +1,19 @@
+"""UpIT: checkpoints of ordinary fine-tuning become the experts of a Mixture-of-Experts (arXiv 2410.01610)."""
+
+from .config import Recipe, load_recipe, recipe_from_dict
+from .expand import expand_experts
+from .pipeline import UpIT
+from .post_train import post_train
+from .prepare import prepare_experts
+from .router_init import init_router
+
+__all__ = [
+    "Recipe",
+    "UpIT",
+    "expand_experts",
+    "init_router",
+    "load_recipe",
+    "post_train",
+    "prepare_experts",
+    "recipe_from_dict",
+]

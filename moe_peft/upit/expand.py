@@ -1,0 +1,62 @@
+"""Stage 2, expert expansion: LoRA adapter folders in, more of them out. No base model is needed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from peft import PeftConfig
+from peft.utils import load_peft_weights
+from safetensors.torch import save_file
+
+from ..experts import Descent, Expansion, Similarity, expand
+from .prepare import ADAPTER_FILES
+
+
+def expand_experts(
+    experts: Sequence[str | Path],
+    *,
+    output_dir: str | Path,
+    num_experts: int,
+    method: Expansion = "genetic",
+    similarity: Similarity = "update",
+    drop_rate: float = 0.2,
+    seed: int = 0,
+    initial: str | Path | None = None,
+) -> tuple[list[Path], list[Descent]]:
+    """
+    Merge LoRA adapters into further ones until there are `num_experts` (see `moe_peft.experts.expand`).
+
+    Args:
+        experts: LoRA adapter folders, all of one configuration.
+        output_dir: gets `experts/0` … `experts/n-1`, the given ones first.
+        initial: the adapter from which they were trained, for `similarity="displacement"`.
+
+    Returns:
+        the n folders, and the descent of each new expert.
+    """
+    weights = [_read(folder) for folder in experts]
+    start = None if initial is None else _read(initial)
+    family, descents = expand(
+        weights, num_experts, method=method, similarity=similarity, drop_rate=drop_rate, seed=seed, initial=start
+    )
+    folders = []
+    for i, expert in enumerate(family):
+        folder = Path(output_dir) / "experts" / str(i)
+        folder.mkdir(parents=True)
+        if i < len(experts):
+            for name in ADAPTER_FILES:
+                shutil.copy(Path(experts[i]) / name, folder / name)
+        else:
+            shutil.copy(Path(experts[0]) / ADAPTER_FILES[0], folder / ADAPTER_FILES[0])
+            save_file(dict(expert), folder / ADAPTER_FILES[1], metadata={"format": "pt"})
+        folders.append(folder)
+    return folders, descents
+
+
+def _read(folder: str | Path) -> dict[str, torch.Tensor]:
+    if PeftConfig.from_pretrained(str(folder)).peft_type != "LORA":
+        raise ValueError(f"expand_experts: {folder} is no LoRA adapter; give plain LoRA adapters")
+    return load_peft_weights(str(folder), device="cpu")

@@ -1,0 +1,48 @@
+"""Stage 4, post-training: the assembled MoE adapter is fine-tuned on the data, with the balancing loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from datasets import Dataset
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from .training import Trained, copy_adapter, train
+
+
+def post_train(
+    model: PeftModel,
+    dataset: Dataset,
+    args: SFTConfig,
+    processing_class: PreTrainedTokenizerBase,
+    *,
+    output_dir: str | Path,
+    train_experts: bool = True,
+    eval_dataset: Dataset | None = None,
+) -> Trained:
+    """
+    Fine-tune a MoE-LoRA adapter with TRL, which adds the balancing loss, and save it as an adapter folder.
+
+    Run again after having been stopped, it goes on from the last checkpoint in `args.output_dir`.
+
+    Args:
+        model: a base with a MoE-LoRA adapter.
+        args: how to train; its `num_train_epochs` or `max_steps` is this stage's whole training.
+        output_dir: the adapter folder.
+        train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
+    """
+    model.set_adapter(model.active_adapter)  # whatever was frozen before
+    if not train_experts:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("moe_lora_router" in name)
+    set_seed(args.seed)
+    trainer = SFTTrainer(
+        model=model, args=args, train_dataset=dataset, eval_dataset=eval_dataset, processing_class=processing_class
+    )
+    trained = train(trainer)
+    if trainer.args.should_save:
+        copy_adapter(trained.checkpoints[max(trained.checkpoints)], Path(output_dir))
+    trainer.accelerator.wait_for_everyone()
+    return trained

@@ -1,0 +1,106 @@
+"""Stage 1, expert preparation: ordinary LoRA fine-tuning, whose checkpoints become experts (UpIT, section 2.2)."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from .training import Trained, total_steps, train
+
+Selection = Literal["back_half", "uniform", "front_half"]
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The chosen checkpoints as LoRA adapter folders, the adapter before training, and the training's log."""
+
+    experts: list[Path]
+    initial: Path
+    steps: list[int]
+    trained: Trained
+
+
+def checkpoint_steps(total: int, num_checkpoints: int) -> list[int]:
+    """Equal intervals: the steps after which checkpoints are taken, the last one at the end."""
+    if not 1 <= num_checkpoints <= total:
+        raise ValueError(f"num_checkpoints={num_checkpoints}: must be from 1 to the number of steps, {total}")
+    return [round(total * (i + 1) / num_checkpoints) for i in range(num_checkpoints)]
+
+
+def select_checkpoints(steps: list[int], num_experts: int, selection: Selection = "back_half") -> list[int]:
+    """
+    Which checkpoints become experts: evenly from all, or from the second or first half of them.
+
+    Raises:
+        ValueError: there are fewer to choose from than experts.
+    """
+    half = len(steps) // 2
+    pool = {"back_half": steps[half:], "uniform": steps, "front_half": steps[: len(steps) - half]}[selection]
+    if not 1 <= num_experts <= len(pool):
+        raise ValueError(
+            f"num_experts={num_experts}: selection={selection!r} of {len(steps)} checkpoints leaves {len(pool)}; save more "
+            "(num_checkpoints) or make more by expansion"
+        )
+    return [pool[round(len(pool) * (i + 1) / num_experts) - 1] for i in range(num_experts)]
+
+
+def prepare_experts(
+    model: PreTrainedModel,
+    dataset: Dataset,
+    args: SFTConfig,
+    lora_config: LoraConfig,
+    processing_class: PreTrainedTokenizerBase,
+    *,
+    output_dir: str | Path,
+    num_experts: int,
+    num_checkpoints: int | None = None,
+    selection: Selection = "back_half",
+    eval_dataset: Dataset | None = None,
+) -> Prepared:
+    """
+    Fine-tune plain LoRA with TRL and keep checkpoints as experts.
+
+    Run again after having been stopped, it goes on from the last checkpoint in `args.output_dir`.
+
+    Args:
+        model: the base.
+        args: how to train; its `num_train_epochs` or `max_steps` is this stage's whole training.
+        lora_config: what to train, as a rule on the FFN projections.
+        output_dir: gets `experts/0`, `experts/1`, …, oldest first, and `initial`: PEFT LoRA adapter folders.
+        num_experts: m.
+        num_checkpoints: taken at equal intervals; m for `"uniform"`, else 2 m, if None.
+        selection: which of them become experts; `"back_half"` did best in the paper (Table 2).
+    """
+    output_dir = Path(output_dir)
+    set_seed(args.seed)
+    trainer = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=dataset,
+        eval_dataset=eval_dataset,
+        processing_class=processing_class,
+        peft_config=lora_config,
+    )
+    count = num_checkpoints or (num_experts if selection == "uniform" else 2 * num_experts)
+    steps = checkpoint_steps(total_steps(trainer), count)
+    chosen = select_checkpoints(steps, num_experts, selection)
+    initial = output_dir / "initial"
+    if trainer.args.should_save:
+        trainer.model.save_pretrained(initial)
+    trained = train(trainer, keep=chosen)
+    experts = [output_dir / "experts" / str(i) for i in range(num_experts)]
+    if trainer.args.should_save:
+        for step, folder in zip(chosen, experts, strict=True):
+            folder.mkdir(parents=True)
+            for name in ADAPTER_FILES:
+                shutil.copy(trained.checkpoints[step] / name, folder / name)
+    trainer.accelerator.wait_for_everyone()
+    return Prepared(experts, initial, chosen, trained)

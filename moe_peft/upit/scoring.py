@@ -1,0 +1,73 @@
+"""Losses of single examples: of the model as it routes, or of every expert by itself. S examples, n experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import nn
+from tqdm.auto import tqdm
+from trl import SFTTrainer
+
+from ..adapter.forcing import force_experts
+
+
+@torch.no_grad()
+def example_losses(
+    trainer: SFTTrainer, dataset: Dataset, num_experts: int | None = None, rows: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Summed loss and number of scored tokens of every example.
+
+    With `num_experts`, every example is repeated n times in its batch and each copy forced to another expert: all
+    experts are scored in one model. Several processes share the work.
+
+    Args:
+        trainer: whose model, collator and device are used.
+        dataset: tokenized, with `input_ids` and `labels` (as `trainer.train_dataset`).
+        num_experts: n, or None to let the model route.
+        rows: most rows of a forward pass (at least one example's n).
+
+    Returns:
+        losses, float64 [S, n] ([S, 1] without `num_experts`), and token counts, int64 [S].
+    """
+    copies = num_experts or 1
+    per_batch = max(1, rows // copies)
+    starts = list(range(0, len(dataset), per_batch))
+    state = trainer.accelerator
+    mine = starts[state.process_index :: state.num_processes]
+    found: list[tuple[int, list[list[float]], list[int]]] = []
+    with _evaluating(trainer.model):
+        for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
+            examples = [dataset[i] for i in range(start, min(start + per_batch, len(dataset)))]
+            inputs = trainer.data_collator([example for example in examples for _ in range(copies)])
+            inputs = {name: value.to(state.device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            experts_B = torch.arange(copies, device=state.device).repeat(len(examples))
+            with force_experts(trainer.model, experts_B) if num_experts else nullcontext():
+                outputs = trainer.model(**inputs, fused_lm_head=True)
+            losses_SN = -outputs.log_probs.double().sum(-1).view(len(examples), copies)
+            counts_S = outputs.label_mask.view(len(examples), copies, -1)[:, 0].sum(-1)
+            found.append((start, losses_SN.tolist(), counts_S.tolist()))
+    if state.num_processes > 1:
+        found = sorted(gather_object(found))
+    losses = [row for _, rows_, _ in found for row in rows_]
+    counts = [count for _, _, counts_ in found for count in counts_]
+    return torch.tensor(losses, dtype=torch.float64).view(-1, copies), torch.tensor(counts)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, but for quantized linears: bitsandbytes repacks theirs then, and no gradient passes them after."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    for module in training:
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            module.train()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

@@ -1,0 +1,50 @@
+"""What a run will do, and what it did, as tables."""
+
+from __future__ import annotations
+
+from accelerate import PartialState
+from rich.console import Console
+from rich.table import Table
+
+from .pipeline import UpIT
+
+
+def print_summary(pipeline: UpIT) -> None:
+    """One table of all stages, one of the held-out losses, and where the result is. From the main process."""
+    if not PartialState().is_main_process:
+        return
+    console = Console()
+    table = Table("stage", "steps", "loss", "what it made", title=f"{pipeline.recipe.method}: {pipeline.root}")
+    for name, record in pipeline.records.items():
+        metrics = record["metrics"]
+        loss = metrics.get("loss")
+        table.add_row(
+            name,
+            str(int(metrics["steps"])) if "steps" in metrics else "",
+            f"{loss:.3f}" if isinstance(loss, float) else "",
+            _made(name, metrics),
+        )
+    console.print(table)
+    evaluation = pipeline.records.get("evaluate")
+    if evaluation is not None:
+        losses = evaluation["metrics"]["loss"]
+        domains = list(losses["adapted"])
+        table = Table("held-out loss", *domains)
+        for who, row in losses.items():
+            table.add_row(who, *(f"{row[domain]:.3f}" for domain in domains))
+        console.print(table)
+    console.print(f"adapter: {pipeline.root / 'adapter'}", highlight=False)
+
+
+def _made(name: str, metrics: dict) -> str:
+    if name == "prepare":
+        return f"experts from steps {', '.join(map(str, metrics['checkpoint_steps']))}"
+    if name == "expand":
+        return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
+    if name == "router_init":
+        return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
+    return {"post_train": "the MoE adapter", "evaluate": "routing.png" if metrics.get("shares") else ""}[name]
+
+
+def print_plan(pipeline: UpIT) -> None:
+    raise NotImplementedError

@@ -1,0 +1,119 @@
+"""Training that may be killed at any moment and, run again, goes on and ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from peft import set_peft_model_state_dict
+from peft.utils import load_peft_weights
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import TrainingArguments
+
+_WHOLE = "whole"  # a file that says that the checkpoint beside it was written to the end
+_RESUME_ONLY = ("optimizer.pt", "scheduler.pt", "scaler.pt")
+_NOT_MODEL = (_WHOLE, *_RESUME_ONLY, "rng_state*.pth", "trainer_state.json", "training_args.bin")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What `train` leaves: the log, one record per logged step, and the checkpoint folders by step."""
+
+    history: list[dict[str, Any]]
+    checkpoints: dict[int, Path]
+
+    def metrics(self) -> dict[str, float]:
+        """The last record's losses, and the number of steps."""
+        last = (
+            {key: value for key, value in self.history[-1].items() if isinstance(value, float)} if self.history else {}
+        )
+        return {**last, "steps": max(self.checkpoints)}
+
+
+class _Checkpoints(TrainerCallback):
+    """
+    Save at given steps, every `save_steps` and at the end, and mark what is whole. Each save comes with a log, so that the
+    averages of a run that goes on from it begin where they began in a run that was not stopped.
+    """
+
+    def __init__(self, keep: Collection[int]) -> None:
+        self.keep = set(keep)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        step = state.global_step
+        if step in self.keep or step % int(args.save_steps) == 0 or step >= state.max_steps:
+            control.should_log = control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        PartialState().wait_for_everyone()  # every process writes its part of a checkpoint
+        if not state.is_world_process_zero:
+            return
+        folder = Path(str(args.output_dir))
+        (folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / _WHOLE).touch()
+        for step, older in _whole_checkpoints(folder).items():
+            if step < state.global_step and step not in self.keep:
+                shutil.rmtree(older)
+            elif step < state.global_step:
+                for name in _RESUME_ONLY:
+                    (older / name).unlink(missing_ok=True)
+
+
+def total_steps(trainer: Trainer) -> int:
+    """Optimizer steps of `trainer.args`: `max_steps`, or as many as `num_train_epochs` of its training data make."""
+    args = trainer.args
+    if args.max_steps > 0:
+        return args.max_steps
+    return max(1, round(args.num_train_epochs * len(trainer.train_dataset) / step_rows(args)))
+
+
+def step_rows(args: TrainingArguments) -> int:
+    """Rows of one optimizer step."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
+    """
+    Train for `total_steps(trainer)`, from the last whole checkpoint in `trainer.args.output_dir` if there is one.
+
+    Args:
+        trainer: made anew, from the same model, data and arguments as the run that was stopped.
+        keep: steps whose checkpoints stay. The last one always does.
+    """
+    steps = total_steps(trainer)
+    trainer.args.max_steps = steps
+    folder = Path(trainer.args.output_dir)
+    if trainer.args.should_save and folder.is_dir():
+        whole = set(_whole_checkpoints(folder).values())
+        for broken in set(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")) - whole:
+            shutil.rmtree(broken)
+    PartialState().wait_for_everyone()
+    before = _whole_checkpoints(folder)
+    latest = max(before, default=0)
+    if latest < steps:
+        trainer.add_callback(_Checkpoints(keep))
+        trainer.train(resume_from_checkpoint=str(before[latest]) if latest else None)
+    else:
+        set_peft_model_state_dict(trainer.model, load_peft_weights(str(before[latest]), device="cpu"))
+    PartialState().wait_for_everyone()
+    checkpoints = _whole_checkpoints(folder)
+    state = json.loads((checkpoints[steps] / "trainer_state.json").read_text())
+    # `num_tokens` counts from the last start of the process.
+    history = [{k: v for k, v in record.items() if k != "num_tokens"} for record in state["log_history"]]
+    return Trained(history, checkpoints)
+
+
+def _whole_checkpoints(folder: Path) -> dict[int, Path]:
+    found = (path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{_WHOLE}"))
+    return dict(sorted((int(path.name.rpartition("-")[2]), path) for path in found))
+
+
+def copy_adapter(checkpoint: Path, folder: Path) -> None:
+    """The adapter, tokenizer and model card of a checkpoint, without what only its training needed."""
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(*_NOT_MODEL), dirs_exist_ok=True)

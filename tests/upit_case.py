@@ -1,0 +1,124 @@
+"""A UpIT run small enough for tests, and a process that may kill itself in the middle of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conftest import tiny_llama
+from transformers import PreTrainedTokenizerBase
+
+DOMAINS = ("a", "b", "c")
+
+
+def rows(count: int, offset: int = 0) -> list[dict[str, str]]:
+    """Prompts and completions of three domains in turn."""
+    return [
+        {
+            "prompt": f"w{3 + i % 3} w{10 + (i * 7 + offset) % 90}",
+            "completion": " ".join(f"w{3 + (i % 3 * 31 + (i + offset) * j) % 120}" for j in range(3, 9 + i % 5)),
+            "domain": DOMAINS[i % 3],
+        }
+        for i in range(count)
+    ]
+
+
+def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Base model and data in `folder`; returns a recipe's settings, with relative paths."""
+    tiny_llama(vocab=128).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    for name, part in (("train", rows(48)), ("eval", rows(12, offset=5))):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    return {
+        "output_dir": "out",
+        "model": {"name_or_path": str(folder / "base")},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "eval": str(folder / "eval.jsonl"),
+            "label_column": "domain",
+        },
+        "num_experts": 4,
+        "num_train_epochs": 4,
+        "adapter": {"r": 4, "lora_alpha": 8, "top_k": 2, "lora_dropout": 0.1},
+        "sft": {
+            "per_device_train_batch_size": 4,
+            "learning_rate": 5e-3,
+            "bf16": False,
+            "use_cpu": True,
+            "gradient_checkpointing": False,
+            "save_steps": 5,
+            "logging_steps": 4,
+            "disable_tqdm": True,
+        },
+        "prepare": {"num_experts": 3},
+        "router_init": {"seed_fraction": 0.25, "num_train_epochs": 2, "sft": {"save_steps": 2}},
+    }
+
+
+# --- a process that kills itself ----------------------------------------------------------------------------------------
+
+
+def run_in_process(settings: dict[str, Any], folder: Path, kill: tuple[str, int] | None = None) -> int:
+    """
+    Run the recipe in `folder` in a fresh process; returns its exit code.
+
+    `kill` = (point, n): it sends itself SIGKILL as it comes to that point for the n-th time (see `_POINTS`).
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moe_peft.upit", "trl", "upit_case"])
+    process = context.Process(target=_run, args=(settings, str(folder), kill))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _run(settings: dict[str, Any], folder: str, kill: tuple[str, int] | None) -> None:
+    from moe_peft.upit import UpIT, recipe_from_dict
+
+    os.chdir(folder)
+    logging.disable()
+    if kill is not None:
+        owner, name = _points()[kill[0]]
+        _kill_at(owner, name, kill[1])
+    UpIT(recipe_from_dict(settings)).run()
+
+
+def _points() -> dict[str, tuple[Any, str]]:
+    """Where a process can be killed: just before the n-th call of one of these."""
+    import moe_peft.upit.expand
+    import moe_peft.upit.pipeline
+    import moe_peft.upit.router_init
+    import moe_peft.upit.stages
+    from moe_peft.upit.training import _Checkpoints
+    from transformers import Trainer
+
+    return {
+        "step": (Trainer, "training_step"),
+        "within a checkpoint": (Trainer, "_save_rng_state"),
+        "before a checkpoint is marked": (_Checkpoints, "on_save"),
+        "scoring": (moe_peft.upit.router_init, "_perplexities"),
+        "writing an expert": (moe_peft.upit.expand, "save_file"),
+        "writing json": (moe_peft.upit.stages, "write_json"),
+        "renaming a stage": (Path, "rename"),
+        "evaluating": (moe_peft.upit.pipeline, "plot_shares"),
+    }
+
+
+def _kill_at(owner: Any, name: str, n: int) -> None:
+    original: Callable = getattr(owner, name)
+    calls = 0
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, killing)

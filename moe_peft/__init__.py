@@ -4,8 +4,8 @@ from . import adapter as _adapter  # noqa: F401  (registers the type, before the
 from .adapter.config import MoELoraConfig
 from .adapter.convert import expert_to_lora, lora_to_moe
 from .adapter.dispatch import pin_dispatch
-from .adapter.forcing import force_experts
 from .adapter.ffn import FFNLayout, register_ffn_layout
+from .adapter.forcing import force_experts
 from .adapter.model import MoELoraModel
 
 __all__ = [

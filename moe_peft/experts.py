@@ -1,8 +1,8 @@
 """
 Pure functions on expert weights: similarity, DARE merge, expansion to more experts.
 
-An expert is a mapping of names to tensors, the same names in every expert. LoRA experts have PEFT's names, `lora_A` [r, in]
-and `lora_B` [out, r] of each module.
+An expert is a mapping of names to tensors, the same names in every expert. LoRA experts have PEFT's names, `lora_A`
+[r, in] and `lora_B` [out, r] of each module.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def expand(
     initial: Expert | None = None,
 ) -> tuple[list[Expert], list[Descent]]:
     """
-    Make more experts out of given ones (UpIT, Algorithm 2): over all experts so far, the least similar pair is merged by
-    DARE with random weights, until there are `num_experts`.
+    Make more experts out of given ones (UpIT, Algorithm 2): over all experts so far, the least similar pair is merged
+    by DARE with random weights, until there are `num_experts`.
 
     Each step computes the similarities of the newest expert only.
 

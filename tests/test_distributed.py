@@ -58,6 +58,14 @@ def ddp(own: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in own.named_parameters() if p.requires_grad}
 
 
+def ddp_looking_for_unused(own: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    wrapped = torch.nn.parallel.DistributedDataParallel(own, find_unused_parameters=True)  # takes outputs apart
+    outputs = wrapped(**batch(rank))
+    assert len(outputs.router_logits) == 2 and outputs.aux_loss.requires_grad
+    outputs.loss.backward()
+    return {n: p.grad for n, p in own.named_parameters() if p.requires_grad}
+
+
 def fsdp2(own: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (WORLD,))
     for layer in own.get_base_model().model.layers:
@@ -66,8 +74,8 @@ def fsdp2(own: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
     return {n: p.grad.full_tensor() for n, p in own.named_parameters() if p.requires_grad}
 
 
-KINDS, MIXINGS = ("ddp", "fsdp2"), ("output", "projection")
-WRAPPED = {"ddp": ddp, "fsdp2": fsdp2}
+WRAPPED = {"ddp": ddp, "ddp-unused": ddp_looking_for_unused, "fsdp2": fsdp2}
+KINDS, MIXINGS = tuple(WRAPPED), ("output", "projection")
 
 
 @pytest.fixture(scope="module")

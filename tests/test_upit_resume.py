@@ -41,7 +41,12 @@ def undisturbed(tmp_path_factory, tokenizer):
     settings = make_case(folder, tokenizer)
     assert run_in_process(settings, folder) == 0
     files = contents(folder / "out")
-    for name in ("adapter/adapter_model.safetensors", "router_init/buckets.json", "evaluate/routing.png", "manifest.json"):
+    for name in (
+        "adapter/adapter_model.safetensors",
+        "router_init/buckets.json",
+        "evaluate/routing.png",
+        "manifest.json",
+    ):
         assert name in files
     assert not any("partial" in name or "state" in Path(name).parts for name in files)
     return settings, files

@@ -22,7 +22,7 @@ def rows(count: int, offset: int = 0) -> list[dict[str, str]]:
     return [
         {
             "prompt": f"w{3 + i % 3} w{10 + (i * 7 + offset) % 90}",
-            "completion": " ".join(f"w{3 + (i % 3 * 31 + (i + offset) * j) % 120}" for j in range(3, 9 + i % 5)),
+            "completion": " " + " ".join(f"w{3 + (i % 3 * 31 + (i + offset) * j) % 120}" for j in range(3, 9 + i % 5)),
             "domain": DOMAINS[i % 3],
         }
         for i in range(count)
@@ -61,7 +61,7 @@ def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
     }
 
 
-# --- a process that kills itself ----------------------------------------------------------------------------------------
+# --- a process that kills itself ------------------------------------------------------------------------------------
 
 
 def run_in_process(settings: dict[str, Any], folder: Path, kill: tuple[str, int] | None = None) -> int:
@@ -91,12 +91,13 @@ def _run(settings: dict[str, Any], folder: str, kill: tuple[str, int] | None) ->
 
 def _points() -> dict[str, tuple[Any, str]]:
     """Where a process can be killed: just before the n-th call of one of these."""
+    from transformers import Trainer
+
     import moe_peft.upit.expand
     import moe_peft.upit.pipeline
     import moe_peft.upit.router_init
     import moe_peft.upit.stages
     from moe_peft.upit.training import _Checkpoints
-    from transformers import Trainer
 
     return {
         "step": (Trainer, "training_step"),

@@ -21,7 +21,8 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
 
     Args:
         model: a model with a MoE-LoRA adapter.
-        experts_B: the expert of each row, integers [B]; or of each token, [B·S], for batches without rows (padding-free).
+        experts_B: the expert of each row, integers [B]; or of each token, [B·S], where there are no rows
+            (padding-free).
 
     Raises:
         ValueError: the model has no MoE-LoRA router, or fewer experts than `experts_B` asks for.

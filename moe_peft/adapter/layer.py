@@ -113,7 +113,8 @@ class MoELoraLayer(BaseTunerLayer):
         else:
             per_row = x_TD.shape[0] // self.forced_experts.numel()
             experts_TK = self.forced_experts.to(x_TD.device).repeat_interleave(per_row).unsqueeze(1)
-            gates_TK = torch.ones_like(experts_TK, dtype=dtype)
+            # 1, but tied to the logits: reentrant checkpointing brings their gradient back through the layer's output.
+            gates_TK = logits_TN.gather(1, experts_TK) * 0 + 1
         return make_dispatch(
             experts_TK,
             gates_TK.to(dtype),

@@ -11,6 +11,8 @@ Everything is done by forward hooks that are module-level functions, so that mod
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -147,11 +149,26 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         return None
     n = max((logits.shape[-1] for logits in collection.logits), default=0)
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
+    if kwargs.get("fused_lm_head") and module is not module.base_model:
+        return None  # TRL computes the loss by itself, from the backbone's output
     if isinstance(output, dict):
-        output["router_logits"] = router_logits
-    if module is module.base_model or kwargs.get("fused_lm_head") or router_logits is None:
-        return output  # no loss here, or TRL adds it by itself
+        output = _moe_output_class(type(output))(**{**output, "router_logits": router_logits})
+    if module is module.base_model or router_logits is None:
+        return output  # no loss here
     return _with_aux_loss(module, args, kwargs, output, router_logits, collection.explicit)
+
+
+@functools.cache
+def _moe_output_class(cls: Any) -> Any:
+    """
+    A dense model's output class with the fields of a MoE's. Keys that are no fields would do for most readers, but not
+    for those that take outputs apart and build them again (DistributedDataParallel).
+    """
+    missing = [name for name in ("router_logits", "aux_loss") if name not in {f.name for f in dataclasses.fields(cls)}]
+    if not missing:
+        return cls
+    fields = [(name, Any, None) for name in missing]
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace={"__module__": cls.__module__})
 
 
 def _with_aux_loss(

@@ -44,8 +44,8 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
 
 def relative_perplexity(perplexity_SN: torch.Tensor) -> torch.Tensor:
     """
-    Perplexities divided by each expert's geometric mean over the examples, [S, n]: which examples an expert is *unusually* good
-    at. Where later checkpoints are better throughout, the plain perplexity only tells the latest.
+    Perplexities divided by each expert's geometric mean over the examples, [S, n]: which examples an expert is
+    *unusually* good at. Where later checkpoints are better throughout, the plain perplexity only tells the latest.
     """
     return perplexity_SN / perplexity_SN.log().mean(dim=0, keepdim=True).exp()
 
@@ -88,8 +88,8 @@ def label_buckets(
 
 def bucket_schedule(buckets: Buckets, epochs: int, seed: int) -> list[tuple[int, int]]:
     """
-    The (example, expert) pairs of a training over all buckets, in order: in every epoch each bucket is shuffled, then the
-    buckets take turns, so that any stretch of the schedule serves the experts alike.
+    The (example, expert) pairs of a training over all buckets, in order: in every epoch each bucket is shuffled, then
+    the buckets take turns, so that any stretch of the schedule serves the experts alike.
     """
     generator = torch.Generator().manual_seed(seed)
     schedule: list[tuple[int, int]] = []

@@ -124,7 +124,7 @@ class PostTrainSection:
 
 @validated(config=_strict)
 class Recipe:
-    """A whole run. Seeds of stages that name none follow from `seed`: stage 1 has `seed`, stage 2 `seed + 1`, and so on."""
+    """A whole run. A stage without a seed of its own has `seed` (stage 1), `seed + 1` (stage 2), and so on."""
 
     output_dir: str
     model: ModelSection
@@ -176,7 +176,7 @@ class Recipe:
             raise ValueError("data.label_column=None: `buckets: label` and `order: blocks` need a column of labels")
         if self.method == "upit" and self.given_experts() < self.num_experts and self.expand.method == "none":
             raise ValueError(
-                f"num_experts={self.num_experts}: stage 1 gives {self.given_experts()} and expand.method='none' makes none"
+                f"num_experts={self.num_experts}: stage 1 gives {self.given_experts()}, expand.method='none' makes none"
             )
         self.moe_config()
 
@@ -232,8 +232,7 @@ def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
         where = ".".join(str(part) for part in first["loc"] if part in _KEYS) or "recipe"
         if first["type"] == "unexpected_keyword_argument":
             *parents, key = map(str, first["loc"])
-            section = {"model": ModelSection, "data": DataSection, "prepare": PrepareSection, "expand": ExpandSection,
-                       "router_init": RouterInitSection, "post_train": PostTrainSection}.get(".".join(parents), Recipe)  # fmt: skip
+            section = _SECTIONS[".".join(parents)]
             allowed = {f.name for f in dataclasses.fields(section)}
             raise ValueError(_unknown(".".join((*parents, key)), key, allowed)) from None
         message = first["msg"].removeprefix("Value error, ")
@@ -255,8 +254,16 @@ def _unknown(path: str, key: str, allowed: set[str]) -> str:
     )
 
 
-_SECTIONS = (Recipe, ModelSection, DataSection, PrepareSection, ExpandSection, RouterInitSection, PostTrainSection)
-_KEYS = {f.name for section in _SECTIONS for f in dataclasses.fields(section)}
+_SECTIONS: dict[str, Any] = {
+    "": Recipe,
+    "model": ModelSection,
+    "data": DataSection,
+    "prepare": PrepareSection,
+    "expand": ExpandSection,
+    "router_init": RouterInitSection,
+    "post_train": PostTrainSection,
+}
+_KEYS = {f.name for section in _SECTIONS.values() for f in dataclasses.fields(section)}
 
 
 class _Loader(yaml.SafeLoader):

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
@@ -30,8 +31,9 @@ def evaluate(
         label_column: a column of domains.
 
     Returns:
-        `{"base": {domain: loss}, "adapted": {…}}`, mean loss per scored token of each domain and, as `"mean"`, the mean over
-        domains; and for each domain the share of token assignments of every layer and expert, [L, n] (empty without routers).
+        `{"base": {domain: loss}, "adapted": {…}}`, mean loss per scored token of each domain and, as `"mean"`, the mean
+        over domains; and for each domain the share of token assignments of every layer and expert, [L, n] (none without
+        routers).
     """
     args.packing = False
     trainer = SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=processing_class)
@@ -55,7 +57,11 @@ def evaluate(
         if counter is not None:
             handle.remove()
             config.output_router_logits = before
-            counts_LN = trainer.accelerator.reduce(torch.stack(counter.counts), "sum").cpu()
+            counted = (
+                [torch.stack(counter.counts).tolist()] if counter.counts else []
+            )  # a process may have had no batch
+            every = gather_object(counted) if trainer.accelerator.num_processes > 1 else counted
+            counts_LN = torch.tensor(every, dtype=torch.float64).sum(0)
             shares[domain] = counts_LN / counts_LN.sum(1, keepdim=True)
     for result in losses.values():
         result["mean"] = sum(result.values()) / len(result)

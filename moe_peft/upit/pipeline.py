@@ -61,7 +61,7 @@ def budget(recipe: Recipe) -> Budget:
         seeds = recipe.router_init.seed_fraction * recipe.router_init.num_train_epochs
     if first + seeds >= total:
         raise ValueError(
-            f"router_init: {seeds:g} passes over the data, stage 1 has {first:g} of {total:g}: none are left for stage 4"
+            f"router_init: {seeds:g} passes over the data, stage 1 {first:g} of {total:g}: stage 4 is left with none"
         )
     return Budget(first, seeds, total - first - seeds)
 
@@ -78,7 +78,7 @@ class UpIT:
     recipe: Recipe
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    # --- inputs, read when first needed --------------------------------------------------------------------------------
+    # --- inputs, read when first needed -----------------------------------------------------------------------------
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -107,7 +107,7 @@ class UpIT:
     def root(self) -> Path:
         return Path(self.recipe.output_dir)
 
-    # --- the run ---------------------------------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------------------------
 
     def stage_names(self) -> list[str]:
         """The stages that this recipe goes through, in order."""
@@ -133,6 +133,7 @@ class UpIT:
         Returns:
             the result, an adapter folder with the tokenizer: `<output_dir>/adapter`.
         """
+        self.join_processes()
         self.root.mkdir(parents=True, exist_ok=True)
         runners = {
             "prepare": self._prepare,
@@ -147,6 +148,16 @@ class UpIT:
             self._write_result()
         PartialState().wait_for_everyone()
         return self.root / "adapter"
+
+    def join_processes(self) -> None:
+        """
+        Meet the other processes of a launcher, on the devices that the training arguments ask for. They set up
+        accelerate's state anew, so whoever asks it before would believe to be alone.
+        """
+        for stage in [
+            name for name in self.stage_names() if name != "expand"
+        ]:  # all of them, so that a wrong value ends a run before it begins
+            _ = self.sft_config(stage, self.root).device
 
     def _identity(self, name: str) -> dict[str, Any]:
         """What decides a stage's result. Earlier stages' files are inputs, so a change is passed on."""
@@ -196,7 +207,7 @@ class UpIT:
         }
         write_json(self.root / "manifest.json", manifest)
 
-    # --- the stages ------------------------------------------------------------------------------------------------------
+    # --- the stages -------------------------------------------------------------------------------------------------
 
     def _prepare(self, folder: Path) -> dict[str, Any]:
         r, section = self.recipe, self.recipe.prepare
@@ -209,7 +220,7 @@ class UpIT:
         prepared = prepare_experts(
             model,
             data,
-            self._sft("prepare", folder, num_train_epochs=epochs, **extra),
+            self.sft_config("prepare", folder, num_train_epochs=epochs, **extra),
             self.lora_config(model),
             self.tokenizer,
             output_dir=folder,
@@ -243,7 +254,7 @@ class UpIT:
         data = inputs.seed_set(
             self.train_data, section.seed_fraction, r.num_experts, inputs.stage_seed(r, "router_init")
         )
-        args = self._sft(
+        args = self.sft_config(
             "router_init", folder, num_train_epochs=section.num_train_epochs, packing=False, padding_free=False
         )
         result = init_router(
@@ -280,7 +291,7 @@ class UpIT:
         trained = post_train(
             model,
             self.train_data,
-            self._sft("post_train", folder, num_train_epochs=budget(r).post_train),
+            self.sft_config("post_train", folder, num_train_epochs=budget(r).post_train),
             self.tokenizer,
             output_dir=folder / "adapter",
             train_experts=r.post_train.train_experts and r.method != "self_moe",
@@ -291,13 +302,13 @@ class UpIT:
         last = "prepare/experts/0" if self.recipe.method == "lora" else "post_train/adapter"
         model = PeftModel.from_pretrained(inputs.load_model(self.recipe.model), self.root / last)
         assert self.eval_data is not None
-        args = self._sft("evaluate", folder)
+        args = self.sft_config("evaluate", folder)
         losses, shares = evaluate(model, self.eval_data, args, self.tokenizer, self.recipe.data.label_column)
         if args.should_save and shares:
             plot_shares(shares, folder / "routing.png", f"{self.recipe.method}: where each domain's tokens go")
         return {"loss": losses, "shares": {domain: share.tolist() for domain, share in shares.items()}}
 
-    # --- parts -----------------------------------------------------------------------------------------------------------
+    # --- parts ------------------------------------------------------------------------------------------------------
 
     @property
     def _copies(self) -> bool:
@@ -318,7 +329,7 @@ class UpIT:
         return [self.root / "prepare" / "experts" / str(i) for i in range(r.given_experts())]
 
     def _assemble(self, stage: str) -> PeftModel:
-        """The base with all experts in one MoE adapter and random routers; with fresh experts where there are none yet."""
+        """The base with all experts in one MoE adapter and random routers; with fresh experts where there are none."""
         r = self.recipe
         model = inputs.load_model(r.model)
         set_seed(inputs.stage_seed(r, stage))
@@ -340,7 +351,7 @@ class UpIT:
             task_type="CAUSAL_LM",
         )
 
-    def _sft(self, stage: str, folder: Path, **own: Any) -> SFTConfig:
+    def sft_config(self, stage: str, folder: Path, **own: Any) -> SFTConfig:
         """A stage's training arguments: the recipe's, then the stage's, then what the pipeline decides."""
         section = getattr(self.recipe, stage, None)
         settings = {"report_to": "none", **self.recipe.sft, **(section.sft if section is not None else {}), **own}

@@ -46,8 +46,8 @@ def select_checkpoints(steps: list[int], num_experts: int, selection: Selection 
     pool = {"back_half": steps[half:], "uniform": steps, "front_half": steps[: len(steps) - half]}[selection]
     if not 1 <= num_experts <= len(pool):
         raise ValueError(
-            f"num_experts={num_experts}: selection={selection!r} of {len(steps)} checkpoints leaves {len(pool)}; save more "
-            "(num_checkpoints) or make more by expansion"
+            f"num_experts={num_experts}: selection={selection!r} of {len(steps)} checkpoints leaves {len(pool)}; save "
+            "more (num_checkpoints) or make more by expansion"
         )
     return [pool[round(len(pool) * (i + 1) / num_experts) - 1] for i in range(num_experts)]
 

@@ -42,7 +42,7 @@ BucketKind = Literal["perplexity", "relative", "label", "random", "none"]
 
 @dataclass(frozen=True)
 class RouterInit:
-    """The buckets (of indices into the tokenized seed set), the experts' perplexities [S, n] if asked for, and the log."""
+    """The buckets (indices into the tokenized seed set), the experts' perplexities [S, n] if asked for, and the log."""
 
     buckets: Buckets
     perplexity: torch.Tensor | None
@@ -60,8 +60,8 @@ def routing_loss(
         experts_B: the expert of each row.
         mask_BS: 1 for real tokens, 0 for padding.
         objective: `"positive"`: `BCE(sigmoid(x·r_i), 1)` of the row's own expert (the paper's Equation 2).
-            `"one_vs_rest"`: the BCE of all experts, the others' target 0, averaged over experts. `"softmax"`: the cross-entropy of
-            the softmax over experts (label-supervised routing with the bucket as the label).
+            `"one_vs_rest"`: the BCE of all experts, the others' target 0, averaged over experts. `"softmax"`: the
+            cross-entropy of the softmax over experts (label-supervised routing with the bucket as the label).
     """
     rows, length = mask_BS.shape
     logits_LBSN = torch.stack([logits.view(rows, length, -1) for logits in router_logits])
@@ -102,16 +102,26 @@ class RouterInitTrainer(SFTTrainer):
     def __init__(self, *args: Any, alpha: float = 0.5, objective: Objective = "positive", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.alpha, self.objective = alpha, objective
-        self._backbone_router_logits: Sequence[torch.Tensor] = ()
-        base = self.model.get_base_model()
-        base.base_model.register_forward_hook(self._note_router_logits)
-
-    def _note_router_logits(self, module: torch.nn.Module, args: tuple, outputs: Any) -> None:
-        self._backbone_router_logits = outputs.get("router_logits") or ()
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         with force_experts(self.model, inputs["expert"].to(self.args.device)):  # around backward: checkpointing
             return super().training_step(model, inputs, *args, **kwargs)
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Of a batch under forced routing: language-modelling loss [B], routing loss [B], and the model's outputs."""
+        model_inputs = {name: value for name, value in inputs.items() if name != "expert"}
+        recorded: list[
+            Sequence[torch.Tensor]
+        ] = []  # the fused head's output has no `router_logits`, the backbone's has
+        backbone = self.model.get_base_model().base_model
+        hook = backbone.register_forward_hook(lambda module, args, output: recorded.append(output.router_logits))
+        try:
+            outputs = model(**model_inputs, fused_lm_head=True, output_router_logits=True)
+        finally:
+            hook.remove()
+        lm_B = -outputs.log_probs.sum(-1) / outputs.label_mask.sum(-1).clamp(min=1)
+        aux_B = routing_loss(recorded[0], inputs["expert"], inputs["attention_mask"], self.objective)
+        return lm_B, aux_B, outputs
 
     def compute_loss(
         self,
@@ -120,12 +130,7 @@ class RouterInitTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        experts_B = inputs["expert"]
-        model_inputs = {name: value for name, value in inputs.items() if name != "expert"}
-        outputs = model(**model_inputs, fused_lm_head=True, output_router_logits=True)
-        lm_B = -outputs.log_probs.sum(-1) / outputs.label_mask.sum(-1).clamp(min=1)
-        router_logits, self._backbone_router_logits = self._backbone_router_logits, ()
-        aux_B = routing_loss(router_logits, experts_B, inputs["attention_mask"], self.objective)
+        lm_B, aux_B, outputs = self.row_losses(model, inputs)
         loss = (self.alpha * lm_B + (1 - self.alpha) * aux_B).mean()
         for name, value in (("lm_loss", lm_B), ("routing_loss", aux_B)):
             self._metrics["train"][name].append(self.accelerator.gather_for_metrics(value.detach()).mean().item())

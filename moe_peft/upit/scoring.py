@@ -60,7 +60,7 @@ def example_losses(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, but for quantized linears: bitsandbytes repacks theirs then, and no gradient passes them after."""
+    """Evaluation mode, but for quantized linears: bitsandbytes would repack them, and no gradient passes them after."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     for module in training:

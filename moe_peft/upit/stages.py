@@ -1,4 +1,4 @@
-"""Stages that a run goes through, each done once: killed, it goes on; changed, it is done again, and so is what follows."""
+"""The stages of a run, each done once: killed, it goes on; changed, it is done again, and so is what follows."""
 
 from __future__ import annotations
 

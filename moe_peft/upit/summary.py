@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .pipeline import UpIT
+from .plan import plan
 
 
 def print_summary(pipeline: UpIT) -> None:
@@ -47,4 +48,23 @@ def _made(name: str, metrics: dict) -> str:
 
 
 def print_plan(pipeline: UpIT) -> None:
-    raise NotImplementedError
+    """The stages, what they will take, and how many examples there are."""
+    stages = plan(pipeline)
+    if not PartialState().is_main_process:
+        return
+    console = Console()
+    r = pipeline.recipe
+    title = f"{r.method}: {len(pipeline.train_data):,} examples, {r.num_train_epochs:g} passes, seed {r.seed}"
+    table = Table("stage", title=title)
+    for column in ("passes", "steps", "tokens", "trainable parameters", "memory, about"):
+        table.add_column(column, justify="right")
+    planned = {stage.name: stage for stage in stages}
+    for name in pipeline.stage_names():
+        stage = planned.get(name)
+        if stage is None:
+            table.add_row(name)
+            continue
+        cells = (f"{stage.epochs:.3g}", f"{stage.steps:,}", f"{stage.tokens:,}", f"{stage.trainable:,}")
+        table.add_row(name, *cells, f"{stage.memory / 2**30:.2f} GiB")
+    console.print(table)
+    console.print(f"result: {pipeline.root / 'adapter'}", highlight=False)

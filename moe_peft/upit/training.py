@@ -39,8 +39,8 @@ class Trained:
 
 class _Checkpoints(TrainerCallback):
     """
-    Save at given steps, every `save_steps` and at the end, and mark what is whole. Each save comes with a log, so that the
-    averages of a run that goes on from it begin where they began in a run that was not stopped.
+    Save at given steps, every `save_steps` and at the end, and mark what is whole. Each save comes with a log, so that
+    the averages of a run that goes on from it begin where they began in a run that was not stopped.
     """
 
     def __init__(self, keep: Collection[int]) -> None:

@@ -1,0 +1,390 @@
+"""
+UpIT against its baselines and its own variants, small: a 1M-parameter base, three domains, equal data for every method.
+
+    python benchmarks/upit_study.py run --workers 2     # about two hours on 2 cores; run it again to go on
+    python benchmarks/upit_study.py report              # writes benchmarks/results/upit_study.md
+
+Fixed before the first run:
+- Every method sees the same stream of examples: 2 passes over 720 (240 a domain). Halves are trained like UpIT's stages
+  1 and 4: the first with a constant rate, the second with one that falls to zero. What router initialisation trains on
+  (36 seed examples, 4 passes) is taken from the end of the second half.
+- 5 seeds (data, order, initial values), two replicates of the second half each (another order and routers), averaged.
+- Two orders of the first half: "iid", and "blocks", one domain after the other.
+- Learning rates are tuned for each method on another seed (order iid): the best of 2e-3, 4e-3, 8e-3.
+- Outcome: held-out loss per answer token (60 examples a domain), the mean over domains.
+- Primary contrasts: UpIT against LoRAMoE-SFT, against no router initialisation, against random buckets; averages over
+  both orders, paired by seed, 95 % t intervals. Smallest difference of interest: 0.01.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig, PeftModel, get_peft_model
+from scipy import stats
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.utils import logging as transformers_logging
+from trl import SFTConfig, SFTTrainer
+
+from moe_peft import MoELoraConfig, lora_to_moe
+from moe_peft.upit import expand_experts, init_router, post_train, prepare_experts
+from moe_peft.upit.inputs import in_blocks
+from moe_peft.upit.scoring import example_losses
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from domains import DOMAINS, build
+from tiny_base import ensure_base
+
+SEEDS, REPLICATES, ORDERS = (0, 1, 2, 3, 4), (0, 1), ("iid", "blocks")
+TUNING_SEED, RATES = 100, (2e-3, 4e-3, 8e-3)
+PER_DOMAIN, HELD_OUT, BATCH, PASSES = 240, 60, 8, 1  # passes of each half
+SEED_EXAMPLES, SEED_PASSES = 36, 4
+N, K, R = 8, 2, 8
+FFN = ["gate_proj", "up_proj", "down_proj"]
+INTEREST = 0.01
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the first half's result becomes the model of the second half."""
+
+    first: str = "lora"  # what the first half trains: "lora", "lora_wide" or "moe"
+    experts: str = "checkpoints"  # "checkpoints", "copies", "genetic" or "random" (4 → 8), or "" (go on as it is)
+    buckets: str | None = None
+    objective: str = "positive"
+    train_experts: bool = True
+
+
+UPIT = Method(buckets="perplexity")
+METHODS = {
+    "LoRA, rank r": Method(experts=""),
+    "LoRA, rank k·r": Method("lora_wide", ""),
+    "LoRAMoE-PT": Method("moe", ""),
+    "LoRAMoE-SFT": Method(experts="copies"),
+    "UpIT": UPIT,
+    "UpIT 4→8, genetic": Method(experts="genetic", buckets="perplexity"),
+    "UpIT 4→8, random pairs": Method(experts="random", buckets="perplexity"),
+    "no router initialisation": Method(),
+    "random buckets": Method(buckets="random"),
+    "label buckets": Method(buckets="label"),
+    "relative perplexity": Method(buckets="relative"),
+    "routing vectors only": Method(buckets="perplexity", train_experts=False),
+    "one-vs-rest": Method(buckets="perplexity", objective="one_vs_rest"),
+    "softmax": Method(buckets="perplexity", objective="softmax"),
+}
+PRIMARY = ("LoRAMoE-SFT", "no router initialisation", "random buckets")
+
+
+class Experiment:
+    """All runs of one seed and order; first halves are shared by the methods that begin alike."""
+
+    def __init__(self, base: Path, seed: int, order: str, folder: Path) -> None:
+        self.base, self.seed, self.order, self.folder = base, seed, order, folder
+        self.tokenizer = AutoTokenizer.from_pretrained(base)
+        train, test = build(seed, PER_DOMAIN, HELD_OUT)
+        self.train = self._tokenized(Dataset.from_list(train))
+        self.test = self._tokenized(Dataset.from_list(test))
+
+    def model(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.base)
+
+    def args(self, name: str, **own: Any) -> SFTConfig:
+        folder = Path(tempfile.mkdtemp(dir=self.folder, prefix="state-"))
+        settings = {
+            "per_device_train_batch_size": BATCH,
+            "assistant_only_loss": True,
+            "max_length": 256,
+            "bf16": False,
+            "use_cpu": True,
+            "gradient_checkpointing": False,
+            "logging_steps": 1000,
+            "save_steps": 100_000,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "train_sampling_strategy": "sequential",
+            "num_train_epochs": 1,
+        }
+        return SFTConfig(output_dir=str(folder / name), save_strategy="no", **{**settings, **own})
+
+    def _tokenized(self, rows: Dataset) -> Dataset:
+        trainer = SFTTrainer(
+            model=self.model(), args=self.args("tokenize"), train_dataset=rows, processing_class=self.tokenizer
+        )
+        return trainer.train_dataset
+
+    def stream(self, half: int, replicate: int = 0) -> Dataset:
+        """A half's examples in order, the same for all methods."""
+        if half == 0 and self.order == "blocks":
+            return in_blocks(self.train, "domain", PASSES, self.seed)
+        generator = torch.Generator().manual_seed(1000 * self.seed + 10 * half + replicate)
+        passes = [torch.randperm(len(self.train), generator=generator) for _ in range(PASSES)]
+        return self.train.select(torch.cat(passes).tolist())
+
+    def first_half(self, kind: str, rate: float) -> Path:
+        """Train the first half unless it is there already; returns its folder."""
+        done = self.folder / f"{kind}-{rate:g}"
+        if done.exists():
+            return done
+        partial = Path(tempfile.mkdtemp(dir=self.folder))
+        args = self.args("first", learning_rate=rate, lr_scheduler_type="constant", seed=self.seed)
+        if kind == "moe":
+            set_seed(self.seed)
+            config = MoELoraConfig(num_experts=N, top_k=K, r=R, lora_alpha=2 * R, task_type="CAUSAL_LM")
+            model = get_peft_model(self.model(), config)
+            post_train(model, self.stream(0), args, self.tokenizer, output_dir=partial / "experts" / "0")
+        else:
+            r = R if kind == "lora" else K * R
+            config = LoraConfig(r=r, lora_alpha=2 * r, target_modules=FFN, task_type="CAUSAL_LM")
+            prepare_experts(
+                self.model(), self.stream(0), args, config, self.tokenizer, output_dir=partial, num_experts=N
+            )
+        partial.rename(done)
+        return done
+
+    def second_half(self, method: Method, rate: float, first_rate: float, replicate: int) -> dict[str, float]:
+        """Train a method's second half and return its held-out losses."""
+        first = self.first_half(method.first, first_rate)
+        stream, seed = self.stream(1, replicate), 7000 + 10 * self.seed + replicate
+        if method.experts == "":
+            last = sorted((first / "experts").iterdir(), key=lambda path: int(path.name))[-1]
+            model = PeftModel.from_pretrained(self.model(), last, is_trainable=True)
+        else:
+            set_seed(seed)
+            model = lora_to_moe(self.model(), self.experts(method, first), task_type="CAUSAL_LM", top_k=K)
+        if method.buckets is not None:
+            generator = torch.Generator().manual_seed(seed)
+            chosen = torch.randperm(len(self.train), generator=generator)[:SEED_EXAMPLES]
+            init_router(
+                model,
+                self.train.select(chosen.tolist()),
+                self.args(
+                    "router",
+                    learning_rate=rate,
+                    lr_scheduler_type="constant",
+                    seed=seed,
+                    num_train_epochs=SEED_PASSES,
+                    per_device_eval_batch_size=64,
+                ),
+                self.tokenizer,
+                buckets=method.buckets,
+                objective=method.objective,
+                train_experts=method.train_experts,
+                label_column="domain",
+            )
+            stream = stream.select(range(len(stream) - SEED_EXAMPLES * SEED_PASSES))
+        args = self.args("second", learning_rate=rate, lr_scheduler_type="linear", seed=seed)
+        post_train(model, stream, args, self.tokenizer, output_dir=Path(args.output_dir) / "adapter")
+        return self.losses(model)
+
+    def experts(self, method: Method, first: Path) -> list[Path]:
+        folders = [first / "experts" / str(i) for i in range(N)]
+        if method.experts == "copies":
+            return [folders[-1]] * N
+        if method.experts == "checkpoints":
+            return folders
+        output = Path(tempfile.mkdtemp(dir=self.folder))
+        parents = folders[1::2]
+        return expand_experts(parents, output_dir=output, num_experts=N, method=method.experts, seed=self.seed)[0]
+
+    def losses(self, model: PeftModel) -> dict[str, float]:
+        trainer = SFTTrainer(
+            model=model, args=self.args("test"), train_dataset=self.test, processing_class=self.tokenizer
+        )
+        losses_S1, counts_S = example_losses(trainer, self.test, rows=20)
+        labels = self.test["domain"]
+        found = {}
+        for domain in DOMAINS:
+            own = torch.tensor([label == domain for label in labels])
+            found[domain] = float(losses_S1[own].sum() / counts_S[own].sum())
+        return {**found, "mean": sum(found.values()) / len(found)}
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def work(out: Path, base: Path, worker: int, workers: int) -> None:
+    """One worker's share. Every result is a file of its own, so that any run goes on where the last one stopped."""
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("moe_peft").setLevel(logging.ERROR)
+    results = out / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    rates = tune(out, base, worker, workers)
+    pairs = [(order, seed) for seed in SEEDS for order in ORDERS]
+    for order, seed in pairs[worker::workers]:
+        jobs = [(name, replicate) for replicate in REPLICATES for name in METHODS]
+        missing = [job for job in jobs if not result_path(results, order, seed, *job).exists()]
+        if not missing:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            experiment = Experiment(base, seed, order, Path(folder))
+            for name, replicate in missing:
+                start = time.perf_counter()
+                losses = experiment.second_half(METHODS[name], rates[name], first_rate(name, rates), replicate)
+                record = {"order": order, "seed": seed, "method": name, "replicate": replicate, "loss": losses}
+                write(result_path(results, order, seed, name, replicate), record)
+                print(f"{time.strftime('%H:%M:%S')} {order} {seed} {name} {replicate}: {losses['mean']:.4f}", end=" ")
+                print(f"({time.perf_counter() - start:.0f} s)", flush=True)
+
+
+def first_rate(name: str, rates: dict[str, float]) -> float:
+    """The first half's rate: the method's own, or that of the LoRA whose checkpoints it takes."""
+    method = METHODS[name]
+    return rates[name] if method.experts == "" else rates["LoRA, rank r"]
+
+
+def tune(out: Path, base: Path, worker: int, workers: int) -> dict[str, float]:
+    """Each method's best rate on the tuning seed. LoRA comes first: others begin with its checkpoints."""
+    folder = out / "tuning"
+    folder.mkdir(parents=True, exist_ok=True)
+    names = list(METHODS)
+    own_first = [name for name in names if METHODS[name].experts == ""]
+    with tempfile.TemporaryDirectory() as temporary:
+        experiment: Experiment | None = None
+        best: dict[str, float] = {}
+        for group in (own_first, [name for name in names if name not in own_first]):
+            jobs = [(name, rate) for name in group for rate in RATES]
+            for name, rate in jobs[worker::workers]:
+                path = folder / f"{slug(name)}-{rate:g}.json"
+                if path.exists():
+                    continue
+                experiment = experiment or Experiment(base, TUNING_SEED, "iid", Path(temporary))
+                first = rate if name in own_first else best["LoRA, rank r"]
+                losses = experiment.second_half(METHODS[name], rate, first, 0)
+                write(path, {"method": name, "rate": rate, "loss": losses})
+                print(f"{time.strftime('%H:%M:%S')} tuning {name} {rate:g}: {losses['mean']:.4f}", flush=True)
+            while not all((folder / f"{slug(name)}-{rate:g}.json").exists() for name, rate in jobs):
+                time.sleep(2)  # another worker's
+            for name in group:
+                best[name] = min(RATES, key=lambda rate: read(folder / f"{slug(name)}-{rate:g}.json")["loss"]["mean"])
+    return best
+
+
+def slug(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name)
+
+
+def result_path(results: Path, order: str, seed: int, name: str, replicate: int) -> Path:
+    return results / f"{order}-{seed}-{slug(name)}-{replicate}.json"
+
+
+def write(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value))
+    partial.replace(path)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def report(out: Path, table: Path) -> None:
+    """Tables of what there is so far."""
+    records = [read(path) for path in sorted((out / "results").glob("*.json"))]
+
+    def loss(name: str, order: str, seed: int, domain: str = "mean") -> float | None:
+        """A method's loss, averaged over the replicates; None unless all are there."""
+        wanted = {"method": name, "order": order, "seed": seed}
+        found = [r["loss"][domain] for r in records if all(r[key] == value for key, value in wanted.items())]
+        return sum(found) / len(found) if len(found) == len(REPLICATES) else None
+
+    def difference(name: str, other: str, orders: tuple[str, ...]) -> str:
+        """`name` minus `other`, paired by seed, with its 95 % interval."""
+        values = []
+        for seed in SEEDS:
+            pairs = [(loss(name, order, seed), loss(other, order, seed)) for order in orders]
+            if all(None not in pair for pair in pairs):
+                values.append(sum(a - b for a, b in pairs) / len(pairs))
+        if len(values) < 2:
+            return "–"
+        mean = sum(values) / len(values)
+        error = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
+        half = error * stats.t.ppf(0.975, len(values) - 1)
+        return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
+
+    complete = [s for s in SEEDS if all(loss(name, order, s) is not None for name in METHODS for order in ORDERS)]
+    lines = [
+        "# UpIT against its baselines, small",
+        "",
+        "Made by `python benchmarks/upit_study.py run --workers 2` and `… report`; the script's head says what was",
+        f"fixed beforehand. Seeds with all runs: {len(complete)} of {len(SEEDS)}. Lower is better.",
+        "",
+        "## Primary contrasts (UpIT minus the other, both orders)",
+        "",
+        "| UpIT against | difference | iid | blocks |",
+        "|---|---|---|---|",
+    ]
+    for other in PRIMARY:
+        cells = [difference("UpIT", other, orders) for orders in (ORDERS, ("iid",), ("blocks",))]
+        lines.append(f"| {other} | {' | '.join(cells)} |")
+    lines += ["", f"Smallest difference of interest: {INTEREST}.", "", "## Held-out loss", ""]
+    rates = {}
+    for path in (out / "tuning").glob("*.json"):
+        record = read(path)
+        rates.setdefault(record["method"], []).append((record["loss"]["mean"], record["rate"]))
+    for order in ORDERS:
+        lines += [
+            f"First half {order}:",
+            "",
+            f"| method | rate | {' | '.join(DOMAINS)} | mean | mean minus LoRAMoE-SFT's |",
+            f"|---|---|{'---|' * (len(DOMAINS) + 2)}",
+        ]
+        for name in METHODS:
+            cells = []
+            for domain in (*DOMAINS, "mean"):
+                values = [value for s in SEEDS if (value := loss(name, order, s, domain)) is not None]
+                cells.append(f"{sum(values) / len(values):.4f}" if values else "–")
+            versus = "" if name == "LoRAMoE-SFT" else difference(name, "LoRAMoE-SFT", (order,))
+            rate = f"{min(rates[name])[1]:g}" if name in rates else "–"
+            lines.append(f"| {name} | {rate} | {' | '.join(cells)} | {versus} |")
+        lines.append("")
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "report"])
+    parser.add_argument("--out", type=Path, default=Path(".cache/upit-study"))
+    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="trained when missing")
+    parser.add_argument("--table", type=Path, default=Path("benchmarks/results/upit_study.md"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.command == "report":
+        report(args.out, args.table)
+    elif args.worker is not None:
+        work(args.out, args.base, args.worker, args.workers)
+    else:
+        ensure_base(args.base, 0)
+        command = [sys.executable, __file__, "run", "--out", str(args.out), "--base", str(args.base)]
+        command += ["--workers", str(args.workers), "--worker"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes = [subprocess.Popen([*command, str(i)], env=environment) for i in range(args.workers)]
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            sys.exit(f"a worker failed: {codes}")
+        report(args.out, args.table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What a run will take, found without loading a weight: steps, tokens, trainable parameters, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import PartialState, init_empty_weights
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from trl import SFTConfig
+
+from . import inputs
+from .config import Recipe
+from .pipeline import UpIT, budget
+
+_SAMPLED_ROWS = 500  # for the mean length
+_STATE_BYTES = 16  # of a trainable parameter: weight, gradient and Adam's two moments in float32
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """
+    One stage. `memory` is an estimate for one device in bytes: base weights, 16 bytes per trainable parameter, and
+    activations of one batch (what gradient checkpointing keeps, or all of them). Nothing is sharded in it.
+    """
+
+    name: str
+    epochs: float
+    steps: int
+    tokens: int
+    trainable: int
+    memory: int
+
+
+def plan(pipeline: UpIT) -> list[StagePlan]:
+    """
+    The stages of a run that train.
+
+    Steps are exact unless packing or truncation to `max_length` changes the number of rows; tokens come from the mean
+    length of up to 500 rows.
+    """
+    r = pipeline.recipe
+    pipeline.join_processes()
+    config = inputs.load_config(r.model)
+    with init_empty_weights():
+        empty = AutoModelForCausalLM.from_config(config)
+    base = _base_bytes(r, empty)
+    lora = _trainable(empty, pipeline.lora_config(empty))
+    moe, routers = _trainable_moe(empty, r)
+    passes = budget(r)
+    found = []
+    for name in pipeline.stage_names():
+        if name not in ("prepare", "router_init", "post_train"):
+            continue
+        args = pipeline.sft_config(name, pipeline.root)
+        rows, length = _rows_and_length(pipeline, args)
+        epochs = getattr(passes, name)
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
+        if name == "router_init":
+            seeds = min(rows, max(r.num_experts, round(r.router_init.seed_fraction * rows)))
+            seen = seeds * r.router_init.num_train_epochs
+            steps, trainable = -(-seen // batch), moe if r.router_init.train_experts else routers
+        else:
+            steps = max(1, round(epochs * rows / batch))
+            frozen = name == "post_train" and (r.method == "self_moe" or not r.post_train.train_experts)
+            trainable = lora if name == "prepare" else routers if frozen else moe
+        resident = base + 4 * (lora if name == "prepare" else moe) + (_STATE_BYTES - 4) * trainable
+        memory = resident + _activation_bytes(config, args, length)
+        found.append(StagePlan(name, epochs, steps, round(steps * batch * length), trainable, memory))
+    return found
+
+
+def _rows_and_length(pipeline: UpIT, args: SFTConfig) -> tuple[int, float]:
+    """Training rows and their mean number of tokens."""
+    data = pipeline.train_data
+    stride = max(1, len(data) // _SAMPLED_ROWS)
+    limit = args.max_length or float("inf")
+    lengths = [row_tokens(pipeline.tokenizer, data[i]) for i in range(0, len(data), stride)]
+    mean = sum(min(length, limit) for length in lengths) / len(lengths)
+    if args.packing and args.max_length:
+        whole = len(data) * sum(lengths) / len(lengths)
+        return max(1, round(whole / args.max_length)), float(args.max_length)
+    return len(data), mean
+
+
+def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> int:
+    """
+    Tokens of a row, before truncation, in the formats that TRL takes.
+
+    Raises:
+        ValueError: a row of no known format.
+    """
+    if "messages" in row:
+        return len(tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"])
+    if "prompt" in row and "completion" in row:
+        whole = row["prompt"] + row["completion"]
+        if isinstance(whole, list):
+            return len(tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"])
+        return len(tokenizer(whole)["input_ids"]) + 1  # TRL adds the end
+    if "text" in row:
+        return len(tokenizer(row["text"])["input_ids"]) + 1
+    raise ValueError(f"data.train: columns {sorted(row)}: needs messages, or prompt and completion, or text")
+
+
+def _trainable(model: PreTrainedModel, config: Any) -> int:
+    adapted = get_peft_model(model, config)
+    count = adapted.get_nb_trainable_parameters()[0]
+    adapted.unload()
+    return count
+
+
+def _trainable_moe(model: PreTrainedModel, recipe: Recipe) -> tuple[int, int]:
+    """Parameters of the MoE adapter, and of its routers alone."""
+    if recipe.method == "lora":
+        return 0, 0
+    adapted = get_peft_model(model, recipe.moe_config())
+    sizes = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
+    adapted.unload()
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if "moe_lora_router" in name)
+
+
+def _base_bytes(recipe: Recipe, model: PreTrainedModel) -> int:
+    dtype = recipe.model.dtype
+    kind = getattr(torch, dtype) if dtype != "auto" else getattr(model.config, "dtype", None) or torch.float32
+    quantization = recipe.model.quantization or {}
+    packed = 0.55 if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else None
+    head = model.get_output_embeddings()
+    total = 0.0
+    for module in model.modules():
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        linear = isinstance(module, torch.nn.Linear) and module is not head and packed is not None
+        total += own * (packed if linear and packed is not None else kind.itemsize)
+    return round(total)
+
+
+def _activation_bytes(config: Any, args: SFTConfig, length: float) -> int:
+    """Of one batch: every layer's input, and what backward needs of one layer (of all without checkpointing)."""
+    text = config.get_text_config()
+    width = 2 if args.bf16 or args.fp16 else 4
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    per_layer = 10 * hidden + 8 * inner  # attention and norms; two slots of gate, up and their product
+    kept = layers * hidden + per_layer if args.gradient_checkpointing else layers * per_layer
+    return round(args.per_device_train_batch_size * length * kept * width)

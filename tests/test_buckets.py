@@ -1,0 +1,89 @@
+"""Seed examples to experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from moe_peft.upit.buckets import (
+    bucket_schedule,
+    label_buckets,
+    perplexity_buckets,
+    random_buckets,
+    relative_perplexity,
+)
+
+
+def algorithm_3(perplexities, n, capacity):
+    """The paper's Algorithm 3, word for word."""
+    buckets = [[] for _ in range(n)]
+    for i, row in enumerate(perplexities):
+        ordered = sorted((p, j) for j, p in enumerate(row))
+        for _, j in ordered:
+            if len(buckets[j]) < capacity:
+                buckets[j].append(i)
+                break
+    return buckets
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_perplexity_buckets_are_algorithm_3(seed):
+    generator = torch.Generator().manual_seed(seed)
+    examples, n = (int(torch.randint(1, high, (), generator=generator)) for high in (60, 9))
+    perplexity = torch.rand(examples, n, generator=generator, dtype=torch.float64).mul(4).round() + 1  # with ties
+    for capacity in (None, 1, 3):
+        wanted = capacity or -(-examples // n)
+        assert perplexity_buckets(perplexity, capacity) == algorithm_3(perplexity.tolist(), n, wanted)
+    buckets = perplexity_buckets(perplexity)
+    assert sorted(example for bucket in buckets for example in bucket) == list(range(examples))
+
+
+def test_relative_perplexity_takes_out_how_good_an_expert_is_in_general():
+    specialist = torch.tensor([[2.0, 6.0], [2.0, 5.0], [8.0, 3.0]], dtype=torch.float64)
+    worse = specialist * torch.tensor([1.0, 10.0])  # expert 1 is ten times as perplexed by everything
+    assert perplexity_buckets(worse, 3) == [[0, 1, 2], []]
+    assert perplexity_buckets(relative_perplexity(worse), 3) == [[0, 1], [2]]
+    torch.testing.assert_close(relative_perplexity(worse), relative_perplexity(specialist))
+    torch.testing.assert_close(relative_perplexity(worse).log().mean(0), torch.zeros(2, dtype=torch.float64))
+
+
+def test_random_buckets_deal_out_every_example_evenly():
+    buckets = random_buckets(22, 4, seed=3)
+    assert sorted(example for bucket in buckets for example in bucket) == list(range(22))
+    assert sorted(map(len, buckets)) == [5, 5, 6, 6]
+    assert buckets == random_buckets(22, 4, seed=3) != random_buckets(22, 4, seed=4)
+
+
+def test_label_buckets():
+    labels = ["code", "prose", "code", "code", "sums", "prose"]
+    assert label_buckets(labels, 6) == [[0, 3], [1], [4], [2], [5], []]
+    given = {"code": [0, 1], "prose": [1], "sums": [2]}
+    assert label_buckets(labels, 3, given) == [[0, 2], [1, 3, 5], [4]]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: label_buckets(["a", "b", "c"], 2), "3 labels for 2 experts"),
+        (lambda: label_buckets(["a", "b"], 2, {"a": [0]}), "no experts for the label 'b' of example 1"),
+        (lambda: label_buckets(["a"], 2, {"a": [2]}), "name experts from 0 to 1"),
+        (lambda: perplexity_buckets(torch.tensor([[1.0, float("nan")]])), r"no perplexity for examples \[0\]"),
+        (lambda: perplexity_buckets(torch.ones(3, 2), 0), "capacity=0"),
+    ],
+)
+def test_wrong_inputs(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_schedule_passes_over_every_bucket_each_epoch_with_experts_in_turn():
+    buckets = [[0, 1, 2, 3], [4, 5, 6], [7], []]
+    schedule = bucket_schedule(buckets, epochs=3, seed=0)
+    assert schedule == bucket_schedule(buckets, epochs=3, seed=0) != bucket_schedule(buckets, epochs=3, seed=1)
+    assert Counter(schedule) == {(example, i): 3 for i, bucket in enumerate(buckets) for example in bucket}
+    epochs = [schedule[i : i + 8] for i in (0, 8, 16)]
+    assert all(sorted(example for example, _ in epoch) == list(range(8)) for epoch in epochs)
+    assert [expert for _, expert in epochs[0]] == [0, 1, 2, 0, 1, 0, 1, 0]
+    assert len({tuple(epoch) for epoch in epochs}) == 3  # shuffled anew

@@ -1,0 +1,137 @@
+"""Similarity, DARE and expansion against plain transcriptions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from moe_peft.experts import dare_merge, displacement_inner, expand, update_inner, values_inner
+
+MODULES = {"layers.0.up": (3, 7, 5), "layers.0.down": (3, 5, 7), "layers.1.up": (2, 7, 5)}  # r, in, out
+
+
+def experts(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            f"base_model.model.{name}.lora_{kind}.weight": torch.randn(shape, generator=generator)
+            for name, (r, m, n) in MODULES.items()
+            for kind, shape in (("A", (r, m)), ("B", (n, r)))
+        }
+        for _ in range(count)
+    ]
+
+
+def updates(expert):
+    """Every B A in full, flattened into one vector."""
+    names = [f"base_model.model.{name}" for name in MODULES]
+    full = [expert[f"{name}.lora_B.weight"].double() @ expert[f"{name}.lora_A.weight"].double() for name in names]
+    return torch.cat([matrix.flatten() for matrix in full])
+
+
+def flat(expert):
+    return torch.cat([expert[name].double().flatten() for name in sorted(expert)])
+
+
+def cosine(a, b):
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
+
+
+def test_inner_products_are_those_of_the_full_vectors():
+    a, b, start = experts(3)
+    assert update_inner(a, b) == pytest.approx(float(updates(a) @ updates(b)), rel=1e-12)
+    assert values_inner(a, b) == pytest.approx(float(flat(a) @ flat(b)), rel=1e-12)
+    expected = float((flat(a) - flat(start)) @ (flat(b) - flat(start)))
+    assert displacement_inner(start)(a, b) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("similarity", ["update", "values", "displacement"])
+@pytest.mark.parametrize("seed", range(3))
+def test_genetic_expansion_is_algorithm_2(similarity, seed):
+    start, *parents = experts(4, seed)
+    vector = {"update": updates, "values": flat, "displacement": lambda e: flat(e) - flat(start)}[similarity]
+    family, descents = expand(parents, 8, similarity=similarity, drop_rate=0.3, seed=seed, initial=start)
+    assert len(family) == 8 and len(descents) == 5
+    assert all(given is kept for given, kept in zip(parents, family, strict=False))
+
+    generator = torch.Generator().manual_seed(seed)
+    so_far = list(parents)
+    for descent in descents:  # the algorithm as printed: all pairs, every time
+        pairs = list(itertools.combinations(range(len(so_far)), 2))
+        j, k = min(pairs, key=lambda pair: cosine(vector(so_far[pair[0]]), vector(so_far[pair[1]])))
+        assert descent.parents == (j, k) and descent.expert == len(so_far)
+        assert descent.similarity == pytest.approx(cosine(vector(so_far[j]), vector(so_far[k])), rel=1e-9)
+        alpha = float(torch.rand((), generator=generator))
+        assert descent.alpha == alpha and descent.drop_rate == 0.3
+        child = {}
+        for name in sorted(parents[0]):
+            keep_j, keep_k = (torch.rand(so_far[j][name].shape, generator=generator) >= 0.3 for _ in range(2))
+            whole = alpha * so_far[j][name] * keep_j + (1 - alpha) * so_far[k][name] * keep_k
+            child[name] = whole / 0.7
+        made = family[descent.expert]
+        assert made.keys() == child.keys()
+        for name in child:
+            torch.testing.assert_close(made[name], child[name], rtol=1e-6, atol=1e-6)
+        so_far.append(made)
+
+
+def test_each_step_computes_only_the_newest_experts_similarities(monkeypatch):
+    calls = []
+    monkeypatch.setattr("moe_peft.experts.update_inner", lambda a, b: calls.append(1) or update_inner(a, b))
+    expand(experts(4), 8)
+    assert len(calls) == sum(range(1, 8))  # a row of the Gram matrix per expert that was compared, each pair once
+
+
+def test_dare_drops_and_rescales():
+    a = {"w": torch.ones(200_000)}
+    b = {"w": torch.full((200_000,), 100.0)}
+    child = dare_merge(a, b, 0.25, 0.4, torch.Generator().manual_seed(0))["w"].double()
+    values = {0.0: 0.16, 0.25 / 0.6: 0.24, 75 / 0.6: 0.24, 75.25 / 0.6: 0.36}  # dropped in both, in b, in a, in none
+    for value, probability in values.items():
+        share = (child - value).abs().lt(1e-4).double().mean()
+        assert float(share) == pytest.approx(probability, abs=0.005)
+    assert float(child.mean()) == pytest.approx(0.25 + 75, rel=0.01)  # unbiased
+    kept = dare_merge(a, b, 0.25, 0.0, torch.Generator())["w"]
+    torch.testing.assert_close(kept, torch.full((200_000,), 75.25))
+
+
+def test_dtype_of_experts_is_kept():
+    halves = [{name: tensor.bfloat16() for name, tensor in expert.items()} for expert in experts(2)]
+    family, _ = expand(halves, 3)
+    assert {tensor.dtype for tensor in family[2].values()} == {torch.bfloat16}
+
+
+def test_random_pairs_and_seeds():
+    parents = experts(4)
+    first, again, other = (expand(parents, 12, method="random", seed=seed) for seed in (0, 0, 1))
+    assert first[1] == again[1] != other[1]
+    for one, two in zip(first[0], again[0], strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    assert len({descent.parents for descent in first[1]}) > 3
+    assert all(descent.similarity is None and descent.parents[0] < descent.parents[1] for descent in first[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_experts": 2}, "num_experts=2: 3 experts are given"),
+        ({"method": "best"}, "method='best'"),
+        ({"similarity": "euclid"}, "similarity='euclid'"),
+        ({"drop_rate": 1.0}, "drop_rate=1.0"),
+        ({"method": "none"}, "method='none' makes none"),
+        ({"similarity": "displacement"}, "initial values are unknown"),
+    ],
+)
+def test_wrong_settings(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        expand(experts(3), **{"num_experts": 4, **arguments})
+
+
+def test_experts_that_differ_are_refused():
+    one, two = experts(2)
+    two = dict(two)
+    two.popitem()
+    with pytest.raises(ValueError, match=r"experts\[1\] differs"):
+        expand([one, two], 3)

@@ -1,0 +1,270 @@
+"""Training all experts at once under forced routing gives what training each by itself gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import tiny_llama
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn.functional import cross_entropy, softplus
+from trl import SFTConfig, SFTTrainer
+from upit_case import rows
+
+from moe_peft import force_experts, lora_to_moe
+from moe_peft.upit.router_init import RouterInitTrainer, init_router, routing_loss
+from moe_peft.upit.scoring import example_losses
+
+N, R = 4, 3
+FFN = ["gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory):
+    """Folders of N LoRA adapters with random weights."""
+    folders = []
+    for i in range(N):
+        config = LoraConfig(r=R, lora_alpha=6, target_modules=FFN, init_lora_weights=False, task_type="CAUSAL_LM")
+        folders.append(tmp_path_factory.mktemp(f"lora-{i}"))
+        base = tiny_llama()
+        torch.manual_seed(i)  # after `tiny_llama`, which seeds
+        model = get_peft_model(base, config)
+        model.save_pretrained(folders[-1])
+    return folders
+
+
+def moe(loras, mixing="output", **settings):
+    base = tiny_llama()
+    torch.manual_seed(9)
+    return lora_to_moe(base, loras, task_type="CAUSAL_LM", mixing=mixing, **settings)
+
+
+def arguments(folder, **own):
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return SFTConfig(output_dir=str(folder), **{**defaults, **own})
+
+
+def make_trainer(loras, tokenizer, folder, mixing="output", objective="positive", **own):
+    return RouterInitTrainer(
+        model=moe(loras, mixing),
+        args=arguments(folder, router_aux_loss_coef=0.0, **own),
+        train_dataset=Dataset.from_list(rows(12)),
+        processing_class=tokenizer,
+        objective=objective,
+        alpha=0.3,
+    )
+
+
+def batch(trainer, experts):
+    """A batch with padding, one example per given expert."""
+    inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(len(experts))])
+    assert (inputs["attention_mask"] == 0).any() and (inputs["labels"] == -100).any()
+    return {**inputs, "expert": torch.tensor(experts)}
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_a_row_forced_to_an_expert_gives_the_logits_of_plain_lora(mixing, loras):
+    ids = torch.randint(3, 128, (6, 11), generator=torch.Generator().manual_seed(0))
+    experts = [2, 0, 3, 1, 0, 2]
+    model = moe(loras, mixing).eval()
+    with torch.no_grad(), force_experts(model, torch.tensor(experts)):
+        forced = model(input_ids=ids).logits
+    for row, expert in enumerate(experts):
+        plain = PeftModel.from_pretrained(tiny_llama(), loras[expert]).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(forced[row], plain(input_ids=ids[row : row + 1]).logits[0], rtol=1e-5, atol=1e-5)
+    with torch.no_grad():  # and it is over after the block
+        assert not torch.allclose(model(input_ids=ids).logits, forced, atol=1e-3)
+
+
+def test_forcing_per_token_and_restoring(loras):
+    model = moe(loras).eval()
+    ids = torch.randint(3, 128, (2, 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), force_experts(model, torch.tensor([1, 3])):
+        by_row = model(input_ids=ids).logits
+        with force_experts(model, torch.tensor([0])):
+            pass
+        torch.testing.assert_close(model(input_ids=ids).logits, by_row)
+        with force_experts(model, torch.tensor([1] * 5 + [3] * 5)):
+            torch.testing.assert_close(model(input_ids=ids).logits, by_row)
+    with pytest.raises(ValueError, match="every layer has 0 to 3"), force_experts(model, torch.tensor([4])):
+        pass
+    with pytest.raises(ValueError, match="has no MoE-LoRA router"), force_experts(tiny_llama(), torch.tensor([0])):
+        pass
+
+
+def separate_losses(folder, router_rows, example, alpha):
+    """One example through a model with one plain LoRA and its own routing vectors [L][d]: both losses and gradients."""
+    model = PeftModel.from_pretrained(tiny_llama(), folder, is_trainable=True)
+    seen: list[torch.Tensor] = []
+    for layer in model.get_base_model().model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    vectors = [row.detach().clone().requires_grad_() for row in router_rows]
+    ids, labels = torch.tensor([example["input_ids"]]), torch.tensor([example["labels"]])
+    logits = model(input_ids=ids).logits
+    lm = cross_entropy(logits[0, :-1], labels[0, 1:])
+    aux = torch.stack([softplus(-(x[0] @ r)).mean() for x, r in zip(seen, vectors, strict=True)]).mean()
+    (alpha * lm + (1 - alpha) * aux).backward()
+    weights = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return lm.item(), aux.item(), weights, [r.grad for r in vectors]
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_joint_training_has_the_losses_and_gradients_of_separate_models(mixing, loras, tokenizer, tmp_path):
+    trainer = make_trainer(loras, tokenizer, tmp_path, mixing)
+    experts = [2, 0, 3, 2]  # expert 1 has no row
+    inputs = batch(trainer, experts)
+    model = trainer.model.train()
+    with force_experts(model, inputs["expert"]):
+        lm, aux, _ = trainer.row_losses(model, inputs)
+        (0.3 * lm + 0.7 * aux).mean().backward()
+    layers = [layer.mlp for layer in model.get_base_model().model.layers]
+    expected = {}
+    routers = [torch.zeros_like(layer.moe_lora_router["default"].weight) for layer in layers]
+    for row, expert in enumerate(experts):
+        vectors = [layer.moe_lora_router["default"].weight[expert] for layer in layers]
+        one_lm, one_aux, weights, r_grads = separate_losses(
+            loras[expert], vectors, trainer.train_dataset[row], alpha=0.3
+        )
+        assert lm[row].item() == pytest.approx(one_lm, rel=1e-5)
+        assert aux[row].item() == pytest.approx(one_aux, rel=1e-5)
+        for name, grad in weights.items():
+            key = (expert, name.removeprefix("base_model.model."))
+            expected[key] = expected.get(key, 0) + grad / len(experts)
+        for total, grad in zip(routers, r_grads, strict=True):
+            total[expert] += grad / len(experts)
+    for i, layer in enumerate(layers):
+        torch.testing.assert_close(layer.moe_lora_router["default"].weight.grad, routers[i], rtol=1e-4, atol=1e-8)
+        A, B = layer.expert_parameters("default")
+        for projection in FFN:
+            for expert in range(N):
+                name = f"model.layers.{i}.mlp.{projection}.lora_{{}}.default.weight"
+                for kind, grad in (("A", A[projection].grad[expert]), ("B", B[projection].grad[expert].T)):
+                    want = expected.get((expert, name.format(kind)), torch.zeros_like(grad))
+                    torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("objective", ["positive", "one_vs_rest", "softmax"])
+def test_routing_loss_is_that_of_a_plain_loop(objective):
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(3 * 5, N, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
+    experts = torch.tensor([3, 0, 2])
+    reference = []
+    for row in range(3):
+        losses = []
+        for layer in logits:
+            for position in range(5):
+                if mask[row, position]:
+                    token, i = layer[row * 5 + position], int(experts[row])
+                    p = torch.sigmoid(token)
+                    if objective == "positive":
+                        losses.append(-p[i].log())
+                    elif objective == "one_vs_rest":
+                        losses.append(-sum(p[j].log() if j == i else (1 - p[j]).log() for j in range(N)) / N)
+                    else:
+                        losses.append(-token.softmax(-1)[i].log())
+        reference.append(sum(losses) / len(losses))
+    reference = torch.stack(reference)
+    loss = routing_loss(logits, experts, mask, objective)
+    torch.testing.assert_close(loss, reference, rtol=1e-12, atol=0)
+    weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss @ weights, logits), torch.autograd.grad(reference @ weights, logits), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_every_expert_is_scored_as_its_plain_lora_is(loras, tokenizer, tmp_path):
+    trainer = make_trainer(loras, tokenizer, tmp_path)
+    losses, counts = example_losses(trainer, trainer.train_dataset, N, rows=9)
+    assert losses.shape == (12, N)
+    for expert in range(N):
+        plain = PeftModel.from_pretrained(tiny_llama(), loras[expert]).eval()
+        for i, example in enumerate(trainer.train_dataset):
+            ids, labels = torch.tensor([example["input_ids"]]), torch.tensor([example["labels"]])
+            with torch.no_grad():
+                logits = plain(input_ids=ids).logits
+            expected = cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
+            assert losses[i, expert].item() == pytest.approx(expected.item(), rel=1e-5)
+            assert counts[i] == (labels != -100).sum() < len(example["input_ids"])  # answers only
+
+
+@pytest.mark.parametrize("buckets", ["perplexity", "relative", "label", "random"])
+def test_init_router_trains_experts_and_routers(buckets, loras, tokenizer, tmp_path):
+    model = moe(loras)
+    before = copy.deepcopy(model.state_dict())
+    data = Dataset.from_list(rows(12))
+    args = arguments(tmp_path, num_train_epochs=3)
+    result = init_router(model, data, args, tokenizer, buckets=buckets, label_column="domain")
+    assert sorted(example for bucket in result.buckets for example in bucket) == list(range(12))
+    if buckets in ("perplexity", "relative"):
+        assert result.perplexity.shape == (12, N) and max(map(len, result.buckets)) == 3
+    if buckets == "label":
+        assert all(len({i % 3 for i in bucket}) == 1 for bucket in result.buckets)
+    assert result.trained.metrics()["steps"] == 9
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "moe_lora_" in name}
+    history = result.trained.history
+    assert {"lm_loss", "routing_loss", "loss"} <= history[0].keys()
+    copy.deepcopy(model)  # nothing of the training stays on the model
+
+
+def test_routing_vectors_only(loras, tokenizer, tmp_path):
+    model = moe(loras)
+    before = copy.deepcopy(model.state_dict())
+    init_router(model, Dataset.from_list(rows(8)), arguments(tmp_path), tokenizer, train_experts=False)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "moe_lora_router" in name}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ],
+    ids=["accumulation", "checkpointing", "reentrant checkpointing"],
+)
+def test_same_training_however_it_is_done(own, loras, tokenizer, tmp_path):
+    trained = {}
+    for name, arguments_ in (("plain", {}), ("other", own)):
+        model = moe(loras)
+        # SGD, so that rounding is not blown up.
+        args = arguments(tmp_path / name, optim="sgd", learning_rate=0.1, max_grad_norm=0.0, **arguments_)
+        init_router(model, Dataset.from_list(rows(12)), args, tokenizer, objective="softmax")
+        trained[name] = {key: value for key, value in model.state_dict().items() if "moe_lora_" in key}
+    for key, value in trained["plain"].items():
+        torch.testing.assert_close(trained["other"][key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_expert_losses_fall_on_their_buckets(loras, tokenizer, tmp_path):
+    model = moe(loras)
+    data = Dataset.from_list(rows(12))
+    args = arguments(tmp_path, num_train_epochs=15, lr_scheduler_type="constant")
+    result = init_router(model, data, args, tokenizer, objective="softmax")
+    trainer = SFTTrainer(
+        model=model, args=arguments(tmp_path / "after"), train_dataset=data, processing_class=tokenizer
+    )
+    losses, counts = example_losses(trainer, trainer.train_dataset, N)
+    after = (losses / counts.unsqueeze(1)).exp()
+    for expert, bucket in enumerate(result.buckets):
+        assert (after[bucket, expert] < 0.8 * result.perplexity[bucket, expert]).all()
+
+
+def test_packing_is_refused(loras, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="packing and padding_free must be off"):
+        init_router(moe(loras), Dataset.from_list(rows(8)), arguments(tmp_path, packing=True), tokenizer)

@@ -1,0 +1,83 @@
+"""Recipes: what is refused, and how."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from moe_peft.upit import load_recipe, recipe_from_dict
+from moe_peft.upit.pipeline import budget
+
+MINIMAL = {"output_dir": "out", "model": {"name_or_path": "base"}, "data": {"train": "train.jsonl"}}
+
+
+def recipe(**settings):
+    return recipe_from_dict({**MINIMAL, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_expert": 4}, "num_expert: unknown key; did you mean 'num_experts'?"),
+        ({"prepare": {"selectoin": "uniform"}}, "prepare.selectoin: unknown key; did you mean 'selection'?"),
+        ({"sft": {"learning_rat": 1}}, "sft.learning_rat: unknown key; did you mean 'learning_rate'?"),
+        ({"post_train": {"sft": {"foo": 1}}}, "post_train.sft.foo: unknown key"),
+        (
+            {"post_train": {"sft": {"max_steps": 9}}},
+            "post_train.sft.max_steps: the recipe's budget and resuming decide",
+        ),
+        ({"adapter": {"rank": 3}}, "adapter.rank: unknown key"),
+        ({"adapter": {"r": 0}}, "r=0"),
+        ({"adapter": {"top_k": 9}}, "top_k=9"),
+        ({"method": "mola"}, "method='mola': Input should be 'upit', 'lora'"),
+        ({"num_experts": "many"}, "num_experts='many': Input should be a valid integer"),
+        ({"num_experts": 1}, "num_experts=1: out of range"),
+        ({"prepare_share": 1.0}, "prepare_share=1.0: out of range"),
+        ({"router_init": {"seed_fraction": 0}}, "router_init.seed_fraction=0.0: out of range"),
+        ({"router_init": {"buckets": "label"}}, "data.label_column=None"),
+        ({"prepare": {"order": "blocks"}}, "data.label_column=None"),
+        ({"prepare": {"adapters": []}}, r"prepare.adapters=\[\]: out of range"),
+        ({"prepare": {"num_experts": 4}, "expand": {"method": "none"}}, "stage 1 gives 4, expand.method='none'"),
+        ({"model": {}}, "model.name_or_path: Field required"),
+        ({"data": {"train": 3}}, "data.train=3"),
+        ({"router_init": 3}, "router_init=3"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name_in_one_line(settings, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        recipe(**settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_yaml_and_overrides(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "sft": {"packing": False}}) + "num_train_epochs: 2e0\n")
+    loaded = load_recipe(path, ["sft.learning_rate=1e-4", "prepare.selection=uniform", "method=lora", "num_experts=6"])
+    assert loaded.sft == {"packing": False, "learning_rate": 1e-4}
+    assert (loaded.num_train_epochs, loaded.prepare.selection, loaded.method, loaded.num_experts) == (
+        2,
+        "uniform",
+        "lora",
+        6,
+    )
+    for override, message in (("foo", "an override is key=value"), ("method.x=1", "'method' is no section")):
+        path.write_text(yaml.safe_dump({**MINIMAL, "method": "upit"}))
+        with pytest.raises(ValueError, match=message):
+            load_recipe(path, [override])
+    path.write_text("- 1\n")
+    with pytest.raises(ValueError, match="a recipe is a mapping"):
+        load_recipe(path)
+    with pytest.raises(FileNotFoundError):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_every_method_has_the_same_budget():
+    for method in ("upit", "lora", "loramoe_pt", "loramoe_sft", "self_moe"):
+        passes = budget(recipe(method=method, num_train_epochs=4, prepare_share=0.5))
+        assert passes.prepare + passes.router_init + passes.post_train == pytest.approx(4), method
+    upit = budget(recipe(router_init={"seed_fraction": 0.1, "num_train_epochs": 4}))
+    assert (upit.prepare, upit.router_init) == (2, 0.4)
+    given = budget(recipe(prepare={"adapters": ["a"]}, router_init={"buckets": "none"}))
+    assert (given.prepare, given.router_init, given.post_train) == (0, 0, 4)
+    with pytest.raises(ValueError, match="stage 4 is left with none"):
+        budget(recipe(router_init={"seed_fraction": 1, "num_train_epochs": 2}))

@@ -1,0 +1,351 @@
+"""The pipeline: stages, presets, what a changed setting redoes, given experts, several processes, the command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import tiny_llama
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from upit_case import make_case
+
+import moe_peft
+from moe_peft.adapter.layer import MoELoraLayer
+from moe_peft.cli import main
+from moe_peft.upit import UpIT, recipe_from_dict
+from moe_peft.upit.plan import plan
+from moe_peft.upit.prepare import checkpoint_steps, select_checkpoints
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    return make_case(tmp_path_factory.mktemp("case"), tokenizer)
+
+
+def run(case, folder, **settings):
+    pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(folder / "out"), **settings}))
+    pipeline.run()
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def upit(case, tmp_path_factory):
+    return run(case, tmp_path_factory.mktemp("upit"))
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_taken_at_equal_intervals_and_selected():
+    assert checkpoint_steps(24, 6) == [4, 8, 12, 16, 20, 24]
+    assert checkpoint_steps(10, 4) == [2, 5, 8, 10]
+    steps = checkpoint_steps(160, 16)
+    assert select_checkpoints(steps, 8, "back_half") == steps[8:]
+    assert select_checkpoints(steps, 8, "front_half") == steps[:8]
+    assert select_checkpoints(steps, 8, "uniform") == steps[1::2]
+    assert select_checkpoints(steps, 4, "back_half") == [100, 120, 140, 160]
+    with pytest.raises(ValueError, match="num_experts=9: selection='back_half' of 16 checkpoints leaves 8"):
+        select_checkpoints(steps, 9, "back_half")
+    with pytest.raises(ValueError, match="num_checkpoints=3: must be from 1 to the number of steps, 2"):
+        checkpoint_steps(2, 3)
+
+
+def test_result_is_an_adapter_like_any_other(upit):
+    model = AutoPeftModelForCausalLM.from_pretrained(upit.root / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(upit.root / "adapter")
+    config = model.peft_config["default"]
+    assert config.peft_type == "MOE_LORA" and config.num_experts == 4 and config.r == 4 and config.lora_alpha == 8
+    assert config.lora_dropout == 0.1 and config.mixing == "output"
+    model.generate(**tokenizer("w3 w5", return_tensors="pt"), max_new_tokens=3)
+    assert "import moe_peft" in (upit.root / "adapter" / "README.md").read_text()
+
+
+def test_stages_hand_on_what_they_made(upit):
+    """Experts of stage 1 → stage 2 → what stage 3 begins with; stage 3's result is what stage 4 begins with."""
+    first = [load_file(upit.root / "prepare" / "experts" / str(i) / WEIGHTS) for i in range(3)]
+    assert not any(torch.equal(first[0][name], first[1][name]) for name in first[0] if "lora_B" in name)
+    initial = load_file(upit.root / "prepare" / "initial" / WEIGHTS)
+    assert all(not tensor.any() for name, tensor in initial.items() if "lora_B" in name)
+    expanded = [upit.root / "expand" / "experts" / str(i) for i in range(4)]
+    for i in range(3):
+        assert (expanded[i] / WEIGHTS).read_bytes() == (
+            upit.root / "prepare" / "experts" / str(i) / WEIGHTS
+        ).read_bytes()
+    (descent,) = upit.records["expand"]["metrics"]["descents"]
+    assert descent["expert"] == 3 and descent["drop_rate"] == 0.2 and 0 < descent["alpha"] < 1
+    for folder in expanded:  # every one a LoRA that plain PEFT loads
+        assert PeftModel.from_pretrained(tiny_llama(), folder).peft_config["default"].peft_type == "LORA"
+    buckets = json.loads((upit.root / "router_init" / "buckets.json").read_text())
+    assert [len(bucket) for bucket in buckets["buckets"]] == [3, 3, 3, 3] and len(buckets["perplexity"]) == 12
+    routers = [load_file(upit.root / stage / "adapter" / WEIGHTS) for stage in ("router_init", "post_train")]
+    assert routers[0].keys() == routers[1].keys()
+    history = upit.records["post_train"]["metrics"]["history"]
+    assert all("aux_loss" in record for record in history)
+
+
+def test_manifest_says_what_was_done_with_what(upit):
+    manifest = json.loads((upit.root / "manifest.json").read_text())
+    assert list(manifest["stages"]) == ["prepare", "expand", "router_init", "post_train", "evaluate"]
+    prepare = manifest["stages"]["prepare"]
+    assert prepare["identity"]["settings"]["sft"]["learning_rate"] == 5e-3
+    assert prepare["identity"]["settings"]["seed"] == 0
+    assert manifest["stages"]["post_train"]["identity"]["settings"]["seed"] == 3
+    assert {len(prepare["identity"]["inputs"][key]) for key in ("model", "train")} == {64}
+    assert manifest["versions"]["torch"] == torch.__version__
+    losses = manifest["stages"]["evaluate"]["metrics"]["loss"]
+    assert set(losses["adapted"]) == {"a", "b", "c", "mean"} and losses["adapted"]["mean"] < losses["base"]["mean"]
+    shares = torch.tensor(manifest["stages"]["evaluate"]["metrics"]["shares"]["a"])
+    assert shares.shape == (2, 4)
+    torch.testing.assert_close(shares.sum(1), torch.ones(2))
+
+
+def test_held_out_loss_is_that_of_the_loaded_adapter(upit, case):
+    model = AutoPeftModelForCausalLM.from_pretrained(upit.root / "adapter").eval()
+    tokenizer = AutoTokenizer.from_pretrained(upit.root / "adapter")
+    for domain in "abc":
+        total, count = 0.0, 0
+        for line in Path(case["data"]["eval"]).read_text().splitlines():
+            row = json.loads(line)
+            if row["domain"] != domain:
+                continue
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            ids = tokenizer(row["prompt"] + row["completion"] + tokenizer.eos_token)["input_ids"]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+            answer = torch.arange(1, len(ids)) >= len(prompt)
+            target = torch.tensor(ids[1:])
+            total += torch.nn.functional.cross_entropy(logits[answer], target[answer], reduction="sum").item()
+            count += int(answer.sum())
+        measured = upit.records["evaluate"]["metrics"]["loss"]["adapted"][domain]
+        assert measured == pytest.approx(total / count, rel=1e-4)
+
+
+# --- what is done again ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="moe_peft")
+    logging.getLogger("moe_peft").propagate = True
+
+    def stages(word):
+        found = [record.getMessage() for record in caplog.records if record.name == "moe_peft"]
+        return [message.split(":")[0] for message in found if word in message]
+
+    run(case, tmp_path)
+    caplog.clear()
+    first = run(case, tmp_path)
+    assert stages("done already") == ["prepare", "expand", "router_init", "post_train", "evaluate"]
+    caplog.clear()
+    changed = run(case, tmp_path, router_init={**case["router_init"], "objective": "softmax"})
+    assert stages("done already") == ["prepare", "expand"]
+    assert stages("as it changed") == ["router_init", "post_train", "evaluate"]
+    assert "settings.objective positive → softmax" in caplog.text
+    weights = [p.records["post_train"]["files"][f"adapter/{WEIGHTS}"] for p in (first, changed)]
+    assert weights[0] != weights[1]
+    caplog.clear()
+    again = run(case, tmp_path)  # back again: the same bytes as at first
+    assert again.records["post_train"]["files"] == first.records["post_train"]["files"]
+
+
+def test_changed_data_redoes_everything(case, tmp_path):
+    first = run(case, tmp_path, method="loramoe_pt")
+    rows = Path(case["data"]["train"]).read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join(rows[1:] + rows[:1]))
+    data = {**case["data"], "train": str(tmp_path / "other.jsonl")}
+    second = run(case, tmp_path, method="loramoe_pt", data=data)
+    assert first.records["post_train"]["files"] != second.records["post_train"]["files"]
+
+
+# --- methods --------------------------------------------------------------------------------------------------------
+
+
+def steps_and_rows(pipeline):
+    return sum(record["metrics"].get("steps", 0) for record in pipeline.records.values())
+
+
+@pytest.mark.parametrize("method", ["lora", "loramoe_pt", "loramoe_sft", "self_moe"])
+def test_baselines(method, case, upit, tmp_path):
+    pipeline = run(case, tmp_path, method=method)
+    assert steps_and_rows(pipeline) == steps_and_rows(upit) == 48  # 4 passes over 48 rows in batches of 4
+    config = PeftConfig.from_pretrained(pipeline.root / "adapter")
+    assert config.peft_type == ("LORA" if method == "lora" else "MOE_LORA")
+    assert (
+        set(pipeline.records) - {"evaluate"}
+        == {
+            "lora": {"prepare"},
+            "loramoe_pt": {"post_train"},
+            "loramoe_sft": {"prepare", "post_train"},
+            "self_moe": {"prepare", "expand", "post_train"},
+        }[method]
+    )
+    if method == "lora":
+        assert "shares" in pipeline.records["evaluate"]["metrics"]
+        assert pipeline.records["evaluate"]["metrics"]["shares"] == {}
+        AutoTokenizer.from_pretrained(pipeline.root / "adapter")
+
+
+def experts_of(folder):
+    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+    return {
+        f"{name}.{projection}": value.detach()
+        for name, layer in model.named_modules()
+        if isinstance(layer, MoELoraLayer)
+        for projection, value in layer.expert_parameters("default")[0].items()
+    }
+
+
+def test_self_moe_trains_the_routers_alone(case, tmp_path):
+    pipeline = run(case, tmp_path, method="self_moe")
+    given = [load_file(pipeline.root / "expand" / "experts" / str(i) / WEIGHTS) for i in range(4)]
+    for name, A in experts_of(pipeline.root / "adapter").items():
+        module, _, projection = name.rpartition(".")
+        path = module.removeprefix("base_model.model.")
+        for i in range(4):
+            torch.testing.assert_close(
+                A[i], given[i][f"base_model.model.{path}.{projection}.lora_A.weight"], rtol=0, atol=0
+            )
+
+
+def test_no_expansion_or_router_initialisation(case, tmp_path):
+    pipeline = run(case, tmp_path, prepare={"selection": "uniform"}, router_init={"buckets": "none"})
+    assert list(pipeline.records) == ["prepare", "post_train", "evaluate"]
+    assert pipeline.records["prepare"]["metrics"]["checkpoint_steps"] == [6, 12, 18, 24]
+
+
+def test_experts_that_exist_already(case, upit, tmp_path):
+    adapters = [str(upit.root / "prepare" / "experts" / str(i)) for i in range(3)]
+    pipeline = run(case, tmp_path, prepare={"adapters": adapters})
+    assert list(pipeline.records) == ["expand", "router_init", "post_train", "evaluate"]
+    assert pipeline.records["expand"]["files"] == upit.records["expand"]["files"]
+    with pytest.raises(ValueError, match=r"prepare\.adapters: 'nowhere' is no adapter folder"):
+        run(case, tmp_path, prepare={"adapters": ["nowhere"]})
+
+
+def test_blocks_show_one_domain_after_the_other(case, tmp_path, monkeypatch):
+    seen = []
+    from trl import SFTTrainer
+
+    original = SFTTrainer.compute_loss
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        seen.append(inputs["input_ids"][:, 0].tolist())
+        return original(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(SFTTrainer, "compute_loss", compute_loss)
+    data = {**case["data"]}
+    data.pop("eval")
+    run(case, tmp_path, method="lora", prepare={"order": "blocks"}, data=data)
+    firsts = [token for batch in seen for token in batch]  # a prompt's first word is its domain
+    assert len(firsts) == 4 * 48
+    assert firsts == sorted(firsts) and set(firsts) == {3, 4, 5}
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": {"name_or_path": "nowhere/model"}}, "model.name_or_path='nowhere/model': no model folder"),
+        ({"data": {"train": "nowhere.jsonl"}}, "data.train='nowhere.jsonl': no such file"),
+        ({"sft": {"use_cpu": True, "lr_scheduler_type": "zigzag"}}, "prepare.sft: zigzag is not a valid SchedulerType"),
+    ],
+)
+def test_wrong_inputs_end_in_one_line_and_leave_nothing(settings, message, case, tmp_path, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**case, "output_dir": str(tmp_path / "out"), **settings}))
+    with pytest.raises(SystemExit) as ended:
+        main(["upit", "--config", str(path)])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not (tmp_path / "out" / "adapter").exists()
+
+
+def test_missing_label_column(case, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.label_column='topic': data\.train has only"):
+        run(case, tmp_path, data={**case["data"], "label_column": "topic"})
+
+
+# --- plan and command line ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["upit", "lora", "self_moe", "loramoe_pt"])
+def test_plan_is_what_happens(method, case, upit, tmp_path):
+    pipeline = upit if method == "upit" else run(case, tmp_path, method=method)
+    stages = {stage.name: stage for stage in plan(pipeline)}
+    trained = [name for name in pipeline.records if name in ("prepare", "router_init", "post_train")]
+    assert list(stages) == trained
+    for name, stage in stages.items():
+        assert stage.steps == pipeline.records[name]["metrics"]["steps"]
+        assert stage.memory > 4 * sum(p.numel() for p in tiny_llama(vocab=128).parameters())
+    if method == "upit":
+        model = AutoPeftModelForCausalLM.from_pretrained(upit.root / "adapter", is_trainable=True)
+        assert stages["post_train"].trainable == model.get_nb_trainable_parameters()[0]
+        lora = PeftModel.from_pretrained(tiny_llama(), upit.root / "prepare" / "experts" / "0", is_trainable=True)
+        assert stages["prepare"].trainable == lora.get_nb_trainable_parameters()[0]
+        assert stages["prepare"].tokens == pytest.approx(24 * 4 * 10.5, rel=0.15)
+    if method == "self_moe":
+        assert stages["post_train"].trainable == 2 * 4 * 64
+
+
+def test_command_line(case, tmp_path, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**case, "output_dir": str(tmp_path / "out")}))
+    main(["upit", "--config", str(path), "--set", "method=loramoe_pt", "--dry-run"])
+    planned = capsys.readouterr().out
+    assert "post_train" in planned and "48" in planned and not (tmp_path / "out").exists()
+    main(["upit", "--config", str(path), "--set", "method=loramoe_pt"])
+    done = capsys.readouterr().out
+    assert "held-out loss" in done and str(tmp_path / "out" / "adapter")[-10:] in done.replace("\n", "")
+    assert (tmp_path / "out" / "adapter" / WEIGHTS).exists()
+
+
+def test_several_processes_do_what_one_does(case, upit, tmp_path):
+    """Two processes over gloo, half the batch each: the same batches, so the same result up to rounding."""
+    # SGD: Adam blows rounding up where gradients are near zero.
+    sft = {**case["sft"], "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
+    # All experts at once: with fewer, rounding may choose other ones.
+    settings = {
+        **case,
+        "sft": sft,
+        "output_dir": str(tmp_path / "two"),
+        "adapter": {"r": 4, "lora_alpha": 8, "top_k": 4},
+    }
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(settings))
+    # `accelerate launch --cpu` starts one process whatever one asks for, hence torch's own launcher.
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moe_peft", "upit"]
+    result = subprocess.run(
+        [sys.executable, *command, "--config", str(tmp_path / "two.yaml")], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    one = {**settings, "sft": {**sft, "per_device_train_batch_size": 4}, "output_dir": str(tmp_path / "one")}
+    UpIT(recipe_from_dict(one)).run()
+    for stage, tolerance in (("prepare/experts/2", 1e-5), ("router_init/adapter", 1e-5), ("post_train/adapter", 1e-4)):
+        two, alone = (load_file(tmp_path / name / stage / WEIGHTS) for name in ("two", "one"))
+        assert two.keys() == alone.keys()
+        for key, value in alone.items():
+            torch.testing.assert_close(two[key], value, rtol=tolerance, atol=tolerance)
+    assert (
+        json.loads((tmp_path / "two" / "manifest.json").read_text())["stages"]["prepare"]["identity"]["settings"][
+            "processes"
+        ]
+        == 2
+    )
+    buckets = [json.loads((tmp_path / name / "router_init" / "buckets.json").read_text()) for name in ("one", "two")]
+    assert buckets[0]["buckets"] == buckets[1]["buckets"]
+
+
+def test_public_names():
+    assert moe_peft.force_experts in {getattr(moe_peft, name) for name in moe_peft.__all__}

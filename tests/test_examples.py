@@ -17,13 +17,14 @@ def run(*arguments: object) -> str:
     return result.stdout
 
 
-def test_demo_trains_saves_reloads_and_compares(tmp_path):
+def test_demo_runs_every_method_and_compares(tmp_path):
     out = run(EXAMPLES / "demo.py", "--fast", "--out", tmp_path)
-    for word in ("base", "LoRA", "MoE-LoRA", "code", "prose", "arithmetic"):
+    for word in ("base", "LoRA", "LoRAMoE-SFT", "UpIT", "code", "prose", "arithmetic", "routing.png"):
         assert word in out
-    (table,) = tmp_path.glob("*.json")
-    rows = json.loads(table.read_text())
-    assert len(rows) == 3
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert list(rows) == ["base", "LoRA", "LoRAMoE-SFT", "UpIT"]
+    assert all(row.keys() == {"code", "prose", "arithmetic", "mean"} for row in rows.values())
+    assert (tmp_path / "upit" / "evaluate" / "routing.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_domains_are_the_same_for_one_seed_and_their_parts_share_nothing(tmp_path):

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,23 @@ def test_stages_hand_on_what_they_made(upit):
     assert routers[0].keys() == routers[1].keys()
     history = upit.records["post_train"]["metrics"]["history"]
     assert all("aux_loss" in record for record in history)
+
+
+def test_one_base_at_most_is_in_memory(case, tmp_path, monkeypatch):
+    """Expansion loads no base, router initialisation one, however many experts there are."""
+    from transformers import AutoModelForCausalLM
+
+    original, loaded, alive = AutoModelForCausalLM.from_pretrained, [], []
+
+    def from_pretrained(*args, **kwargs):
+        alive.append(sum(reference() is not None for reference in loaded))
+        model = original(*args, **kwargs)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    run(case, tmp_path)
+    assert alive == [0, 0, 0, 0]  # prepare, router_init, post_train, evaluate: each alone
 
 
 def test_manifest_says_what_was_done_with_what(upit):
@@ -298,6 +316,12 @@ def test_plan_is_what_happens(method, case, upit, tmp_path):
         assert stages["prepare"].tokens == pytest.approx(24 * 4 * 10.5, rel=0.15)
     if method == "self_moe":
         assert stages["post_train"].trainable == 2 * 4 * 64
+
+
+def test_plan_finds_what_cannot_be_done(case):
+    impossible = recipe_from_dict({**case, "num_train_epochs": 0.5, "router_init": {"buckets": "none"}})
+    with pytest.raises(ValueError, match="num_checkpoints=6: must be from 1 to the number of steps, 3"):
+        plan(UpIT(impossible))
 
 
 def test_command_line(case, tmp_path, capsys):

@@ -173,9 +173,13 @@ def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> 
     return dataset.select(order)
 
 
-def seed_set(dataset: Dataset, fraction: float, num_experts: int, seed: int) -> Dataset:
-    """A random share of the data, of one example per expert at least."""
-    count = min(len(dataset), max(num_experts, round(fraction * len(dataset))))
+def seed_count(recipe: Recipe, rows: int) -> int:
+    """Examples of the seed set: its share of the data, and one per expert at least."""
+    return min(rows, max(recipe.num_experts, round(recipe.router_init.seed_fraction * rows)))
+
+
+def seed_set(dataset: Dataset, count: int, seed: int) -> Dataset:
+    """Some of the examples, drawn at random."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     return dataset.select(sorted(order[:count].tolist()))
 

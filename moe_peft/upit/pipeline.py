@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import logging
 import shutil
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,12 +28,10 @@ from .config import Recipe, as_dict
 from .evaluate import evaluate
 from .expand import expand_experts
 from .post_train import post_train
-from .prepare import prepare_experts
+from .prepare import Selection, chosen_steps, prepare_experts
 from .router_init import init_router
 from .stages import STATE, Stage, run_stage, write_json
 from .training import Trained
-
-logger = logging.getLogger("moe_peft")
 
 # MoELoraConfig fields that follow from the experts when LoRA adapters are stacked.
 _FROM_EXPERTS = ("r", "lora_alpha", "use_rslora", "target_projections", "init_lora_weights")
@@ -48,8 +46,8 @@ class Budget:
     post_train: float
 
 
-def budget(recipe: Recipe) -> Budget:
-    """How the recipe's passes over the data are split. The seed set's passes are taken from stage 4's."""
+def budget(recipe: Recipe, rows: int) -> Budget:
+    """How the recipe's passes over `rows` examples are split. The seed set's passes are taken from stage 4's."""
     total = recipe.num_train_epochs
     if recipe.method == "lora":
         return Budget(total, 0, 0)
@@ -58,7 +56,7 @@ def budget(recipe: Recipe) -> Budget:
     first = 0.0 if recipe.prepare.adapters is not None else total * recipe.prepare_share
     seeds = 0.0
     if recipe.method == "upit" and recipe.router_init.buckets != "none":
-        seeds = recipe.router_init.seed_fraction * recipe.router_init.num_train_epochs
+        seeds = inputs.seed_count(recipe, rows) / rows * recipe.router_init.num_train_epochs
     if first + seeds >= total:
         raise ValueError(
             f"router_init: {seeds:g} passes over the data, stage 1 {first:g} of {total:g}: stage 4 is left with none"
@@ -103,6 +101,10 @@ class UpIT:
             "adapters": inputs.hash_adapters(self.recipe.prepare),
         }
 
+    @cached_property
+    def budget(self) -> Budget:
+        return budget(self.recipe, len(self.train_data))
+
     @property
     def root(self) -> Path:
         return Path(self.recipe.output_dir)
@@ -144,6 +146,9 @@ class UpIT:
         }
         for name in self.stage_names():
             self.records[name] = run_stage(self.root, Stage(name, self._identity(name), runners[name]))
+            gc.collect()  # trainers and models refer to each other; the next stage's base needs the room
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         if PartialState().is_main_process:
             self._write_result()
         PartialState().wait_for_everyone()
@@ -169,7 +174,7 @@ class UpIT:
             settings["processes"] = PartialState().num_processes
         if name in ("prepare", "router_init", "post_train"):
             settings["seed"] = inputs.stage_seed(r, name)
-            settings["epochs"] = getattr(budget(r), name)
+            settings["epochs"] = getattr(self.budget, name)
         elif name == "expand":
             settings["seed"] = inputs.stage_seed(r, name)
         settings["method"] = r.method
@@ -211,12 +216,12 @@ class UpIT:
 
     def _prepare(self, folder: Path) -> dict[str, Any]:
         r, section = self.recipe, self.recipe.prepare
-        data, epochs, extra = self.train_data, budget(r).prepare, {}
+        data, epochs, extra = self.train_data, self.budget.prepare, {}
         if section.order == "blocks":
             data = inputs.in_blocks(data, str(r.data.label_column), epochs, inputs.stage_seed(r, "prepare"))
             epochs, extra = 1.0, {"train_sampling_strategy": "sequential"}
         model = inputs.load_model(r.model)
-        one = r.method == "lora" or self._copies
+        num_experts, num_checkpoints, selection = self._selection()
         prepared = prepare_experts(
             model,
             data,
@@ -224,9 +229,9 @@ class UpIT:
             self.lora_config(model),
             self.tokenizer,
             output_dir=folder,
-            num_experts=1 if one else r.given_experts(),
-            num_checkpoints=1 if one else section.num_checkpoints,
-            selection="uniform" if one else section.selection,
+            num_experts=num_experts,
+            num_checkpoints=num_checkpoints,
+            selection=selection,
         )
         return {"checkpoint_steps": prepared.steps, **_metrics(prepared.trained)}
 
@@ -251,9 +256,8 @@ class UpIT:
     def _router_init(self, folder: Path) -> dict[str, Any]:
         r, section = self.recipe, self.recipe.router_init
         model = self._assemble("router_init")
-        data = inputs.seed_set(
-            self.train_data, section.seed_fraction, r.num_experts, inputs.stage_seed(r, "router_init")
-        )
+        count = inputs.seed_count(r, len(self.train_data))
+        data = inputs.seed_set(self.train_data, count, inputs.stage_seed(r, "router_init"))
         args = self.sft_config(
             "router_init", folder, num_train_epochs=section.num_train_epochs, packing=False, padding_free=False
         )
@@ -291,7 +295,7 @@ class UpIT:
         trained = post_train(
             model,
             self.train_data,
-            self.sft_config("post_train", folder, num_train_epochs=budget(r).post_train),
+            self.sft_config("post_train", folder, num_train_epochs=self.budget.post_train),
             self.tokenizer,
             output_dir=folder / "adapter",
             train_experts=r.post_train.train_experts and r.method != "self_moe",
@@ -309,6 +313,17 @@ class UpIT:
         return {"loss": losses, "shares": {domain: share.tolist() for domain, share in shares.items()}}
 
     # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _selection(self) -> tuple[int, int | None, Selection]:
+        """How many of how many checkpoints become experts, and which."""
+        section = self.recipe.prepare
+        if self.recipe.method == "lora" or self._copies:
+            return 1, 1, "uniform"
+        return self.recipe.given_experts(), section.num_checkpoints, section.selection
+
+    def checkpoints(self, steps: int) -> list[int]:
+        """The steps of stage 1's training whose checkpoints become experts."""
+        return chosen_steps(steps, *self._selection())
 
     @property
     def _copies(self) -> bool:

@@ -13,7 +13,7 @@ from trl import SFTConfig
 
 from . import inputs
 from .config import Recipe
-from .pipeline import UpIT, budget
+from .pipeline import UpIT
 
 _SAMPLED_ROWS = 500  # for the mean length
 _STATE_BYTES = 16  # of a trainable parameter: weight, gradient and Adam's two moments in float32
@@ -49,21 +49,21 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
     base = _base_bytes(r, empty)
     lora = _trainable(empty, pipeline.lora_config(empty))
     moe, routers = _trainable_moe(empty, r)
-    passes = budget(r)
     found = []
     for name in pipeline.stage_names():
         if name not in ("prepare", "router_init", "post_train"):
             continue
         args = pipeline.sft_config(name, pipeline.root)
         rows, length = _rows_and_length(pipeline, args)
-        epochs = getattr(passes, name)
+        epochs = getattr(pipeline.budget, name)
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
         if name == "router_init":
-            seeds = min(rows, max(r.num_experts, round(r.router_init.seed_fraction * rows)))
-            seen = seeds * r.router_init.num_train_epochs
+            seen = inputs.seed_count(r, rows) * r.router_init.num_train_epochs
             steps, trainable = -(-seen // batch), moe if r.router_init.train_experts else routers
         else:
             steps = max(1, round(epochs * rows / batch))
+            if name == "prepare":
+                pipeline.checkpoints(steps)  # a choice that cannot be made should be known now
             frozen = name == "post_train" and (r.method == "self_moe" or not r.post_train.train_experts)
             trainable = lora if name == "prepare" else routers if frozen else moe
         resident = base + 4 * (lora if name == "prepare" else moe) + (_STATE_BYTES - 4) * trainable

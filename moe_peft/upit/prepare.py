@@ -52,6 +52,12 @@ def select_checkpoints(steps: list[int], num_experts: int, selection: Selection 
     return [pool[round(len(pool) * (i + 1) / num_experts) - 1] for i in range(num_experts)]
 
 
+def chosen_steps(total: int, num_experts: int, num_checkpoints: int | None, selection: Selection) -> list[int]:
+    """The steps whose checkpoints become experts, of a training of `total` steps; see `prepare_experts`."""
+    count = num_checkpoints or (num_experts if selection == "uniform" else 2 * num_experts)
+    return select_checkpoints(checkpoint_steps(total, count), num_experts, selection)
+
+
 def prepare_experts(
     model: PreTrainedModel,
     dataset: Dataset,
@@ -89,9 +95,7 @@ def prepare_experts(
         processing_class=processing_class,
         peft_config=lora_config,
     )
-    count = num_checkpoints or (num_experts if selection == "uniform" else 2 * num_experts)
-    steps = checkpoint_steps(total_steps(trainer), count)
-    chosen = select_checkpoints(steps, num_experts, selection)
+    chosen = chosen_steps(total_steps(trainer), num_experts, num_checkpoints, selection)
     initial = output_dir / "initial"
     if trainer.args.should_save:
         trainer.model.save_pretrained(initial)

@@ -5,13 +5,14 @@ from .adapter.config import MoELoraConfig
 from .adapter.convert import expert_to_lora, lora_to_moe
 from .adapter.dispatch import pin_dispatch
 from .adapter.ffn import FFNLayout, register_ffn_layout
-from .adapter.forcing import force_experts
 from .adapter.model import MoELoraModel
+from .steering import allow_experts, force_experts
 
 __all__ = [
     "FFNLayout",
     "MoELoraConfig",
     "MoELoraModel",
+    "allow_experts",
     "expert_to_lora",
     "force_experts",
     "lora_to_moe",

@@ -8,23 +8,6 @@ from pathlib import Path
 import torch
 
 
-def expert_shares(logits_TN: torch.Tensor, mask_T: torch.Tensor, k: int) -> torch.Tensor:
-    """
-    How many (token, slot) assignments each expert gets.
-
-    Args:
-        logits_TN: router logits [T, n].
-        mask_T: 1 for real tokens, 0 for padding, [T].
-        k: experts per token.
-
-    Returns:
-        counts, float64 [n]; they sum to k times the real tokens.
-    """
-    chosen_TK = logits_TN.topk(k, dim=-1).indices
-    counts_TN = torch.zeros_like(logits_TN, dtype=torch.float64).scatter_(1, chosen_TK, 1.0)
-    return (counts_TN * mask_T.unsqueeze(1)).sum(0)
-
-
 def plot_shares(shares: Mapping[str, torch.Tensor], path: str | Path, title: str = "") -> None:
     """
     Heat maps of the share of tokens per expert (columns) and layer (rows), one panel per domain, as a PNG.

@@ -1,8 +1,17 @@
-"""Pure functions on router logits. T tokens, n experts, k active experts."""
+"""
+Pure functions on router logits: gates, losses, statistics.
+
+Legend: T tokens, L layers, n experts, k active experts. Where layers differ in n, logits are padded (`pad_logits`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
+import torch.nn.functional as F
 
 
 def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,9 +33,136 @@ def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tupl
     return (top_logits_TK - logits_TN.logsumexp(dim=-1, keepdim=True)).exp(), experts_TK
 
 
+@dataclass(frozen=True)
+class Steering:
+    """
+    A choice of experts from outside, for each row of a batch or for each token; one of
+
+    Args:
+        experts: the one expert, integers [B].
+        allowed: which may be chosen, bool [B, n].
+    """
+
+    experts: torch.Tensor | None = None
+    allowed: torch.Tensor | None = None
+
+    def route(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gates and experts as `top_k_gates` has them; with forced experts k is 1 and the gates are 1."""
+        if self.experts is not None:
+            experts_T1 = _per_token(self.experts, logits_TN).unsqueeze(1)
+            # 1, but tied to the logits: reentrant checkpointing brings their gradient back through the layer's output.
+            return logits_TN.gather(1, experts_T1) * 0 + 1, experts_T1
+        assert self.allowed is not None
+        return top_k_gates(logits_TN.masked_fill(~_per_token(self.allowed, logits_TN), -torch.inf), k, normalize)
+
+
+def _per_token(of_rows: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
+    """What is given for each of B rows, for each of their T = B·S tokens."""
+    rows, tokens = of_rows.shape[0], logits_TN.shape[0]
+    if tokens % rows:
+        raise ValueError(f"steered routing: {rows} rows are steered, the batch has {tokens} tokens; give one per row")
+    return of_rows.to(logits_TN.device).repeat_interleave(tokens // rows, dim=0)
+
+
 def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
     """Logits [T, m] padded to [T, n] with the dtype's minimum: the added experts have probability 0."""
     missing = n - logits_TN.shape[-1]
     if missing == 0:
         return logits_TN
-    return torch.nn.functional.pad(logits_TN, (0, missing), value=torch.finfo(logits_TN.dtype).min)
+    return F.pad(logits_TN, (0, missing), value=torch.finfo(logits_TN.dtype).min)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def balancing_loss(
+    router_logits: Sequence[torch.Tensor],
+    k: int,
+    mask_T: torch.Tensor | None = None,
+    scope: Literal["global", "layer"] = "global",
+) -> torch.Tensor:
+    """
+    `n Σ_i f_i P_i`, f_i the share of assignments times k, P_i the mean probability (Fedus et al., 2021, equation 4,
+    summed over the k slots as transformers does): k where loads are even.
+
+    Args:
+        router_logits: one [T, n] per layer.
+        mask_T: 1 for tokens that count; all if None.
+        scope: `"global"` pools the tokens of all layers (as transformers), `"layer"` averages the layers' losses.
+    """
+    probabilities_LTN = torch.stack(list(router_logits)).float().softmax(-1)
+    n = probabilities_LTN.shape[-1]
+    chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, probabilities_LTN.topk(k, dim=-1).indices, 1.0)
+    weights_T = _weights(probabilities_LTN, mask_T)
+    f_LN = torch.einsum("ltn,t->ln", chosen_LTN, weights_T)
+    P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
+    if scope == "global":
+        return n * (f_LN.mean(0) * P_LN.mean(0)).sum()
+    return n * (f_LN * P_LN).sum(-1).mean()
+
+
+def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`logsumexp(l)²` of each token, averaged over layers, [T] (Zoph et al., 2022, equation 5)."""
+    return torch.stack([logits_TN.float().logsumexp(-1) ** 2 for logits_TN in router_logits]).mean(0)
+
+
+def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
+    """
+    `-log Σ_e m_e p_e` of each token, averaged over layers, [T]: label-supervised routing.
+
+    Args:
+        router_logits: one [T, n] per layer.
+        allowed_TN: m, bool [T, n], true for the experts of the token's label.
+    """
+    per_layer = [
+        logits_TN.float().logsumexp(-1) - logits_TN.float().masked_fill(~allowed_TN, -torch.inf).logsumexp(-1)
+        for logits_TN in router_logits
+    ]
+    return torch.stack(per_layer).mean(0)
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def compliance(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
+    """`Σ_e m_e p_e`, the probability that routers give to the experts of a token's label, [L, T]."""
+    return torch.stack([(logits_TN.float().softmax(-1) * allowed_TN).sum(-1) for logits_TN in router_logits])
+
+
+def entropies(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Entropy in nats of the routers' distributions, [L, T]."""
+    return torch.stack([torch.special.entr(logits_TN.float().softmax(-1)).sum(-1) for logits_TN in router_logits])
+
+
+def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) -> torch.Tensor:
+    """How many (token, slot) assignments each expert gets, float64 [n]; they sum to k times the tokens that count."""
+    chosen_TN = torch.zeros_like(logits_TN, dtype=torch.float64).scatter_(1, logits_TN.topk(k, dim=-1).indices, 1.0)
+    return chosen_TN.sum(0) if mask_T is None else (chosen_TN * mask_T.unsqueeze(1)).sum(0)
+
+
+@dataclass(frozen=True)
+class LoadHealth:
+    """How evenly experts are used, over all layers' experts."""
+
+    coefficient_of_variation: float  # of the loads in a layer, averaged over layers; healthy below 0.3
+    smallest: float  # share of a layer's assignments
+    largest: float
+    dead: int  # experts with less than 1 % of their layer's assignments
+
+
+def load_health(counts_LN: torch.Tensor) -> LoadHealth:
+    """Of counts per layer and expert, [L, n]; a layer's experts with no chance (padding) are not told apart."""
+    share_LN = counts_LN.double() / counts_LN.double().sum(1, keepdim=True).clamp(min=1)
+    variation_L = share_LN.std(1, correction=0) / share_LN.mean(1)
+    return LoadHealth(
+        float(variation_L.mean()), float(share_LN.min()), float(share_LN.max()), int((share_LN < 0.01).sum())
+    )
+
+
+def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None) -> torch.Tensor:
+    """Each token's share in a mean, [T]."""
+    tokens = probabilities_LTN.shape[1]
+    if mask_T is None:
+        return probabilities_LTN.new_full((tokens,), 1 / tokens)
+    mask_T = mask_T.to(probabilities_LTN.dtype)
+    return mask_T / mask_T.sum().clamp(min=1)

@@ -25,6 +25,7 @@ from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.plan import plan
 from moe_peft.upit.prepare import checkpoint_steps, select_checkpoints
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -334,6 +335,31 @@ def test_command_line(case, tmp_path, capsys):
     done = capsys.readouterr().out
     assert "held-out loss" in done and str(tmp_path / "out" / "adapter")[-10:] in done.replace("\n", "")
     assert (tmp_path / "out" / "adapter" / WEIGHTS).exists()
+
+
+QUANTIZED = {
+    "4-bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "8-bit": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("bits", QUANTIZED)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_quantized_base(bits, device, case, tmp_path):
+    """All stages on a bitsandbytes base, with gradient checkpointing; scoring must not spoil the training after it."""
+    own = {"use_cpu": device == "cpu", "gradient_checkpointing": True, "learning_rate": 2e-2, "max_grad_norm": 1.0}
+    quantization = {**QUANTIZED[bits], **({"bnb_4bit_compute_dtype": "float32"} if bits == "4-bit" else {})}
+    model = {**case["model"], "quantization": quantization, "dtype": "float32"}
+    pipeline = run(case, tmp_path, model=model, sft={**case["sft"], **own})
+    losses = pipeline.records["evaluate"]["metrics"]["loss"]
+    assert losses["adapted"]["mean"] < losses["base"]["mean"] - 0.01
+    first, last = (pipeline.records["router_init"]["metrics"]["history"][i] for i in (0, -1))
+    assert last["lm_loss"] < first["lm_loss"] and first["grad_norm"] > 0
+    experts = load_file(pipeline.root / "router_init" / "adapter" / WEIGHTS)
+    given = load_file(pipeline.root / "expand" / "experts" / "0" / WEIGHTS)
+    name = "base_model.model.model.layers.0.mlp.{}"
+    trained = experts[name.format("moe_lora_B.up_proj")][0].float()
+    assert not torch.allclose(trained, given[name.format("up_proj.lora_B.weight")].T.float(), atol=1e-4)
 
 
 def test_several_processes_do_what_one_does(case, upit, tmp_path):

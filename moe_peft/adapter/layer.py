@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features
 from torch import nn
 
 from ..routers import LinearRouter
-from ..routing import top_k_gates
+from ..routing import Steering, top_k_gates
 from .config import ExpertSpec
 from .dispatch import Dispatch, make_dispatch
 from .ffn import FFNLayout
@@ -34,7 +34,7 @@ class MoELoraLayer(BaseTunerLayer):
 
     base_layer: nn.Module
     in_features: int
-    forced_experts: torch.Tensor | None = None  # see `force_experts`
+    steering: Steering | None = None  # set while `force_experts` or `allow_experts` is on
 
     def _init_state(self, base_layer: nn.Module, shapes: dict[str, tuple[int, int]], adapter_name: str) -> None:
         self.base_layer = base_layer
@@ -108,13 +108,8 @@ class MoELoraLayer(BaseTunerLayer):
         if spec.num_experts == 1:
             return None
         logits_TN = self.moe_lora_router[adapter_name](x_TD)
-        if self.forced_experts is None:
-            gates_TK, experts_TK = top_k_gates(logits_TN, spec.top_k, spec.normalize_top_k)
-        else:
-            per_row = x_TD.shape[0] // self.forced_experts.numel()
-            experts_TK = self.forced_experts.to(x_TD.device).repeat_interleave(per_row).unsqueeze(1)
-            # 1, but tied to the logits: reentrant checkpointing brings their gradient back through the layer's output.
-            gates_TK = logits_TN.gather(1, experts_TK) * 0 + 1
+        choose = top_k_gates if self.steering is None else self.steering.route
+        gates_TK, experts_TK = choose(logits_TN, spec.top_k, spec.normalize_top_k)
         return make_dispatch(
             experts_TK,
             gates_TK.to(dtype),

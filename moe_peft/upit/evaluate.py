@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from ..report import expert_shares
+from ..routing import expert_counts
 from .scoring import example_losses
 
 
@@ -81,5 +81,5 @@ class _Counter:
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
         mask_T = kwargs["attention_mask"].flatten()
-        counts = [expert_shares(logits_TN, mask_T, self.k) for logits_TN in outputs.router_logits]
+        counts = [expert_counts(logits_TN, mask_T, self.k) for logits_TN in outputs.router_logits]
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts

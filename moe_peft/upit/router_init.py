@@ -23,8 +23,8 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..adapter.forcing import force_experts
 from ..adapter.layer import MoELoraLayer
+from ..steering import force_experts
 from .buckets import (
     Buckets,
     bucket_schedule,

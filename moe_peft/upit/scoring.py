@@ -12,7 +12,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from trl import SFTTrainer
 
-from ..adapter.forcing import force_experts
+from ..steering import force_experts
 
 
 @torch.no_grad()

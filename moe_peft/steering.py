@@ -1,0 +1,141 @@
+"""Routing steered from outside, alike on a MoE-LoRA adapter and on a native MoE of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adapter.layer import MoELoraLayer
+from .routing import Steering
+
+
+@contextmanager
+def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
+    """
+    Send every row of a batch through one expert, with gate 1, in all MoE layers.
+
+    Routers still run, so `router_logits` are what they would be. With gradient checkpointing the backward pass belongs
+    inside the block, too: it runs the layers again.
+
+    Args:
+        model: a model with a MoE-LoRA adapter, or a native MoE.
+        experts_B: the expert of each row, integers [B]; or of each token, [B·S], where there are no rows
+            (padding-free).
+
+    Raises:
+        ValueError: the model has no router, or fewer experts than `experts_B` asks for.
+    """
+    smallest = min(n for n, _ in _sizes(model, "force_experts"))
+    if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
+        raise ValueError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
+    with _steered(model, Steering(experts=experts_B)):
+        yield
+
+
+@contextmanager
+def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> Iterator[None]:
+    """
+    Let routers choose among some experts only, in training and in `generate`.
+
+    The others' logits count as minus infinity; `router_logits` are recorded as the router gives them. With gradient
+    checkpointing the backward pass belongs inside the block, too.
+
+    Args:
+        model: a model with a MoE-LoRA adapter, or a native MoE.
+        allowed: experts for all rows, a list; or for each row (or token, where there are no rows) a mask, bool [B, n].
+
+    Raises:
+        ValueError: the model has no router, the mask's n is not the model's, or fewer experts are allowed than a token
+            gets (top_k).
+    """
+    sizes = _sizes(model, "allow_experts")
+    n, k = sizes[0][0], max(k for _, k in sizes)
+    if len({n for n, _ in sizes}) > 1:
+        raise ValueError(
+            f"allow_experts: layers have {sorted({n for n, _ in sizes})} experts; one mask fits one number"
+        )
+    if not isinstance(allowed, torch.Tensor):
+        if not all(0 <= i < n for i in allowed):
+            raise ValueError(f"allow_experts: allowed={list(allowed)}: the model has experts 0 to {n - 1}")
+        mask = torch.zeros(1, n, dtype=torch.bool)
+        mask[0, list(allowed)] = True
+        allowed = mask
+    if allowed.dim() != 2 or allowed.shape[1] != n or allowed.dtype != torch.bool:
+        raise ValueError(f"allow_experts: a mask {allowed.dtype} {tuple(allowed.shape)}; give bool [rows, {n}]")
+    fewest = int(allowed.sum(1).min())
+    if fewest < k:
+        raise ValueError(
+            f"allow_experts: {fewest} experts are allowed to some row; a token gets top_k={k}, allow as many"
+        )
+    with _steered(model, Steering(allowed=allowed)):
+        yield
+
+
+def native_routers(model: nn.Module) -> list[nn.Module]:
+    """The router modules of a native MoE of transformers, as its class declares them; none in a dense model."""
+    found: dict[nn.Module, None] = {}
+    for module in model.modules():
+        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorder is not None:
+            found.update((m, None) for m in module.modules() if isinstance(m, recorder.target_class))
+    return list(found)
+
+
+def adapter_layers(model: nn.Module) -> list[MoELoraLayer]:
+    """The MoE-LoRA layers that have a router."""
+    return [m for m in model.modules() if isinstance(m, MoELoraLayer) and m.moe_lora_router]
+
+
+def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The routers' parameters by name: of the MoE-LoRA adapters, else of the native MoE."""
+    if adapter_layers(model):
+        return {name: p for name, p in model.named_parameters() if ".moe_lora_router." in name}
+    own = {id(p) for router in native_routers(model) for p in router.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) in own}
+
+
+def _sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
+    """(n, k) of every router."""
+    sizes = [
+        (layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
+        for layer in adapter_layers(model)
+        for name in layer.moe_lora_router
+    ]
+    sizes = sizes or [(int(r.weight.shape[0]), int(r.top_k)) for r in native_routers(model)]  # type: ignore[arg-type,index,union-attr]
+    if not sizes:
+        raise ValueError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
+    return sizes
+
+
+@contextmanager
+def _steered(model: nn.Module, steering: Steering) -> Iterator[None]:
+    layers = adapter_layers(model)
+    before = [layer.steering for layer in layers]
+    with ExitStack() as stack:
+        for router in [] if layers else native_routers(model):
+            handle = router.register_forward_hook(_NativeHook(steering))
+            stack.callback(handle.remove)
+        for layer in layers:
+            layer.steering = steering
+        try:
+            yield
+        finally:
+            for layer, outer in zip(layers, before, strict=True):
+                layer.steering = outer
+
+
+class _NativeHook:
+    """Replaces the choice of a transformers router, which returns (logits, gates, experts)."""
+
+    def __init__(self, steering: Steering) -> None:
+        self.steering = steering
+
+    def __call__(self, router: Any, args: tuple, output: tuple) -> tuple:
+        logits_TN, gates_TK, _ = output
+        normalize = bool(getattr(router, "norm_topk_prob", True))  # Mixtral always does
+        gates, experts = self.steering.route(logits_TN.float(), router.top_k, normalize)
+        return logits_TN, gates.to(gates_TK.dtype), experts

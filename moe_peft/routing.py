@@ -150,12 +150,21 @@ class LoadHealth:
     dead: int  # experts with less than 1 % of their layer's assignments
 
 
-def load_health(counts_LN: torch.Tensor) -> LoadHealth:
-    """Of counts per layer and expert, [L, n]; a layer's experts with no chance (padding) are not told apart."""
-    share_LN = counts_LN.double() / counts_LN.double().sum(1, keepdim=True).clamp(min=1)
-    variation_L = share_LN.std(1, correction=0) / share_LN.mean(1)
+def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
+    """
+    Of the assignments per layer and expert.
+
+    Args:
+        counts_LN: [L, n], on the CPU.
+        sizes: experts of each layer; the rest of a row is padding.
+    """
+    shares = [counts_N[:n].double() / counts_N.sum().clamp(min=1) for counts_N, n in zip(counts_LN, sizes, strict=True)]
+    variations = [float(share_N.std(correction=0) / share_N.mean()) if share_N.any() else 0.0 for share_N in shares]
     return LoadHealth(
-        float(variation_L.mean()), float(share_LN.min()), float(share_LN.max()), int((share_LN < 0.01).sum())
+        sum(variations) / len(variations),
+        min(float(share_N.min()) for share_N in shares),
+        max(float(share_N.max()) for share_N in shares),
+        sum(int((share_N < 0.01).sum()) for share_N in shares),
     )
 
 

@@ -29,7 +29,7 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
     Raises:
         ValueError: the model has no router, or fewer experts than `experts_B` asks for.
     """
-    smallest = min(n for n, _ in _sizes(model, "force_experts"))
+    smallest = min(n for n, _ in router_sizes(model, "force_experts"))
     if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise ValueError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
     with _steered(model, Steering(experts=experts_B)):
@@ -52,7 +52,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
         ValueError: the model has no router, the mask's n is not the model's, or fewer experts are allowed than a token
             gets (top_k).
     """
-    sizes = _sizes(model, "allow_experts")
+    sizes = router_sizes(model, "allow_experts")
     n, k = sizes[0][0], max(k for _, k in sizes)
     if len({n for n, _ in sizes}) > 1:
         raise ValueError(
@@ -90,16 +90,13 @@ def adapter_layers(model: nn.Module) -> list[MoELoraLayer]:
     return [m for m in model.modules() if isinstance(m, MoELoraLayer) and m.moe_lora_router]
 
 
-def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The routers' parameters by name: of the MoE-LoRA adapters, else of the native MoE."""
-    if adapter_layers(model):
-        return {name: p for name, p in model.named_parameters() if ".moe_lora_router." in name}
-    own = {id(p) for router in native_routers(model) for p in router.parameters()}
-    return {name: p for name, p in model.named_parameters() if id(p) in own}
+def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
+    """
+    (n, k) of every router.
 
-
-def _sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
-    """(n, k) of every router."""
+    Raises:
+        ValueError: the model has none; `caller` is named in the message.
+    """
     sizes = [
         (layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
         for layer in adapter_layers(model)
@@ -109,6 +106,14 @@ def _sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     if not sizes:
         raise ValueError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
     return sizes
+
+
+def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The routers' parameters by name: of the MoE-LoRA adapters, else of the native MoE."""
+    if adapter_layers(model):
+        return {name: p for name, p in model.named_parameters() if ".moe_lora_router." in name}
+    own = {id(p) for router in native_routers(model) for p in router.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) in own}
 
 
 @contextmanager

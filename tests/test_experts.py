@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
+from conftest import tiny_llama
+from peft import LoraConfig, get_peft_model
 
 from moe_peft.experts import dare_merge, displacement_inner, expand, update_inner, values_inner
+from moe_peft.upit import expand_experts
 
 MODULES = {"layers.0.up": (3, 7, 5), "layers.0.down": (3, 5, 7), "layers.1.up": (2, 7, 5)}  # r, in, out
 
@@ -135,3 +139,13 @@ def test_experts_that_differ_are_refused():
     two.popitem()
     with pytest.raises(ValueError, match=r"experts\[1\] differs"):
         expand([one, two], 3)
+
+
+def test_adapters_that_scale_differently_are_refused(tmp_path):
+    base = tiny_llama()
+    for name, alpha in (("one", 8), ("two", 16)):
+        config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["up_proj"], task_type="CAUSAL_LM")
+        get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / name)
+    with pytest.raises(ValueError, match=r"two: lora_alpha=16, but .*one has 8; must agree"):
+        expand_experts([tmp_path / "one", tmp_path / "two"], output_dir=tmp_path / "more", num_experts=3)
+    assert not (tmp_path / "more").exists()

@@ -49,7 +49,7 @@ def test_dry_run(path, tmp_path, tokenizer, capsys, monkeypatch):
     config, trainable = CONFIGS[path.stem]
     config.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
     row = {"messages": [{"role": r, "content": "w3 w4 w5"} for r in ("user", "assistant")], "domain": "code"}
     (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(row)] * 3000))
     data = str(tmp_path / "data.jsonl")
@@ -58,8 +58,7 @@ def test_dry_run(path, tmp_path, tokenizer, capsys, monkeypatch):
         f"data.train={data}",
         f"data.eval={data}",
         f"output_dir={tmp_path / 'out'}",
-        # What this machine lacks; it changes nothing about the plan.
-        *("sft.bf16=false", "sft.use_cpu=true", "sft.optim=adamw_torch"),
+        f"sft.chat_template_path={tmp_path / 'template.jinja'}",
     ]
     recipe = load_recipe(path, overrides)
     main(["upit", "--config", str(path), "--dry-run", *(part for o in overrides for part in ("--set", o))])

@@ -14,6 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
 from moe_peft import force_experts, lora_to_moe
+from moe_peft.upit.post_train import post_train
 from moe_peft.upit.router_init import RouterInitTrainer, init_router, routing_loss
 from moe_peft.upit.scoring import example_losses
 
@@ -59,7 +60,7 @@ def arguments(folder, **own):
 def make_trainer(loras, tokenizer, folder, mixing="output", objective="positive", **own):
     return RouterInitTrainer(
         model=moe(loras, mixing),
-        args=arguments(folder, router_aux_loss_coef=0.0, **own),
+        args=arguments(folder, **own),
         train_dataset=Dataset.from_list(rows(12)),
         processing_class=tokenizer,
         objective=objective,
@@ -220,6 +221,19 @@ def test_init_router_trains_experts_and_routers(buckets, loras, tokenizer, tmp_p
     history = result.trained.history
     assert {"lm_loss", "routing_loss", "loss"} <= history[0].keys()
     copy.deepcopy(model)  # nothing of the training stays on the model
+
+
+def test_the_balancing_loss_is_there_again_afterwards(loras, tokenizer, tmp_path):
+    """Neither the model's config nor the caller's arguments keep what this stage needs."""
+    model = moe(loras, router_aux_loss_coef=0.05)
+    args = arguments(tmp_path / "init", num_train_epochs=2)
+    given = args.to_dict()
+    init_router(model, Dataset.from_list(rows(8)), args, tokenizer)
+    assert args.to_dict() == given
+    assert model.config.output_router_logits and model.config.router_aux_loss_coef == 0.05
+    after = arguments(tmp_path / "after", max_steps=2, logging_steps=1)
+    trained = post_train(model, Dataset.from_list(rows(8)), after, tokenizer, output_dir=tmp_path / "adapter")
+    assert all(record["aux_loss"] > 1 for record in trained.history)
 
 
 def test_routing_vectors_only(loras, tokenizer, tmp_path):

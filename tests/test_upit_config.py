@@ -31,13 +31,27 @@ def recipe(**settings):
         ({"adapter": {"top_k": 9}}, "top_k=9"),
         ({"method": "mola"}, "method='mola': Input should be 'upit', 'lora'"),
         ({"num_experts": "many"}, "num_experts='many': Input should be a valid integer"),
-        ({"num_experts": 1}, "num_experts=1: out of range"),
-        ({"prepare_share": 1.0}, "prepare_share=1.0: out of range"),
-        ({"router_init": {"seed_fraction": 0}}, "router_init.seed_fraction=0.0: out of range"),
+        ({"num_experts": 1}, "num_experts=1: must be at least 2"),
+        ({"prepare_share": 1.0}, "prepare_share=1.0: must be above 0 and below 1"),
+        ({"router_init": {"seed_fraction": 0}}, "router_init.seed_fraction=0.0: must be above 0, at most 1"),
         ({"router_init": {"buckets": "label"}}, "data.label_column=None"),
         ({"prepare": {"order": "blocks"}}, "data.label_column=None"),
-        ({"prepare": {"adapters": []}}, r"prepare.adapters=\[\]: out of range"),
+        ({"prepare": {"adapters": []}}, r"prepare.adapters=\[\]: must be one folder at least"),
         ({"prepare": {"num_experts": 4}, "expand": {"method": "none"}}, "stage 1 gives 4, expand.method='none'"),
+        ({"prepare": {"num_experts": 9}}, "num_experts=8: stage 1 gives 9; ask for that many or more"),
+        ({"prepare": {"num_experts": 1}}, "stage 1 gives 1, expansion needs two"),
+        (
+            {"method": "self_moe", "prepare": {"num_experts": 4}, "expand": {"method": "none"}},
+            "stage 1 gives 4, expand.method='none'",
+        ),
+        ({"router_init": {"capacity": 0}}, "router_init.capacity=0: must be at least 1"),
+        ({"sft": {"save_steps": 0.1}}, "sft.save_steps=0.1: must be a whole number of at least 1"),
+        ({"prepare": {"sft": {"save_steps": 0}}}, "sft.save_steps=0: must be"),
+        ({"model": {"name_or_path": "m", "dtype": "bf16"}}, "model.dtype='bf16': must be one of auto, float32"),
+        (
+            {"model": {"name_or_path": "m", "quantization": {"load_in_4bits": True}}},
+            "model.quantization.load_in_4bits: unknown key; did you mean 'load_in_4bit'?",
+        ),
         ({"model": {}}, "model.name_or_path: Field required"),
         ({"data": {"train": 3}}, "data.train=3"),
         ({"router_init": 3}, "router_init=3"),
@@ -64,6 +78,10 @@ def test_yaml_and_overrides(tmp_path):
         path.write_text(yaml.safe_dump({**MINIMAL, "method": "upit"}))
         with pytest.raises(ValueError, match=message):
             load_recipe(path, [override])
+    path.write_text("a: [1\n")
+    with pytest.raises(ValueError, match="while parsing a flow sequence") as raised:
+        load_recipe(path)
+    assert "\n" not in str(raised.value)
     path.write_text("- 1\n")
     with pytest.raises(ValueError, match="a recipe is a mapping"):
         load_recipe(path)
@@ -78,7 +96,7 @@ def test_every_method_has_the_same_budget():
     upit = budget(recipe(router_init={"seed_fraction": 0.1, "num_train_epochs": 4}), 1000)
     assert (upit.prepare, upit.router_init) == (2, 0.4)
     assert budget(recipe(), 100).router_init == 8 / 100 * 4  # never less than one example an expert
-    given = budget(recipe(prepare={"adapters": ["a"]}, router_init={"buckets": "none"}), 1000)
+    given = budget(recipe(prepare={"adapters": ["a", "b"]}, router_init={"buckets": "none"}), 1000)
     assert (given.prepare, given.router_init, given.post_train) == (0, 0, 4)
     with pytest.raises(ValueError, match="stage 4 is left with none"):
         budget(recipe(router_init={"seed_fraction": 1, "num_train_epochs": 2}), 1000)

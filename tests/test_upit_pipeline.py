@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import weakref
@@ -176,6 +177,44 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     assert again.records["post_train"]["files"] == first.records["post_train"]["files"]
 
 
+def test_a_second_run_of_one_object_does_nothing_again(case, tmp_path):
+    pipeline = run(case, tmp_path, method="loramoe_sft")
+    before = {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")}
+    pipeline.run()
+    assert {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")} == before
+
+
+def test_number_of_processes_does_not_undo_a_finished_stage(case, upit, tmp_path):
+    shutil.copytree(upit.root, tmp_path / "out")
+    for record in (tmp_path / "out").glob("*/stage.json"):
+        settings = json.loads(record.read_text())
+        settings["identity"]["processes"] = 8
+        record.write_text(json.dumps(settings))
+    before = (tmp_path / "out" / "prepare").stat().st_mtime_ns
+    run(case, tmp_path)
+    assert (tmp_path / "out" / "prepare").stat().st_mtime_ns == before
+
+
+def test_result_does_not_depend_on_what_a_trainer_did_to_the_tokenizer(case, tmp_path):
+    """TRL gives the tokenizer a chat template and a padding token; the result has them, however often it is written."""
+    rows = [json.loads(line) for line in Path(case["data"]["train"]).read_text().splitlines()]
+    talks = [
+        {"messages": [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["completion"]}]}
+        for r in rows
+    ]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    sft = {**case["sft"], "chat_template_path": str(tmp_path / "template.jinja")}
+    settings = {"data": {"train": str(tmp_path / "talks.jsonl")}, "sft": sft, "num_train_epochs": 1}
+    for method in ("lora", "loramoe_pt"):
+        (tmp_path / method).mkdir()
+        first = run(case, tmp_path / method, method=method, **settings)
+        files = {path.name: path.read_bytes() for path in (first.root / "adapter").iterdir()}
+        assert "['content']" in AutoTokenizer.from_pretrained(first.root / "adapter").chat_template
+        run(case, tmp_path / method, method=method, **settings)
+        assert {path.name: path.read_bytes() for path in (first.root / "adapter").iterdir()} == files
+
+
 def test_changed_data_redoes_everything(case, tmp_path):
     first = run(case, tmp_path, method="loramoe_pt")
     rows = Path(case["data"]["train"]).read_text().splitlines()
@@ -277,10 +316,17 @@ def test_blocks_show_one_domain_after_the_other(case, tmp_path, monkeypatch):
     [
         ({"model": {"name_or_path": "nowhere/model"}}, "model.name_or_path='nowhere/model': no model folder"),
         ({"data": {"train": "nowhere.jsonl"}}, "data.train='nowhere.jsonl': no such file"),
+        ({"data": {"train": "strange.jsonl"}}, "needs messages, prompt and completion, or text"),
+        (
+            {"router_init": {"buckets": "label", "expert_map": {"a": [0], "b": [1]}}},
+            "expert_map: no experts for the label 'c' of example 2",
+        ),
         ({"sft": {"use_cpu": True, "lr_scheduler_type": "zigzag"}}, "prepare.sft: zigzag is not a valid SchedulerType"),
     ],
 )
-def test_wrong_inputs_end_in_one_line_and_leave_nothing(settings, message, case, tmp_path, capsys):
+def test_wrong_inputs_end_in_one_line_and_leave_nothing(settings, message, case, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "strange.jsonl").write_text('{"domain": "a", "question": "w3"}')
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({**case, "output_dir": str(tmp_path / "out"), **settings}))
     with pytest.raises(SystemExit) as ended:
@@ -289,7 +335,7 @@ def test_wrong_inputs_end_in_one_line_and_leave_nothing(settings, message, case,
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
-    assert not (tmp_path / "out" / "adapter").exists()
+    assert not any((tmp_path / "out").glob("*/*"))
 
 
 def test_missing_label_column(case, tmp_path):
@@ -387,12 +433,8 @@ def test_several_processes_do_what_one_does(case, upit, tmp_path):
         assert two.keys() == alone.keys()
         for key, value in alone.items():
             torch.testing.assert_close(two[key], value, rtol=tolerance, atol=tolerance)
-    assert (
-        json.loads((tmp_path / "two" / "manifest.json").read_text())["stages"]["prepare"]["identity"]["settings"][
-            "processes"
-        ]
-        == 2
-    )
+    manifest = json.loads((tmp_path / "two" / "manifest.json").read_text())
+    assert manifest["stages"]["prepare"]["identity"]["processes"] == 2
     buckets = [json.loads((tmp_path / name / "router_init" / "buckets.json").read_text()) for name in ("one", "two")]
     assert buckets[0]["buckets"] == buckets[1]["buckets"]
 

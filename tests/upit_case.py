@@ -83,6 +83,7 @@ def _run(settings: dict[str, Any], folder: str, kill: tuple[str, int] | None) ->
 
     os.chdir(folder)
     logging.disable()
+    _count_steps()
     if kill is not None:
         owner, name = _points()[kill[0]]
         _kill_at(owner, name, kill[1])
@@ -108,7 +109,22 @@ def _points() -> dict[str, tuple[Any, str]]:
         "writing json": (moe_peft.upit.stages, "write_json"),
         "renaming a stage": (Path, "rename"),
         "evaluating": (moe_peft.upit.pipeline, "plot_shares"),
+        "removing": (moe_peft.upit.stages.shutil, "rmtree"),
     }
+
+
+def _count_steps() -> None:
+    """Leaves a byte in `steps` for every training step of every process."""
+    from transformers import Trainer
+
+    original = Trainer.training_step
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        with open("steps", "ab") as file:
+            file.write(b".")
+        return original(*args, **kwargs)
+
+    Trainer.training_step = counting
 
 
 def _kill_at(owner: Any, name: str, n: int) -> None:

@@ -6,7 +6,8 @@ A bucket is the list of an expert's example indices. S seed examples, n experts.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -57,24 +58,26 @@ def random_buckets(examples: int, num_experts: int, seed: int) -> Buckets:
 
 
 def label_buckets(
-    labels: Sequence[Hashable], num_experts: int, expert_map: Mapping[Hashable, Sequence[int]] | None = None
+    labels: Sequence[Any], num_experts: int, expert_map: Mapping[Any, Sequence[int]] | None = None
 ) -> Buckets:
     """
     Examples by their label: each goes to the emptiest of its label's experts.
 
     Args:
-        labels: one per example, [S].
+        labels: one per example, [S]; compared as text, as YAML and data sets may differ in types.
         num_experts: n.
         expert_map: label → experts. If None, the labels in sorted order take experts in turn, i ≡ j (mod labels).
 
     Raises:
         ValueError: a label that the map lacks, an expert out of range, or more labels than experts.
     """
+    labels = [str(label) for label in labels]
     if expert_map is None:
-        names = sorted(set(labels), key=str)
+        names = sorted(set(labels))
         if len(names) > num_experts:
             raise ValueError(f"label_buckets: {len(names)} labels for {num_experts} experts; give an expert_map")
         expert_map = {name: range(j, num_experts, len(names)) for j, name in enumerate(names)}
+    expert_map = {str(label): experts for label, experts in expert_map.items()}
     for label, experts in expert_map.items():
         if not experts or not all(0 <= i < num_experts for i in experts):
             raise ValueError(f"expert_map: {label!r}: {list(experts)}: name experts from 0 to {num_experts - 1}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
+from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
 from ..adapter.config import MoELoraConfig
@@ -37,6 +39,9 @@ _ADAPTER_FIELDS = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "top_k", "normalize_top_k", "mixing", "target_projections",
     "router_jitter_noise", "router_aux_loss_coef", "init_lora_weights",
 }  # fmt: skip
+
+_QUANTIZATION_FIELDS = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _strict = ConfigDict(extra="forbid", frozen=True)
 
@@ -151,33 +156,42 @@ class Recipe:
             ("adapter", self.adapter, _ADAPTER_FIELDS),
             ("sft", self.sft, _SFT_FIELDS),
             *((f"{s}.sft", getattr(self, s).sft, _SFT_FIELDS) for s in ("prepare", "router_init", "post_train")),
+            ("model.quantization", self.model.quantization or {}, _QUANTIZATION_FIELDS),
         ):
             for key in keys:
                 if key not in allowed:
                     raise ValueError(_unknown(f"{path}.{key}", key, allowed))
-        for name, value, good in (
-            ("num_experts", self.num_experts, self.num_experts >= 2 or self.method == "lora"),
-            ("num_train_epochs", self.num_train_epochs, self.num_train_epochs > 0),
-            ("prepare_share", self.prepare_share, 0 < self.prepare_share < 1),
-            ("router_init.seed_fraction", self.router_init.seed_fraction, 0 < self.router_init.seed_fraction <= 1),
-            ("router_init.alpha", self.router_init.alpha, 0 <= self.router_init.alpha <= 1),
-            ("router_init.num_train_epochs", self.router_init.num_train_epochs, self.router_init.num_train_epochs >= 1),
-            ("expand.drop_rate", self.expand.drop_rate, 0 <= self.expand.drop_rate < 1),
-            (
-                "prepare.adapters",
-                self.prepare.adapters,
-                self.prepare.adapters is None or len(self.prepare.adapters) > 0,
+        init = self.router_init
+        given = self.given_experts()
+        steps = [("save_steps", {**self.sft, **getattr(self, s).sft}) for s in ("prepare", "router_init", "post_train")]
+        for name, value, good, range_ in (
+            ("num_experts", self.num_experts, self.num_experts >= 2 or self.method == "lora", "at least 2"),
+            ("num_train_epochs", self.num_train_epochs, self.num_train_epochs > 0, "above 0"),
+            ("prepare_share", self.prepare_share, 0 < self.prepare_share < 1, "above 0 and below 1"),
+            ("router_init.seed_fraction", init.seed_fraction, 0 < init.seed_fraction <= 1, "above 0, at most 1"),
+            ("router_init.alpha", init.alpha, 0 <= init.alpha <= 1, "from 0 to 1"),
+            ("router_init.num_train_epochs", init.num_train_epochs, init.num_train_epochs >= 1, "at least 1"),
+            ("router_init.capacity", init.capacity, init.capacity is None or init.capacity >= 1, "at least 1, or null"),
+            ("expand.drop_rate", self.expand.drop_rate, 0 <= self.expand.drop_rate < 1, "at least 0 and below 1"),
+            ("prepare.adapters", self.prepare.adapters, self.prepare.adapters != [], "one folder at least, or null"),
+            ("model.dtype", self.model.dtype, self.model.dtype in _DTYPES, f"one of {', '.join(_DTYPES)}"),
+            *(
+                (f"sft.{name}", sft[name], type(sft[name]) is int and sft[name] >= 1, "a whole number of at least 1")
+                for name, sft in steps
+                if name in sft
             ),
         ):
             if not good:
-                raise ValueError(f"{name}={value!r}: out of range")
-        needs_label = self.router_init.buckets == "label" or self.prepare.order == "blocks"
+                raise ValueError(f"{name}={value!r}: must be {range_}")
+        needs_label = init.buckets == "label" or self.prepare.order == "blocks"
         if needs_label and self.data.label_column is None:
             raise ValueError("data.label_column=None: `buckets: label` and `order: blocks` need a column of labels")
-        if self.method == "upit" and self.given_experts() < self.num_experts and self.expand.method == "none":
-            raise ValueError(
-                f"num_experts={self.num_experts}: stage 1 gives {self.given_experts()}, expand.method='none' makes none"
-            )
+        if self.method in ("upit", "self_moe") and self.prepare.experts == "checkpoints":
+            if given > self.num_experts:
+                raise ValueError(f"num_experts={self.num_experts}: stage 1 gives {given}; ask for that many or more")
+            if given < self.num_experts and (self.expand.method == "none" or given < 2):
+                why = "expand.method='none' makes none" if self.expand.method == "none" else "expansion needs two"
+                raise ValueError(f"num_experts={self.num_experts}: stage 1 gives {given}, {why}")
         self.moe_config()
 
     def given_experts(self) -> int:
@@ -201,7 +215,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ValueError: an unknown key, a wrong value; FileNotFoundError.
     """
-    settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    try:
+        settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: a recipe is a mapping of keys to values")
     for override in overrides:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from typing import Any
 
@@ -35,7 +36,8 @@ def evaluate(
         over domains; and for each domain the share of token assignments of every layer and expert, [L, n] (none without
         routers).
     """
-    args.packing = False
+    args = copy.copy(args)
+    args.packing = args.padding_free = False  # examples are scored one by one
     trainer = SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=processing_class)
     config = model.config.get_text_config()
     routed = hasattr(config, "output_router_logits")

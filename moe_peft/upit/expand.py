@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from peft.utils import load_peft_weights
 from safetensors.torch import save_file
 
@@ -36,16 +35,27 @@ def expand_experts(
 
     Returns:
         the n folders, and the descent of each new expert.
+
+    Raises:
+        ValueError: an adapter is no LoRA, adapters differ in rank, scaling or modules, or a setting is out of range.
     """
-    weights = [_read(folder) for folder in experts]
-    start = None if initial is None else _read(initial)
+    configs = [_config(folder) for folder in experts]
+    for folder, config in zip(experts, configs, strict=True):
+        for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+            first, own = getattr(configs[0], field), getattr(config, field)
+            if own != first:
+                raise ValueError(
+                    f"expand_experts: {folder}: {field}={own!r}, but {experts[0]} has {first!r}; must agree"
+                )
+    weights = [load_peft_weights(str(folder), device="cpu") for folder in experts]
+    start = None if initial is None else load_peft_weights(str(initial), device="cpu")
     family, descents = expand(
         weights, num_experts, method=method, similarity=similarity, drop_rate=drop_rate, seed=seed, initial=start
     )
     folders = []
     for i, expert in enumerate(family):
         folder = Path(output_dir) / "experts" / str(i)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         if i < len(experts):
             for name in ADAPTER_FILES:
                 shutil.copy(Path(experts[i]) / name, folder / name)
@@ -56,7 +66,8 @@ def expand_experts(
     return folders, descents
 
 
-def _read(folder: str | Path) -> dict[str, torch.Tensor]:
-    if PeftConfig.from_pretrained(str(folder)).peft_type != "LORA":
+def _config(folder: str | Path) -> LoraConfig:
+    config = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, LoraConfig):
         raise ValueError(f"expand_experts: {folder} is no LoRA adapter; give plain LoRA adapters")
-    return load_peft_weights(str(folder), device="cpu")
+    return config

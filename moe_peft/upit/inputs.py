@@ -84,6 +84,11 @@ def load_data(source: str | dict[str, Any], field: str, label_column: str | None
         raise ValueError(f"data.{field}={source!r}: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise ValueError(f"data.{field}={source!r}: no examples; name one split that has some")
+    known = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
+    if not any(columns <= set(dataset.column_names) for columns in known):
+        raise ValueError(
+            f"data.{field}={source!r}: columns {dataset.column_names}: needs messages, prompt and completion, or text"
+        )
     if label_column is not None and label_column not in dataset.column_names:
         raise ValueError(f"data.label_column={label_column!r}: data.{field} has only {dataset.column_names}")
     return dataset
@@ -145,6 +150,11 @@ def hash_data(dataset: Dataset) -> str:
     for row in dataset:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def hash_template(path: str | None) -> str | None:
+    """Of a chat template's file; a model's name is in the settings already."""
+    return hash_file(Path(path)) if path is not None and Path(path).is_file() else path
 
 
 def hash_adapters(section: PrepareSection) -> list[str]:

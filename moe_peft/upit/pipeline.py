@@ -24,6 +24,7 @@ from trl import SFTConfig
 from ..adapter.convert import lora_to_moe
 from ..report import plot_shares
 from . import inputs
+from .buckets import label_buckets
 from .config import Recipe, as_dict
 from .evaluate import evaluate
 from .expand import expand_experts
@@ -31,7 +32,7 @@ from .post_train import post_train
 from .prepare import Selection, chosen_steps, prepare_experts
 from .router_init import init_router
 from .stages import STATE, Stage, run_stage, write_json
-from .training import Trained
+from .training import Trained, copy_adapter
 
 # MoELoraConfig fields that follow from the experts when LoRA adapters are stacked.
 _FROM_EXPERTS = ("r", "lora_alpha", "use_rslora", "target_projections", "init_lora_weights")
@@ -78,13 +79,18 @@ class UpIT:
 
     # --- inputs, read when first needed -----------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
+        """A new one for each stage: trainers change theirs (padding, chat template)."""
         return inputs.load_tokenizer(self.recipe.model)
 
     @cached_property
     def train_data(self) -> Dataset:
-        return inputs.load_data(self.recipe.data.train, "train", self.recipe.data.label_column)
+        data = inputs.load_data(self.recipe.data.train, "train", self.recipe.data.label_column)
+        section = self.recipe.router_init
+        if self.recipe.method == "upit" and section.buckets == "label":  # its errors should come before any training
+            label_buckets(data[self.recipe.data.label_column], self.recipe.num_experts, section.expert_map)
+        return data
 
     @cached_property
     def eval_data(self) -> Dataset | None:
@@ -99,6 +105,7 @@ class UpIT:
             "train": inputs.hash_data(self.train_data),
             "eval": None if self.eval_data is None else inputs.hash_data(self.eval_data),
             "adapters": inputs.hash_adapters(self.recipe.prepare),
+            "chat_template": inputs.hash_template(self.recipe.sft.get("chat_template_path")),
         }
 
     @cached_property
@@ -137,6 +144,7 @@ class UpIT:
         """
         self.join_processes()
         self.root.mkdir(parents=True, exist_ok=True)
+        self.records = {}
         runners = {
             "prepare": self._prepare,
             "expand": self._expand,
@@ -154,7 +162,7 @@ class UpIT:
         PartialState().wait_for_everyone()
         return self.root / "adapter"
 
-    def join_processes(self) -> None:
+    def join_processes(self, **own: Any) -> None:
         """
         Meet the other processes of a launcher, on the devices that the training arguments ask for. They set up
         accelerate's state anew, so whoever asks it before would believe to be alone.
@@ -162,7 +170,12 @@ class UpIT:
         for stage in [
             name for name in self.stage_names() if name != "expand"
         ]:  # all of them, so that a wrong value ends a run before it begins
-            _ = self.sft_config(stage, self.root).device
+            _ = self.sft_config(stage, self.root, **own).device
+
+    def half_precision(self, stage: str) -> bool:
+        """Whether a stage trains in mixed precision, as the recipe says (TRL's default is bf16)."""
+        settings = {**self.recipe.sft, **getattr(self.recipe, stage).sft}
+        return bool(settings.get("bf16", True) or settings.get("fp16"))
 
     def _identity(self, name: str) -> dict[str, Any]:
         """What decides a stage's result. Earlier stages' files are inputs, so a change is passed on."""
@@ -171,7 +184,7 @@ class UpIT:
         if name != "expand":
             settings["sft"] = {**r.sft, **settings.get("sft", {})}
             settings["adapter"] = r.adapter
-            settings["processes"] = PartialState().num_processes
+            settings["experts"] = "copies" if self._copies else "checkpoints"
         if name in ("prepare", "router_init", "post_train"):
             settings["seed"] = inputs.stage_seed(r, name)
             settings["epochs"] = getattr(self.budget, name)
@@ -181,11 +194,14 @@ class UpIT:
         settings["num_experts"] = r.given_experts() if name == "prepare" else r.num_experts
         settings["label_column"] = r.data.label_column
         before = {stage: self.records[stage]["files"] for stage in self.records}
-        needs = {"expand": ("adapters",), "evaluate": ("model", "eval")}.get(name, ("model", "train", "adapters"))
+        needs = {"expand": ("adapters",), "evaluate": ("model", "eval", "chat_template")}.get(
+            name, ("model", "train", "adapters", "chat_template")
+        )
         return json.loads(
             json.dumps(
                 {
                     "settings": settings,
+                    "processes": PartialState().num_processes,
                     "model": as_dict(r.model),
                     "inputs": {key: self.hashes[key] for key in needs},
                     "earlier_stages": {stage: inputs.hash_json(files) for stage, files in before.items()},
@@ -196,11 +212,10 @@ class UpIT:
 
     def _write_result(self) -> None:
         """The adapter under its final name, and the manifest."""
-        source = self.root / ("prepare/experts/0" if self.recipe.method == "lora" else "post_train/adapter")
+        source = self.root / ("prepare" if self.recipe.method == "lora" else "post_train") / "adapter"
         result, partial = self.root / "adapter", self.root / "adapter.partial"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial)
-        self.tokenizer.save_pretrained(partial)
         shutil.rmtree(result, ignore_errors=True)
         partial.rename(result)
         packages = {"torch": torch, "transformers": transformers, "peft": peft, "trl": trl}
@@ -233,6 +248,9 @@ class UpIT:
             num_checkpoints=num_checkpoints,
             selection=selection,
         )
+        if r.method == "lora" and PartialState().is_main_process:  # this stage's adapter is the result
+            copy_adapter(prepared.trained.checkpoints[max(prepared.trained.checkpoints)], folder / "adapter")
+        PartialState().wait_for_everyone()
         return {"checkpoint_steps": prepared.steps, **_metrics(prepared.trained)}
 
     def _expand(self, folder: Path) -> dict[str, Any]:
@@ -248,7 +266,7 @@ class UpIT:
                 similarity=section.similarity,
                 drop_rate=section.drop_rate,
                 seed=inputs.stage_seed(self.recipe, "expand"),
-                initial=initial if initial.is_dir() else None,
+                initial=initial if "prepare" in self.records else None,
             )[1]
         PartialState().wait_for_everyone()
         return {"descents": [descent.as_dict() for descent in descents]}
@@ -303,8 +321,8 @@ class UpIT:
         return _metrics(trained)
 
     def _evaluate(self, folder: Path) -> dict[str, Any]:
-        last = "prepare/experts/0" if self.recipe.method == "lora" else "post_train/adapter"
-        model = PeftModel.from_pretrained(inputs.load_model(self.recipe.model), self.root / last)
+        last = self.root / ("prepare" if self.recipe.method == "lora" else "post_train") / "adapter"
+        model = PeftModel.from_pretrained(inputs.load_model(self.recipe.model), last)
         assert self.eval_data is not None
         args = self.sft_config("evaluate", folder)
         losses, shares = evaluate(model, self.eval_data, args, self.tokenizer, self.recipe.data.label_column)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState, init_empty_weights
+from datasets import Dataset
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from . import inputs
@@ -42,7 +44,10 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
     length of up to 500 rows.
     """
     r = pipeline.recipe
-    pipeline.join_processes()
+    # A plan may be made on a machine without the accelerator that the run will have.
+    own = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
+    pipeline.join_processes(**own)
+    tokenizer = _with_template(pipeline.tokenizer, r.sft.get("chat_template_path"))
     config = inputs.load_config(r.model)
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(config)
@@ -53,8 +58,8 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
     for name in pipeline.stage_names():
         if name not in ("prepare", "router_init", "post_train"):
             continue
-        args = pipeline.sft_config(name, pipeline.root)
-        rows, length = _rows_and_length(pipeline, args)
+        args = pipeline.sft_config(name, pipeline.root, **own)
+        rows, length = _rows_and_length(pipeline.train_data, tokenizer, args)
         epochs = getattr(pipeline.budget, name)
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
         if name == "router_init":
@@ -67,17 +72,28 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
             frozen = name == "post_train" and (r.method == "self_moe" or not r.post_train.train_experts)
             trainable = lora if name == "prepare" else routers if frozen else moe
         resident = base + 4 * (lora if name == "prepare" else moe) + (_STATE_BYTES - 4) * trainable
-        memory = resident + _activation_bytes(config, args, length)
+        memory = resident + _activation_bytes(config, args, length, 2 if pipeline.half_precision(name) else 4)
         found.append(StagePlan(name, epochs, steps, round(steps * batch * length), trainable, memory))
     return found
 
 
-def _rows_and_length(pipeline: UpIT, args: SFTConfig) -> tuple[int, float]:
+def _with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template that TRL will give it: a file's, or another tokenizer's."""
+    if path is not None:
+        is_file = Path(path).is_file()
+        try:
+            own = Path(path).read_text() if is_file else AutoTokenizer.from_pretrained(path).chat_template
+        except OSError as error:
+            raise ValueError(f"sft.chat_template_path={path!r}: no file, nor a tokenizer in reach") from error
+        tokenizer.chat_template = own
+    return tokenizer
+
+
+def _rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[int, float]:
     """Training rows and their mean number of tokens."""
-    data = pipeline.train_data
     stride = max(1, len(data) // _SAMPLED_ROWS)
     limit = args.max_length or float("inf")
-    lengths = [row_tokens(pipeline.tokenizer, data[i]) for i in range(0, len(data), stride)]
+    lengths = [row_tokens(tokenizer, data[i]) for i in range(0, len(data), stride)]
     mean = sum(min(length, limit) for length in lengths) / len(lengths)
     if args.packing and args.max_length:
         whole = len(data) * sum(lengths) / len(lengths)
@@ -92,6 +108,8 @@ def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> int:
     Raises:
         ValueError: a row of no known format.
     """
+    if "input_ids" in row:
+        return len(row["input_ids"])
     if "messages" in row:
         return len(tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"])
     if "prompt" in row and "completion" in row:
@@ -135,10 +153,9 @@ def _base_bytes(recipe: Recipe, model: PreTrainedModel) -> int:
     return round(total)
 
 
-def _activation_bytes(config: Any, args: SFTConfig, length: float) -> int:
+def _activation_bytes(config: Any, args: SFTConfig, length: float, width: int) -> int:
     """Of one batch: every layer's input, and what backward needs of one layer (of all without checkpointing)."""
     text = config.get_text_config()
-    width = 2 if args.bf16 or args.fp16 else 4
     hidden, layers = text.hidden_size, text.num_hidden_layers
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
     per_layer = 10 * hidden + 8 * inner  # attention and norms; two slots of gate, up and their product

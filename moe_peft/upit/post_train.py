@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 from datasets import Dataset
@@ -32,6 +33,9 @@ def post_train(
         args: how to train; its `num_train_epochs` or `max_steps` is this stage's whole training.
         output_dir: the adapter folder.
         train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
+
+    Returns:
+        the training's log and checkpoints.
     """
     model.set_adapter(model.active_adapter)  # whatever was frozen before
     if not train_experts:
@@ -39,7 +43,11 @@ def post_train(
             parameter.requires_grad_("moe_lora_router" in name)
     set_seed(args.seed)
     trainer = SFTTrainer(
-        model=model, args=args, train_dataset=dataset, eval_dataset=eval_dataset, processing_class=processing_class
+        model=model,
+        args=copy.copy(args),
+        train_dataset=dataset,
+        eval_dataset=eval_dataset,
+        processing_class=processing_class,
     )
     trained = train(trainer)
     if trainer.args.should_save:

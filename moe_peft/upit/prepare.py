@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,17 +85,27 @@ def prepare_experts(
         num_experts: m.
         num_checkpoints: taken at equal intervals; m for `"uniform"`, else 2 m, if None.
         selection: which of them become experts; `"back_half"` did best in the paper (Table 2).
+
+    Raises:
+        ValueError: more checkpoints than steps, more experts than checkpoints to choose from, or a LoRA that trains
+            more than linear layers.
     """
     output_dir = Path(output_dir)
     set_seed(args.seed)
     trainer = SFTTrainer(
         model=model,
-        args=args,
+        args=copy.copy(args),  # `train` sets steps; the caller's stay as they are
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         processing_class=processing_class,
         peft_config=lora_config,
     )
+    own = trainer.model.peft_config[trainer.model.active_adapter]
+    if own.modules_to_save or getattr(own, "trainable_token_indices", None):
+        raise ValueError(
+            f"prepare_experts: modules_to_save={own.modules_to_save}: an expert cannot hold these; take a chat "
+            "template that adds no tokens (chat_template_path), and none in lora_config"
+        )
     chosen = chosen_steps(total_steps(trainer), num_experts, num_checkpoints, selection)
     initial = output_dir / "initial"
     if trainer.args.should_save:
@@ -103,7 +114,7 @@ def prepare_experts(
     experts = [output_dir / "experts" / str(i) for i in range(num_experts)]
     if trainer.args.should_save:
         for step, folder in zip(chosen, experts, strict=True):
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             for name in ADAPTER_FILES:
                 shutil.copy(trained.checkpoints[step] / name, folder / name)
     trainer.accelerator.wait_for_everyone()

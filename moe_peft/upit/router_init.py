@@ -10,10 +10,9 @@ Legend: B rows, S positions, L layers, n experts.
 
 from __future__ import annotations
 
-import json
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -102,6 +101,7 @@ class RouterInitTrainer(SFTTrainer):
     def __init__(self, *args: Any, alpha: float = 0.5, objective: Objective = "positive", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.alpha, self.objective = alpha, objective
+        self.aux_loss_enabled = False  # here loads follow from the buckets; the model's own setting stays for later
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         with force_experts(self.model, inputs["expert"].to(self.args.device)):  # around backward: checkpointing
@@ -167,8 +167,11 @@ def init_router(
         capacity: most examples of a bucket (perplexity, relative); `ceil(S / n)` if None.
         label_column, expert_map: for `"label"`, see `label_buckets`.
 
+    Returns:
+        the buckets, the perplexities if they were asked for, and the training's log.
+
     Raises:
-        ValueError: settings that do not go together.
+        ValueError: settings that do not go together, or labels without experts.
     """
     if args.packing or args.padding_free:
         raise ValueError("router_init: packing and padding_free must be off: every example has an expert of its own")
@@ -181,7 +184,8 @@ def init_router(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("moe_lora_router" in name or (train_experts and "moe_lora_" in name))
     set_seed(args.seed)
-    args.router_aux_loss_coef, args.remove_unused_columns, args.train_sampling_strategy = 0.0, False, "sequential"
+    args = copy.copy(args)  # the caller's stay as they are
+    args.remove_unused_columns, args.train_sampling_strategy = False, "sequential"
     trainer = RouterInitTrainer(
         model=model,
         args=args,
@@ -215,15 +219,7 @@ def init_router(
 
 
 def _perplexities(trainer: RouterInitTrainer, num_experts: int) -> torch.Tensor:
-    """[S, n]; kept beside the checkpoints, so that a run that goes on does not score again."""
-    kept = Path(trainer.args.output_dir) / "perplexity.json"
-    if not kept.exists():
-        rows = max(trainer.args.per_device_eval_batch_size, num_experts)
-        losses_SN, counts_S = example_losses(trainer, trainer.train_dataset, num_experts, rows)
-        if trainer.args.should_save:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            partial = kept.with_suffix(".partial")
-            partial.write_text(json.dumps((losses_SN / counts_S.unsqueeze(1)).exp().tolist()))
-            partial.replace(kept)
-        trainer.accelerator.wait_for_everyone()
-    return torch.tensor(json.loads(kept.read_text()), dtype=torch.float64)
+    """[S, n]"""
+    rows = max(trainer.args.per_device_eval_batch_size, num_experts)
+    losses_SN, counts_S = example_losses(trainer, trainer.train_dataset, num_experts, rows)
+    return (losses_SN / counts_S.unsqueeze(1)).exp()

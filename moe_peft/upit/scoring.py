@@ -40,6 +40,8 @@ def example_losses(
     state = trainer.accelerator
     mine = starts[state.process_index :: state.num_processes]
     found: list[tuple[int, list[list[float]], list[int]]] = []
+    if next(trainer.model.parameters()).device != state.device:
+        trainer.model.to(state.device)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
     with _evaluating(trainer.model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
             examples = [dataset[i] for i in range(start, min(start + per_batch, len(dataset)))]

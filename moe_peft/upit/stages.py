@@ -45,23 +45,23 @@ def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
     folder, partial = root / stage.name, root / f"{stage.name}.partial"
     main = PartialState().is_main_process
     done = _read(folder / _RECORD)
-    if done is not None and done["identity"] == stage.identity:
+    if done is not None and _same_result(done["identity"], stage.identity):
         if main:
             logger.info("%s: done already", stage.name)
         return done
-    begun = _read(partial / _IDENTITY)
     whole = _read(partial / _RECORD)
+    begun = _read(partial / _IDENTITY) or (whole and whole["identity"])
     PartialState().wait_for_everyone()  # all have read before anything is removed
     if main:
         if done is not None:
             logger.warning(
                 "%s: done again, as it changed: %s", stage.name, _difference(done["identity"], stage.identity)
             )
-            shutil.rmtree(folder)
         if begun is not None and begun != stage.identity:
             logger.warning("%s: begun anew, as it changed: %s", stage.name, _difference(begun, stage.identity))
+        _remove(folder)
         if begun != stage.identity:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
             partial.mkdir(parents=True)
             write_json(partial / _IDENTITY, stage.identity)
         elif whole is None:
@@ -79,12 +79,26 @@ def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
             write_json(partial / _RECORD, {"identity": stage.identity, "metrics": metrics, "files": files})
     if main:
         shutil.rmtree(partial / STATE, ignore_errors=True)
-        (partial / _IDENTITY).unlink(missing_ok=True)
+        (partial / _IDENTITY).unlink(missing_ok=True)  # the record has it
         partial.rename(folder)
     PartialState().wait_for_everyone()
     record = _read(folder / _RECORD)
     assert record is not None
     return record
+
+
+def _same_result(done: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether a finished stage serves. How many processes made it matters only for going on with one half done."""
+    return {**done, "processes": None} == {**wanted, "processes": None}
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder under another name, so that what is left of it after a kill is not taken for the whole."""
+    removed = folder.with_name(f"{folder.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    if folder.exists():
+        folder.rename(removed)
+        shutil.rmtree(removed)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -18,8 +18,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
 _WHOLE = "whole"  # a file that says that the checkpoint beside it was written to the end
-_RESUME_ONLY = ("optimizer.pt", "scheduler.pt", "scaler.pt")
-_NOT_MODEL = (_WHOLE, *_RESUME_ONLY, "rng_state*.pth", "trainer_state.json", "training_args.bin")
+_NOT_MODEL = (
+    _WHOLE, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
+    "pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class _Checkpoints(TrainerCallback):
             if step < state.global_step and step not in self.keep:
                 shutil.rmtree(older)
             elif step < state.global_step:
-                for name in _RESUME_ONLY:
-                    (older / name).unlink(missing_ok=True)
+                (older / "optimizer.pt").unlink(missing_ok=True)  # the most of it, and only for going on from there
 
 
 def total_steps(trainer: Trainer) -> int:

@@ -1,0 +1,110 @@
+"""Losses and statistics on router logits, against plain loops in float64 and transformers' own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from moe_peft.routing import (
+    balancing_loss,
+    compliance,
+    entropies,
+    expert_counts,
+    label_losses,
+    load_health,
+    pad_logits,
+    z_losses,
+)
+
+L, T, N, K = 3, 20, 5, 2
+
+
+def logits(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(T, N, generator=generator, requires_grad=True) for _ in range(L)]
+
+
+def mask():
+    return (torch.arange(T) % 4 != 3).long()
+
+
+def distributions(layers):
+    return [[[math.exp(v) for v in row] for row in layer.tolist()] for layer in layers]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_global_balancing_is_that_of_transformers(masked):
+    layers, ours = logits(), logits()
+    reference = load_balancing_loss_func(tuple(layers), N, K, mask().view(1, T) if masked else None)
+    loss = balancing_loss(ours, K, mask() if masked else None, "global")
+    torch.testing.assert_close(loss, reference, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(torch.autograd.grad(loss, ours), torch.autograd.grad(reference, layers), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+
+
+def test_balancing_by_layer_is_the_mean_of_the_layers():
+    layers = logits()
+    alone = torch.stack([balancing_loss([layer], K, mask()) for layer in layers])
+    torch.testing.assert_close(balancing_loss(layers, K, mask(), "layer"), alone.mean())
+    assert not torch.allclose(balancing_loss(layers, K, mask(), "global"), alone.mean(), rtol=1e-4)
+
+
+def test_losses_and_statistics_of_tokens_are_those_of_a_plain_loop():
+    layers = logits()
+    allowed = torch.rand(T, N, generator=torch.Generator().manual_seed(1)) < 0.4
+    allowed[:, 0] |= ~allowed.any(1)
+    exp = distributions(layers)
+    z, label, comply, entropy = [], [], [], []
+    for t in range(T):
+        sums = [sum(exp[layer][t]) for layer in range(L)]
+        p = [[value / sums[layer] for value in exp[layer][t]] for layer in range(L)]
+        inside = [sum(p[layer][e] for e in range(N) if allowed[t, e]) for layer in range(L)]
+        z.append(sum(math.log(s) ** 2 for s in sums) / L)
+        label.append(-sum(map(math.log, inside)) / L)
+        comply.append(inside)
+        entropy.append([-sum(v * math.log(v) for v in p[layer]) for layer in range(L)])
+    for ours, reference in (
+        (z_losses(layers), torch.tensor(z)),
+        (label_losses(layers, allowed), torch.tensor(label)),
+        (compliance(layers, allowed), torch.tensor(comply).T),
+        (entropies(layers), torch.tensor(entropy).T),
+    ):
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_label_loss_and_its_gradient_are_finite_where_a_softmax_would_underflow():
+    layer = torch.tensor([[300.0, -300.0, 0.0]], requires_grad=True)
+    allowed = torch.tensor([[False, True, False]])
+    loss = label_losses([layer], allowed)
+    assert loss.item() == pytest.approx(600)
+    (gradient,) = torch.autograd.grad(loss.sum(), layer)
+    torch.testing.assert_close(gradient, torch.tensor([[1.0, -1.0, 0.0]]))
+
+
+def test_padded_experts_change_nothing():
+    layers = [layer.detach() for layer in logits()]
+    padded = [pad_logits(layer, N + 2) for layer in layers]
+    allowed = torch.zeros(T, N, dtype=torch.bool)
+    allowed[:, 1] = True
+    wide = torch.nn.functional.pad(allowed, (0, 2))
+    torch.testing.assert_close(z_losses(padded), z_losses(layers))
+    torch.testing.assert_close(label_losses(padded, wide), label_losses(layers, allowed))
+    torch.testing.assert_close(entropies(padded), entropies(layers))
+    assert expert_counts(padded[0], None, K)[N:].sum() == 0
+
+
+def test_counts_and_health():
+    layer = torch.tensor([[3.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0], [0.0, 3.0, 2.0, 1.0], [9.0, 0.0, 0.0, 8.0]])
+    counts = expert_counts(layer, torch.tensor([1, 1, 1, 0]), 2)
+    assert counts.tolist() == [2, 3, 1, 0]
+    health = load_health(torch.stack([counts, torch.tensor([1.0, 1, 0, 0])]), [4, 2])
+    first = torch.tensor([2.0, 3, 1, 0]) / 6
+    assert health.coefficient_of_variation == pytest.approx(float(first.std(correction=0) / first.mean()) / 2)
+    assert (health.smallest, health.largest, health.dead) == (
+        0.0,
+        0.5,
+        1,
+    )  # the second layer has two experts, both used

@@ -1,0 +1,343 @@
+"""`MoESFTTrainer`: what it adds to TRL's loss, and that it does not depend on how a step is cut up."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from datasets import Dataset
+from peft import get_peft_model
+from test_steering import NATIVE
+from torch.nn.functional import cross_entropy
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl import SFTConfig, SFTTrainer
+from upit_case import rows
+
+from moe_peft import MoELoraConfig
+from moe_peft.steering import router_parameters
+from moe_peft.trainer import MoESFTConfig, MoESFTTrainer, phase
+
+N, K = 6, 2
+EXPERTS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
+LABELS = {"label_column": "domain", "expert_map": EXPERTS}
+
+
+def make_model(kind="adapter", **settings):
+    if kind != "adapter":
+        torch.manual_seed(0)
+        model = NATIVE[kind]()
+        model.resize_token_embeddings(128)
+        with torch.no_grad():
+            for parameter in router_parameters(model).values():
+                parameter.normal_(std=0.2)
+        return model
+    base = tiny_llama()
+    torch.manual_seed(1)
+    config = MoELoraConfig(num_experts=N, top_k=K, r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    return get_peft_model(base, config)
+
+
+def arguments(folder, cls=MoESFTConfig, **own):
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "max_steps": 3,
+    }
+    return cls(output_dir=str(folder), **{**defaults, **own})
+
+
+def make_trainer(folder, tokenizer, model=None, data=None, **own):
+    return MoESFTTrainer(
+        model=make_model() if model is None else model,
+        args=arguments(folder, **own),
+        train_dataset=Dataset.from_list(rows(24)) if data is None else data,
+        processing_class=tokenizer,
+    )
+
+
+def one_batch(trainer, count=4):
+    return trainer.data_collator([trainer.train_dataset[i] for i in range(count)])
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_joint_loss_is_the_sum_of_its_parts(kind, scope, tokenizer, tmp_path):
+    coefficients = {"router_label_loss_coef": 0.7, "router_z_loss_coef": 0.03, "router_aux_loss_coef": 0.2}
+    model = make_model(kind)
+    trainer = make_trainer(tmp_path, tokenizer, model, router_balancing=scope, **coefficients, **LABELS)
+    batch = one_batch(trainer)
+    assert (batch["attention_mask"] == 0).any()
+    trainer.model.eval()
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+
+    reference = make_model(kind).eval()
+    outputs = reference(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True)
+    lm = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+    mask = batch["attention_mask"].flatten().bool()
+    if scope == "global":
+        balance = load_balancing_loss_func(outputs.router_logits, N, K, batch["attention_mask"])
+    else:
+        each = [load_balancing_loss_func((layer,), N, K, batch["attention_mask"]) for layer in outputs.router_logits]
+        balance = sum(each) / len(each)
+    label, z = [], []
+    for layer in outputs.router_logits:
+        p = layer.double().softmax(-1)
+        for token in mask.nonzero().flatten().tolist():
+            row = token // batch["input_ids"].shape[1]
+            own = EXPERTS["abc"[row % 3]]
+            label.append(-p[token, own].sum().log())
+            z.append(layer[token].double().logsumexp(-1) ** 2)
+    expected = lm + 0.2 * balance + 0.03 * sum(z) / len(z) + 0.7 * sum(label) / len(label)
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
+    noted = trainer._metrics["eval"]
+    assert noted["router_label_loss"][0] == pytest.approx(float(sum(label) / len(label)), rel=1e-5)
+    assert noted["aux_loss"][0] == pytest.approx(balance.item(), rel=1e-5)
+
+
+def test_without_labels_and_z_loss_it_is_trls_loss(tokenizer, tmp_path):
+    data = Dataset.from_list(rows(24))
+    ours = make_trainer(tmp_path / "ours", tokenizer, data=data, max_steps=4)
+    theirs = SFTTrainer(
+        model=make_model(), args=arguments(tmp_path / "trl", SFTConfig, max_steps=4), train_dataset=data,
+        processing_class=tokenizer,
+    )  # fmt: skip
+    for trainer in (ours, theirs):
+        trainer.train()
+    mine, reference = ([r for r in t.state.log_history if "loss" in r] for t in (ours, theirs))
+    for one, other in zip(mine, reference, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["aux_loss"] == pytest.approx(other["aux_loss"], rel=1e-5)
+    for (name, one), other in zip(ours.model.state_dict().items(), theirs.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_everything_is_logged(tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, **LABELS)
+    trainer.train()
+    record = trainer.state.log_history[0]
+    names = (
+        "aux_loss",
+        "router_z_loss",
+        "router_entropy",
+        "router_label_loss",
+        "compliance",
+        "load_cv",
+        "dead_experts",
+    )
+    assert all(isinstance(record[name], float) for name in names)
+    assert 0 < record["compliance"] < 1 and 0 < record["router_entropy"] < 1.8
+
+
+# --- how a step is cut up ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mixtral"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"gradient_checkpointing": True, "per_device_train_batch_size": 8},
+        {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": True},
+            "per_device_train_batch_size": 8,
+        },
+    ],
+    ids=["accumulation", "checkpointing", "reentrant"],
+)
+def test_same_steps_however_they_are_cut(kind, own, tokenizer, tmp_path):
+    """Rows of different lengths, so that means of means would differ. Balancing, no mean over tokens, is off."""
+    if kind == "mixtral" and "gradient_checkpointing_kwargs" in own:
+        pytest.skip("reentrant checkpointing of a native MoE records logits without a graph, in transformers itself")
+    common = {
+        "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "router_aux_loss_coef": 0.0,
+        "router_z_loss_coef": 0.1, **LABELS,
+    }  # fmt: skip
+    big = make_trainer(tmp_path / "big", tokenizer, make_model(kind), per_device_train_batch_size=8, **common)
+    cut = make_trainer(tmp_path / "cut", tokenizer, make_model(kind), **{**common, **own})
+    for trainer in (big, cut):
+        trainer.train()
+    # Another number of tokens in a batch may be computed in another way, and rounded otherwise.
+    for (name, one), other in zip(cut.model.state_dict().items(), big.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+SCRIPT = """
+import sys
+import torch
+from datasets import Dataset
+sys.path.insert(0, {tests!r})
+from test_trainer import LABELS, make_trainer, rows
+from conftest import tokenizer
+tokenizer = getattr(tokenizer, "_fixture_function", None) or tokenizer.__wrapped__
+trainer = make_trainer(
+    {folder!r}, tokenizer(), per_device_train_batch_size=4, optim="sgd", learning_rate=0.05, max_grad_norm=0.0,
+    router_aux_loss_coef=0.0, router_z_loss_coef=0.1, **LABELS,
+)
+trainer.train()
+if trainer.accelerator.is_main_process:
+    torch.save((trainer.model.state_dict(), trainer.state.log_history), {folder!r} + "/trained.pt")
+"""
+
+
+def test_two_processes_train_as_one(tokenizer, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    weights, history = torch.load(tmp_path / "trained.pt", weights_only=False)
+    one = make_trainer(
+        tmp_path / "one", tokenizer, per_device_train_batch_size=8, optim="sgd", learning_rate=0.05, max_grad_norm=0.0,
+        router_aux_loss_coef=0.0, router_z_loss_coef=0.1, **LABELS,
+    )  # fmt: skip
+    one.train()
+    for name, value in one.model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert history[0]["load_cv"] == pytest.approx(one.state.log_history[0]["load_cv"], rel=1e-4)
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["padded", "padding-free", "bfd", "wrapped", "bfd_split", "truncated"])
+def test_every_token_keeps_its_label(how, tokenizer, tmp_path):
+    own = {
+        "padded": {},
+        "padding-free": {"padding_free": True, "max_length": None},
+        "bfd": {"packing": True, "max_length": 32},
+        "wrapped": {"packing": True, "max_length": 16, "packing_strategy": "wrapped"},
+        "bfd_split": {"packing": True, "max_length": 8, "packing_strategy": "bfd_split"},
+        "truncated": {"max_length": 6},
+    }[how]
+    trainer = make_trainer(tmp_path, tokenizer, **own, **LABELS)
+    batches = list(trainer.get_train_dataloader())
+    assert {"token_labels", "input_ids"} <= batches[0].keys()
+    first_words, seen = {3: 0, 4: 1, 5: 2}, 0  # a row's first word is its domain
+    for batch in batches:
+        for ids, labels in zip(batch["input_ids"].tolist(), batch["token_labels"].tolist(), strict=True):
+            current = None
+            for position, (token, label) in enumerate(zip(ids, labels, strict=True)):
+                starts = position == 0 or ids[position - 1] in (tokenizer.eos_token_id,)
+                if how == "truncated" or how == "bfd_split":
+                    starts = position == 0
+                if token in first_words and starts and how in ("padded", "padding-free", "bfd", "truncated"):
+                    current = first_words[token]
+                if token == tokenizer.pad_token_id:
+                    assert label == -1
+                elif current is not None:
+                    assert label == current
+                    seen += 1
+    if how in ("padded", "padding-free", "bfd"):
+        assert seen == sum(len(row["input_ids"]) for row in trainer.train_dataset)
+    # Whatever the cut: as many tokens of each label as the rows have.
+    plain = make_trainer(tmp_path / "plain", tokenizer, **LABELS, **({"max_length": 6} if how == "truncated" else {}))
+    count = [sum(row["token_labels"].count(i) for row in trainer.train_dataset) for i in range(3)]
+    whole = [sum(row["token_labels"].count(i) for row in plain.train_dataset) for i in range(3)]
+    assert count == whole and min(count) > 0
+    trainer.train()
+    assert trainer.state.log_history[0]["router_label_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"label_column": "topic"}, "label_column='topic': the train dataset has"),
+        ({"expert_map": {"a": [0], "b": [1]}}, r"no experts for the labels \['c'\] of the train dataset"),
+        ({"expert_map": {**EXPERTS, "c": [6]}}, "'c': \\[6\\]: name experts from 0 to 5"),
+        ({"expert_map": {**EXPERTS, "c": []}}, "'c': \\[\\]: name experts from 0 to 5"),
+        ({"expert_map": None}, "give both or none"),
+        ({"expert_map": None, "label_column": None, "training_stage": "routers"}, "needs label_column and expert_map"),
+        ({"training_stage": "all"}, "training_stage='all': use one of"),
+        ({"router_balancing": "token"}, "router_balancing='token'"),
+        ({"router_z_loss_coef": -1.0}, "router_z_loss_coef=-1.0: must not be negative"),
+        ({"router_schedule": "three_phase", "lr_scheduler_type": "cosine"}, "the schedule 'three_phase' sets the rate"),
+    ],
+)
+def test_wrong_settings(own, message, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, tokenizer, **{**LABELS, **own})
+
+
+def test_missing_labels_and_models_without_routers(tokenizer, tmp_path):
+    broken = [{**row, "domain": None if i == 5 else row["domain"]} for i, row in enumerate(rows(12))]
+    with pytest.raises(ValueError, match=r"no experts for the labels \['None'\]"):
+        make_trainer(tmp_path, tokenizer, data=Dataset.from_list(broken), **LABELS)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no routers"):
+        make_trainer(tmp_path, tokenizer, tiny_llama())
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def changed(model, before):
+    return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mixtral"])
+def test_two_stages(kind, tokenizer, tmp_path):
+    """Routers alone learn to comply; then all else learns, and they stay as they are."""
+    model = make_model(kind)
+    before = copy.deepcopy(model.state_dict())
+    routers = set(router_parameters(model))
+    own = {"max_steps": 150, "learning_rate": 3e-2, "lr_scheduler_type": "constant"}
+    first = make_trainer(tmp_path / "1", tokenizer, model, training_stage="routers", **own, **LABELS)
+    first.train()
+    assert changed(model, before) == routers
+    compliance = [record["compliance"] for record in first.state.log_history if "compliance" in record]
+    assert compliance[0] < 0.45 and sum(compliance[-5:]) / 5 > 0.85
+    before = copy.deepcopy(model.state_dict())
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():  # as a new adapter, or a model loaded for training, would have it
+        parameter.requires_grad_(kind != "adapter" or "moe_lora_" in name)
+    second = make_trainer(tmp_path / "2", tokenizer, model, training_stage="rest", **{**own, "max_steps": 5}, **LABELS)
+    second.train()
+    touched = changed(model, before)
+    assert touched and not touched & routers
+    losses = [record["loss"] for record in second.state.log_history if "loss" in record]
+    assert losses[-1] < losses[0]
+
+
+def test_the_rest_is_trained_by_the_language_loss_alone(tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, training_stage="rest", router_z_loss_coef=5.0, **LABELS)
+    batch = one_batch(trainer)
+    trainer.model.eval()
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    logits = make_model().eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    lm = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+    torch.testing.assert_close(loss, lm, rtol=1e-5, atol=1e-6)
+
+
+def test_three_phases(tokenizer, tmp_path):
+    assert phase(0, 100) == (0.1, 5.0, 2.0) and phase(4, 100) == (0.1, 5.0, 2.0)
+    assert phase(5, 100) == (1.0, 1.0, 1.0) and phase(74, 100) == (1.0, 1.0, 1.0)
+    assert phase(75, 100) == (0.1, 0.5, 0.5) and phase(100, 100) == (0.1, 0.5, 0.5)
+    own = {"router_schedule": "three_phase", "max_steps": 20, "router_aux_loss_coef": 0.5, "learning_rate": 1e-3}
+    trainer = make_trainer(tmp_path, tokenizer, **own)
+    trainer.train()
+    rates = [record["learning_rate"] for record in trainer.state.log_history if "loss" in record]
+    assert rates == pytest.approx([1e-4] + [1e-3] * 14 + [1e-4] * 5)
+    json.dumps(trainer.state.log_history)
+    for step, factor in ((0, 5.0), (10, 1.0), (19, 0.5)):
+        trainer.state.global_step = step
+        trainer.model.eval()
+        with_it, trainer._balancing_coef = trainer.compute_loss(trainer.model, one_batch(trainer)), 0.0
+        without, trainer._balancing_coef = trainer.compute_loss(trainer.model, one_batch(trainer)), 0.5
+        balance = trainer._metrics["eval"]["aux_loss"][-1]
+        assert (with_it - without).item() == pytest.approx(0.5 * factor * balance, rel=1e-3)

@@ -1,4 +1,4 @@
-"""`moe-peft upit`: run a recipe. `accelerate launch -m moe_peft upit …` on several devices."""
+"""`moe-peft upit` runs a recipe (also under `accelerate launch -m moe_peft …`), `moe-peft inspect` shows routing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     upit.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     upit.set_defaults(run=_upit)
+    inspect = commands.add_parser("inspect", help="report where a model's tokens go")
+    inspect.add_argument("--model", required=True, help="an adapter folder, or a native MoE's")
+    inspect.add_argument("--data", required=True, help="a .jsonl, .json, .csv or .parquet file, or a data set's name")
+    inspect.add_argument("--output", default="routing", metavar="FOLDER", help="for tables and figures")
+    inspect.add_argument("--label-column", help="the data's column of domains")
+    inspect.add_argument("--expert-map", metavar="JSON", help='domain → experts, e.g. {"code": [0, 1]}: compliance')
+    inspect.add_argument("--batch-size", type=int, default=8)
+    inspect.add_argument("--max-length", type=int, default=1024, help="tokens of an example")
+    inspect.add_argument("--max-examples", type=int, help="the first so many only")
+    inspect.set_defaults(run=_inspect)
     options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_peft").setLevel(logging.INFO)
@@ -27,6 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    try:
+        from .inspection import inspect_model, parse_expert_map
+    except ImportError as error:
+        raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
+    inspect_model(
+        options.model,
+        options.data,
+        options.output,
+        label_column=options.label_column,
+        expert_map=parse_expert_map(options.expert_map),
+        batch_size=options.batch_size,
+        max_length=options.max_length,
+        max_examples=options.max_examples,
+    )
 
 
 def _upit(options: argparse.Namespace) -> None:

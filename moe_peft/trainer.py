@@ -9,9 +9,11 @@ padding-free batches.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,8 +21,11 @@ from datasets import Dataset
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
+from .analysis import record_routing
+from .report import plot_load_over_time
 from .routing import balancing_loss, compliance, entropies, expert_counts, label_losses, load_health, z_losses
 from .steering import router_parameters, router_sizes
 
@@ -240,6 +245,47 @@ class MoESFTTrainer(SFTTrainer):
             metrics[name].append(value)
         metrics["load_cv"].append(health.coefficient_of_variation)
         metrics["dead_experts"].append(float(health.dead))
+
+
+class LoadCallback(TrainerCallback):
+    """
+    Draws the load of the experts over a training, of any `Trainer`: `load.png`, and `load.json` with the numbers,
+    written at each save and at the end.
+
+    Args:
+        output_dir: for the files.
+        every: steps that one point of the figure stands for.
+
+    Raises:
+        ValueError: as training begins, the model has no routers.
+    """
+
+    def __init__(self, output_dir: str | Path, every: int = 10) -> None:
+        self.output_dir, self.every = Path(output_dir), every
+        self.steps: list[int] = []
+        self.loads: list[list[float]] = []
+        self._recording = ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._statistics = self._recording.enter_context(record_routing(model))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            share_N = self._statistics.shares()["all"].mean(0)
+            self._statistics.counts.zero_()
+            self.steps.append(state.global_step)
+            self.loads.append(share_N.tolist())
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.steps and state.is_world_process_zero:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            numbers = json.dumps({"steps": self.steps, "loads": self.loads})
+            (self.output_dir / "load.json").write_text(numbers + "\n")
+            plot_load_over_time(self.steps, torch.tensor(self.loads, dtype=torch.float64), self.output_dir / "load.png")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_save(args, state, control)
+        self._recording.close()
 
 
 def phase(step: int, steps: int, schedule: str = "three_phase") -> tuple[float, float, float]:

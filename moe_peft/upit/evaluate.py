@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from accelerate.utils import gather_object
@@ -13,7 +13,8 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from ..routing import expert_counts
+from ..analysis import RoutingStatistics, record_routing
+from ..steering import adapter_layers
 from .scoring import example_losses
 
 
@@ -39,49 +40,34 @@ def evaluate(
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one
     trainer = SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=processing_class)
-    config = model.config.get_text_config()
-    routed = hasattr(config, "output_router_logits")
     data = trainer.train_dataset
     labels = [str(label) for label in data[label_column]] if label_column else ["all"] * len(data)
     domains = sorted(set(labels))
+    routed = bool(adapter_layers(model))
     losses: dict[str, dict[str, float]] = defaultdict(dict)
-    shares: dict[str, torch.Tensor] = {}
+    with record_routing(model, domains) if routed else nullcontext() as statistics:
+        for domain in domains:
+            part = data.select([i for i, label in enumerate(labels) if label == domain])
+            if statistics is not None:
+                statistics.current = domain
+            losses["adapted"][domain] = _mean(*example_losses(trainer, part))
     for domain in domains:
         part = data.select([i for i, label in enumerate(labels) if label == domain])
         with model.disable_adapter():
             losses["base"][domain] = _mean(*example_losses(trainer, part))
-        counter = _Counter(config.num_experts_per_tok) if routed else None
-        before = getattr(config, "output_router_logits", None)
-        if counter is not None:
-            config.output_router_logits = True
-            handle = model.get_base_model().base_model.register_forward_hook(counter, with_kwargs=True)
-        losses["adapted"][domain] = _mean(*example_losses(trainer, part))
-        if counter is not None:
-            handle.remove()
-            config.output_router_logits = before
-            counted = (
-                [torch.stack(counter.counts).tolist()] if counter.counts else []
-            )  # a process may have had no batch
-            every = gather_object(counted) if trainer.accelerator.num_processes > 1 else counted
-            counts_LN = torch.tensor(every, dtype=torch.float64).sum(0)
-            shares[domain] = counts_LN / counts_LN.sum(1, keepdim=True)
+    shares = {} if statistics is None else _gathered(trainer, statistics)
     for result in losses.values():
         result["mean"] = sum(result.values()) / len(result)
-    return dict(losses), shares
+    return {name: losses[name] for name in ("base", "adapted")}, shares
 
 
 def _mean(losses_S1: torch.Tensor, counts_S: torch.Tensor) -> float:
     return float(losses_S1.sum() / counts_S.sum())
 
 
-class _Counter:
-    """Forward hook of the backbone: counts assignments per layer."""
-
-    def __init__(self, k: int) -> None:
-        self.k = k
-        self.counts: list[torch.Tensor] = []
-
-    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        mask_T = kwargs["attention_mask"].flatten()
-        counts = [expert_counts(logits_TN, mask_T, self.k) for logits_TN in outputs.router_logits]
-        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts
+def _gathered(trainer: SFTTrainer, statistics: RoutingStatistics) -> dict[str, torch.Tensor]:
+    """Shares over the batches of all processes."""
+    if trainer.accelerator.num_processes > 1:
+        statistics.counts = sum(gather_object([statistics.counts]))
+        statistics.tokens = sum(gather_object([statistics.tokens]))
+    return statistics.shares()

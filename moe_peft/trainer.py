@@ -177,8 +177,10 @@ class MoESFTTrainer(SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """Also counts the real tokens of the coming optimizer step, over all its batches and processes."""
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        tokens = sum(int(_real_tokens(batch).sum()) for batch in samples)
-        self._step_tokens = self.accelerator.reduce(torch.tensor(float(tokens), device=device), "sum")
+        tokens = torch.zeros((), device=device)
+        for batch in samples:
+            tokens += _real_tokens(batch).sum().to(device)
+        self._step_tokens = self.accelerator.reduce(tokens, "sum")
         return samples, items
 
     def compute_loss(

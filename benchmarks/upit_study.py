@@ -67,6 +67,8 @@ class Method:
     buckets: str | None = None
     objective: str = "positive"
     train_experts: bool = True
+    shorter: bool = False  # whether the second half lacks what router initialisation would train on
+    rate: float | None = None  # given, not tuned
 
 
 UPIT = Method(buckets="perplexity")
@@ -85,6 +87,11 @@ METHODS = {
     "routing vectors only": Method(buckets="perplexity", train_experts=False),
     "one-vs-rest": Method(buckets="perplexity", objective="one_vs_rest"),
     "softmax": Method(buckets="perplexity", objective="softmax"),
+}
+# Added after the results of the others were seen, to take two differences apart from what causes them.
+POST_HOC = {
+    "no router initialisation, shorter": Method(shorter=True, rate=4e-3),
+    "random buckets, UpIT's rate": Method(buckets="random", rate=4e-3),
 }
 PRIMARY = ("LoRAMoE-SFT", "no router initialisation", "random buckets")
 
@@ -185,6 +192,7 @@ class Experiment:
                 train_experts=method.train_experts,
                 label_column="domain",
             )
+        if method.buckets is not None or method.shorter:
             stream = stream.select(range(len(stream) - SEED_EXAMPLES * SEED_PASSES))
         args = self.args("second", learning_rate=rate, lr_scheduler_type="linear", seed=seed)
         post_train(model, stream, args, self.tokenizer, output_dir=Path(args.output_dir) / "adapter")
@@ -226,9 +234,9 @@ def work(out: Path, base: Path, worker: int, workers: int) -> None:
     results = out / "results"
     results.mkdir(parents=True, exist_ok=True)
     rates = tune(out, base, worker, workers)
-    pairs = [(order, seed) for seed in SEEDS for order in ORDERS]
-    for order, seed in pairs[worker::workers]:
-        jobs = [(name, replicate) for replicate in REPLICATES for name in METHODS]
+    pairs = [(order, seed, methods) for methods in (METHODS, POST_HOC) for seed in SEEDS for order in ORDERS]
+    for order, seed, methods in pairs[worker::workers]:
+        jobs = [(name, replicate) for replicate in REPLICATES for name in methods]
         missing = [job for job in jobs if not result_path(results, order, seed, *job).exists()]
         if not missing:
             continue
@@ -236,17 +244,17 @@ def work(out: Path, base: Path, worker: int, workers: int) -> None:
             experiment = Experiment(base, seed, order, Path(folder))
             for name, replicate in missing:
                 start = time.perf_counter()
-                losses = experiment.second_half(METHODS[name], rates[name], first_rate(name, rates), replicate)
+                rate = methods[name].rate or rates[name]
+                losses = experiment.second_half(methods[name], rate, first_rate(methods[name], rate, rates), replicate)
                 record = {"order": order, "seed": seed, "method": name, "replicate": replicate, "loss": losses}
                 write(result_path(results, order, seed, name, replicate), record)
                 print(f"{time.strftime('%H:%M:%S')} {order} {seed} {name} {replicate}: {losses['mean']:.4f}", end=" ")
                 print(f"({time.perf_counter() - start:.0f} s)", flush=True)
 
 
-def first_rate(name: str, rates: dict[str, float]) -> float:
+def first_rate(method: Method, rate: float, rates: dict[str, float]) -> float:
     """The first half's rate: the method's own, or that of the LoRA whose checkpoints it takes."""
-    method = METHODS[name]
-    return rates[name] if method.experts == "" else rates["LoRA, rank r"]
+    return rate if method.experts == "" else rates["LoRA, rank r"]
 
 
 def tune(out: Path, base: Path, worker: int, workers: int) -> dict[str, float]:
@@ -336,7 +344,20 @@ def report(out: Path, table: Path) -> None:
     for other in PRIMARY:
         cells = [difference("UpIT", other, orders) for orders in (ORDERS, ("iid",), ("blocks",))]
         lines.append(f"| {other} | {' | '.join(cells)} |")
-    lines += ["", f"Smallest difference of interest: {INTEREST}.", "", "## Held-out loss", ""]
+    lines += [
+        "",
+        f"Smallest difference of interest: {INTEREST}.",
+        "",
+        "Added afterwards, to see where two of these come from:",
+        "",
+        "| contrast | difference | iid | blocks |",
+        "|---|---|---|---|",
+    ]
+    shorter, same_rate = POST_HOC
+    for name, other in (("UpIT", shorter), (shorter, "no router initialisation"), ("UpIT", same_rate)):
+        cells = [difference(name, other, orders) for orders in (ORDERS, ("iid",), ("blocks",))]
+        lines.append(f"| {name}, against: {other} | {' | '.join(cells)} |")
+    lines += ["", "## Held-out loss", ""]
     rates = {}
     for path in (out / "tuning").glob("*.json"):
         record = read(path)
@@ -348,13 +369,13 @@ def report(out: Path, table: Path) -> None:
             f"| method | rate | {' | '.join(DOMAINS)} | mean | mean minus LoRAMoE-SFT's |",
             f"|---|---|{'---|' * (len(DOMAINS) + 2)}",
         ]
-        for name in METHODS:
+        for name in (*METHODS, *POST_HOC):
             cells = []
             for domain in (*DOMAINS, "mean"):
                 values = [value for s in SEEDS if (value := loss(name, order, s, domain)) is not None]
                 cells.append(f"{sum(values) / len(values):.4f}" if values else "–")
             versus = "" if name == "LoRAMoE-SFT" else difference(name, "LoRAMoE-SFT", (order,))
-            rate = f"{min(rates[name])[1]:g}" if name in rates else "–"
+            rate = f"{min(rates[name])[1]:g}" if name in rates else f"{POST_HOC[name].rate:g}"
             lines.append(f"| {name} | {rate} | {' | '.join(cells)} | {versus} |")
         lines.append("")
     table.parent.mkdir(parents=True, exist_ok=True)

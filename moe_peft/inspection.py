@@ -45,7 +45,7 @@ def inspect_model(
         ValueError: the model or the data is not there, or the model has no routers.
     """
     model, tokenizer = _load(model_path)
-    dataset = load_data(data, "data", label_column)
+    dataset = load_data(data, "--data", label_column)
     if max_examples is not None:
         dataset = dataset.select(range(min(max_examples, len(dataset))))
     args = SFTConfig(

@@ -339,7 +339,7 @@ def test_wrong_inputs_end_in_one_line_and_leave_nothing(settings, message, case,
 
 
 def test_missing_label_column(case, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.label_column='topic': data\.train has only"):
+    with pytest.raises(ValueError, match=r"label_column='topic': data\.train has only"):
         run(case, tmp_path, data={**case["data"], "label_column": "topic"})
 
 

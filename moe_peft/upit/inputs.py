@@ -75,22 +75,22 @@ def load_data(source: str | dict[str, Any], field: str, label_column: str | None
         suffix = Path(source).suffix
         arguments = {"path": _FORMATS[suffix], "data_files": source} if suffix in _FORMATS else {"path": source}
         if suffix in _FORMATS and not Path(source).is_file():
-            raise ValueError(f"data.{field}={source!r}: no such file")
+            raise ValueError(f"{field}={source!r}: no such file")
     else:
         arguments = dict(source)
     try:
         dataset = load_dataset(**{"split": "train", **arguments})
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"data.{field}={source!r}: {' '.join(str(error).split())[:200]}") from error
+        raise ValueError(f"{field}={source!r}: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
-        raise ValueError(f"data.{field}={source!r}: no examples; name one split that has some")
+        raise ValueError(f"{field}={source!r}: no examples; name one split that has some")
     known = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
     if not any(columns <= set(dataset.column_names) for columns in known):
         raise ValueError(
-            f"data.{field}={source!r}: columns {dataset.column_names}: needs messages, prompt and completion, or text"
+            f"{field}={source!r}: columns {dataset.column_names}: needs messages, prompt and completion, or text"
         )
     if label_column is not None and label_column not in dataset.column_names:
-        raise ValueError(f"data.label_column={label_column!r}: data.{field} has only {dataset.column_names}")
+        raise ValueError(f"label_column={label_column!r}: {field} has only {dataset.column_names}")
     return dataset
 
 

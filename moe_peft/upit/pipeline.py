@@ -86,7 +86,7 @@ class UpIT:
 
     @cached_property
     def train_data(self) -> Dataset:
-        data = inputs.load_data(self.recipe.data.train, "train", self.recipe.data.label_column)
+        data = inputs.load_data(self.recipe.data.train, "data.train", self.recipe.data.label_column)
         section = self.recipe.router_init
         if self.recipe.method == "upit" and section.buckets == "label":  # its errors should come before any training
             label_buckets(data[self.recipe.data.label_column], self.recipe.num_experts, section.expert_map)
@@ -95,7 +95,7 @@ class UpIT:
     @cached_property
     def eval_data(self) -> Dataset | None:
         source = self.recipe.data.eval
-        return None if source is None else inputs.load_data(source, "eval", self.recipe.data.label_column)
+        return None if source is None else inputs.load_data(source, "data.eval", self.recipe.data.label_column)
 
     @cached_property
     def hashes(self) -> dict[str, Any]:

@@ -286,7 +286,7 @@ def test_experts_that_exist_already(case, upit, tmp_path):
     assert list(pipeline.records) == ["expand", "router_init", "post_train", "evaluate"]
     assert pipeline.records["expand"]["files"] == upit.records["expand"]["files"]
     with pytest.raises(ValueError, match=r"prepare\.adapters: 'nowhere' is no adapter folder"):
-        run(case, tmp_path, prepare={"adapters": ["nowhere"]})
+        run(case, tmp_path, prepare={"adapters": ["nowhere", "nowhere"]})
 
 
 def test_blocks_show_one_domain_after_the_other(case, tmp_path, monkeypatch):

@@ -7,17 +7,12 @@ MoE-LoRA against plain PEFT LoRA of the same active rank (top_k·r) on the same 
 A Llama-shaped model, batch 4×256, fp32 on the CPU or bf16 on CUDA. All methods run interleaved in one process, in an
 order that changes every round; a row gives the median of the per-round ratios to LoRA. Memory is measured in a fresh
 process per method: the peak during training steps less what the process held before them.
-
-glibc gives freed memory back and takes it anew in every step; where a fresh page is dear, as on some virtual machines,
-that outweighs arithmetic and depends on the machine. With `--malloc keep` glibc is told to keep it, for all methods
-alike, which is what a GPU's allocator, jemalloc and tcmalloc do; `--malloc default` leaves it as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import resource
 import statistics
@@ -170,15 +165,11 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="+", default=[8])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--malloc", choices=["keep", "default"], default="default")
     parser.add_argument("--memory-of", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of:
         print(memory_growth(args.memory_of, args.hidden[0], args.experts[0], args.layers))
         return
-    if args.malloc == "keep" and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
-        keep = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})
     cases = [(h, n) for h in args.hidden for n in args.experts]
     if 256 in args.hidden and 64 not in args.experts:
         cases.append((256, 64))
@@ -189,11 +180,7 @@ def main() -> None:
         for task, row in ratios.items():
             cells = " | ".join(f"{row[method]:.2f}" for method in METHODS[1:])
             print(f"| {hidden} | {experts} | {task} | {cells} |", flush=True)
-    print(
-        json.dumps(
-            {"device": DEVICE, "torch": torch.__version__, "threads": torch.get_num_threads(), "malloc": args.malloc}
-        )
-    )
+    print(json.dumps({"device": DEVICE, "torch": torch.__version__, "threads": torch.get_num_threads()}))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from .adapter.convert import expert_to_lora, lora_to_moe
 from .adapter.dispatch import pin_dispatch
 from .adapter.ffn import FFNLayout, register_ffn_layout
 from .adapter.model import MoELoraModel
+from .router_upcycling import fold_routers, init_attention_routers
 from .steering import allow_experts, force_experts
 
 __all__ = [
@@ -14,7 +15,9 @@ __all__ = [
     "MoELoraModel",
     "allow_experts",
     "expert_to_lora",
+    "fold_routers",
     "force_experts",
+    "init_attention_routers",
     "lora_to_moe",
     "pin_dispatch",
     "register_ffn_layout",

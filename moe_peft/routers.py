@@ -1,38 +1,254 @@
-"""Router modules: hidden states [..., d] to float32 router logits [T, n], T the number of tokens."""
+"""
+Router modules: hidden states [..., d] to float32 router logits [T, n], T the number of tokens, and logits to gates.
+
+`ROUTERS` is the table of them; a new router is one class and one line there.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .routing import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
-class LinearRouter(nn.Module):
+Mixture = Literal["sum", "max"]
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """What a router is made of; the fields are `MoELoraConfig`'s, without their prefix."""
+
+    type: str = "linear"
+    jitter_noise: float = 0.0
+    threshold: float | None = None
+    capacity_factor: float | None = None
+    num_heads: int | None = None
+    mixture: Mixture = "sum"
+    attention_size: int = 0  # width of the base's queries, all heads together
+
+
+class Router(nn.Module):
     """
-    A linear gate, logits = x Wᵀ, computed in float32 whatever the storage type or the autocast context.
+    What routers share. They compute in float32 (float64, if their input is) whatever the storage type or the autocast
+    context.
 
     Args:
-        hidden_size: d, the size of the FFN's input.
+        hidden_size: d, the size of the router's input.
         num_experts: n.
-        jitter_noise: in training, the input is multiplied by U(1 - ε, 1 + ε) (Fedus et al., 2021, section 2.4).
-        std: standard deviation of the initial weight (transformers' `initializer_range`).
+        settings: see [`RouterSettings`]. With `jitter_noise` ε the input is multiplied by U(1 - ε, 1 + ε) in training
+            (Fedus et al., 2021, section 2.4).
     """
 
-    def __init__(self, hidden_size: int, num_experts: int, jitter_noise: float = 0.0, std: float = 0.02) -> None:
+    no_fold: ClassVar[str] = ""  # why no linear top-k gate equals this router
+
+    def __init__(self, hidden_size: int, num_experts: int, settings: RouterSettings | None = None) -> None:
         super().__init__()
-        self.jitter_noise = jitter_noise
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        nn.init.normal_(self.weight, std=std)
+        self.hidden_size, self.num_experts = hidden_size, num_experts
+        self.settings = settings or RouterSettings()
+        self.make()
+
+    def make(self) -> None:
+        """Create the parameters, at their initial values."""
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Router logits [T, n] of float32 (or float64) inputs [T, d]."""
+        raise NotImplementedError
+
+    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gates and experts [T, k] as `top_k_gates` has them. A gate of 0 leaves an expert out."""
+        return top_k_gates(logits_TN, k, normalize)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Router logits of hidden states [..., d]: float32 [T, n]."""
-        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1]).float()
-        if self.training and self.jitter_noise:
-            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
+        noise = self.settings.jitter_noise
+        if self.training and noise:
+            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - noise, 1 + noise)
         if torch.is_autocast_enabled(x_TD.device.type):
             with torch.autocast(x_TD.device.type, enabled=False):
-                return F.linear(x_TD, self.weight.float())
-        return F.linear(x_TD, self.weight.float())
+                return self.logits(x_TD)
+        return self.logits(x_TD)
+
+    @torch.no_grad()
+    def fold(self) -> torch.Tensor:
+        """
+        The weight of the linear gate with the same logits, float64 [n, d].
+
+        Raises:
+            ValueError: no linear gate with a softmax over the top k does the same; the message says why.
+        """
+        if self.no_fold:
+            raise ValueError(f"router_type={self.settings.type!r} does not fold into a linear gate: {self.no_fold}")
+        return self._folded()
+
+    def _folded(self) -> torch.Tensor:
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
-        return f"hidden_size={self.weight.shape[1]}, num_experts={self.weight.shape[0]}"
+        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}"
+
+
+class LinearRouter(Router):
+    """`logits = x Wᵀ`, the gate of Mixtral and its like."""
+
+    weight: nn.Parameter
+
+    def make(self) -> None:
+        self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden_size))
+        nn.init.normal_(self.weight, std=0.02)  # transformers' `initializer_range`
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TD, self.weight.to(x_TD.dtype))
+
+    def _folded(self) -> torch.Tensor:
+        return self.weight.double()
+
+
+class SwitchRouter(LinearRouter):
+    """
+    Top-1 with the probability as gate (Fedus et al., 2021, section 2.1).
+
+    In training an expert takes at most `capacity_factor · T / n` of a batch's T tokens, the first ones; the others pass
+    the layer by. In evaluation no token is dropped, so that an output does not depend on the batch it is in.
+    """
+
+    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        factor, (tokens, n) = self.settings.capacity_factor, logits_TN.shape
+        return switch_gates(logits_TN, math.ceil(factor * tokens / n) if self.training and factor else None)
+
+
+class SigmoidRouter(LinearRouter):
+    """A linear gate whose scores are sigmoids, each expert's for itself (DeepSeek-V3, section 2.1.2)."""
+
+    no_fold = "its gates are sigmoids, and a softmax over the chosen logits gives other weights"
+
+    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return sigmoid_gates(logits_TN, k, normalize)
+
+
+class SoftRouter(LinearRouter):
+    """A linear gate over all experts at once (LoRAMoE): top-k with k = n."""
+
+
+class TopPRouter(LinearRouter):
+    """As many experts, at most top_k, as it takes to reach a probability of `threshold` (Huang et al., 2024)."""
+
+    no_fold = "the number of experts varies from token to token"
+
+    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        p = self.settings.threshold
+        return top_p_gates(logits_TN, k, normalize, 0.8 if p is None else p)
+
+
+class ThresholdRouter(LinearRouter):
+    """The experts, at most top_k, whose probability is at least `threshold` (1/n if None); the best one always."""
+
+    no_fold = "the number of experts varies from token to token"
+
+    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        p = self.settings.threshold
+        return threshold_gates(logits_TN, k, normalize, 1 / self.num_experts if p is None else p)
+
+
+class MLPRouter(Router):
+    """d → d, GELU, → n, without biases (Router Upcycling, section 4.3)."""
+
+    no_fold = "a non-linearity stands between its two matrices"
+
+    def make(self) -> None:
+        self.hidden = nn.Parameter(torch.empty(self.hidden_size, self.hidden_size))
+        self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden_size))
+        nn.init.normal_(self.hidden, std=0.02)
+        nn.init.normal_(self.weight, std=0.02)
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.gelu(F.linear(x_TD, self.hidden.to(x_TD.dtype))), self.weight.to(x_TD.dtype))
+
+
+class AttentionRouter(Router):
+    """
+    A mixture of m routers in the form of attention heads, `S_i = mix_j (W^j x)·K_i/√d'`, d' the width of the base's
+    queries divided by m (Router Upcycling, section 3.3). Initial values from a base's attention:
+    `init_attention_routers`; until then they are random.
+
+    `query` is [m, d', d], and with the mixture "sum" [1, d', d], the routers' sum: `Σ_j (W^j x)·K_i` is
+    `((Σ_j W^j) x)·K_i`, so m matrices would learn what their sum learns, m times as fast. `key` is [n, c, d']; of an
+    expert's c keys the best one counts.
+    """
+
+    def make(self) -> None:
+        s = self.settings
+        m = s.num_heads or self.num_experts
+        keys = max(m, self.num_experts)
+        if keys % m or keys % self.num_experts or s.attention_size % m:
+            raise ValueError(
+                f"router_num_heads={m}: must divide the base's attention size {s.attention_size} and divide, or be a "
+                f"multiple of, the {self.num_experts} experts"
+            )
+        width = s.attention_size // m
+        queries = 1 if s.mixture == "sum" else m
+        self.query = nn.Parameter(torch.empty(queries, width, self.hidden_size))
+        self.key = nn.Parameter(torch.empty(self.num_experts, keys // self.num_experts, width))
+        nn.init.normal_(self.query, std=0.02)  # logits as large as a linear gate's with that deviation
+        nn.init.normal_(self.key)
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        m, width, _ = self.query.shape
+        query_TMW = F.linear(x_TD, self.query.to(x_TD.dtype).flatten(0, 1)).view(-1, m, width)
+        scores_TMK = query_TMW @ (self.key.to(x_TD.dtype).flatten(0, 1).T / math.sqrt(width))
+        return scores_TMK.view(-1, m, *self.key.shape[:2]).amax(dim=(1, 3))
+
+    def fold(self) -> torch.Tensor:
+        if self.settings.mixture == "max":
+            raise ValueError(
+                "router_type='attention' does not fold into a linear gate: with router_mixture='max' the best of "
+                "several routers counts, which is not linear; only 'sum' folds"
+            )
+        if self.key.shape[1] > 1:
+            raise ValueError(
+                "router_type='attention' does not fold into a linear gate: the best of an expert's "
+                f"{self.key.shape[1]} keys counts, which is not linear; use router_num_heads of at most num_experts"
+            )
+        return folded_weight(self.query.detach().double(), self.key.detach().double())
+
+
+def folded_weight(query_1WD: torch.Tensor, key_N1W: torch.Tensor) -> torch.Tensor:
+    """The linear gate [n, d] of an attention router with one key per expert and the mixture "sum"."""
+    return key_N1W.squeeze(1) @ query_1WD.squeeze(0) / math.sqrt(key_N1W.shape[-1])
+
+
+class PooledRouter(Router):
+    """
+    A gate without parameters: logit i is the mean of the i-th of n equal parts of the hidden state (LocMoE's grouped
+    average pooling). LocMoE's locality loss is about experts on several devices and has no place here.
+    """
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return F.adaptive_avg_pool1d(x_TD, self.num_experts)
+
+    def _folded(self) -> torch.Tensor:
+        return self.logits(torch.eye(self.hidden_size, dtype=torch.float64)).T.contiguous()
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "linear": LinearRouter,
+    "mlp": MLPRouter,
+    "attention": AttentionRouter,
+    "switch": SwitchRouter,
+    "sigmoid": SigmoidRouter,
+    "soft": SoftRouter,
+    "top_p": TopPRouter,
+    "threshold": ThresholdRouter,
+    "locmoe": PooledRouter,
+}
+
+
+def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) -> Router:
+    """The router that `settings.type` names."""
+    return ROUTERS[settings.type](hidden_size, num_experts, settings)

@@ -6,17 +6,20 @@ Legend: T tokens, L layers, n experts, k active experts. Where layers differ in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+# From logits [T, n], k and whether to normalise, to gates and experts, each [T, k].
+Choose = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
+
 
 def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The k experts with the largest logits and their gates (METHODS as in Mixtral: softmax over all experts, keep k,
+    The k experts with the largest logits and their gates (as in Mixtral: softmax over all experts, keep k,
     divide by their sum, which equals the softmax over the k logits alone).
 
     Args:
@@ -33,6 +36,46 @@ def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tupl
     return (top_logits_TK - logits_TN.logsumexp(dim=-1, keepdim=True)).exp(), experts_TK
 
 
+def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The best expert with its probability as gate (Fedus et al., 2021, equations 1 and 2), each [T, 1].
+
+    Args:
+        capacity: tokens that an expert takes, in their order; the gate of the others is 0. None: all.
+    """
+    gates_T1, experts_T1 = logits_TN.softmax(-1).max(dim=-1, keepdim=True)
+    if capacity is not None:
+        place_TN = F.one_hot(experts_T1.squeeze(1), logits_TN.shape[1]).cumsum(0)
+        gates_T1 = gates_T1 * (place_TN.gather(1, experts_T1) <= capacity)
+    return gates_T1, experts_T1
+
+
+def sigmoid_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k best experts with sigmoids of their logits as gates, divided by their sum if `normalize`, each [T, k]."""
+    top_logits_TK, experts_TK = logits_TN.topk(k, dim=-1)
+    return (F.logsigmoid(top_logits_TK).softmax(-1) if normalize else top_logits_TK.sigmoid()), experts_TK
+
+
+def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `top_k_gates`, with gate 0 for experts after those whose probabilities sum to `p`."""
+    probabilities_TK, experts_TK = logits_TN.softmax(-1).topk(k, dim=-1)
+    before_TK = probabilities_TK.detach().cumsum(-1) - probabilities_TK.detach()
+    return _kept_gates(probabilities_TK, before_TK < p, normalize), experts_TK
+
+
+def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `top_k_gates`, with gate 0 for experts of a probability below `p`, except for the best one."""
+    probabilities_TK, experts_TK = logits_TN.softmax(-1).topk(k, dim=-1)
+    kept_TK = probabilities_TK >= p
+    kept_TK[:, 0] = True
+    return _kept_gates(probabilities_TK, kept_TK, normalize), experts_TK
+
+
+def _kept_gates(probabilities_TK: torch.Tensor, kept_TK: torch.Tensor, normalize: bool) -> torch.Tensor:
+    gates_TK = probabilities_TK * kept_TK
+    return gates_TK / gates_TK.sum(-1, keepdim=True) if normalize else gates_TK
+
+
 @dataclass(frozen=True)
 class Steering:
     """
@@ -46,14 +89,16 @@ class Steering:
     experts: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
 
-    def route(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and experts as `top_k_gates` has them; with forced experts k is 1 and the gates are 1."""
+    def route(
+        self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gates and experts as `choose` has them; with forced experts k is 1 and the gates are 1."""
         if self.experts is not None:
             experts_T1 = _per_token(self.experts, logits_TN).unsqueeze(1)
             # 1, but tied to the logits: reentrant checkpointing brings their gradient back through the layer's output.
             return logits_TN.gather(1, experts_T1) * 0 + 1, experts_T1
         assert self.allowed is not None
-        return top_k_gates(logits_TN.masked_fill(~_per_token(self.allowed, logits_TN), -torch.inf), k, normalize)
+        return choose(logits_TN.masked_fill(~_per_token(self.allowed, logits_TN), -torch.inf), k, normalize)
 
 
 def _per_token(of_rows: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:

@@ -194,10 +194,40 @@ class _Loop:
         spec = self.spec
         if spec.num_experts == 1:
             return {0: torch.ones((), dtype=x.dtype)}
-        p = torch.softmax(self.leaves[f"moe_lora_router.{self.adapter}.weight"] @ x, dim=0)
-        chosen = sorted(range(spec.num_experts), key=lambda i: -p[i].item())[: spec.top_k]
-        total = sum(p[i] for i in chosen) if spec.normalize_top_k else 1.0
-        return {i: p[i] / total for i in chosen}
+        logits = self._router_logits(x)
+        p = torch.softmax(logits, dim=0)
+        score = torch.sigmoid(logits) if spec.router.type == "sigmoid" else p
+        chosen = sorted(range(spec.num_experts), key=lambda i: -logits[i].item())[: spec.top_k]
+        if spec.router.type == "top_p":
+            while len(chosen) > 1 and sum(p[i] for i in chosen[:-1]) >= (spec.router.threshold or 0.8):
+                chosen.pop()
+        if spec.router.type == "threshold":
+            least = spec.router.threshold or 1 / spec.num_experts
+            chosen = chosen[:1] + [i for i in chosen[1:] if p[i] >= least]
+        total = sum(score[i] for i in chosen) if spec.normalize_top_k else 1.0
+        return {i: score[i] / total for i in chosen}
+
+    def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """One token's logits [n], by the kind of router."""
+        router, n = self.spec.router, self.spec.num_experts
+        own = {
+            key: self.leaves.get(f"moe_lora_router.{self.adapter}.{key}")
+            for key in ("weight", "hidden", "query", "key")
+        }
+        if router.type == "mlp":
+            h = own["hidden"] @ x
+            return own["weight"] @ (h * 0.5 * (1 + torch.erf(h / 2**0.5)))
+        if router.type == "attention":
+            width = own["query"].shape[1]
+            scores = [
+                [torch.stack([(W @ x) @ K / width**0.5 for K in own["key"][i]]).max() for W in own["query"]]
+                for i in range(n)
+            ]
+            return torch.stack([sum(row) if router.mixture == "sum" else max(row) for row in scores])
+        if router.type == "locmoe":
+            size = len(x) // n
+            return torch.stack([x[i * size : (i + 1) * size].sum() / size for i in range(n)])
+        return own["weight"] @ x
 
     def _experts(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         A = self.leaves.get(f"moe_lora_A.{self.adapter}.{name}")

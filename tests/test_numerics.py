@@ -65,17 +65,6 @@ class PlainFFN(nn.Module):
         return self.fc2(self.activation_fn(self.fc1(x)))
 
 
-class Float64Router(nn.Module):
-    """Linear logits in float64, so that a comparison is not limited by the library's float32 router."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.double())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.T
-
-
 def dense_ffn(kind: str) -> nn.Module:
     if kind == "conv1d":
         ffn: nn.Module = GPT2MLP(F, GPT2Config(n_embd=D, n_head=2, resid_pdrop=0.0))
@@ -102,8 +91,6 @@ def ffn_layer(kind: str = "gated", dtype: torch.dtype = torch.float32, seed: int
     layer = MoELoraFFN(ffn, find_layout(ffn), "default")
     add_adapter(layer, **settings)
     layer.to(dtype)
-    if dtype == torch.float64 and "default" in layer.moe_lora_router:
-        layer.moe_lora_router["default"] = Float64Router(layer.moe_lora_router["default"].weight.detach())
     return layer
 
 
@@ -417,8 +404,6 @@ def two_adapters(first: dict, second: dict, dtype: torch.dtype = torch.float64) 
     add_adapter(layer, "second", **second)
     layer.set_adapter(["default", "second"])
     layer.to(dtype)
-    if dtype == torch.float64 and "second" in layer.moe_lora_router:
-        layer.moe_lora_router["second"] = Float64Router(layer.moe_lora_router["second"].weight.detach())
     return layer
 
 

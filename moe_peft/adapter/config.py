@@ -11,6 +11,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, PeftType
 from peft.utils.other import get_pattern_key
 
+from ..routers import ROUTERS, Mixture, RouterSettings
+
 CARD_SECTION = """
 ## How to load this adapter
 
@@ -38,7 +40,7 @@ class ExpertSpec:
     lora_dropout: float
     mixing: Literal["output", "projection"]
     normalize_top_k: bool
-    router_jitter_noise: float
+    router: RouterSettings
     init_lora_weights: bool | Literal["gaussian"]
     target_projections: frozenset[str] | None
 
@@ -78,6 +80,18 @@ class MoELoraConfig(PeftConfig):
         num_experts_pattern: Module name or regex to number of experts, where it differs from `num_experts` (as MoLA).
         rank_pattern: Module name or regex to rank, where it differs from `r`.
         alpha_pattern: Module name or regex to alpha, where it differs from `lora_alpha`.
+        router_type: How tokens are routed; see `moe_peft.routers`. `"linear"`: softmax over a linear gate's logits, the
+            top k. `"mlp"`: two layers. `"attention"`: a mixture of routers like attention heads, see
+            `moe_peft.init_attention_routers`. `"switch"`: top-1 with the probability as gate; only with mixing
+            "projection". `"sigmoid"`: each expert's score for itself. `"soft"`: all experts. `"top_p"`, `"threshold"`:
+            of the top k those that `router_threshold` leaves. `"locmoe"`: means of parts of the hidden state.
+        router_threshold: With `"top_p"` the probability that the chosen experts reach (None: 0.8), with `"threshold"`
+            the one that an expert must have (None: 1/n).
+        router_capacity_factor: With `"switch"`: in training an expert takes at most this times its even share of a
+            batch's tokens; the rest get no update. None: no limit.
+        router_num_heads: With `"attention"`: routers in the mixture. None: as many as experts.
+        router_mixture: With `"attention"`: `"sum"` of the routers' scores, which can be folded into a linear gate, or
+            `"max"`.
         router_jitter_noise: In training the router's input is multiplied by U(1 - ε, 1 + ε).
         router_aux_loss_coef: Coefficient of the load-balancing loss; 0 turns it off.
         init_lora_weights: `True`: A uniform as in LoRA, B zero (the model is unchanged at first). `"gaussian"`: A
@@ -114,6 +128,11 @@ class MoELoraConfig(PeftConfig):
     )
     rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Rank by module name or regex."})
     alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"help": "Alpha by module name or regex."})
+    router_type: str = field(default="linear", metadata={"help": f"One of {', '.join(ROUTERS)}."})
+    router_threshold: float | None = field(default=None, metadata={"help": "Probability for 'top_p' and 'threshold'."})
+    router_capacity_factor: float | None = field(default=None, metadata={"help": "Capacity of experts for 'switch'."})
+    router_num_heads: int | None = field(default=None, metadata={"help": "Routers in an attention router's mixture."})
+    router_mixture: Mixture = field(default="sum", metadata={"help": "How these are mixed, 'sum' or 'max'."})
     router_jitter_noise: float = field(default=0.0, metadata={"help": "Training noise on the router's input."})
     router_aux_loss_coef: float = field(default=0.01, metadata={"help": "Load-balancing loss coefficient."})
     init_lora_weights: bool | Literal["gaussian"] = field(default=True, metadata={"help": "True, False or 'gaussian'."})
@@ -124,7 +143,11 @@ class MoELoraConfig(PeftConfig):
         for name in ("target_modules", "exclude_modules", "target_projections"):
             if isinstance(value := getattr(self, name), (list, tuple)):
                 setattr(self, name, set(value))
+        if self.router_type == "switch":
+            self.top_k, self.normalize_top_k = 1, False
         self._check()
+        if self.router_type == "soft":
+            self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
 
     def _check(self) -> None:
         for names, allowed, remedy in _ALLOWED:
@@ -132,8 +155,14 @@ class MoELoraConfig(PeftConfig):
                 if not allowed(getattr(self, name)):
                     self._refuse(name, remedy)
         for n in {self.num_experts, *self.num_experts_pattern.values()}:
-            if 1 < n < self.top_k:
+            if 1 < n < self.top_k and self.router_type != "soft":
                 self._refuse("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
+        if self.router_type == "switch" and self.mixing == "output":
+            self._refuse(
+                "router_type",
+                "its gate is a probability and would scale whole FFNs down; use mixing='projection', or 'linear' with "
+                "top_k=1",
+            )
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             for name in ("layers_to_transform", "layers_pattern"):
                 if getattr(self, name) is not None:
@@ -165,7 +194,14 @@ class MoELoraConfig(PeftConfig):
             lora_dropout=self.lora_dropout,
             mixing=self.mixing,
             normalize_top_k=self.normalize_top_k,
-            router_jitter_noise=self.router_jitter_noise,
+            router=RouterSettings(
+                self.router_type,
+                self.router_jitter_noise,
+                self.router_threshold,
+                self.router_capacity_factor,
+                self.router_num_heads,
+                self.router_mixture,
+            ),
             init_lora_weights=self.init_lora_weights,
             target_projections=None if projections is None else frozenset(projections),
         )
@@ -214,6 +250,11 @@ _ALLOWED: list[tuple[str, Callable[[Any], bool], str]] = [
     ("lora_dropout router_jitter_noise", lambda v: _is_number(v) and 0 <= v < 1, "use a number in [0, 1)"),
     ("router_aux_loss_coef", lambda v: _is_number(v) and v >= 0, "use 0 (off) or a positive number"),
     ("use_rslora normalize_top_k", lambda v: isinstance(v, bool), "use True or False"),
+    ("router_type", lambda v: v in ROUTERS, f"use one of {', '.join(ROUTERS)}"),
+    ("router_threshold", lambda v: v is None or (_is_number(v) and 0 < v <= 1), "use None or a number in (0, 1]"),
+    ("router_capacity_factor", lambda v: v is None or (_is_number(v) and v > 0), "use None or a number above 0"),
+    ("router_num_heads", lambda v: v is None or _is_count(v), "use None or a whole number of at least 1"),
+    ("router_mixture", lambda v: v in ("sum", "max"), "use 'sum' or 'max'"),
     ("mixing", lambda v: v in ("output", "projection"), "use 'output' or 'projection'"),
     ("init_lora_weights", lambda v: isinstance(v, bool) or v == "gaussian", "use True, False or 'gaussian'"),
     (

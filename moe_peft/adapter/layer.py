@@ -9,8 +9,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features
 from torch import nn
 
-from ..routers import LinearRouter
-from ..routing import Steering, top_k_gates
+from ..routers import Router, make_router
+from ..routing import Steering
 from .config import ExpertSpec
 from .dispatch import Dispatch, make_dispatch
 from .ffn import FFNLayout
@@ -59,12 +59,21 @@ class MoELoraLayer(BaseTunerLayer):
         self.moe_lora_B[adapter_name] = nn.ParameterDict({p: torch.empty(n, r, self._shapes[p][1]) for p in names})
         self.moe_lora_dropout[adapter_name] = nn.Dropout(spec.lora_dropout) if spec.lora_dropout else nn.Identity()
         if n > 1:
-            router = LinearRouter(self.in_features, n, spec.router_jitter_noise)
-            router.register_forward_hook(record_router_logits)
-            self.moe_lora_router[adapter_name] = router
+            self.put_router(adapter_name)
         self.reset_parameters(adapter_name)
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def put_router(self, adapter_name: str) -> None:
+        """Give the adapter a new router, as its spec says."""
+        spec = self.moe_lora_spec[adapter_name]
+        router = make_router(self.in_features, spec.num_experts, spec.router)
+        router.register_forward_hook(record_router_logits)
+        self.moe_lora_router[adapter_name] = router
+
+    def router(self, adapter_name: str) -> Router:
+        """The adapter's router; only where it has more than one expert."""
+        return cast(Router, self.moe_lora_router[adapter_name])
 
     def reset_parameters(self, adapter_name: str) -> None:
         """Initial values of the experts as `LoraConfig.init_lora_weights` has them, each expert by itself."""
@@ -107,9 +116,12 @@ class MoELoraLayer(BaseTunerLayer):
         spec = self.moe_lora_spec[adapter_name]
         if spec.num_experts == 1:
             return None
-        logits_TN = self.moe_lora_router[adapter_name](x_TD)
-        choose = top_k_gates if self.steering is None else self.steering.route
-        gates_TK, experts_TK = choose(logits_TN, spec.top_k, spec.normalize_top_k)
+        router = self.router(adapter_name)
+        logits_TN = router(x_TD)
+        if self.steering is None:
+            gates_TK, experts_TK = router.choose(logits_TN, spec.top_k, spec.normalize_top_k)
+        else:
+            gates_TK, experts_TK = self.steering.route(logits_TN, spec.top_k, spec.normalize_top_k, router.choose)
         return make_dispatch(
             experts_TK,
             gates_TK.to(dtype),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from contextlib import contextmanager
@@ -12,8 +13,9 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_a
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..routers import make_router
 from . import protocol
-from .config import MoELoraConfig
+from .config import ExpertSpec, MoELoraConfig
 from .ffn import FFNLayout, find_layout, probe_ffn
 from .layer import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features
 
@@ -82,7 +84,7 @@ class MoELoraModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        spec = peft_config.expert_spec(current_key)
+        spec = _spec(peft_config, current_key, self.model)
         if isinstance(target, MoELoraLayer):
             target.update_layer(adapter_name, spec, peft_config.inference_mode)
             return
@@ -197,14 +199,31 @@ def _language_modules(model: nn.Module) -> Any:
             yield name, module
 
 
+def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> ExpertSpec:
+    """The settings of the module `name` of `model`."""
+    spec = config.expert_spec(name)
+    if config.router_type != "attention":
+        return spec
+    size = protocol.attention_size(model)
+    return dataclasses.replace(spec, router=dataclasses.replace(spec.router, attention_size=size))
+
+
 def _ffn_layout(module: nn.Module) -> FFNLayout | None:
     return module.layout if isinstance(module, MoELoraFFN) else find_layout(module)
 
 
 def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn.Module) -> None:
     """Raise if `module` is neither an FFN of a layout that computes what it computes, nor a linear."""
-    spec = config.expert_spec(name)
+    spec = _spec(config, name, model)
     layout = _ffn_layout(module)
+    if config.router_type == "attention" and spec.num_experts > 1:
+        if layout is None:
+            raise ValueError(
+                f"MoELoraConfig: router_type='attention': {name!r} is a single linear, and such routers stand at FFNs; "
+                "target FFNs, or give that linear one expert with num_experts_pattern"
+            )
+        with torch.device("meta"):
+            make_router(1, spec.num_experts, spec.router)  # raises where sizes do not fit
     if layout is None:
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         with warnings.catch_warnings():

@@ -83,6 +83,17 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else None
 
 
+def attention_size(model: nn.Module) -> int:
+    """Width of a layer's queries, all heads together."""
+    config = _text_config(model)
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise ValueError(
+            "MoELoraConfig: router_type='attention': the model's config has no num_attention_heads; use another router"
+        )
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
 # --- the hooks ----------------------------------------------------------------------------------------------------
 
 

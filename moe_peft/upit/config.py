@@ -37,6 +37,7 @@ _OWN_SFT_FIELDS = {
 _SFT_FIELDS = {f.name for f in dataclasses.fields(SFTConfig)} - _OWN_SFT_FIELDS
 _ADAPTER_FIELDS = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "top_k", "normalize_top_k", "mixing", "target_projections",
+    "router_type", "router_threshold", "router_capacity_factor", "router_num_heads", "router_mixture",
     "router_jitter_noise", "router_aux_loss_coef", "init_lora_weights",
 }  # fmt: skip
 

@@ -1,0 +1,283 @@
+"""Routers from attention heads, on adapters and native MoEs, against computations of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_llama
+from peft import get_peft_model
+from test_steering import NATIVE
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+
+from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
+from moe_peft.adapter.layer import MoELoraFFN
+from moe_peft.router_upcycling import attention_weights, group_heads
+from moe_peft.steering import native_routers
+from moe_peft.trainer import MoESFTConfig, MoESFTTrainer
+
+W, H, D = 4, 8, 12  # head width, heads, hidden size of the loops
+GENERATOR = torch.Generator().manual_seed(0)
+IDS = torch.randint(3, 64, (4, 9), generator=GENERATOR)
+MASK = torch.ones_like(IDS)
+MASK[1, 5:] = 0
+MASK[3, :3] = 0
+BATCHES = [
+    {"input_ids": IDS[:2], "attention_mask": MASK[:2], "labels": IDS[:2]},
+    {"input_ids": IDS[2:], "attention_mask": MASK[2:]},
+]
+
+
+def adapter(router_type: str = "attention", base=None, **settings):
+    settings = {"num_experts": 4, "r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM", **settings}
+    return get_peft_model(base or tiny_llama(vocab=64), MoELoraConfig(router_type=router_type, **settings)).eval()
+
+
+def native(kind: str):
+    torch.manual_seed(0)
+    return NATIVE[kind]().eval()
+
+
+def ffns(model):
+    return [m for m in model.modules() if isinstance(m, MoELoraFFN)]
+
+
+@torch.no_grad()
+def mean_keys(model, heads: int) -> list[torch.Tensor]:
+    """Per layer, the mean key of every key head over real tokens [heads, w]: row by row, without padding."""
+    sums, tokens = None, 0
+    for ids, mask in zip(IDS, MASK, strict=True):
+        real = ids[mask.bool()].unsqueeze(0)
+        states = model(input_ids=real, output_hidden_states=True).hidden_states
+        keys = [
+            layer.self_attn.k_proj(layer.input_layernorm(x))[0].double().sum(0)
+            for layer, x in zip(model.model.layers, states, strict=False)
+        ]
+        sums = keys if sums is None else [a + b for a, b in zip(sums, keys, strict=True)]
+        tokens += real.shape[1]
+    return [total.view(heads, -1) / tokens for total in sums]
+
+
+# --- queries and keys -----------------------------------------------------------------------------------------------
+
+
+def test_heads_are_grouped_with_those_they_resemble():
+    directions = torch.eye(W)
+    keys = torch.stack([directions[i] + 0.1 * directions[(i + 1) % W] for i in (2, 0, 1, 2, 1, 0)])
+    keys[3] *= 5  # cosine: length does not matter
+    assert sorted(sorted(group) for group in group_heads(keys, 3)) == [[0, 3], [1, 5], [2, 4]]
+    assert group_heads(keys, 6) == [[0], [1], [2], [3], [4], [5]]
+    both = group_heads(torch.stack([directions[i // 3] + 0.01 * torch.randn(W) for i in range(6)]), 2)
+    assert sorted(sorted(group) for group in both) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("mixture", ["sum", "max"])
+@pytest.mark.parametrize("m, n", [(4, 4), (2, 4), (1, 8), (8, 8), (8, 4), (8, 2), (16, 4), (32, 8), (2, 2), (8, 1)])
+def test_scores_are_those_of_the_paper(m, n, mixture):
+    """`S_i^j = (W^j x)·K_i / √d'`, summed or maximal over j, the best of an expert's keys; by loops."""
+    generator = torch.Generator().manual_seed(m * n)
+    weight = torch.randn(H * W, D, generator=generator, dtype=torch.float64)
+    keys = torch.randn(H, W, generator=generator, dtype=torch.float64)
+    query, key = attention_weights(weight, keys.flatten(), W, m, n, mixture, generator)
+    pieces = max(1, m // H)  # a head is split where there are more routers than heads
+    W_pieces = [weight[i * W // pieces : (i + 1) * W // pieces] for i in range(H * pieces)]
+    K_pieces = list(keys.view(H * pieces, -1))
+    routers = [torch.cat([W_pieces[h] for h in group]) for group in group_heads(torch.stack(K_pieces), m)]
+    width = H * W // m
+    if m < n:
+        K_pieces = K_pieces * (n // m)
+    K = [torch.cat([K_pieces[h] for h in group]) for group in group_heads(torch.stack(K_pieces), max(m, n))]
+    assert all(R.shape == (width, D) for R in routers) and all(k.shape == (width,) for k in K)
+    if m < n:  # heads were repeated, so keys are equal and have been moved apart
+        assert all((a - b).norm() < 0.05 * b.norm() for a, b in zip(key.flatten(0, 1), K, strict=True))
+        K = list(key.flatten(0, 1))
+    x = torch.randn(D, generator=generator, dtype=torch.float64)
+    per_key = torch.stack([torch.stack([(R @ x) @ k / width**0.5 for R in routers]) for k in K])
+    per_key = per_key.sum(1) if mixture == "sum" else per_key.amax(1)
+    expected = per_key.view(n, -1).amax(1)
+    ours = (query @ x) @ key.flatten(0, 1).T / width**0.5
+    ours = ours.view(len(query), n, -1).amax(dim=(0, 2))
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_equal_keys_are_moved_apart_and_others_are_not():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(H * W, D, generator=generator)
+    keys = torch.randn(2, W, generator=generator)  # two key heads serve eight query heads
+    _, key = attention_weights(weight, keys.flatten(), W, 8, 8, generator=generator)
+    key = key.squeeze(1)
+    expected = keys.repeat_interleave(4, 0)
+    moved = (key - expected).norm(dim=1) / expected.norm(dim=1)
+    assert moved[0] == 0 and moved[4] == 0
+    assert ((moved > 1e-4) & (moved < 0.05)).sum() == 6
+    assert torch.pdist(key).min() > 1e-3
+
+
+@pytest.mark.parametrize("m, n", [(3, 3), (4, 6), (5, 4)])
+def test_sizes_that_do_not_fit_are_refused(m, n):
+    with pytest.raises(ValueError, match=f"num_heads={m}: must divide the attention's size 32"):
+        attention_weights(torch.zeros(H * W, D), torch.zeros(H * W), W, m, n)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"router_num_heads": 2}, {"router_num_heads": 8}, {"router_mixture": "max"}, {"num_experts": 2},
+])  # fmt: skip
+def test_adapter_gets_its_layers_heads(settings):
+    model = adapter(**settings).train()
+    modes = [m.training for m in model.modules()]
+    experts = {name: p.clone() for name, p in model.named_parameters() if "lora_A" in name or "lora_B" in name}
+    init_attention_routers(model, BATCHES, seed=3)
+    assert [m.training for m in model.modules()] == modes
+    assert not any(m._forward_hooks for name, m in model.named_modules() if name.endswith("k_proj"))
+    torch.testing.assert_close({n: p for n, p in model.named_parameters() if n in experts}, experts, rtol=0, atol=0)
+    base = tiny_llama(vocab=64).eval()
+    generator = torch.Generator().manual_seed(3)
+    n, mixture = settings.get("num_experts", 4), settings.get("router_mixture", "sum")
+    for layer, attention, keys in zip(
+        ffns(model), (layer.self_attn for layer in base.model.layers), mean_keys(base, 2), strict=True
+    ):
+        m = settings.get("router_num_heads", n)
+        weight = attention.q_proj.weight.detach()
+        query, key = attention_weights(weight, keys.float().flatten(), 16, m, n, mixture, generator)
+        router = layer.router("default")
+        torch.testing.assert_close(router.query.data, query, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(router.key.data, key, rtol=1e-4, atol=1e-5)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_a_linear_gate_gets_what_the_attention_router_folds_into():
+    attention, linear = adapter(), adapter("linear")
+    init_attention_routers(attention, BATCHES)
+    init_attention_routers(linear, iter(BATCHES))
+    for a, b in zip(ffns(attention), ffns(linear), strict=True):
+        torch.testing.assert_close(
+            b.router("default").weight.double(), a.router("default").fold(), rtol=1e-5, atol=1e-6
+        )
+        b.moe_lora_A.load_state_dict(a.moe_lora_A.state_dict())
+        b.moe_lora_B.load_state_dict(a.moe_lora_B.state_dict())
+    torch.testing.assert_close(linear(input_ids=IDS).logits, attention(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    fold_routers(attention)
+    torch.testing.assert_close(linear(input_ids=IDS).logits, attention(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_projections_are_read(bits, tmp_path):
+    plain = tiny_llama(vocab=64)
+    plain.save_pretrained(tmp_path)
+    kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} if bits == 4 else {"load_in_8bit": True}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**kind))
+    model = adapter(base=base)
+    init_attention_routers(model, BATCHES)
+    exact = adapter(base=plain)
+    init_attention_routers(exact, BATCHES)
+    scale = {4: 0.15, 8: 0.02}[bits]
+    for ours, theirs in zip(ffns(model), ffns(exact), strict=True):
+        for name in ("query", "key"):
+            a, b = (getattr(layer.router("default"), name).detach() for layer in (ours, theirs))
+            assert a.dtype == torch.float32 and 0 < (a - b).norm() / b.norm() < scale * (2 if name == "key" else 1)
+    model.train()(input_ids=IDS, labels=IDS).loss.backward()  # the linears have not been made ready for inference
+    assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if "lora_router" in name)
+
+
+# --- native MoEs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_native_gates_are_initialised_trained_and_folded_back(kind, tmp_path):
+    model = native(kind)
+    keys, names = mean_keys(model, 2), list(model.state_dict())
+    init_attention_routers(model, BATCHES, num_heads=2)
+    generator = torch.Generator().manual_seed(0)
+    for gate, layer, mean in zip(native_routers(model), model.model.layers, keys, strict=True):
+        query, key = attention_weights(
+            layer.self_attn.q_proj.weight.detach(), mean.float().flatten(), 8, 2, 6, "sum", generator
+        )
+        expected = key[:, 0].double() @ query[0].double() / 16**0.5
+        torch.testing.assert_close(gate.weight.double(), expected, rtol=1e-4, atol=1e-6)
+    before = [gate.weight.detach().clone() for gate in native_routers(model)]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        out = model(input_ids=IDS, labels=IDS, output_router_logits=True)
+        assert len(out.router_logits) == 2
+        out.loss.backward()
+        optimizer.step()
+    after = [gate.weight.detach().clone() for gate in native_routers(model)]
+    assert all((a - b).abs().max() > 1e-5 for a, b in zip(after, before, strict=True))
+    logits = model(input_ids=IDS).logits
+    fold_routers(model)
+    assert sorted(model.state_dict()) == sorted(names)
+    torch.testing.assert_close([gate.weight.data for gate in native_routers(model)], after, rtol=0, atol=0)
+    assert all(gate.weight.requires_grad for gate in native_routers(model))
+    torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=0, atol=0)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_gates_stay_frozen_parameters():
+    model = native("mixtral")
+    names = list(model.state_dict())
+    for _ in range(2):  # the second time replaces the first
+        init_attention_routers(model.requires_grad_(False), BATCHES, num_heads=2)
+    fold_routers(model)
+    assert sorted(model.state_dict()) == sorted(names)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_trainer_of_labels_trains_attention_gates(tokenizer, tmp_path):
+    from datasets import Dataset
+
+    model = native("mixtral")
+    model.resize_token_embeddings(128)
+    init_attention_routers(model, BATCHES, num_heads=2)
+    before = [gate.weight.detach().clone() for gate in native_routers(model)]
+    data = Dataset.from_list([{"text": "w3 w5 w7 w9", "domain": d} for d in ("a", "b") * 4])
+    args = MoESFTConfig(
+        output_dir=str(tmp_path), max_steps=2, label_column="domain", expert_map={"a": [0, 1], "b": [2, 3]},
+        training_stage="routers", use_cpu=True, bf16=False, report_to="none", learning_rate=1e-2, save_strategy="no",
+    )  # fmt: skip
+    MoESFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer).train()
+    fold_routers(model)
+    changes = [(gate.weight - b).abs().max() for gate, b in zip(native_routers(model), before, strict=True)]
+    assert all(change > 1e-6 for change in changes)
+
+
+# --- what cannot work -----------------------------------------------------------------------------------------------
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
+
+
+def phi3():
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return Phi3ForCausalLM(Phi3Config(**size, num_key_value_heads=4, vocab_size=64, pad_token_id=0))
+
+
+@pytest.mark.parametrize("make, batches, message", [
+    (lambda: tiny_llama(vocab=64), BATCHES, "LlamaForCausalLM has no router"),
+    (lambda: adapter(base=gpt2()), BATCHES, "no attention with q_proj, k_proj"),
+    (lambda: adapter(base=phi3()), BATCHES, "no attention with q_proj, k_proj"),
+    (lambda: adapter("mlp"), BATCHES, "router_type='mlp' cannot take an attention's values"),
+    (lambda: adapter("linear", target_modules=["v_proj"]), BATCHES, "no routers at FFNs"),
+    (adapter, [], "batches: no tokens"),
+])  # fmt: skip
+def test_what_cannot_be_initialised_says_so(make, batches, message):
+    with pytest.raises(ValueError, match=message):
+        init_attention_routers(make(), batches)
+
+
+def test_a_linear_gate_has_one_key_per_expert():
+    model = native("mixtral")
+    with pytest.raises(ValueError, match="num_heads=12: a linear gate takes at most n=6"):
+        init_attention_routers(model, BATCHES, num_heads=12)

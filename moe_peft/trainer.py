@@ -105,16 +105,15 @@ class MoESFTTrainer(SFTTrainer):
         self._labels = list(args.expert_map or {})
         super().__init__(model, args, *positional, **kwargs)
         self._config = self.model.config.get_text_config()
+        sizes = router_sizes(self.model, "MoESFTTrainer")
         routers = router_parameters(self.model)
-        if not routers:
-            raise ValueError(
-                f"MoESFTTrainer: {type(model).__name__} has no routers; pass peft_config=MoELoraConfig(), or use a MoE"
-            )
+        if args.training_stage == "routers" and not routers:
+            raise ValueError("MoESFTTrainer: training_stage='routers': these routers have no parameters; use 'joint'")
         # This class computes the balancing loss itself: TRL would add its own, from all layers pooled.
         self._balancing_coef = self.router_aux_loss_coef
         self.aux_loss_enabled = False
         self._config.output_router_logits = False
-        self._sizes = [n for n, _ in router_sizes(self.model, "MoESFTTrainer")]
+        self._sizes = [n for n, _ in sizes]
         if self._labels:
             self._allowed = _allowed_experts(args.expert_map or {}, max(self._sizes))
             self.data_collator = _LabelCollator(self.data_collator)

@@ -279,7 +279,7 @@ def test_missing_labels_and_models_without_routers(tokenizer, tmp_path):
     broken = [{**row, "domain": None if i == 5 else row["domain"]} for i, row in enumerate(rows(12))]
     with pytest.raises(ValueError, match=r"no experts for the labels \['None'\]"):
         make_trainer(tmp_path, tokenizer, data=Dataset.from_list(broken), **LABELS)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no routers"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no router;"):
         make_trainer(tmp_path, tokenizer, tiny_llama())
 
 

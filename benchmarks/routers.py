@@ -1,0 +1,169 @@
+"""
+Attention-initialised routers against random ones, and the other routers, after equal training.
+
+    python benchmarks/routers.py      # an hour on one core; writes benchmarks/results/routers.md
+
+The demo's 1M-parameter base and its three domains become a MoE-LoRA adapter and a native Mixtral whose experts are
+copies of the base's FFN. Everything but the router is the same in a seed: data, their order, initial experts. The
+learning rates are the demo's (adapter) and a quarter of it (all weights of the Mixtral), the same for all routers. Runs
+that `--runs` holds already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from label_routing import mixtral
+from peft import get_peft_model
+from scipy import stats
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from moe_peft import MoELoraConfig, init_attention_routers
+from moe_peft.analysis import load_health, record_routing
+from moe_peft.routing import entropies
+from moe_peft.steering import adapter_layers
+from moe_peft.trainer import MoESFTConfig, MoESFTTrainer
+from moe_peft.upit.scoring import example_losses
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from domains import build
+from tiny_base import ensure_base
+
+N, K, STEPS, BATCH = 4, 2, 180, 8
+# Name → settings of the adapter, and whether values come from the base's attention.
+ADAPTERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "linear": ({}, False),
+    "attention": ({"router_type": "attention"}, True),
+    "attention, max": ({"router_type": "attention", "router_mixture": "max"}, True),
+    "attention, random values": ({"router_type": "attention"}, False),
+    "linear, from attention": ({}, True),
+    "mlp": ({"router_type": "mlp"}, False),
+    "sigmoid": ({"router_type": "sigmoid"}, False),
+    "locmoe": ({"router_type": "locmoe"}, False),
+}
+NATIVE = {"linear": False, "attention": True}
+
+
+def make(base: Path, kind: str, router: str, batches: list[dict[str, torch.Tensor]], seed: int) -> Any:
+    if kind == "adapter":
+        settings, from_attention = ADAPTERS[router]
+        model = AutoModelForCausalLM.from_pretrained(base)
+        set_seed(seed)
+        config = MoELoraConfig(num_experts=N, top_k=K, r=8, lora_alpha=16, task_type="CAUSAL_LM", **settings)
+        model = get_peft_model(model, config)
+        for i, layer in enumerate(adapter_layers(model)):  # the same experts, whatever the routers drew
+            set_seed(1000 * seed + i)
+            layer.reset_parameters("default")
+    else:
+        from_attention = NATIVE[router]
+        model = mixtral(base, N, seed)
+    if from_attention:
+        init_attention_routers(model, batches, seed=seed)
+    return model
+
+
+def run(base: Path, kind: str, router: str, seed: int) -> dict[str, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    train, test = (Dataset.from_list(rows) for rows in build(seed, 240, 60))
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {
+            "per_device_train_batch_size": BATCH, "max_steps": STEPS, "lr_scheduler_type": "cosine",
+            "learning_rate": 4e-3 if kind == "adapter" else 1e-3, "assistant_only_loss": True, "max_length": 256,
+            "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
+            "router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.001, "seed": seed, "disable_tqdm": True,
+        }  # fmt: skip
+        texts = [
+            tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in train.select(range(0, 720, 9))
+        ]
+        encoded = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=256)
+        batches = [{key: encoded[key] for key in ("input_ids", "attention_mask")}]
+        model = make(base, kind, router, batches, seed)
+        with torch.no_grad():
+            logits = model(**batches[0], output_router_logits=True).router_logits
+        real = batches[0]["attention_mask"].flatten().bool()
+        entropy = float(entropies(logits)[:, real].mean()) / math.log(N)
+        trainer = MoESFTTrainer(
+            model=model, args=MoESFTConfig(output_dir=folder, **settings), train_dataset=train,
+            processing_class=tokenizer,
+        )  # fmt: skip
+        trainer.train()
+        test = MoESFTTrainer(
+            model=model, args=trainer.args, train_dataset=test, processing_class=tokenizer
+        ).train_dataset
+        with record_routing(model) as statistics:
+            losses, counts = example_losses(trainer, test)
+    health = load_health(statistics.counts.sum(0), statistics.sizes)
+    return {
+        "kind": kind, "router": router, "seed": seed, "loss": float(losses.sum() / counts.sum()),
+        "entropy_at_start": entropy, "load_cv": health.coefficient_of_variation,
+    }  # fmt: skip
+
+
+def report(runs: list[dict[str, Any]], seeds: int) -> str:
+    lines = [
+        "# Routers after equal training",
+        "",
+        f"Made by `python benchmarks/routers.py`: {seeds} seeds, {N} experts, top {K}, {STEPS} steps of {BATCH} "
+        "examples. Held-out loss (lower is better), mean over seeds, and its difference from the random linear router's, "
+        "paired by seed, with a 95 % interval. Entropy at the start as a share of the greatest possible.",
+        "",
+        "| model | router | held-out loss | difference | 95 % interval | entropy at the start | load CV at the end |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    table = {(r["kind"], r["router"], r["seed"]): r for r in runs}
+    for kind, routers in (("adapter", ADAPTERS), ("mixtral", NATIVE)):
+        for router in routers:
+            rows = [table[kind, router, seed] for seed in range(seeds)]
+            values = torch.tensor([row["loss"] for row in rows], dtype=torch.float64)
+            others = torch.tensor([table[kind, "linear", seed]["loss"] for seed in range(seeds)], dtype=torch.float64)
+            d = values - others
+            half = float(stats.t.ppf(0.975, seeds - 1) * d.std() / seeds**0.5)
+            compared = (
+                f"{d.mean():+.4f} | [{d.mean() - half:+.4f}, {d.mean() + half:+.4f}]" if router != "linear" else " | "
+            )
+            means = [sum(row[key] for row in rows) / seeds for key in ("entropy_at_start", "load_cv")]
+            lines.append(f"| {kind} | {router} | {values.mean():.4f} | {compared} | {means[0]:.2f} | {means[1]:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="trained when missing")
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--runs", type=Path, default=Path(".cache/routers.jsonl"), help="finished runs")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routers.md"))
+    args = parser.parse_args()
+    base = ensure_base(args.base, 0)
+    args.runs.parent.mkdir(parents=True, exist_ok=True)
+    args.runs.touch()
+    runs = [json.loads(line) for line in args.runs.read_text().splitlines()]
+    done = {(r["kind"], r["router"], r["seed"]) for r in runs}
+    wanted = [("adapter", router) for router in ADAPTERS] + [("mixtral", router) for router in NATIVE]
+    for seed in range(args.seeds):
+        for kind, router in wanted:
+            if (kind, router, seed) in done:
+                continue
+            start = time.perf_counter()
+            result = run(base, kind, router, seed)
+            runs.append(result)
+            with args.runs.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(
+                f"{kind}, {router}, seed {seed}: {result['loss']:.4f} ({time.perf_counter() - start:.0f} s)", flush=True
+            )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(report(runs, args.seeds))
+    print(args.out.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""
+Checkpoints on disk, tensor by tensor: a lazy reader of safetensors and a sharded writer that never holds more than the
+tensor at hand. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+}  # fmt: skip
+
+
+class Checkpoint:
+    """
+    The tensors of a model folder, read when asked for; nothing is kept.
+
+    Args:
+        folder: with `model.safetensors`, or shards and their index.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be read.
+    """
+
+    def __init__(self, folder: Path, caller: str) -> None:
+        self.folder, self.caller = folder, caller
+        if (folder / INDEX).is_file():
+            files = json.loads((folder / INDEX).read_text())["weight_map"]
+        elif (folder / SINGLE).is_file():
+            files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        else:
+            raise ValueError(
+                f"{caller}: {folder} has no {SINGLE} and no {INDEX}; save the model with save_pretrained first"
+            )
+        self.files: dict[str, str] = files
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{self.caller}: {self.folder / file} cannot be read ({error}); download or save it again"
+            ) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._open(self.files[name]).get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """
+        One tensor, read anew.
+
+        Raises:
+            ValueError: it holds NaN or infinity.
+        """
+        tensor = self._open(self.files[name]).get_tensor(name)
+        if not tensor.is_floating_point() or not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            raise ValueError(
+                f"{self.caller}: {self.folder}: {name} holds NaN, infinity or no floating-point numbers; use another "
+                "checkpoint"
+            )
+        return tensor
+
+
+class ShardedWriter:
+    """
+    Writes tensors, whole or by parts and in any order, to the safetensors files of a folder, straight to their places.
+
+    Args:
+        folder: exists already.
+        tensors: name → (dtype, shape) of everything that will be written; shards follow this order.
+        max_shard_size: bytes.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, tuple[torch.dtype, torch.Size]], max_shard_size: int = 5 * 10**9
+    ) -> None:
+        self._left = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+        self._tensors = tensors
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for name, size in self._left.items():
+            if shards[-1] and filled + size > max_shard_size:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += size
+        self._places: dict[str, tuple[IO[bytes], int]] = {}
+        self._files: list[IO[bytes]] = []
+        weight_map = {}
+        for i, names in enumerate(shards):
+            file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            self._begin(folder / file, names)
+            weight_map.update(dict.fromkeys(names, file))
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": sum(self._left.values())}, "weight_map": weight_map}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _begin(self, path: Path, names: list[str]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in names:
+            dtype, shape = self._tensors[name]
+            end = offset + self._left[name]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file = path.open("wb")
+        self._files.append(file)
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
+
+    def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
+        """Write a tensor, or the part of it that begins at element `start`; converted to its dtype."""
+        file, place = self._places[name]
+        dtype = self._tensors[name][0]
+        data = tensor.detach().to("cpu", dtype).contiguous().flatten()
+        file.seek(place + start * dtype.itemsize)
+        file.write(data.view(torch.uint8).numpy().data)
+        self._left[name] -= data.numel() * dtype.itemsize
+
+    def __enter__(self) -> ShardedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            file.close()
+        missing = [name for name, left in self._left.items() if left]
+        if kind is None and missing:
+            raise RuntimeError(f"not wholly written: {missing[:3]} and {max(0, len(missing) - 3)} more")
+
+
+@contextmanager
+def whole_folder(output_dir: Path, caller: str) -> Iterator[Path]:
+    """
+    A folder to fill, which gets its name when the block ends well. What a killed run left is removed by the next.
+
+    Raises:
+        ValueError: `output_dir` exists.
+    """
+    if output_dir.exists():
+        raise ValueError(f"{caller}: output_dir={str(output_dir)!r} exists; choose another name, or remove it")
+    partial = output_dir.with_name(f".{output_dir.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(output_dir)
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)

@@ -1,0 +1,150 @@
+"""
+Initial values of experts from a dense FFN (Drop-Upcycling, arXiv 2502.19261, and its baselines): pure functions on one
+FFN's tensors.
+
+Legend: d hidden size, f intermediate size, n experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Init = Literal["copy", "noise", "random_noise", "subset", "permute", "drop", "checkpoints"]
+RouterInit = Literal["normal", "uniform", "zeros", "given"]
+
+
+class FFN(NamedTuple):
+    """The weights of a gated FFN: neuron i is row i of gate and up, and column i of down."""
+
+    gate: torch.Tensor  # [f, d]
+    up: torch.Tensor  # [f, d]
+    down: torch.Tensor  # [d, f]
+
+    def neurons(self, index: torch.Tensor) -> FFN:
+        """The FFN that some of the neurons are, in the order of `index`."""
+        return FFN(self.gate[index], self.up[index], self.down[:, index])
+
+    def scaled(self, factor: float) -> FFN:
+        """The FFN whose output is `factor` times as large, up and down taking a half of it each."""
+        if factor == 1:
+            return self
+        root = factor**0.5
+        return FFN(self.gate, self.up * root, self.down * root)
+
+
+@dataclass(frozen=True)
+class ExpertInit:
+    """
+    How an expert is made of a dense FFN.
+
+    Args:
+        method: `"copy"`; `"noise"`: plus N(0, (noise_scale·std(W))²); `"random_noise"`: plus N(0, noise_std²) on a
+            random `noise_share` of the weights; `"subset"`: its n-th part of the neurons, the others zero; `"permute"`:
+            the neurons in another order, which computes the same; `"drop"`: a share `drop_rate` of the neurons drawn
+            anew from N(μ, σ²), μ and σ those of the replaced entries of each matrix; `"checkpoints"`: copies of
+            several models' FFNs in turn.
+        shared_indices: with `"drop"`, whether gate, up and down lose the same neurons (the paper), or each its own (the
+            paper's released code).
+    """
+
+    method: Init = "copy"
+    noise_scale: float = 0.01
+    noise_std: float = 0.02
+    noise_share: float = 0.5
+    drop_rate: float = 0.5
+    shared_indices: bool = True
+
+    def make(self, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
+        """Expert `expert` of `n`."""
+        return _METHODS[self.method](self, ffn, expert, n, generator)
+
+
+def generator_for(seed: int, *place: int | str) -> torch.Generator:
+    """A generator for one place (layer, expert, purpose), whatever was drawn elsewhere."""
+    digest = hashlib.sha256(repr((seed, *place)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def zero_ffn(f: int, d: int) -> FFN:
+    """An FFN of `f` neurons that computes zero."""
+    return FFN(torch.zeros(f, d), torch.zeros(f, d), torch.zeros(d, f))
+
+
+def shard_indices(f: int, granularity: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """The neurons of each of `granularity` fine experts: a random partition, so that together they are the FFN."""
+    if granularity == 1:
+        return [torch.arange(f)]
+    return list(torch.randperm(f, generator=generator).view(granularity, -1))
+
+
+def router_weight(method: RouterInit, n: int, d: int, generator: torch.Generator) -> torch.Tensor:
+    """A linear gate [n, d], float32: `"normal"` N(0, 0.02²), `"uniform"` with the same deviation, or `"zeros"`."""
+    if method == "zeros":
+        return torch.zeros(n, d)
+    if method == "uniform":
+        return torch.empty(n, d).uniform_(-0.02 * 3**0.5, 0.02 * 3**0.5, generator=generator)
+    return torch.empty(n, d).normal_(std=0.02, generator=generator)
+
+
+def _copy(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
+    return ffn
+
+
+def _noise(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
+    return FFN(*(w + _normal(w, generator) * (init.noise_scale * w.float().std()) for w in ffn))
+
+
+def _random_noise(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
+    def noisy(w: torch.Tensor) -> torch.Tensor:
+        chosen = torch.rand(w.shape, generator=generator) < init.noise_share
+        return torch.where(chosen, w + _normal(w, generator) * init.noise_std, w)
+
+    return FFN(*map(noisy, ffn))
+
+
+def _subset(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
+    f = ffn.gate.shape[0]
+    kept = torch.zeros(f, dtype=ffn.gate.dtype)
+    kept[expert * f // n : (expert + 1) * f // n] = 1
+    return FFN(ffn.gate * kept.unsqueeze(1), ffn.up * kept.unsqueeze(1), ffn.down * kept)
+
+
+def _permute(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
+    return ffn.neurons(torch.randperm(ffn.gate.shape[0], generator=generator))
+
+
+def _drop(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
+    f = ffn.gate.shape[0]
+    count = int(init.drop_rate * f)
+    index = torch.randperm(f, generator=generator)[:count]
+    result = []
+    for i, w in enumerate(ffn):
+        if i and not init.shared_indices:
+            index = torch.randperm(f, generator=generator)[:count]
+        dim = 1 if i == 2 else 0
+        old = w.index_select(dim, index).float()
+        if old.numel():
+            new = torch.empty_like(old).normal_(generator=generator) * old.std(correction=0) + old.mean()
+            w = w.index_copy(dim, index, new.to(w.dtype))
+        result.append(w)
+    return FFN(*result)
+
+
+def _normal(w: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.empty(w.shape).normal_(generator=generator).to(w.dtype)
+
+
+_METHODS: dict[str, Callable[[ExpertInit, FFN, int, int, torch.Generator], FFN]] = {
+    "copy": _copy,
+    "noise": _noise,
+    "random_noise": _random_noise,
+    "subset": _subset,
+    "permute": _permute,
+    "drop": _drop,
+    "checkpoints": _copy,
+}

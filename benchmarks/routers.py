@@ -113,7 +113,7 @@ def report(runs: list[dict[str, Any]], seeds: int) -> str:
         "# Routers after equal training",
         "",
         f"Made by `python benchmarks/routers.py`: {seeds} seeds, {N} experts, top {K}, {STEPS} steps of {BATCH} "
-        "examples. Held-out loss (lower is better), mean over seeds, and its difference from the random linear router's, "
+        "examples. Held-out loss (lower is better), mean of seeds, and its difference from the random linear one's, "
         "paired by seed, with a 95 % interval. Entropy at the start as a share of the greatest possible.",
         "",
         "| model | router | held-out loss | difference | 95 % interval | entropy at the start | load CV at the end |",

@@ -1,17 +1,26 @@
-"""`moe-peft upit` runs a recipe (also under `accelerate launch -m moe_peft …`), `moe-peft inspect` shows routing."""
+"""
+`moe-peft upit` runs a recipe (also under `accelerate launch -m moe_peft …`), `inspect` shows routing, `upcycle` makes a
+native MoE of dense models, `export` one of an adapter.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import HfArgumentParser
+
+from .native import UpcycleConfig, export_adapter, upcycle, verify_export
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. A wrong input ends it with one line and exit code 2."""
     parser = argparse.ArgumentParser(prog="moe-peft", description="Mixture-of-Experts from dense language models.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=HfArgumentParser)
     upit = commands.add_parser("upit", help="run a recipe: UpIT or a method it is compared with")
     upit.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
     upit.add_argument(
@@ -29,6 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     inspect.add_argument("--max-length", type=int, default=1024, help="tokens of an example")
     inspect.add_argument("--max-examples", type=int, help="the first so many only")
     inspect.set_defaults(run=_inspect)
+    up = commands.add_parser("upcycle", dataclass_types=[UpcycleConfig], help="make a native MoE of dense models")
+    up.add_argument("--model", required=True, nargs="+", help="a dense model's folder or name, or several")
+    up.add_argument("--output", required=True, metavar="FOLDER", help="for the MoE; it must not exist yet")
+    up.set_defaults(run=_upcycle)
+    export = commands.add_parser("export", help="make a native MoE of a MoE-LoRA adapter and its base")
+    export.add_argument("--adapter", required=True, metavar="FOLDER")
+    export.add_argument("--base", help="the base in full precision; default: the one that the adapter names")
+    export.add_argument("--output", required=True, metavar="FOLDER", help="for the MoE; it must not exist yet")
+    export.add_argument("--family", help="model type of the MoE, e.g. mixtral; default: the one that fits")
+    export.add_argument("--dtype", help="float32, bfloat16 or float16; default: the base's")
+    export.add_argument("--max-shard-size", default="5GB", help="size of the output's files")
+    export.add_argument("--verify", metavar="TEXT", help="compare logits on a text, or on each line of a text file")
+    export.set_defaults(run=_export)
     options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_peft").setLevel(logging.INFO)
@@ -54,6 +76,27 @@ def _inspect(options: argparse.Namespace) -> None:
         max_length=options.max_length,
         max_examples=options.max_examples,
     )
+
+
+def _upcycle(options: argparse.Namespace) -> None:
+    settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(UpcycleConfig)}
+    print(upcycle(options.model, options.output, UpcycleConfig(**settings)))
+
+
+def _export(options: argparse.Namespace) -> None:
+    folder = export_adapter(
+        options.adapter, options.output, options.base,
+        family=options.family, dtype=options.dtype, max_shard_size=options.max_shard_size,
+    )  # fmt: skip
+    print(folder)
+    if options.verify is not None:
+        path = Path(options.verify)
+        texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [options.verify]
+        found = verify_export(options.adapter, folder, texts, options.base)
+        print(
+            f"{found.tokens} tokens: logits differ by {found.difference:.2g} at most, the largest is "
+            f"{found.largest:.3g}; the most probable next token is the same for {found.agreement:.1%}"
+        )
 
 
 def _upit(options: argparse.Namespace) -> None:

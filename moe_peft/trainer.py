@@ -47,7 +47,8 @@ class MoESFTConfig(SFTConfig):
         router_balancing: `"global"` pools the tokens of all layers in the balancing loss, `"layer"` does not.
         training_stage: `"joint"` trains everything with all losses. Label-supervised routing has two stages:
             `"routers"` trains routers alone, with the label loss and the z-loss; `"rest"` trains what else is
-            trainable, routers frozen, with the language-modelling loss.
+            trainable, routers frozen, with the language-modelling loss. A trainer of the next stage takes the same
+            model as it is.
         router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
             loss and twice the z-loss, 70 % as set, 25 % at a tenth with half of both.
     """
@@ -346,10 +347,13 @@ def _allowed_experts(expert_map: Mapping[str, Sequence[int]], n: int) -> torch.T
 
 
 def _freeze(model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str) -> None:
+    """Freeze what the stage does not train; what another stage froze before is trainable again."""
     for name, parameter in model.named_parameters():
-        if stage == "routers":
-            parameter.requires_grad_(name in routers)
-        elif stage == "rest" and name in routers:
+        if getattr(parameter, "_frozen_by_stage", False):
+            parameter.requires_grad_(True)
+        rest = stage == "rest" and name in routers
+        parameter._frozen_by_stage = parameter.requires_grad and (rest or (stage == "routers" and name not in routers))  # type: ignore[attr-defined]
+        if parameter._frozen_by_stage:  # type: ignore[attr-defined]
             parameter.requires_grad_(False)
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -82,33 +83,52 @@ def export_adapter(
     )
 
 
-@torch.no_grad()
+class Comparison(NamedTuple):
+    """Logits of an adapter and of what it was exported to."""
+
+    tokens: int
+    largest: float  # logit, by size
+    difference: float  # the largest
+    agreement: float  # share of tokens whose most probable successor is the same
+
+
 def verify_export(
     adapter: str | os.PathLike,
     exported: str | os.PathLike,
     texts: Sequence[str],
     base: str | os.PathLike | None = None,
-    dtype: str | None = None,
-) -> float:
+    dtype: str = "float32",
+) -> Comparison:
     """
-    The largest difference of the logits of adapter and exported model on some texts, relative to the largest logit.
+    Compare the logits of an adapter on its base with those of the exported model, on some texts.
 
-    Both models are in memory, in `dtype` (None: each as it is stored).
+    The models are in memory one after the other, in `dtype`.
+
+    Raises:
+        ValueError: there is no text.
     """
-    config = _read_config(adapter)
-    precision: object = "auto" if dtype is None else getattr(torch, dtype)
-    source = os.fspath(base or config.base_model_name_or_path)
-    ours = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(source, dtype=precision), os.fspath(adapter)
-    ).eval()
-    theirs = AutoModelForCausalLM.from_pretrained(os.fspath(exported), dtype=precision).eval()
+    if not any(texts):
+        raise ValueError("export: verify: no text; give at least one")
+    source = os.fspath(base or _read_config(adapter).base_model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(os.fspath(exported))
-    worst = largest = 0.0
-    for text in texts:
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        a, b = ours(input_ids=ids).logits.double(), theirs(input_ids=ids).logits.double()
-        worst, largest = max(worst, float((a - b).abs().max())), max(largest, float(a.abs().max()))
-    return worst / largest
+    ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts if text]
+    precision = getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=precision)
+    ours = _logits(PeftModel.from_pretrained(model, os.fspath(adapter)), ids)
+    del model
+    theirs = _logits(AutoModelForCausalLM.from_pretrained(os.fspath(exported), dtype=precision), ids)
+    same = [a.argmax(-1) == b.argmax(-1) for a, b in zip(ours, theirs, strict=True)]
+    return Comparison(
+        sum(x.shape[1] for x in ids),
+        max(float(a.abs().max()) for a in ours),
+        max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)),
+        float(torch.cat([x.flatten() for x in same]).float().mean()),
+    )
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [model.eval()(input_ids=x).logits.float() for x in ids]
 
 
 @dataclass

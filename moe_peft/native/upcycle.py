@@ -44,8 +44,8 @@ class UpcycleConfig:
             expert share their initial gate, so at first they are chosen together.
         num_shared_experts: experts that are always active (Qwen2-MoE).
         weight_scaling: scale up and down projections so that the active experts add up to the dense FFN.
-        router_init: initial gates: `"normal"` N(0, 0.02²), `"uniform"` with that deviation, `"zeros"` (every token then
-            has the same experts until noise or training parts them), `"given"`.
+        router_init: initial gates: `"normal"` N(0, 0.02²), `"uniform"` with that deviation, `"zeros"` (all experts tie;
+            parts of one are then not chosen together), `"given"`.
         router_weights: for `"given"`, a safetensors file with a tensor [n, d] per layer, named "0", "1", …
         dtype: of the weights; None keeps the model's.
         max_shard_size: of the output's files.

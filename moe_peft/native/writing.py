@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,7 +118,21 @@ def write_moe(
             for path in companions.glob(pattern):
                 (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name)
         config.save_pretrained(folder)
+        _add_older_names(folder / "config.json", family, config)
     return output_dir
+
+
+def _add_older_names(path: Path, family: Family, config: PreTrainedConfig) -> None:
+    """Fields that transformers 5 has under other names, and that other stacks read as they were."""
+    values = json.loads(path.read_text())
+    rope = dict(values.get("rope_parameters") or {})
+    values[family.count] = getattr(config, family.count)
+    values["torch_dtype"] = values["dtype"]
+    if "rope_theta" in rope:
+        values["rope_theta"] = rope.pop("rope_theta")
+        if rope.get("rope_type", "default") != "default":
+            values["rope_scaling"] = rope
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def parse_size(size: int | str, caller: str) -> int:

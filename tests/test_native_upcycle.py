@@ -1,0 +1,321 @@
+"""Dense checkpoints to native MoEs: what keeps the function, what does not, statistics, files, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from native_case import DENSE, IDS, MOE, dense_model, logits, saved
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_peft.native import ExpertInit, UpcycleConfig, upcycle
+from moe_peft.native.families import FAMILIES
+from moe_peft.native.initialise import FFN, generator_for, shard_indices
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """A saved model of each dense family."""
+    root = tmp_path_factory.mktemp("dense")
+    return {kind: saved(dense_model(kind), root / kind) for kind in DENSE}
+
+
+def ffn_of(f=64, d=48, seed=0) -> FFN:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((f, d), (f, d), (d, f))
+    return FFN(*(torch.randn(s, generator=generator) * (i + 1) + i for i, s in enumerate(shapes)))
+
+
+def output(ffn: FFN, x: torch.Tensor) -> torch.Tensor:
+    return (torch.nn.functional.silu(x @ ffn.gate.T) * (x @ ffn.up.T)) @ ffn.down.T
+
+
+# --- what keeps the function ----------------------------------------------------------------------------------------
+
+
+def test_every_family_is_tried():
+    assert {d for family in FAMILIES.values() for d in family.dense} == DENSE.keys()
+
+
+@pytest.mark.parametrize("settings", [
+    {"init": "copy"}, {"init": "permute"}, {"granularity": 3}, {"granularity": 2, "init": "permute", "top_k": 1},
+    {"router_init": "uniform", "top_k": 1}, {"router_init": "zeros", "num_experts": 3}, {"granularity": 4, "top_k": 4},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("kind", DENSE)
+def test_logits_are_the_dense_models(kind, settings, folders, tmp_path):
+    out = upcycle(folders[kind], tmp_path / "moe", UpcycleConfig(**{"num_experts": 4, **settings}))
+    config = json.loads((out / "config.json").read_text())
+    family, m = FAMILIES[MOE[kind]], settings.get("granularity", 1)
+    assert config["model_type"] == MOE[kind] and config[family.count] == settings.get("num_experts", 4) * m
+    assert config["num_experts_per_tok"] == settings.get("top_k", 2) * m and config[family.width] == 48 // m
+    expected = logits(folders[kind])
+    torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("settings", [{}, {"granularity": 2}, {"num_shared_experts": 2, "granularity": 3}], ids=str)
+def test_shared_experts_and_the_routed_ones_add_up_to_the_dense_ffn(settings, folders, tmp_path):
+    settings = {"num_experts": 4, "num_shared_experts": 1, **settings}
+    out = upcycle(folders["qwen2"], tmp_path / "moe", UpcycleConfig(**settings))
+    expected = logits(folders["qwen2"])
+    torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.shared_expert_intermediate_size == settings["num_shared_experts"] * 48
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.shared_expert.down_proj.weight.zero_()
+    assert (logits(model) - expected).abs().max() > 0.1  # they do take part
+
+
+def test_without_weight_scaling_the_output_is_another(folders, tmp_path):
+    config = UpcycleConfig(num_experts=4, granularity=2, weight_scaling=False)
+    assert (logits(upcycle(folders["llama"], tmp_path / "moe", config)) - logits(folders["llama"])).abs().max() > 0.1
+
+
+def test_untied_embeddings_and_half_precision(folders, tmp_path):
+    config = UpcycleConfig(num_experts=2, dtype="bfloat16")
+    out = upcycle(folders["qwen3"], tmp_path / "moe", config)
+    tensors = load_file(out / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    torch.testing.assert_close(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"], rtol=0, atol=0)
+    assert not AutoModelForCausalLM.from_pretrained(out).config.tie_word_embeddings
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+def test_an_upcycled_model_trains_with_its_balancing_loss(folders, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(upcycle(folders["mistral"], tmp_path / "moe")).train()
+    out = model(input_ids=IDS, labels=IDS, output_router_logits=True)
+    out.loss.backward()
+    assert out.aux_loss > 1.5 and all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers)
+
+
+# --- initial values of one expert -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rate", [0.0, 0.25, 0.5, 1.0])
+def test_drop_draws_chosen_neurons_anew_and_leaves_the_rest(rate, shared):
+    f, d = 400, 300
+    ffn = ffn_of(f, d)
+    init = ExpertInit("drop", drop_rate=rate, shared_indices=shared)
+    first, second = (init.make(ffn, i, 8, generator_for(1, 0, i)) for i in (0, 1))
+    changed = []
+    for i, (new, old) in enumerate(zip(first, ffn, strict=True)):
+        rows_new, rows_old = (new.T, old.T) if i == 2 else (new, old)
+        same = (rows_new == rows_old).all(1)
+        changed.append(~same)
+        assert int((~same).sum()) == int(rate * f)
+        torch.testing.assert_close(rows_new[same], rows_old[same], rtol=0, atol=0)
+        if rate:
+            drawn, replaced = rows_new[~same], rows_old[~same]
+            assert (drawn != replaced).float().mean() > 0.999
+            error = float(replaced.std()) / math.sqrt(replaced.numel())
+            assert abs(float(drawn.mean() - replaced.mean())) < 5 * error
+            assert abs(float(drawn.std() / replaced.std()) - 1) < 5 / math.sqrt(2 * replaced.numel())
+    assert torch.equal(changed[0], changed[1]) == (shared or rate in (0.0, 1.0))
+    assert torch.equal(changed[0], changed[2]) == (shared or rate in (0.0, 1.0))
+    common = float((first.gate == second.gate).float().mean())
+    deviation = math.sqrt(0.25 / f)
+    assert abs(common - (1 - rate) ** 2) < 5 * deviation, "overlap of two experts"
+
+
+def test_noise_has_its_size():
+    ffn = ffn_of(300, 200)
+    noisy = ExpertInit("noise", noise_scale=0.03).make(ffn, 0, 4, generator_for(0))
+    for new, old in zip(noisy, ffn, strict=True):
+        assert abs(float((new - old).std() / old.std()) - 0.03) < 5e-4
+    some = ExpertInit("random_noise", noise_std=0.1, noise_share=0.25).make(ffn, 0, 4, generator_for(0))
+    for new, old in zip(some, ffn, strict=True):
+        changed = new != old
+        assert abs(float(changed.float().mean()) - 0.25) < 0.01
+        assert abs(float((new - old)[changed].std()) - 0.1) < 2e-3
+
+
+def test_subsets_add_up_and_a_permutation_is_consistent():
+    ffn = ffn_of(61).scaled(0.01)
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+    parts = [ExpertInit("subset").make(ffn, i, 4, generator_for(0)) for i in range(4)]
+    torch.testing.assert_close(sum(output(part, x) for part in parts), output(ffn, x), rtol=1e-4, atol=1e-4)
+    assert sum(int((part.gate != 0).any(1).sum()) for part in parts) == 61
+    permuted = ExpertInit("permute").make(ffn, 0, 4, generator_for(0))
+    assert not torch.equal(permuted.gate, ffn.gate)
+    torch.testing.assert_close(output(permuted, x), output(ffn, x), rtol=1e-4, atol=1e-4)
+
+
+def test_fine_experts_are_a_partition():
+    shards = shard_indices(60, 4, generator_for(0))
+    assert sorted(torch.cat(shards).tolist()) == list(range(60)) and {len(s) for s in shards} == {15}
+
+
+# --- several checkpoints, given routers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "granite"])
+def test_checkpoints_become_experts_and_the_rest_their_average(kind, tmp_path):
+    models = [dense_model(kind, seed) for seed in range(3)]
+    names = [saved(model, tmp_path / f"m{i}") for i, model in enumerate(models)]
+    torch.manual_seed(9)
+    routers = {i: torch.randn(5, 32) for i in range(2)}
+    save_file({str(i): weight for i, weight in routers.items()}, tmp_path / "routers.safetensors")
+    settings = {"num_experts": 5, "init": "checkpoints", "router_init": "given"}
+    config = UpcycleConfig(**settings, router_weights=str(tmp_path / "routers.safetensors"))
+    moe = AutoModelForCausalLM.from_pretrained(upcycle(names, tmp_path / "moe", config))
+    again = upcycle(names, tmp_path / "again", config, routers)
+    assert (tmp_path / "moe/model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    states = [model.state_dict() for model in models]
+    for name, value in moe.state_dict().items():
+        if name in states[0]:
+            mean = torch.stack([state[name].double() for state in states]).mean(0).float()
+            torch.testing.assert_close(value, mean, rtol=0, atol=0)
+    x = torch.randn(7, 32)
+    for i, layer in enumerate(moe.model.layers):
+        block = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+        p = (x @ routers[i].T).softmax(-1)
+        values, chosen = p.topk(2)
+        ffns = [model.model.layers[i].mlp for model in models]
+        expected = torch.stack([
+            sum(v * ffns[int(e) % 3](x[t]) for v, e in zip(values[t] / values[t].sum(), chosen[t], strict=True))
+            for t in range(7)
+        ])  # fmt: skip
+        found = block(x.unsqueeze(0))
+        found = (found[0] if isinstance(found, tuple) else found).squeeze(0)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("init", ["drop", "noise"])
+def test_same_seed_same_bytes_whatever_the_shards(init, folders, tmp_path):
+    def tensors(name: str, **own) -> dict[str, torch.Tensor]:
+        out = upcycle(folders["llama"], tmp_path / name, UpcycleConfig(num_experts=3, init=init, **own))
+        files = sorted(out.glob("*.safetensors"))
+        return {key: value for file in files for key, value in load_file(file).items()}
+
+    whole, shards, other = tensors("a"), tensors("b", max_shard_size="20KB"), tensors("c", seed=1)
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 3
+    assert whole.keys() == shards.keys() and all(torch.equal(whole[key], shards[key]) for key in whole)
+    assert any(not torch.equal(whole[key], other[key]) for key in whole)
+    torch.testing.assert_close(logits(tmp_path / "b"), logits(tmp_path / "a"), rtol=0, atol=0)
+    index = json.loads((tmp_path / "b/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    for file in (tmp_path / "b").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as shard:
+            assert shard.metadata() == {"format": "pt"}
+            assert all(index["weight_map"][key] == file.name for key in shard.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("kind, names", [
+    ("llama", "block_sparse_moe.gate block_sparse_moe.experts.0.w1 block_sparse_moe.experts.1.w2"),
+    ("qwen2", "mlp.gate mlp.experts.1.gate_proj mlp.shared_expert.up_proj mlp.shared_expert_gate"),
+    ("qwen3", "mlp.gate mlp.experts.0.down_proj"),
+    ("granite", "block_sparse_moe.router.layer block_sparse_moe.input_linear"),
+])  # fmt: skip
+def test_names_on_disk_are_those_that_other_stacks_read(kind, names, folders, tmp_path):
+    out = upcycle(folders[kind], tmp_path / "moe", UpcycleConfig(num_experts=2))
+    found = set(load_file(out / "model.safetensors"))
+    assert {f"model.layers.1.{name}.weight" for name in names.split()} <= found
+
+
+def test_tokenizer_and_generation_config_come_along(folders, tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folders["mistral"])
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path / "dense")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "dense")
+    out = upcycle(tmp_path / "dense", tmp_path / "moe", UpcycleConfig(num_experts=2))
+    assert AutoTokenizer.from_pretrained(out)("w5 w7")["input_ids"] == tokenizer("w5 w7")["input_ids"]
+    assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages }}"
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.max_new_tokens == 7
+
+
+def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_path):
+    """SIGKILL while layers are written."""
+    saved(dense_model("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=24), tmp_path / "dense")
+    command = [sys.executable, "-m", "moe_peft", "upcycle", "--model", str(tmp_path / "dense")]
+    command += ["--output", str(tmp_path / "moe"), "--init", "drop"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    partial = tmp_path / ".moe.partial"
+    while not (partial / "model.safetensors").exists() or (partial / "model.safetensors").stat().st_size < 10**7:
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "moe").exists() and not (partial / "config.json").exists()
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    assert not partial.exists()
+    expected = upcycle(tmp_path / "dense", tmp_path / "other", UpcycleConfig(init="drop"))
+    assert (tmp_path / "moe/model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field, value, remedy", [
+    ("num_experts", 0, "at least 1"), ("top_k", 9, "at most num_experts=8"), ("init", "coppy", "copy, noise"),
+    ("router_init", "attention", "normal, uniform"), ("drop_rate", 1.5, "from 0 to 1"), ("noise_std", -1, "negative"),
+    ("router_init", "given", "goes with"), ("granularity", 0, "at least 1"),
+])  # fmt: skip
+def test_wrong_settings(field, value, remedy):
+    with pytest.raises(ValueError, match=f"upcycle: .*{remedy}"):
+        UpcycleConfig(**{field: value})
+
+
+def refused(tmp_path, message, models, **settings):
+    with pytest.raises(ValueError, match=message) as raised:
+        upcycle(models, tmp_path / "moe", UpcycleConfig(**settings))
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "moe").exists() and not (tmp_path / ".moe.partial").exists()
+
+
+def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
+    biased = saved(dense_model("llama", attention_bias=True), tmp_path / "biased")
+    refused(tmp_path, "attention_bias=True of the dense model: mixtral has no such setting", biased)
+    refused(
+        tmp_path,
+        "mlp_bias=True|no place for: .*mlp.down_proj.bias",
+        saved(dense_model("llama", mlp_bias=True), tmp_path / "mlp"),
+    )
+    sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    windows = saved(dense_model("qwen3", **sliding), tmp_path / "windows")
+    refused(tmp_path, "layer_types|max_window_layers|sliding", windows)
+    refused(tmp_path, "num_shared_experts: mixtral has no shared experts", folders["llama"], num_shared_experts=1)
+    refused(tmp_path, "'llama' model does not become qwen3_moe.*llama → mixtral", folders["llama"], family="qwen3_moe")
+    refused(tmp_path, "granularity=5: must divide .* 48", folders["llama"], granularity=5)
+    refused(tmp_path, "init='checkpoints': give two", folders["llama"], init="checkpoints")
+    refused(tmp_path, "has another architecture", [folders["llama"], folders["qwen3"]])
+    refused(tmp_path, "dtype='float9'", folders["llama"], dtype="float9")
+    refused(tmp_path, "max_shard_size='big'", folders["llama"], max_shard_size="big")
+
+
+def test_broken_checkpoints_are_refused(folders, tmp_path):
+    model = dense_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+    refused(tmp_path, "layers.1.mlp.up_proj.weight holds NaN", saved(model, tmp_path / "nan"))
+    whole = load_file(f"{folders['llama']}/model.safetensors")
+    model.config.save_pretrained(tmp_path / "lacking")
+    without = {k: v for k, v in whole.items() if "1.mlp.down" not in k}
+    save_file(without, tmp_path / "lacking/model.safetensors")
+    refused(tmp_path, "no tensor model.layers.1.mlp.down_proj.weight", str(tmp_path / "lacking"))
+    save_file({**whole, "model.layers.0.extra": torch.zeros(2)}, tmp_path / "lacking/model.safetensors")
+    refused(tmp_path, "no place for: .*extra", str(tmp_path / "lacking"))
+    data = (tmp_path / "lacking/model.safetensors").read_bytes()
+    (tmp_path / "lacking/model.safetensors").write_bytes(data[: len(data) // 2])
+    refused(tmp_path, "cannot be read", str(tmp_path / "lacking"))
+    (tmp_path / "lacking/model.safetensors").unlink()
+    refused(tmp_path, "save the model with save_pretrained", str(tmp_path / "lacking"))
+    refused(tmp_path, "upcycle: model '.*nothing'", str(tmp_path / "nothing"))
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match=r"output_dir=.*exists"):
+        upcycle(folders["llama"], tmp_path / "there")
+    with pytest.raises(ValueError, match="layer 1 has no tensor"):
+        upcycle(folders["llama"], tmp_path / "moe", UpcycleConfig(), {0: torch.zeros(8, 32)})

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..adapter.config import ExpertSpec, MoELoraConfig
 from ..routers import make_router
-from .families import DENSE_NAME, EMPTY_SHARED, PROJECTIONS, find_family, moe_config
+from .families import DENSE_NAME, EMPTY_SHARED, PROJECTIONS, moe_config
 from .initialise import FFN, zero_ffn
 from .writing import DenseModel, open_dense, parse_dtype, parse_size, write_moe
 
@@ -55,8 +55,8 @@ def export_adapter(
         ValueError: what the adapter or the base has that a native MoE cannot hold, by name; nothing is written then.
     """
     config = _read_config(adapter)
-    dense = open_dense(os.fspath(base or config.base_model_name_or_path), "export")
-    kind = find_family(dense.config.model_type, family, "export")
+    dense = open_dense(os.fspath(base or config.base_model_name_or_path), family, "export")
+    kind = dense.family
     content = _read_adapter(os.fspath(adapter), config, dense)
     spec = content.spec
     moe = moe_config(
@@ -211,6 +211,17 @@ def _read_adapter(adapter: str, config: MoELoraConfig, dense: DenseModel) -> _Ad
             continue  # a module trained and saved whole
         if not kind or weight not in dense.tensors.files:
             raise ValueError(f"export: {key}: the base {dense.folder} has no such place; give the adapter's own base")
+        if not state[key].isfinite().all():
+            raise ValueError(f"export: {key} holds NaN or infinity; save the adapter again")
+        matrix, _, projection = kind.partition(".")
+        if matrix in ("A", "B"):
+            own = DENSE_NAME.format(layer=layers[module], projection=projection) if module in layers else weight
+            size = dense.tensors.shape(own)[1 if matrix == "A" else 0]
+            if state[key].shape[-1] != size:
+                raise ValueError(
+                    f"export: {key}: {matrix} is for {state[key].shape[-1]} features, {own} has {size}; give the "
+                    "adapter's own base"
+                )
         spec = config.expert_spec(module)
         if module in layers:
             content.specs[layers[module]] = spec

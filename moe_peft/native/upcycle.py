@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from .families import EMPTY_SHARED, Family, find_family, moe_config
+from .families import EMPTY_SHARED, Family, moe_config
 from .initialise import (
     FFN,
     ExpertInit,
@@ -122,12 +122,12 @@ def upcycle(
         raise ValueError("upcycle: init='checkpoints': give two models or more, or use init='copy'")
     if not names:
         raise ValueError("upcycle: models=[]: give at least one dense model")
-    sources = [open_dense(name, "upcycle") for name in names]
+    sources = [open_dense(name, config.family, "upcycle") for name in names]
     for name, source in zip(names[1:], sources[1:], strict=True):
         if set(source.tensors) != set(sources[0].tensors) or _shape_key(source) != _shape_key(sources[0]):
             raise ValueError(f"upcycle: models: {name} has another architecture than {names[0]}; give models of one")
     dense = sources[0].config
-    family = find_family(dense.model_type, config.family, "upcycle")
+    family = sources[0].family
     m, f = config.granularity, dense.intermediate_size
     if f % m:
         raise ValueError(f"upcycle: granularity={m}: must divide the dense model's intermediate_size {f}")

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig
 
 from .checkpoint import Checkpoint, ShardedWriter, whole_folder
-from .families import DENSE_NAME, PROJECTIONS, Family, backbone_shapes
+from .families import DENSE_NAME, PROJECTIONS, Family, backbone_shapes, find_family
 from .initialise import FFN
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -31,6 +31,7 @@ class DenseModel:
     folder: Path
     config: PreTrainedConfig
     tensors: Checkpoint
+    family: Family  # of the MoE that it becomes
 
     def backbone(self, name: str) -> torch.Tensor:
         """A tensor that is no FFN's; the head is the embeddings where the model ties them."""
@@ -54,12 +55,15 @@ class Content(Protocol):
     def shared(self, layer: int) -> FFN: ...  # only asked for where the config has a shared expert
 
 
-def open_dense(model: str, caller: str) -> DenseModel:
+def open_dense(model: str, family: str | None, caller: str) -> DenseModel:
     """
     A dense model's folder, or its name on the hub, whose safetensors are downloaded then.
 
+    Args:
+        family: the wanted MoE's model type; None takes the one that fits.
+
     Raises:
-        ValueError: it is not there, is quantized, has no safetensors, or lacks tensors of its architecture.
+        ValueError: no family holds it, it is not there, is quantized, or its safetensors are not those of its config.
     """
     try:
         config = AutoConfig.from_pretrained(model)
@@ -70,6 +74,7 @@ def open_dense(model: str, caller: str) -> DenseModel:
         raise ValueError(f"{caller}: model {model!r}: {' '.join(str(error).split())[:200]}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{caller}: {model} is quantized; give the full-precision model it was made from")
+    kind = find_family(config.model_type, family, caller)
     tensors = Checkpoint(folder, caller)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     shapes = {name: shape for name, shape in backbone_shapes(config).items() if not (tied and name == HEAD)}
@@ -86,7 +91,7 @@ def open_dense(model: str, caller: str) -> DenseModel:
     unknown = [name for name in tensors if name not in shapes and not name.endswith("rotary_emb.inv_freq")]
     if unknown and unknown != [HEAD]:
         raise ValueError(f"{caller}: {folder}: tensors that a native MoE has no place for: {sorted(unknown)[:3]}")
-    return DenseModel(folder, config, tensors)
+    return DenseModel(folder, config, tensors, kind)
 
 
 def write_moe(

@@ -1,0 +1,252 @@
+"""Trained adapters as native MoEs: the same logits in every family, without the package, in another implementation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from native_case import DENSE, IDS, MOE, dense_model, logits, saved
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
+from trl import SFTConfig, SFTTrainer
+
+from moe_peft import MoELoraConfig, init_attention_routers
+from moe_peft.cli import main
+from moe_peft.native import export_adapter, verify_export
+
+ROUTERS = {
+    "linear": {},
+    "attention": {"router_type": "attention", "router_num_heads": 2},
+    "soft": {"router_type": "soft"},
+    "locmoe": {"router_type": "locmoe"},
+}
+
+
+def adapter(base, folder, kind="llama", name=None, **settings):
+    """A saved adapter with random experts and decided routers, and its model."""
+    config = {"num_experts": 4, "r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM", **settings}
+    torch.manual_seed(1)
+    model = get_peft_model(base, MoELoraConfig(**config)).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_router" in parameter_name:
+                parameter.normal_(std=0.5)
+            elif "modules_to_save" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif parameter_name.endswith(".lm_head.weight"):
+                parameter.requires_grad_(False)
+    model.peft_config["default"].base_model_name_or_path = name
+    model.save_pretrained(folder)
+    return model
+
+
+def assert_exported(model, adapter_folder, tmp_path, **own):
+    out = export_adapter(adapter_folder, tmp_path / "moe", **own)
+    expected = logits(model)
+    torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    return out
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("kind", DENSE)
+def test_logits_are_the_adapters(kind, router, tmp_path):
+    name = saved(dense_model(kind), tmp_path / "base")
+    model = adapter(dense_model(kind), tmp_path / "adapter", kind, name, **ROUTERS[router])
+    assert (logits(model) - logits(name)).abs().max() > 0.1
+    out = assert_exported(model, tmp_path / "adapter", tmp_path)
+    assert json.loads((out / "config.json").read_text())["model_type"] == MOE[kind]
+
+
+@pytest.mark.parametrize("settings", [
+    {"rank_pattern": {r"layers\.1\.mlp": 8}, "alpha_pattern": {r"layers\.0\.mlp": 3.0}, "use_rslora": True},
+    {"target_projections": ["up_proj"]},
+    {"target_modules": ["mlp", "q_proj", "o_proj"], "num_experts_pattern": {"q_proj": 1, "o_proj": 1}},
+    {"modules_to_save": ["lm_head"]},
+    {"top_k": 1, "num_experts": 3},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+def test_what_else_an_adapter_may_have(kind, settings, tmp_path):
+    tied = {"tie_word_embeddings": False} if "modules_to_save" in settings else {}
+    name = saved(dense_model(kind, **tied), tmp_path / "base")
+    model = adapter(dense_model(kind, **tied), tmp_path / "adapter", kind, name, **settings)
+    assert_exported(model, tmp_path / "adapter", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("settings", [
+    {"normalize_top_k": False},
+    {"target_modules": ["mlp"], "layers_to_transform": [1]},
+    {"num_experts_pattern": {r"layers\.0\.mlp": 1}},
+], ids=str)  # fmt: skip
+def test_what_qwen_moes_can_hold(kind, settings, tmp_path):
+    """Gates that do not sum to 1; layers without experts."""
+    name = saved(dense_model(kind), tmp_path / "base")
+    model = adapter(dense_model(kind), tmp_path / "adapter", kind, name, **settings)
+    assert_exported(model, tmp_path / "adapter", tmp_path)
+
+
+# --- trained --------------------------------------------------------------------------------------------------------
+
+
+def train(model, tokenizer, folder, **own):
+    torch.manual_seed(0)
+    words = torch.randint(3, 128, (16, 12), generator=torch.Generator().manual_seed(2))
+    data = Dataset.from_list([{"text": " ".join(f"w{i}" for i in row)} for row in words.tolist()])
+    args = SFTConfig(output_dir=str(folder), max_steps=4, learning_rate=5e-3, bf16=False, use_cpu=True,
+                     report_to="none", save_strategy="no", gradient_checkpointing=False)  # fmt: skip
+    trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, **own)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_trained_on_a_quantized_base_and_exported_from_the_full_one(bits, tokenizer, tmp_path):
+    name = saved(dense_model("mistral"), tmp_path / "base")
+    settings = {}
+    if bits is not None:
+        kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} if bits == 4 else {"load_in_8bit": True}
+        settings["quantization_config"] = BitsAndBytesConfig(**kind)
+    base = AutoModelForCausalLM.from_pretrained(name, **settings)
+    base = prepare_model_for_kbit_training(base) if bits else base
+    config = MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM")
+    trainer = train(base, tokenizer, tmp_path / "run", peft_config=config)
+    trainer.save_model(str(tmp_path / "adapter"))
+    weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert all(weight.abs().sum() > 0 for key, weight in weights.items() if "lora_B" in key), "it has been trained"
+    full = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(name), tmp_path / "adapter")
+    out = assert_exported(full, tmp_path / "adapter", tmp_path)
+    assert (logits(out) - logits(name)).abs().max() > 1e-2
+    for layer in AutoModelForCausalLM.from_pretrained(out).model.layers:
+        assert layer.mlp.gate.weight.dtype == torch.float32
+
+
+def test_an_exported_model_trains_on_with_all_its_weights(tokenizer, tmp_path):
+    name = saved(dense_model("mistral"), tmp_path / "base")
+    adapter(dense_model("mistral"), tmp_path / "adapter", name=name)
+    model = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "adapter", tmp_path / "moe"))
+    model.config.output_router_logits = True
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    trainer = train(model, tokenizer, tmp_path / "run")
+    assert all(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert "aux_loss" in trainer.state.log_history[0]
+
+
+def test_attention_routers_initialised_trained_and_exported(tokenizer, tmp_path):
+    base = dense_model("mistral")
+    name = saved(base, tmp_path / "base")
+    model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, router_type="attention", task_type="CAUSAL_LM"))
+    init_attention_routers(model, [{"input_ids": IDS}])
+    trainer = train(model, tokenizer, tmp_path / "run")
+    model.peft_config["default"].base_model_name_or_path = name
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert_exported(model, tmp_path / "adapter", tmp_path)
+
+
+# --- without us -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "granite"])
+def test_it_loads_where_the_package_cannot_be_imported(kind, tmp_path):
+    name = saved(dense_model(kind), tmp_path / "base")
+    model = adapter(dense_model(kind), tmp_path / "adapter", kind, name)
+    out = export_adapter(tmp_path / "adapter", tmp_path / "moe")
+    script = """
+import sys
+sys.modules["moe_peft"] = None  # importing it raises ImportError
+import torch
+from transformers import AutoModelForCausalLM
+try:
+    import moe_peft
+except ImportError:
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+    torch.save(model(input_ids=torch.load(sys.argv[2])).logits.detach(), sys.argv[3])
+"""
+    torch.save(IDS, tmp_path / "ids.pt")
+    command = [sys.executable, "-c", script, str(out), str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt")]
+    subprocess.run(command, check=True)
+    expected = logits(model)
+    found = torch.load(tmp_path / "logits.pt")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, settings, message", [
+    ("llama", {"mixing": "projection"}, "mixing='projection': .* no native MoE"),
+    ("llama", {"router_type": "sigmoid"}, "router_type='sigmoid' does not fold"),
+    ("llama", {"router_type": "mlp"}, "router_type='mlp' does not fold"),
+    ("llama", {"router_type": "attention", "router_mixture": "max"}, "only 'sum' folds"),
+    ("llama", {"num_experts_pattern": {r"layers\.0\.mlp": 2}}, "num_experts: layer 1 has 4, another 2"),
+    ("llama", {"target_modules": ["mlp", "q_proj"]}, "q_proj is a single linear with 4 experts"),
+    ("llama", {"target_modules": ["mlp"], "layers_to_transform": [1]}, r"layers \[0\] without experts: mixtral"),
+    ("llama", {"normalize_top_k": False}, "normalize_top_k=False: mixtral always"),
+    ("llama", {"target_modules": ["q_proj"], "num_experts": 1, "top_k": 1}, "no FFN with more than one expert"),
+])  # fmt: skip
+def test_what_a_native_moe_cannot_hold_is_refused_by_name(kind, settings, message, tmp_path):
+    name = saved(dense_model(kind), tmp_path / "base")
+    adapter(dense_model(kind), tmp_path / "adapter", kind, name, **settings)
+    with pytest.raises(ValueError, match=f"export: .*{message}") as raised:
+        export_adapter(tmp_path / "adapter", tmp_path / "moe")
+    assert "\n" not in str(raised.value) and not list(tmp_path.glob("*moe*"))
+
+
+def test_wrong_adapters_and_bases(tmp_path):
+    def refused(message, base=None):
+        with pytest.raises(ValueError, match=f"export: .*{message}"):
+            export_adapter(tmp_path / "adapter", tmp_path / "moe", base)
+        assert not list(tmp_path.glob("*moe*"))
+
+    refused("adapter '.*adapter'")
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(dense_model("llama"), lora).save_pretrained(tmp_path / "adapter")
+    refused("is a .*LORA adapter; give a MOE_LORA adapter")
+    name = saved(dense_model("llama"), tmp_path / "base")
+    adapter(dense_model("llama"), tmp_path / "adapter", name=name)
+    refused("model '.*nowhere'", tmp_path / "nowhere")
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=128))
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    refused("'gpt2' model does not become", tmp_path / "gpt2")
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    (tmp_path / "quantized").mkdir()
+    config["quantization_config"] = {"load_in_4bit": True, "quant_method": "bitsandbytes"}
+    (tmp_path / "quantized/config.json").write_text(json.dumps(config))
+    refused("is quantized; give the full-precision model", tmp_path / "quantized")
+    shallow = saved(dense_model("llama", num_hidden_layers=1), tmp_path / "shallow")
+    refused("has no such place; give the adapter's own base", shallow)
+    wide = saved(dense_model("llama", intermediate_size=80), tmp_path / "wide")
+    refused("is for 48 features, .* has 80; give the adapter's own base", wide)
+    weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    key = next(key for key in weights if "lora_B" in key)
+    weights[key][0, 0, 0] = torch.inf
+    save_file(weights, tmp_path / "adapter/adapter_model.safetensors")
+    refused("holds NaN or infinity")
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_command_exports_and_verifies(tokenizer, tmp_path, capsys):
+    base = dense_model("mistral")
+    name = saved(base, tmp_path / "base")
+    tokenizer.save_pretrained(name)
+    adapter(base, tmp_path / "adapter", name=name)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("w5 w7 w9\n\nw3 w100 w4 w60 w8\n")
+    main(["export", "--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "moe"), "--verify", str(texts)])
+    assert "8 tokens: logits differ by" in capsys.readouterr().out
+    found = verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9"])
+    assert found.tokens == 3 and found.difference < 1e-5 * found.largest and found.agreement == 1
+    weights = load_file(tmp_path / "moe/model.safetensors")
+    weights["model.layers.0.block_sparse_moe.experts.1.w2.weight"] *= 1.5
+    save_file(weights, tmp_path / "moe/model.safetensors", metadata={"format": "pt"})
+    assert verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9 w3"]).difference > 1e-2
+    for arguments in (["--output", str(tmp_path / "moe")], ["--output", str(tmp_path / "b"), "--dtype", "int8"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["export", "--adapter", str(tmp_path / "adapter"), *arguments])
+        assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: export: ")

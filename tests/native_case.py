@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moe_peft import MoELoraConfig
 
 SIZE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
@@ -49,6 +52,24 @@ def dense_model(kind: str, seed: int = 0, **own) -> PreTrainedModel:
             else:
                 parameter.normal_(std=0.2)
     return model.eval()
+
+
+def adapter(base, folder, name=None, **settings):
+    """A saved adapter with random experts and decided routers, and its model."""
+    config = {"num_experts": 4, "r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM", **settings}
+    torch.manual_seed(1)
+    model = get_peft_model(base, MoELoraConfig(**config)).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_router" in parameter_name:
+                parameter.normal_(std=0.5)
+            elif "modules_to_save" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif parameter_name.endswith(".lm_head.weight"):
+                parameter.requires_grad_(False)
+    model.peft_config["default"].base_model_name_or_path = name
+    model.save_pretrained(folder)
+    return model
 
 
 def saved(model: PreTrainedModel, folder: Path) -> str:

@@ -37,8 +37,8 @@ mx.set_default_device(mx.cpu)
 model, _ = load_model(Path(sys.argv[1]))
 np.save(sys.argv[3], np.array(model(mx.array(np.load(sys.argv[2])))))
 """
-# What mlx-lm reads of a family. It knows no sliding windows in these, no rope scaling or own head size in Mixtral's, and
-# no gates that sum to 1 in Qwen2-MoE's.
+# What mlx-lm reads of a family: no sliding windows in these, no rope scaling or own head size in Mixtral's, and in
+# Qwen2-MoE's no gates that sum to 1.
 PLAIN = {
     "llama": {"head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
     "mistral": {"sliding_window": None},

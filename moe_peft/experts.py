@@ -15,6 +15,7 @@ import torch
 
 Expert = Mapping[str, torch.Tensor]
 Inner = Callable[[Expert, Expert], float]
+Merge = Callable[[Expert, Expert, float, float, torch.Generator], Expert]
 Similarity = Literal["update", "values", "displacement"]
 Expansion = Literal["genetic", "random", "none"]
 
@@ -42,9 +43,8 @@ def displacement_inner(initial: Expert) -> Inner:
     """Inner product of the parameters' displacements from `initial`, in float64."""
 
     def inner(a: Expert, b: Expert) -> float:
-        moved_a = {name: a[name].double() - initial[name].double() for name in a}
-        moved_b = {name: b[name].double() - initial[name].double() for name in b}
-        return values_inner(moved_a, moved_b)
+        moved = ((a[name].double() - initial[name], b[name].double() - initial[name]) for name in sorted(a))
+        return sum(float((x * y).sum()) for x, y in moved)
 
     return inner
 
@@ -63,6 +63,17 @@ def update_inner(a: Expert, b: Expert) -> float:
     return total
 
 
+def dare_tensor(
+    a: torch.Tensor, b: torch.Tensor, alpha: float, drop_rate: float, generator: torch.Generator
+) -> torch.Tensor:
+    """`dare_merge` of one tensor."""
+    parts = []
+    for weight, tensor in ((alpha, a), (1 - alpha, b)):
+        kept = torch.rand(tensor.shape, generator=generator) >= drop_rate
+        parts.append(tensor.float() * kept * (weight / (1 - drop_rate)))
+    return (parts[0] + parts[1]).to(a.dtype)
+
+
 def dare_merge(
     a: Expert, b: Expert, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
@@ -79,14 +90,7 @@ def dare_merge(
     Returns:
         the new expert, in the dtypes of `a`.
     """
-    child = {}
-    for name in sorted(a):
-        parts = []
-        for weight, tensor in ((alpha, a[name]), (1 - alpha, b[name])):
-            kept = torch.rand(tensor.shape, generator=generator) >= drop_rate
-            parts.append(tensor.float() * kept * (weight / (1 - drop_rate)))
-        child[name] = (parts[0] + parts[1]).to(a[name].dtype)
-    return child
+    return {name: dare_tensor(a[name], b[name], alpha, drop_rate, generator) for name in sorted(a)}
 
 
 def expand(
@@ -98,6 +102,7 @@ def expand(
     drop_rate: float = 0.2,
     seed: int = 0,
     initial: Expert | None = None,
+    merge: Merge = dare_merge,
 ) -> tuple[list[Expert], list[Descent]]:
     """
     Make more experts out of given ones (UpIT, Algorithm 2): over all experts so far, the least similar pair is merged
@@ -114,6 +119,7 @@ def expand(
         drop_rate: DARE's p.
         seed: the same seed gives the same experts, to the bit.
         initial: the LoRA from which training began, for `"displacement"`.
+        merge: makes a new expert of two; for experts that are not in memory.
 
     Returns:
         all n experts, the given ones first, and for each new one its descent.
@@ -135,7 +141,7 @@ def expand(
                 gram.append([inner(family[i], family[j]) for j in range(i + 1)])
             likeness, j, k = min((_cosine(gram, j, k), j, k) for k in range(len(family)) for j in range(k))
         alpha = float(torch.rand((), generator=generator))
-        family.append(dare_merge(family[j], family[k], alpha, drop_rate, generator))
+        family.append(merge(family[j], family[k], alpha, drop_rate, generator))
         descents.append(Descent(len(family) - 1, (j, k), alpha, drop_rate, likeness))
     return family, descents
 

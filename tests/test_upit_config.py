@@ -29,7 +29,7 @@ def recipe(**settings):
         ({"adapter": {"rank": 3}}, "adapter.rank: unknown key"),
         ({"adapter": {"r": 0}}, "r=0"),
         ({"adapter": {"top_k": 9}}, "top_k=9"),
-        ({"method": "mola"}, "method='mola': Input should be 'upit', 'lora'"),
+        ({"method": "mola"}, "method='mola': Input should be 'upit', 'self_moe', 'lora'"),
         ({"num_experts": "many"}, "num_experts='many': Input should be a valid integer"),
         ({"num_experts": 1}, "num_experts=1: must be at least 2"),
         ({"prepare_share": 1.0}, "prepare_share=1.0: must be above 0 and below 1"),

@@ -61,6 +61,10 @@ class Checkpoint:
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._open(self.files[name]).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        found = self._open(self.files[name]).get_slice(name).get_dtype()
+        return next(dtype for dtype, known in _NAMES.items() if known == found)
+
     def tensor(self, name: str) -> torch.Tensor:
         """
         One tensor, read anew.

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedConfig
 
-from .families import EMPTY_SHARED, Family, moe_config
+from .families import EMPTY_SHARED, Family, find_family, moe_config
 from .initialise import (
     FFN,
     ExpertInit,
@@ -127,7 +128,29 @@ def upcycle(
         if set(source.tensors) != set(sources[0].tensors) or _shape_key(source) != _shape_key(sources[0]):
             raise ValueError(f"upcycle: models: {name} has another architecture than {names[0]}; give models of one")
     dense = sources[0].config
-    family = sources[0].family
+    family, moe = upcycled_config(dense, config)
+    given = router_weights if router_weights is not None else _read_routers(config)
+    content = _Upcycled(sources, config, family, given)
+    return write_moe(
+        family,
+        moe,
+        content,
+        sources[0].folder,
+        Path(output_dir),
+        parse_dtype(config.dtype, dense, "upcycle"),
+        parse_size(config.max_shard_size, "upcycle"),
+        "upcycle",
+    )
+
+
+def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[Family, PreTrainedConfig]:
+    """
+    The MoE's family and config, of a dense model's config.
+
+    Raises:
+        ValueError: no family holds it, or a setting does not fit.
+    """
+    family = find_family(dense.model_type, config.family, "upcycle")
     m, f = config.granularity, dense.intermediate_size
     if f % m:
         raise ValueError(f"upcycle: granularity={m}: must divide the dense model's intermediate_size {f}")
@@ -142,18 +165,7 @@ def upcycle(
         width=f // m,
         shared_width=shared_width,
     )
-    given = router_weights if router_weights is not None else _read_routers(config)
-    content = _Upcycled(sources, config, family, given)
-    return write_moe(
-        family,
-        moe,
-        content,
-        sources[0].folder,
-        Path(output_dir),
-        parse_dtype(config.dtype, dense, "upcycle"),
-        parse_size(config.max_shard_size, "upcycle"),
-        "upcycle",
-    )
+    return family, moe
 
 
 class _Upcycled:

@@ -123,11 +123,11 @@ def write_moe(
             for path in companions.glob(pattern):
                 (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name)
         config.save_pretrained(folder)
-        _add_older_names(folder / "config.json", family, config)
+        add_older_names(folder / "config.json", family, config)
     return output_dir
 
 
-def _add_older_names(path: Path, family: Family, config: PreTrainedConfig) -> None:
+def add_older_names(path: Path, family: Family, config: PreTrainedConfig) -> None:
     """Fields that transformers 5 has under other names, and that other stacks read as they were."""
     values = json.loads(path.read_text())
     rope = dict(values.get("rope_parameters") or {})

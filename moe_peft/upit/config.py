@@ -23,10 +23,18 @@ from trl import SFTConfig
 
 from ..adapter.config import MoELoraConfig
 from ..experts import Expansion, Similarity
+from ..native.upcycle import UpcycleConfig
 from .prepare import Selection
 from .router_init import BucketKind, Objective
 
-Method = Literal["upit", "lora", "loramoe_pt", "loramoe_sft", "self_moe"]
+Method = Literal["upit", "self_moe", "lora", "loramoe_pt", "loramoe_sft", "sft", "upcycle_pt", "upcycle_sft"]
+# What the methods of both modes have in common: "dense" makes no MoE, "fresh" begins with new experts (LoRAs, or copies
+# of the base's FFN), "copies" with copies of what stage 1 has trained.
+Kind = Literal["upit", "self_moe", "dense", "fresh", "copies"]
+_KINDS: dict[str, dict[str, Kind]] = {
+    "lora": {"lora": "dense", "loramoe_pt": "fresh", "loramoe_sft": "copies", "upit": "upit", "self_moe": "self_moe"},
+    "ffn": {"sft": "dense", "upcycle_pt": "fresh", "upcycle_sft": "copies", "upit": "upit", "self_moe": "self_moe"},
+}
 
 # The pipeline decides these, from the budget and for resuming.
 _OWN_SFT_FIELDS = {
@@ -40,6 +48,8 @@ _ADAPTER_FIELDS = {
     "router_type", "router_threshold", "router_capacity_factor", "router_num_heads", "router_mixture",
     "router_jitter_noise", "router_aux_loss_coef", "init_lora_weights",
 }  # fmt: skip
+_MOE_FIELDS = {f.name for f in dataclasses.fields(UpcycleConfig)} - {"num_experts", "router_weights", "seed"}
+_MOE_FIELDS |= {"router_aux_loss_coef"}
 
 _QUANTIZATION_FIELDS = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -78,14 +88,21 @@ class PrepareSection:
     # Checkpoints at equal intervals; as many as experts for `uniform`, else twice as many, if null.
     num_checkpoints: int | None = None
     selection: Selection = "back_half"
-    # Experts that exist already, as LoRA adapter folders: this stage is then skipped and the budget is all stage 4's.
+    # Experts that exist already, as LoRA adapter folders, or in the mode `ffn` as `checkpoints`, dense model folders:
+    # this stage is then skipped and the budget is all stage 4's.
     adapters: list[str] | None = None
-    # `checkpoints`: different ones; `copies`: every expert is the last one (LoRAMoE-SFT).
+    checkpoints: list[str] | None = None
+    # `checkpoints`: different ones; `copies`: every expert is the last one (LoRAMoE-SFT, Upcycle-SFT).
     experts: Literal["checkpoints", "copies"] = "checkpoints"
     # `blocks`: the domains of `data.label_column` one after the other.
     order: Literal["shuffled", "blocks"] = "shuffled"
     seed: int | None = None
     sft: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def given(self) -> list[str] | None:
+        """The folders of experts that exist already."""
+        return self.adapters if self.adapters is not None else self.checkpoints
 
 
 @validated(config=_strict)
@@ -93,8 +110,10 @@ class ExpandSection:
     """Stage 2: more experts out of those there are."""
 
     method: Expansion = "genetic"
-    similarity: Similarity = "update"
-    drop_rate: float = 0.2
+    # Null: `update` of LoRA experts; whole FFNs are compared by their `displacement` from the base model's.
+    similarity: Similarity | None = None
+    # Null: 0.2 of LoRA's values, 0.9 of whole FFNs' displacements.
+    drop_rate: float | None = None
     seed: int | None = None
 
 
@@ -135,6 +154,8 @@ class Recipe:
     output_dir: str
     model: ModelSection
     data: DataSection
+    # What an expert is: `lora` (the result is an adapter) or `ffn`, a whole FFN (the result is a native MoE).
+    mode: Literal["lora", "ffn"] = "lora"
     # A preset: which stages run and how the budget is split.
     method: Method = "upit"
     num_experts: int = 8
@@ -145,6 +166,8 @@ class Recipe:
     seed: int = 0
     # Fields of MoELoraConfig; stage 1's LoRA takes its rank, alpha, dropout and projections from here.
     adapter: dict[str, Any] = field(default_factory=dict)
+    # Mode `ffn`: fields of UpcycleConfig for the native MoE, and `router_aux_loss_coef`.
+    moe: dict[str, Any] = field(default_factory=dict)
     # Fields of TRL's SFTConfig for all stages; a stage's own `sft` overrides them.
     sft: dict[str, Any] = field(default_factory=dict)
     prepare: PrepareSection = field(default_factory=PrepareSection)
@@ -154,7 +177,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for path, keys, allowed in (
-            ("adapter", self.adapter, _ADAPTER_FIELDS),
+            ("adapter", self.adapter, _ADAPTER_FIELDS if self.mode == "lora" else set()),
+            ("moe", self.moe, _MOE_FIELDS if self.mode == "ffn" else set()),
             ("sft", self.sft, _SFT_FIELDS),
             *((f"{s}.sft", getattr(self, s).sft, _SFT_FIELDS) for s in ("prepare", "router_init", "post_train")),
             ("model.quantization", self.model.quantization or {}, _QUANTIZATION_FIELDS),
@@ -166,15 +190,18 @@ class Recipe:
         given = self.given_experts()
         steps = [("save_steps", {**self.sft, **getattr(self, s).sft}) for s in ("prepare", "router_init", "post_train")]
         for name, value, good, range_ in (
-            ("num_experts", self.num_experts, self.num_experts >= 2 or self.method == "lora", "at least 2"),
+            ("num_experts", self.num_experts, self.num_experts >= 2 or self.method in ("lora", "sft"), "at least 2"),
             ("num_train_epochs", self.num_train_epochs, self.num_train_epochs > 0, "above 0"),
             ("prepare_share", self.prepare_share, 0 < self.prepare_share < 1, "above 0 and below 1"),
             ("router_init.seed_fraction", init.seed_fraction, 0 < init.seed_fraction <= 1, "above 0, at most 1"),
             ("router_init.alpha", init.alpha, 0 <= init.alpha <= 1, "from 0 to 1"),
             ("router_init.num_train_epochs", init.num_train_epochs, init.num_train_epochs >= 1, "at least 1"),
             ("router_init.capacity", init.capacity, init.capacity is None or init.capacity >= 1, "at least 1, or null"),
-            ("expand.drop_rate", self.expand.drop_rate, 0 <= self.expand.drop_rate < 1, "at least 0 and below 1"),
+            ("expand.drop_rate", self.expand.drop_rate, 0 <= (self.expand.drop_rate or 0) < 1, "at least 0, below 1"),
             ("prepare.adapters", self.prepare.adapters, self.prepare.adapters != [], "one folder at least, or null"),
+            ("prepare.checkpoints", self.prepare.checkpoints, self.prepare.checkpoints != [], "one folder, or null"),
+            ("method", self.method, self.method in _KINDS[self.mode], f"one of {', '.join(_KINDS[self.mode])}"),
+            *self._by_mode(),
             ("model.dtype", self.model.dtype, self.model.dtype in _DTYPES, f"one of {', '.join(_DTYPES)}"),
             *(
                 (f"sft.{name}", sft[name], type(sft[name]) is int and sft[name] >= 1, "a whole number of at least 1")
@@ -193,17 +220,53 @@ class Recipe:
             if given < self.num_experts and (self.expand.method == "none" or given < 2):
                 why = "expand.method='none' makes none" if self.expand.method == "none" else "expansion needs two"
                 raise ValueError(f"num_experts={self.num_experts}: stage 1 gives {given}, {why}")
-        self.moe_config()
+        if self.mode == "lora":
+            self.moe_config()
+        else:
+            self.upcycle_config()
+
+    def _by_mode(self) -> list[tuple[str, Any, bool, str]]:
+        """What a mode does not know."""
+        if self.mode == "lora":
+            unset = self.prepare.checkpoints is None
+            return [("prepare.checkpoints", self.prepare.checkpoints, unset, "null, or mode 'ffn'")]
+        init, similarity = self.router_init, self.expand.similarity
+        return [
+            ("prepare.adapters", self.prepare.adapters, self.prepare.adapters is None, "null, or mode 'lora'"),
+            ("model.quantization", self.model.quantization, not self.model.quantization, "null: all weights train"),
+            ("router_init.objective", init.objective, init.objective == "positive", "'positive': experts train apart"),
+            ("expand.similarity", similarity, similarity in (None, "displacement"), "'displacement', or null"),
+        ]
+
+    @property
+    def kind(self) -> Kind:
+        """What the method does, whatever the mode."""
+        return _KINDS[self.mode][self.method]
+
+    @property
+    def copies(self) -> bool:
+        """Whether all experts are the last one that stage 1 gives."""
+        return self.kind == "copies" or self.prepare.experts == "copies"
+
+    @property
+    def trains_experts(self) -> bool:
+        """Whether stage 4 trains more than the routers."""
+        return self.post_train.train_experts and self.method != "self_moe"
 
     def given_experts(self) -> int:
         """m, the number of experts that stage 1 gives."""
-        if self.prepare.adapters is not None:
-            return len(self.prepare.adapters)
+        if self.prepare.given is not None:
+            return len(self.prepare.given)
         return self.prepare.num_experts or self.num_experts
 
     def moe_config(self) -> MoELoraConfig:
         """The MoE adapter's configuration."""
         return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", **self.adapter)
+
+    def upcycle_config(self, **own: Any) -> UpcycleConfig:
+        """The native MoE's configuration."""
+        settings = {key: value for key, value in self.moe.items() if key != "router_aux_loss_coef"}
+        return UpcycleConfig(**{"num_experts": max(self.num_experts, 2), "seed": self.seed, **settings, **own})
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

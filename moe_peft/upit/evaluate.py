@@ -10,27 +10,29 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from ..analysis import RoutingStatistics, record_routing
-from ..steering import adapter_layers
+from ..steering import adapter_layers, native_routers
 from .scoring import example_losses
 
 
 def evaluate(
-    model: PeftModel,
+    model: PeftModel | PreTrainedModel,
     dataset: Dataset,
     args: SFTConfig,
     processing_class: PreTrainedTokenizerBase,
     label_column: str | None = None,
+    base: PreTrainedModel | None = None,
 ) -> tuple[dict[str, dict[str, float]], dict[str, torch.Tensor]]:
     """
-    Losses of the model with its adapter and without, and routing shares.
+    Losses of the model and of its base, and routing shares.
 
     Args:
         dataset: held-out examples, prepared as `args` says.
         label_column: a column of domains.
+        base: what to compare with; None takes the model without its adapter.
 
     Returns:
         `{"base": {domain: loss}, "adapted": {…}}`, mean loss per scored token of each domain and, as `"mean"`, the mean
@@ -43,7 +45,7 @@ def evaluate(
     data = trainer.train_dataset
     labels = [str(label) for label in data[label_column]] if label_column else ["all"] * len(data)
     domains = sorted(set(labels))
-    routed = bool(adapter_layers(model))
+    routed = bool(adapter_layers(model) or native_routers(model))
     losses: dict[str, dict[str, float]] = defaultdict(dict)
     with record_routing(model, domains) if routed else nullcontext() as statistics:
         for domain in domains:
@@ -51,9 +53,11 @@ def evaluate(
             if statistics is not None:
                 statistics.current = domain
             losses["adapted"][domain] = _mean(*example_losses(trainer, part))
-    for domain in domains:
-        part = data.select([i for i, label in enumerate(labels) if label == domain])
-        with model.disable_adapter():
+    if base is not None:
+        trainer = SFTTrainer(model=base, args=args, train_dataset=data, processing_class=processing_class)
+    with model.disable_adapter() if base is None else nullcontext():
+        for domain in domains:
+            part = data.select([i for i, label in enumerate(labels) if label == domain])
             losses["base"][domain] = _mean(*example_losses(trainer, part))
     shares = {} if statistics is None else _gathered(trainer, statistics)
     for result in losses.values():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, load_dataset
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -110,6 +111,12 @@ def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None)
     return sorted(short) if sorted(matched) == sorted(names) else names
 
 
+def model_folder(section: ModelSection) -> Path:
+    """Where the base model's files are."""
+    folder = Path(section.name_or_path)
+    return folder if folder.is_dir() else Path(snapshot_download(section.name_or_path, revision=section.revision))
+
+
 # --- hashes -----------------------------------------------------------------------------------------------------------
 
 
@@ -157,12 +164,13 @@ def hash_template(path: str | None) -> str | None:
     return hash_file(Path(path)) if path is not None and Path(path).is_file() else path
 
 
-def hash_adapters(section: PrepareSection) -> list[str]:
-    """One hash for each of the given LoRA adapter folders."""
-    for folder in section.adapters or []:
-        if not (Path(folder) / "adapter_config.json").is_file():
-            raise ValueError(f"prepare.adapters: {folder!r} is no adapter folder")
-    return [hash_json(hash_folder(Path(folder))) for folder in section.adapters or []]
+def hash_experts(section: PrepareSection) -> list[str]:
+    """One hash for each of the given adapter or model folders."""
+    for field, name in (("adapters", "adapter_config.json"), ("checkpoints", "config.json")):
+        for folder in getattr(section, field) or []:
+            if not (Path(folder) / name).is_file():
+                raise ValueError(f"prepare.{field}: {folder!r} is no folder with {name}")
+    return [hash_json(hash_folder(Path(folder))) for folder in section.given or []]
 
 
 # --- orders -----------------------------------------------------------------------------------------------------------

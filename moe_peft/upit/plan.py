@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate import PartialState, init_empty_weights
 from datasets import Dataset
-from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
@@ -52,8 +51,7 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(config)
     base = _base_bytes(r, empty)
-    lora = _trainable(empty, pipeline.lora_config(empty))
-    moe, routers = _trainable_moe(empty, r)
+    sizes = pipeline.mode.sizes(empty)
     found = []
     for name in pipeline.stage_names():
         if name not in ("prepare", "router_init", "post_train"):
@@ -64,15 +62,14 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
         if name == "router_init":
             seen = inputs.seed_count(r, rows) * r.router_init.num_train_epochs
-            steps, trainable = -(-seen // batch), moe if r.router_init.train_experts else routers
+            steps = -(-seen // batch)
         else:
             steps = max(1, round(epochs * rows / batch))
             if name == "prepare":
-                pipeline.checkpoints(steps)  # a choice that cannot be made should be known now
-            frozen = name == "post_train" and (r.method == "self_moe" or not r.post_train.train_experts)
-            trainable = lora if name == "prepare" else routers if frozen else moe
-        resident = base + 4 * (lora if name == "prepare" else moe) + (_STATE_BYTES - 4) * trainable
-        memory = resident + _activation_bytes(config, args, length, 2 if pipeline.half_precision(name) else 4)
+                pipeline.mode.checkpoints(steps)  # a choice that cannot be made should be known now
+        held, trainable = sizes[name]
+        memory = base + 4 * held + (_STATE_BYTES - 4) * trainable
+        memory += _activation_bytes(config, args, length, 2 if pipeline.half_precision(name) else 4)
         found.append(StagePlan(name, epochs, steps, round(steps * batch * length), trainable, memory))
     return found
 
@@ -120,23 +117,6 @@ def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> int:
     if "text" in row:
         return len(tokenizer(row["text"])["input_ids"]) + 1
     raise ValueError(f"data.train: columns {sorted(row)}: needs messages, or prompt and completion, or text")
-
-
-def _trainable(model: PreTrainedModel, config: Any) -> int:
-    adapted = get_peft_model(model, config)
-    count = adapted.get_nb_trainable_parameters()[0]
-    adapted.unload()
-    return count
-
-
-def _trainable_moe(model: PreTrainedModel, recipe: Recipe) -> tuple[int, int]:
-    """Parameters of the MoE adapter, and of its routers alone."""
-    if recipe.method == "lora":
-        return 0, 0
-    adapted = get_peft_model(model, recipe.moe_config())
-    sizes = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
-    adapted.unload()
-    return sum(sizes.values()), sum(size for name, size in sizes.items() if "moe_lora_router" in name)
 
 
 def _base_bytes(recipe: Recipe, model: PreTrainedModel) -> int:

@@ -1,4 +1,4 @@
-"""Stage 4, post-training: the assembled MoE adapter is fine-tuned on the data, with the balancing loss."""
+"""Stage 4, post-training: the assembled MoE is fine-tuned on the data, with the balancing loss."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 
 from datasets import Dataset
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from .training import Trained, copy_adapter, train
+from ..steering import router_parameters
+from .training import Trained, copy_result, train
 
 
 def post_train(
-    model: PeftModel,
+    model: PeftModel | PreTrainedModel,
     dataset: Dataset,
     args: SFTConfig,
     processing_class: PreTrainedTokenizerBase,
@@ -24,23 +25,25 @@ def post_train(
     eval_dataset: Dataset | None = None,
 ) -> Trained:
     """
-    Fine-tune a MoE-LoRA adapter with TRL, which adds the balancing loss, and save it as an adapter folder.
+    Fine-tune a MoE-LoRA adapter, or a native MoE, with TRL, which adds the balancing loss, and save it.
 
     Run again after having been stopped, it goes on from the last checkpoint in `args.output_dir`.
 
     Args:
-        model: a base with a MoE-LoRA adapter.
+        model: a base with a MoE-LoRA adapter; or a native MoE, whose config asks for router logits.
         args: how to train; its `num_train_epochs` or `max_steps` is this stage's whole training.
-        output_dir: the adapter folder.
+        output_dir: for the adapter or the model.
         train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
 
     Returns:
         the training's log and checkpoints.
     """
-    model.set_adapter(model.active_adapter)  # whatever was frozen before
+    if isinstance(model, PeftModel):
+        model.set_adapter(model.active_adapter)  # whatever was frozen before
     if not train_experts:
+        routers = router_parameters(model)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("moe_lora_router" in name)
+            parameter.requires_grad_(name in routers)
     set_seed(args.seed)
     trainer = SFTTrainer(
         model=model,
@@ -51,6 +54,6 @@ def post_train(
     )
     trained = train(trainer)
     if trainer.args.should_save:
-        copy_adapter(trained.checkpoints[max(trained.checkpoints)], Path(output_dir))
+        copy_result(trained.checkpoints[max(trained.checkpoints)], Path(output_dir))
     trainer.accelerator.wait_for_everyone()
     return trained

@@ -98,6 +98,8 @@ class RouterInitTrainer(SFTTrainer):
         objective: see `routing_loss`.
     """
 
+    data_collator: Any
+
     def __init__(self, *args: Any, alpha: float = 0.5, objective: Objective = "positive", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.alpha, self.objective = alpha, objective
@@ -107,20 +109,26 @@ class RouterInitTrainer(SFTTrainer):
         with force_experts(self.model, inputs["expert"].to(self.args.device)):  # around backward: checkpointing
             return super().training_step(model, inputs, *args, **kwargs)
 
-    def row_losses(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Of a batch under forced routing: language-modelling loss [B], routing loss [B], and the model's outputs."""
-        model_inputs = {name: value for name, value in inputs.items() if name != "expert"}
-        recorded: list[
-            Sequence[torch.Tensor]
-        ] = []  # the fused head's output has no `router_logits`, the backbone's has
+    def mark_experts(self) -> None:
+        """Hand on the column `expert` of the training data."""
+        self.data_collator = _ExpertCollator(self.data_collator)
+
+    def run_model(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[Any, Sequence[torch.Tensor]]:
+        """The model's outputs, with TRL's log-probabilities, and router logits, one [B·S, n] per layer."""
+        recorded: list[Sequence[torch.Tensor]] = []  # the fused head's output has none, the backbone's has
         backbone = self.model.get_base_model().base_model
         hook = backbone.register_forward_hook(lambda module, args, output: recorded.append(output.router_logits))
         try:
-            outputs = model(**model_inputs, fused_lm_head=True, output_router_logits=True)
+            return model(**inputs, fused_lm_head=True, output_router_logits=True), recorded[0]
         finally:
             hook.remove()
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Of a batch under forced routing: language-modelling loss [B], routing loss [B], and the model's outputs."""
+        model_inputs = {name: value for name, value in inputs.items() if name != "expert"}
+        outputs, router_logits = self.run_model(model, model_inputs)
         lm_B = -outputs.log_probs.sum(-1) / outputs.label_mask.sum(-1).clamp(min=1)
-        aux_B = routing_loss(recorded[0], inputs["expert"], inputs["attention_mask"], self.objective)
+        aux_B = routing_loss(router_logits, inputs["expert"], inputs["attention_mask"], self.objective)
         return lm_B, aux_B, outputs
 
     def compute_loss(
@@ -199,7 +207,7 @@ def init_router(
     schedule = bucket_schedule(found, max(1, round(args.num_train_epochs)), args.seed)
     scheduled = seeds.select([example for example, _ in schedule])
     trainer.train_dataset = scheduled.add_column("expert", [expert for _, expert in schedule])
-    trainer.data_collator = _ExpertCollator(trainer.data_collator)
+    trainer.mark_experts()
     trainer.args.max_steps = -(-len(schedule) // step_rows(trainer.args))  # the schedule holds all epochs
     return RouterInit(found, perplexity, train(trainer))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from peft import set_peft_model_state_dict
+from peft import PeftModel, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
@@ -101,7 +102,8 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         trainer.add_callback(_Checkpoints(keep))
         trainer.train(resume_from_checkpoint=str(before[latest]) if latest else None)
     else:
-        set_peft_model_state_dict(trainer.model, load_peft_weights(str(before[latest]), device="cpu"))
+        if isinstance(trainer.model, PeftModel):
+            set_peft_model_state_dict(trainer.model, load_peft_weights(str(before[latest]), device="cpu"))
     PartialState().wait_for_everyone()
     checkpoints = _whole_checkpoints(folder)
     state = json.loads((checkpoints[steps] / "trainer_state.json").read_text())
@@ -115,6 +117,23 @@ def _whole_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(path.name.rpartition("-")[2]), path) for path in found))
 
 
-def copy_adapter(checkpoint: Path, folder: Path) -> None:
-    """The adapter, tokenizer and model card of a checkpoint, without what only its training needed."""
-    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(*_NOT_MODEL), dirs_exist_ok=True)
+def copy_result(checkpoint: Path, folder: Path) -> None:
+    """The weights, tokenizer and model card of a checkpoint, without what only its training needed."""
+    ignored = shutil.ignore_patterns(*_NOT_MODEL)
+    shutil.copytree(checkpoint, folder, ignore=ignored, copy_function=link_weights, dirs_exist_ok=True)
+
+
+def link_weights(source: str, target: str) -> None:
+    """A copy of a file; weights, which may be large and are not edited, are linked where the file system can do it."""
+    if source.endswith(".safetensors"):
+        try:
+            os.link(source, target)
+            return
+        except OSError:
+            pass
+    shutil.copy2(source, target)
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """A copy of a folder, see `link_weights`."""
+    shutil.copytree(source, target, copy_function=link_weights)

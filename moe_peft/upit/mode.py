@@ -1,0 +1,113 @@
+"""What the modes of a recipe share: which data a stage gets, and which experts there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from datasets import Dataset
+
+from . import inputs
+from .buckets import Buckets
+from .prepare import Selection, chosen_steps
+from .stages import write_json
+from .training import Trained
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from .pipeline import UpIT
+
+
+class Mode:
+    """
+    The stages of a run, each a method that gets its folder and returns metrics.
+
+    Args:
+        run: the run, which knows recipe, data and what has been done.
+    """
+
+    result: ClassVar[str]  # the result's folder
+
+    def __init__(self, run: UpIT) -> None:
+        self.run, self.recipe, self.root = run, run.recipe, run.root
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def expand(self, folder: Path) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def router_init(self, folder: Path) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def post_train(self, folder: Path) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def evaluate(self, folder: Path) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def sizes(self, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+        """
+        For each training stage the parameters in memory beside the base's, and those that are trained.
+
+        Args:
+            model: the base, without weights.
+
+        Raises:
+            ValueError: the recipe does not fit the base.
+        """
+        raise NotImplementedError
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> tuple[Dataset, dict[str, Any]]:
+        """Stage 1's data, and the training arguments that follow from their order."""
+        r = self.recipe
+        data, epochs = self.run.train_data, self.run.budget.prepare
+        if r.prepare.order != "blocks":
+            return data, {"num_train_epochs": epochs}
+        data = inputs.in_blocks(data, str(r.data.label_column), epochs, inputs.stage_seed(r, "prepare"))
+        return data, {"num_train_epochs": 1.0, "train_sampling_strategy": "sequential"}
+
+    def seed_data(self) -> Dataset:
+        """Stage 3's examples."""
+        count = inputs.seed_count(self.recipe, len(self.run.train_data))
+        return inputs.seed_set(self.run.train_data, count, inputs.stage_seed(self.recipe, "router_init"))
+
+    # --- experts ----------------------------------------------------------------------------------------------------
+
+    def selection(self) -> tuple[int, int | None, Selection]:
+        """How many of how many checkpoints become experts, and which."""
+        section = self.recipe.prepare
+        if self.recipe.kind == "dense" or self.recipe.copies:
+            return 1, 1, "uniform"
+        return self.recipe.given_experts(), section.num_checkpoints, section.selection
+
+    def checkpoints(self, steps: int) -> list[int]:
+        """The steps of stage 1's training whose checkpoints become experts."""
+        return chosen_steps(steps, *self.selection())
+
+    def experts(self) -> list[Path]:
+        """The folders of the experts that there are before stage 3."""
+        r, given = self.recipe, self.recipe.prepare.given
+        if "expand" in self.run.records:
+            return [self.root / "expand" / "experts" / str(i) for i in range(r.num_experts)]
+        if given is not None:
+            folders = [Path(folder) for folder in given]
+        else:
+            count = 1 if r.copies else r.given_experts()
+            folders = [self.root / "prepare" / "experts" / str(i) for i in range(count)]
+        return [folders[-1]] * r.num_experts if r.copies else folders
+
+
+def write_buckets(folder: Path, buckets: Buckets, perplexity: torch.Tensor | None) -> None:
+    """`buckets.json`: the examples of each expert, and where they decided, the perplexities."""
+    scores = None if perplexity is None else perplexity.tolist()
+    write_json(folder / "buckets.json", {"buckets": buckets, "perplexity": scores})
+
+
+def metrics(trained: Trained) -> dict[str, Any]:
+    """What a stage's record holds of a training."""
+    return {**trained.metrics(), "history": trained.history}

@@ -1,0 +1,295 @@
+"""UpIT for whole FFNs: full fine-tuning checkpoints to a native MoE, its baselines, and runs that are killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from test_upit_resume import contents
+from torch.nn.functional import cross_entropy, softplus
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from trl import SFTConfig
+from upit_case import make_case, rows, run_in_process
+
+from moe_peft.steering import router_parameters
+from moe_peft.upit import UpIT, recipe_from_dict
+from moe_peft.upit.ffn_stages import ExpertTrainer, RoutingVectors
+from moe_peft.upit.plan import plan
+
+# Stage 1 has 24 steps; stage 3's four buckets of three seeds have 2 each; stage 4 has 18.
+STEPS = 24 + 8 + 18
+
+
+def settings_in(folder, tokenizer, **own):
+    case = make_case(folder, tokenizer)
+    case.pop("adapter")
+    case["sft"]["learning_rate"] = 1e-3
+    return {**case, "mode": "ffn", "moe": {"top_k": 2, "router_aux_loss_coef": 0.02}, **own}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    return settings_in(tmp_path_factory.mktemp("case"), tokenizer)
+
+
+def run(case, folder, **settings):
+    pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(folder / "out"), **settings}))
+    pipeline.run()
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def upit(case, tmp_path_factory):
+    return run(case, tmp_path_factory.mktemp("upit"))
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+# --- the stages -----------------------------------------------------------------------------------------------------
+
+
+def test_result_is_a_native_moe_with_its_tokenizer(upit, case):
+    assert list(upit.records) == ["prepare", "expand", "router_init", "post_train", "evaluate"]
+    folder = upit.root / "model"
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.model_type == "mixtral" and model.config.num_local_experts == 4
+    assert not model.config.output_router_logits and model.config.router_aux_loss_coef == 0.02
+    assert json.loads((folder / "config.json").read_text())["rope_theta"] == 10000.0
+    assert AutoTokenizer.from_pretrained(folder)("w5 w6")["input_ids"] == [5, 6]
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in weights(folder)
+    losses = upit.records["evaluate"]["metrics"]["loss"]
+    assert losses["adapted"]["mean"] < losses["base"]["mean"] - 0.1
+    history = upit.records["post_train"]["metrics"]["history"]
+    assert all("aux_loss" in record for record in history if "loss" in record)
+    assert not list(upit.root.rglob("state")) and not list(upit.root.glob("*.partial"))
+
+
+def test_stage_1_keeps_whole_models(upit):
+    steps = upit.records["prepare"]["metrics"]["checkpoint_steps"]
+    assert steps == [16, 20, 24]
+    base = weights(Path(upit.recipe.model.name_or_path))
+    first, last = (weights(upit.root / "prepare/experts" / i) for i in ("0", "2"))
+    assert set(last) == set(base)
+    assert all(not torch.equal(last[name], base[name]) for name in last)
+    assert all(not torch.equal(last[name], first[name]) for name in last)
+
+
+def test_expansion_is_dare_of_displacements_and_an_average(upit):
+    base = weights(Path(upit.recipe.model.name_or_path))
+    experts = [weights(upit.root / "expand/experts" / str(i)) for i in range(4)]
+    for i in range(3):
+        given = weights(upit.root / "prepare/experts" / str(i))
+        assert all(torch.equal(given[name], experts[i][name]) for name in given)
+    ffn = sorted(name for name in base if ".mlp." in name)
+
+    def moved(i):
+        return torch.cat([(experts[i][name] - base[name]).double().flatten() for name in ffn])
+
+    cosine = {(j, k): torch.cosine_similarity(moved(j), moved(k), dim=0) for k in range(3) for j in range(k)}
+    (descent,) = upit.records["expand"]["metrics"]["descents"]
+    j, k = min(cosine, key=cosine.get)
+    assert descent["parents"] == [j, k] or descent["parents"] == (j, k)
+    assert abs(descent["similarity"] - float(cosine[j, k])) < 1e-6 and descent["drop_rate"] == 0.9
+    generator = torch.Generator().manual_seed(1)  # the recipe's seed + 1
+    alpha = float(torch.rand((), generator=generator))
+    assert alpha == descent["alpha"]
+    for name in ffn:
+        total = base[name].clone()
+        for weight, parent in ((alpha, j), (1 - alpha, k)):
+            kept = torch.rand(base[name].shape, generator=generator) >= 0.9
+            total += (experts[parent][name] - base[name]) * kept * weight / 0.1
+        torch.testing.assert_close(experts[3][name], total, rtol=1e-5, atol=1e-7)
+    for name in set(base) - set(ffn):
+        torch.testing.assert_close(experts[3][name], (experts[j][name] + experts[k][name]) / 2, rtol=1e-6, atol=1e-7)
+
+
+def test_stage_3_trains_ffns_and_vectors_of_each_expert_by_itself(upit):
+    buckets = json.loads((upit.root / "router_init/buckets.json").read_text())
+    assert sorted(sum(buckets["buckets"], [])) == list(range(12)) and len(buckets["perplexity"]) == 12
+    for i in range(4):
+        before, after = (weights(upit.root / stage / "experts" / str(i)) for stage in ("expand", "router_init"))
+        assert before.keys() == after.keys()
+        for name in before:
+            assert torch.equal(before[name], after[name]) != (".mlp." in name), name
+    vectors = load_file(upit.root / "router_init/routers.safetensors")
+    assert {name: tuple(v.shape) for name, v in vectors.items()} == {"0": (4, 64), "1": (4, 64)}
+
+
+def test_perplexities_are_each_models(upit):
+    found = torch.tensor(json.loads((upit.root / "router_init/buckets.json").read_text())["perplexity"])
+    tokenizer = AutoTokenizer.from_pretrained(upit.root / "model")
+    seeds = upit.mode.seed_data()
+    for i in (0, 3):
+        model = AutoModelForCausalLM.from_pretrained(upit.root / "expand/experts" / str(i))
+        for example in (0, 7):
+            row = seeds[example]
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            ids = torch.tensor([tokenizer(row["prompt"] + row["completion"])["input_ids"] + [1]])
+            logits = model(input_ids=ids).logits[0, :-1]
+            loss = cross_entropy(logits[len(prompt) - 1 :], ids[0, len(prompt) :])
+            torch.testing.assert_close(found[example, i], loss.exp(), rtol=1e-4, atol=1e-4)
+
+
+def test_loss_and_gradients_of_stage_3(case, tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(case["model"]["name_or_path"])
+    torch.manual_seed(5)
+    model.routing_vectors = RoutingVectors(model)
+    args = SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none", remove_unused_columns=False)
+    data = Dataset.from_list([{k: v for k, v in row.items() if k != "domain"} for row in rows(3)])
+    trainer = ExpertTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, alpha=0.3)
+    trainer.train_dataset = trainer.train_dataset.add_column("expert", [0] * 3)
+    trainer.mark_experts()
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
+    loss = trainer.compute_loss(model, batch)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    inputs = []
+    handles = [
+        layer.mlp.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+        for layer in model.model.layers
+    ]
+    expected = 0.0
+    for i in range(3):
+        real = batch["attention_mask"][i].bool()
+        ids, labels = batch["input_ids"][i][real].unsqueeze(0), batch["labels"][i][real]
+        inputs.clear()
+        logits = model(input_ids=ids).logits[0]
+        lm = cross_entropy(logits[:-1], labels[1:], ignore_index=-100)
+        scores = [x[0] @ r for x, r in zip(inputs, model.routing_vectors.weight, strict=True)]
+        expected = expected + (0.3 * lm + 0.7 * softplus(-torch.stack(scores)).mean()) / 3
+    for handle in handles:
+        handle.remove()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-3, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_assembly_stacks_experts_and_averages_the_rest(upit, tmp_path):
+    upit.mode._assemble(tmp_path / "moe")
+    moe = weights(tmp_path / "moe")
+    experts = [weights(upit.root / "router_init/experts" / str(i)) for i in range(4)]
+    vectors = load_file(upit.root / "router_init/routers.safetensors")
+    for layer in range(2):
+        block = f"model.layers.{layer}.block_sparse_moe"
+        torch.testing.assert_close(moe[f"{block}.gate.weight"], vectors[str(layer)], rtol=0, atol=0)
+        for i in range(4):
+            for ours, theirs in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+                own = experts[i][f"model.layers.{layer}.mlp.{theirs}.weight"]
+                torch.testing.assert_close(moe[f"{block}.experts.{i}.{ours}.weight"], own, rtol=0, atol=0)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    mean = torch.stack([expert[name] for expert in experts]).double().mean(0).float()
+    torch.testing.assert_close(moe[name], mean, rtol=0, atol=0)
+
+
+# --- methods --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method, own, stages", [
+    ("sft", {}, ["prepare"]),
+    ("upcycle_pt", {"moe": {"init": "drop", "drop_rate": 0.25}}, ["post_train"]),
+    ("upcycle_sft", {}, ["prepare", "post_train"]),
+    ("self_moe", {"prepare": {}}, ["prepare", "post_train"]),
+    ("upit", {"router_init": {"buckets": "random", "seed_fraction": 0.25, "train_experts": False}, "prepare": {}},
+     ["prepare", "router_init", "post_train"]),
+])  # fmt: skip
+def test_methods_share_a_budget(method, own, stages, case, tmp_path):
+    pipeline = run(case, tmp_path, method=method, **own)
+    assert list(pipeline.records) == [*stages, "evaluate"]
+    steps = sum(pipeline.records[name]["metrics"]["steps"] for name in stages if name != "router_init")
+    assert steps == (48 if method != "upit" else 36)  # stage 3's passes over 12 seeds are taken from stage 4's
+    model = AutoModelForCausalLM.from_pretrained(pipeline.root / "model")
+    assert model.config.model_type == ("llama" if method == "sft" else "mixtral")
+    base = AutoModelForCausalLM.from_pretrained(case["model"]["name_or_path"]).state_dict()
+    if method == "self_moe":
+        before = pipeline.mode._assemble(tmp_path / "moe") or weights(tmp_path / "moe")
+        after = weights(pipeline.root / "model")
+        assert {name for name in after if not torch.equal(after[name], before[name])} == {
+            f"model.layers.{i}.block_sparse_moe.gate.weight" for i in range(2)
+        }
+    if method == "upit":
+        after = weights(pipeline.root / "router_init/experts/1")
+        first = weights(pipeline.root / "prepare/experts/1")
+        assert all(torch.equal(after[name], first[name]) for name in first)
+    assert any(not torch.equal(value, base[name]) for name, value in model.state_dict().items() if name in base)
+
+
+def test_given_checkpoints(upit, case, tmp_path):
+    folders = [str(upit.root / "prepare/experts" / str(i)) for i in range(3)]
+    own = {"prepare": {"checkpoints": folders}}
+    pipeline = run(case, tmp_path, num_experts=3, **own)
+    assert list(pipeline.records) == ["router_init", "post_train", "evaluate"]
+
+
+def test_plan_counts_what_is_trained(case, upit):
+    stages = {stage.name: stage for stage in plan(UpIT(upit.recipe))}
+    base = AutoModelForCausalLM.from_pretrained(case["model"]["name_or_path"])
+    moe = AutoModelForCausalLM.from_pretrained(upit.root / "model")
+    ffns = sum(p.numel() for name, p in base.named_parameters() if ".mlp." in name)
+    assert stages["prepare"].trainable == base.num_parameters()
+    assert stages["router_init"].trainable == ffns + 2 * 64
+    assert stages["post_train"].trainable == moe.num_parameters()
+    assert {name: stage.steps for name, stage in stages.items() if name != "router_init"} == {
+        name: upit.records[name]["metrics"]["steps"] for name in ("prepare", "post_train")
+    }
+    own = UpIT(recipe_from_dict({**case, "method": "self_moe", "prepare": {}}))
+    assert plan(own)[-1].trainable == sum(p.numel() for p in router_parameters(moe).values())
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"adapter": {"r": 4}}, "adapter.r: unknown key"),
+    ({"moe": {"num_expert": 4}}, "moe.num_expert: unknown key"),
+    ({"moe": {"init": "copied"}}, "init='copied': use one of"),
+    ({"method": "loramoe_sft"}, "method='loramoe_sft': must be one of sft, upcycle_pt"),
+    ({"router_init": {"objective": "softmax"}}, "router_init.objective='softmax': must be 'positive'"),
+    ({"model": {"name_or_path": "x", "quantization": {"load_in_4bit": True}}}, "model.quantization"),
+    ({"expand": {"similarity": "update"}}, "expand.similarity='update'"),
+    ({"prepare": {"adapters": ["x"]}}, r"prepare.adapters=\['x'\]: must be null"),
+    ({"mode": "lora", "moe": {"top_k": 2}}, "moe.top_k: unknown key"),
+    ({"mode": "lora", "moe": {}, "prepare": {"checkpoints": ["x"]}}, r"prepare.checkpoints=\['x'\]: must be null"),
+])  # fmt: skip
+def test_wrong_recipes(settings, message, case):
+    with pytest.raises(ValueError, match=message):
+        recipe_from_dict({**case, **settings})
+
+
+def test_a_base_that_no_native_moe_holds_is_refused_before_any_training(case, tokenizer, tmp_path):
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=128)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="'gpt2' model does not become a native MoE"):
+        run(case, tmp_path, model={"name_or_path": str(tmp_path / "gpt2")})
+    assert not (tmp_path / "out").exists()
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    settings = settings_in(folder, tokenizer)
+    assert run_in_process(settings, folder) == 0
+    assert len((folder / "steps").read_bytes()) == STEPS
+    return settings, contents(folder / "out")
+
+
+@pytest.mark.parametrize(("point", "n"), [
+    ("step", 8), ("before a checkpoint is marked", 6), ("renaming a stage", 2), ("step", 27), ("step", 29),
+    ("renaming a stage", 4), ("step", 40), ("renaming a stage", 6),
+])  # fmt: skip
+def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
+    settings, files = undisturbed
+    assert run_in_process(settings, tmp_path, (point, n)) == -9
+    assert run_in_process(settings, tmp_path) == 0
+    found = contents(tmp_path / "out")
+    assert found.keys() == files.keys()
+    assert [name for name in files if found[name] != files[name]] == []
+    assert STEPS <= len((tmp_path / "steps").read_bytes()) <= STEPS + 5

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -27,7 +28,7 @@ from trl import SFTConfig, SFTTrainer, pack_dataset
 from .analysis import record_routing
 from .report import plot_load_over_time
 from .routing import balancing_loss, compliance, entropies, expert_counts, label_losses, load_health, z_losses
-from .steering import router_parameters, router_sizes
+from .steering import native_routers, router_parameters, router_sizes
 
 _NO_LABEL = -1
 # Where a phase ends, as a share of the training; factors of the learning rate, the balancing loss and the z-loss in it.
@@ -85,7 +86,21 @@ class MoESFTConfig(SFTConfig):
             )
 
 
-class MoESFTTrainer(SFTTrainer):
+class ResumingTrainer(SFTTrainer):
+    """
+    `SFTTrainer` that goes on with native MoEs, too. transformers' own (5.23) loads a checkpoint's tensors by the names
+    they have on disk, and so leaves the experts, which have others in memory, as they were.
+    """
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        model = self.model if model is None else model
+        if not native_routers(model) or isinstance(model, PeftModel) or self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        model.load_state_dict(type(model).from_pretrained(resume_from_checkpoint, dtype="auto").state_dict())
+
+
+class MoESFTTrainer(ResumingTrainer):
     """
     See [`MoESFTConfig`]. Logs `aux_loss`, `router_z_loss`, `router_entropy`, `load_cv`, `dead_experts` and, with
     labels, `router_label_loss` and `compliance`.

@@ -342,3 +342,14 @@ def test_three_phases(tokenizer, tmp_path):
         without, trainer._balancing_coef = trainer.compute_loss(trainer.model, one_batch(trainer)), 0.5
         balance = trainer._metrics["eval"]["aux_loss"][-1]
         assert (with_it - without).item() == pytest.approx(0.5 * factor * balance, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mixtral"])
+def test_resumed_training_is_the_one_that_was_not_stopped(kind, tokenizer, tmp_path):
+    own = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, **LABELS}
+    whole = make_trainer(tmp_path / "a", tokenizer, make_model(kind), **own)
+    whole.train()
+    again = make_trainer(tmp_path / "b", tokenizer, make_model(kind), **own)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    expected = whole.model.state_dict()
+    assert not changed(again.model, expected)

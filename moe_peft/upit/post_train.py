@@ -8,9 +8,10 @@ from pathlib import Path
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from ..steering import router_parameters
+from ..trainer import ResumingTrainer
 from .training import Trained, copy_result, train
 
 
@@ -45,7 +46,7 @@ def post_train(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in routers)
     set_seed(args.seed)
-    trainer = SFTTrainer(
+    trainer = ResumingTrainer(
         model=model,
         args=copy.copy(args),
         train_dataset=dataset,

@@ -34,7 +34,7 @@ def print_summary(pipeline: UpIT) -> None:
         for who, row in losses.items():
             table.add_row(who, *(f"{row[domain]:.3f}" for domain in domains))
         console.print(table)
-    console.print(f"adapter: {pipeline.root / 'adapter'}", highlight=False, soft_wrap=True)
+    console.print(f"{pipeline.mode.result}: {pipeline.result}", highlight=False, soft_wrap=True)
 
 
 def _made(name: str, metrics: dict) -> str:
@@ -44,7 +44,7 @@ def _made(name: str, metrics: dict) -> str:
         return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
     if name == "router_init":
         return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
-    return {"post_train": "the MoE adapter", "evaluate": "routing.png" if metrics.get("shares") else ""}[name]
+    return {"post_train": "the MoE", "evaluate": "routing.png" if metrics.get("shares") else ""}[name]
 
 
 def print_plan(pipeline: UpIT) -> None:
@@ -67,4 +67,4 @@ def print_plan(pipeline: UpIT) -> None:
         cells = (f"{stage.epochs:.3g}", f"{stage.steps:,}", f"{stage.tokens:,}", f"{stage.trainable:,}")
         table.add_row(name, *cells, f"{stage.memory / 2**30:.2f} GiB")
     console.print(table)
-    console.print(f"result: {pipeline.root / 'adapter'}", highlight=False, soft_wrap=True)
+    console.print(f"result: {pipeline.result}", highlight=False, soft_wrap=True)

@@ -1,0 +1,195 @@
+"""
+What initial experts are worth, and UpIT for whole FFNs against its baselines, small.
+
+    python benchmarks/upcycle_study.py      # an hour and a half on one core; writes benchmarks/results/upcycle_study.*
+
+The demo's 1M-parameter dense base becomes a Mixtral of 4 experts, 2 per token, and is trained on the demo's three
+domains, all weights, 8 examples a step. Part "initial": upcycled by each method, then trained. Part "pipeline": the recipe
+`mode: ffn` with each of its methods, all with the same passes over the same examples. One learning rate for all. Runs that
+`--runs` holds already are not repeated; `--part` and `--seed` choose some of them, so that several processes may share
+the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from datasets import Dataset
+from scipy import stats
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig
+
+from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.trainer import ResumingTrainer
+from moe_peft.upit import UpIT, recipe_from_dict
+from moe_peft.upit.scoring import example_losses
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from domains import build
+from tiny_base import ensure_base
+
+N, BATCH, STEPS, RATE, WINDOW = 4, 8, 240, 1e-3, 40
+INITIAL: dict[str, dict[str, Any]] = {
+    "copy": {},
+    "noise": {"init": "noise"},
+    "random_noise": {"init": "random_noise"},
+    **{f"drop, r = {r}": {"init": "drop", "drop_rate": r} for r in (0.1, 0.25, 0.5, 0.75, 1.0)},
+}
+PIPELINE: dict[str, dict[str, Any]] = {
+    "SFT (dense)": {"method": "sft"},
+    "Upcycle-PT": {"method": "upcycle_pt"},
+    "Upcycle-SFT": {"method": "upcycle_sft"},
+    "Self-MoE": {"method": "self_moe"},
+    "UpIT, no router initialisation": {"router_init": {"buckets": "none"}},
+    "UpIT": {"router_init": {"seed_fraction": 0.05}},
+    "UpIT, 2 → 4 experts": {"router_init": {"seed_fraction": 0.05}, "prepare": {"num_experts": 2}},
+}
+
+
+def arguments(folder: str, seed: int) -> dict[str, Any]:
+    return {
+        "output_dir": folder, "per_device_train_batch_size": BATCH, "learning_rate": RATE, "max_length": 256,
+        "lr_scheduler_type": "constant", "assistant_only_loss": True, "bf16": False, "use_cpu": True,
+        "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True, "logging_steps": 10,
+    }  # fmt: skip
+
+
+def initial(base: Path, method: str, seed: int) -> dict[str, Any]:
+    """Upcycle and train: the training loss by windows of steps, and the held-out loss before and after."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    train, test = (Dataset.from_list(rows) for rows in build(seed, 240, 60))
+    with tempfile.TemporaryDirectory() as folder:
+        config = UpcycleConfig(num_experts=N, top_k=2, seed=seed, **INITIAL[method])
+        model = AutoModelForCausalLM.from_pretrained(upcycle(base, f"{folder}/moe", config))
+        model.config.output_router_logits = True
+        args = SFTConfig(**arguments(folder, seed), seed=seed, max_steps=STEPS, save_strategy="no")
+        judge = ResumingTrainer(model=model, args=args, train_dataset=test, processing_class=tokenizer)
+        held_out = judge.train_dataset
+
+        def loss() -> float:
+            losses, counts = example_losses(judge, held_out)
+            return float(losses.sum() / counts.sum())
+
+        before = loss()
+        trainer = ResumingTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
+        trainer.train()
+        curve = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+        return {"curve": curve, "before": before, "loss": loss()}
+
+
+def pipeline(base: Path, method: str, seed: int) -> dict[str, Any]:
+    """A recipe's run: its held-out loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, rows in zip(("train", "test"), build(seed, 240, 60), strict=True):
+            Path(folder, f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sft = {key: value for key, value in arguments(folder, seed).items() if key != "output_dir"}
+        recipe = {
+            "mode": "ffn", "output_dir": f"{folder}/out", "model": {"name_or_path": str(base)}, "seed": seed,
+            "data": {"train": f"{folder}/train.jsonl", "eval": f"{folder}/test.jsonl", "label_column": "domain"},
+            "num_experts": N, "num_train_epochs": 4, "sft": {**sft, "save_steps": 10_000}, "moe": {"top_k": 2},
+        }  # fmt: skip
+        run = UpIT(recipe_from_dict({**recipe, **PIPELINE[method]}))
+        run.run()
+        return {"loss": run.records["evaluate"]["metrics"]["loss"]["adapted"]["mean"]}
+
+
+def wanted(parts: list[str], seeds: list[int]) -> Iterator[tuple[str, str, int]]:
+    for seed in seeds:
+        for part, methods in (("initial", INITIAL), ("pipeline", PIPELINE)):
+            if part in parts:
+                yield from ((part, method, seed) for method in methods)
+
+
+def difference(values: list[float], others: list[float]) -> str:
+    d = torch.tensor(values, dtype=torch.float64) - torch.tensor(others, dtype=torch.float64)
+    half = float(stats.t.ppf(0.975, len(d) - 1) * d.std() / len(d) ** 0.5)
+    return f"{d.mean():+.4f} | [{d.mean() - half:+.4f}, {d.mean() + half:+.4f}]"
+
+
+def report(runs: dict[tuple[str, str, int], dict[str, Any]], seeds: int, out: Path) -> None:
+    def of(part: str, method: str) -> list[dict[str, Any]]:
+        return [runs[part, method, seed] for seed in range(seeds)]
+
+    def mean(rows: list[dict[str, Any]], key: str) -> float:
+        return sum(row[key] for row in rows) / len(rows)
+
+    windows = [f"{a + 1}–{a + WINDOW}" for a in range(0, STEPS, WINDOW)]
+    lines = [
+        "# Initial experts, and UpIT for whole FFNs",
+        "",
+        f"Made by `python benchmarks/upcycle_study.py`: a 1M-parameter Llama to a Mixtral of {N} experts, {seeds} seeds. "
+        "Losses are means over seeds; differences are paired by seed, with 95 % intervals.",
+        "",
+        f"## Initial experts: training loss by steps (all weights, rate {RATE:g}), and held-out loss",
+        "",
+        f"| experts | {' | '.join(windows)} | held out, before | after | difference from copy | 95 % interval |",
+        "|" + "---|" * (len(windows) + 5),
+    ]
+    copies = [row["loss"] for row in of("initial", "copy")]
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    for i, method in enumerate(INITIAL):
+        rows = of("initial", method)
+        curve = torch.tensor([row["curve"] for row in rows]).mean(0)
+        cells = [f"{value:.3f}" for value in curve.view(len(windows), -1).mean(1).tolist()]
+        compared = " | " if method == "copy" else difference([row["loss"] for row in rows], copies)
+        lines.append(
+            f"| {method} | {' | '.join(cells)} | {mean(rows, 'before'):.3f} | {mean(rows, 'loss'):.4f} | {compared} |"
+        )
+        style = "-" if method.startswith("drop") else "--"
+        axes.plot(range(10, STEPS + 1, 10), curve.tolist(), style, label=method, color=plt.cm.viridis(i / len(INITIAL)))
+    axes.set(xlabel="training step", ylabel="training loss", title="Upcycled Mixtral of 4 experts, by initial experts")
+    axes.legend()
+    figure.savefig(out.with_suffix(".png"), dpi=110)
+    lines += [
+        "",
+        "## UpIT for whole FFNs and its baselines: held-out loss (mean of the domains), 4 passes over 720 examples each",
+        "",
+        "| method | held-out loss | difference from Upcycle-SFT | 95 % interval |",
+        "|---|---|---|---|",
+    ]
+    others = [row["loss"] for row in of("pipeline", "Upcycle-SFT")]
+    for method in PIPELINE:
+        losses = [row["loss"] for row in of("pipeline", method)]
+        compared = " | " if method == "Upcycle-SFT" else difference(losses, others)
+        lines.append(f"| {method} | {sum(losses) / len(losses):.4f} | {compared} |")
+    out.write_text("\n".join(lines) + "\n")
+    print(out.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="trained when missing")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--part", choices=("initial", "pipeline"), help="only this one; no report")
+    parser.add_argument("--runs", type=Path, default=Path(".cache/upcycle-study"), help="finished runs")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/upcycle_study.md"))
+    args = parser.parse_args()
+    base = ensure_base(args.base, 0)
+    args.runs.mkdir(parents=True, exist_ok=True)
+    runs = {}
+    parts = [args.part] if args.part else ["initial", "pipeline"]
+    for part, method, seed in wanted(parts, list(range(args.seeds))):
+        path = args.runs / f"{part}-{method.replace(' ', '_').replace('→', 'to')}-{seed}.json"
+        if not path.is_file():
+            start = time.perf_counter()
+            result = (initial if part == "initial" else pipeline)(base, method, seed)
+            path.write_text(json.dumps(result))
+            print(
+                f"{part}, {method}, seed {seed}: {result['loss']:.4f} ({time.perf_counter() - start:.0f} s)", flush=True
+            )
+        runs[part, method, seed] = json.loads(path.read_text())
+    if args.part is None:
+        report(runs, args.seeds, args.out)
+
+
+if __name__ == "__main__":
+    main()

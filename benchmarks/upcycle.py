@@ -3,10 +3,10 @@ Upcycling's speed against `cp` and its peak memory against the model's size.
 
     python benchmarks/upcycle.py      # five minutes and 15 GB of disk; writes benchmarks/results/upcycle.md
 
-Random bfloat16 Llamas (hidden 1024, FFN 2816) of several depths become Mixtrals of 4 experts. Time: of `upcycle`,
-as a multiple of `cp` of the folder that it wrote, on the same disk, both with the file system told to write everything
-out; interleaved, medians. Memory: the greatest resident memory of a process that does nothing else, less what it had
-before the call.
+Random bfloat16 Llamas (hidden 1024, FFN 2816) of several depths become Mixtrals of 4 experts. Time: of `upcycle`, as a
+multiple of `cp` of the folder that it wrote, on the same disk, both with the file system told to write everything out;
+interleaved, medians. Memory: the greatest resident memory of a process that does nothing else, mapped pages of files
+included, less what it had before the call.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,13 +44,24 @@ def make(folder: Path, layers: int) -> None:
 
 def one(source: str, target: str, init: str) -> None:
     """In a process of its own: seconds and bytes of memory, as JSON."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    process = psutil.Process()
+    before = process.memory_info().rss
+    most, done = before, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.005):
+            most = max(most, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     start = time.perf_counter()
     upcycle(source, target, UpcycleConfig(num_experts=N, init=init))
     os.sync()
     seconds = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": seconds, "bytes": 1024 * (after - before)}))
+    done.set()
+    watcher.join()
+    print(json.dumps({"seconds": seconds, "bytes": most - before}))
 
 
 def measure(root: Path, source: Path, init: str, rounds: int) -> tuple[float, float, int]:
@@ -85,8 +97,8 @@ def main() -> None:
     lines = [
         "# Upcycling: speed and memory",
         "",
-        f"Made by `python benchmarks/upcycle.py`: bfloat16, {N} experts; one FFN has {ffn:.0f} MiB. Time is a multiple of "
-        "`cp` of the output.",
+        f"Made by `python benchmarks/upcycle.py`: bfloat16, {N} experts; one FFN has {ffn:.0f} MiB. Time is a "
+        "multiple of `cp` of the output.",
         "",
         "| init | layers | dense model, MiB | output, MiB | time | peak memory, MiB |",
         "|---|---|---|---|---|---|",

@@ -4,10 +4,9 @@ What initial experts are worth, and UpIT for whole FFNs against its baselines, s
     python benchmarks/upcycle_study.py      # an hour and a half on one core; writes benchmarks/results/upcycle_study.*
 
 The demo's 1M-parameter dense base becomes a Mixtral of 4 experts, 2 per token, and is trained on the demo's three
-domains, all weights, 8 examples a step. Part "initial": upcycled by each method, then trained. Part "pipeline": the recipe
-`mode: ffn` with each of its methods, all with the same passes over the same examples. One learning rate for all. Runs that
-`--runs` holds already are not repeated; `--part` and `--seed` choose some of them, so that several processes may share
-the work.
+domains, all weights, 8 examples a step. Part "initial": upcycled by each method, then trained. Part "pipeline": the
+recipe `mode: ffn` with each of its methods, all with the same passes over the same examples. One learning rate for all.
+Runs that `--runs` holds already are not repeated; `--part` chooses some, so that two processes may share the work.
 """
 
 from __future__ import annotations
@@ -126,8 +125,8 @@ def report(runs: dict[tuple[str, str, int], dict[str, Any]], seeds: int, out: Pa
     lines = [
         "# Initial experts, and UpIT for whole FFNs",
         "",
-        f"Made by `python benchmarks/upcycle_study.py`: a 1M-parameter Llama to a Mixtral of {N} experts, {seeds} seeds. "
-        "Losses are means over seeds; differences are paired by seed, with 95 % intervals.",
+        f"Made by `python benchmarks/upcycle_study.py`: a 1M-parameter Llama to a Mixtral of {N} experts, {seeds} "
+        "seeds. Losses are means over seeds; differences are paired by seed, with 95 % intervals.",
         "",
         f"## Initial experts: training loss by steps (all weights, rate {RATE:g}), and held-out loss",
         "",
@@ -151,7 +150,7 @@ def report(runs: dict[tuple[str, str, int], dict[str, Any]], seeds: int, out: Pa
     figure.savefig(out.with_suffix(".png"), dpi=110)
     lines += [
         "",
-        "## UpIT for whole FFNs and its baselines: held-out loss (mean of the domains), 4 passes over 720 examples each",
+        "## UpIT for whole FFNs and its baselines: held-out loss, mean of the domains; 4 passes, 720 examples",
         "",
         "| method | held-out loss | difference from Upcycle-SFT | 95 % interval |",
         "|---|---|---|---|",

@@ -49,8 +49,8 @@ PIPELINE: dict[str, dict[str, Any]] = {
     "Upcycle-SFT": {"method": "upcycle_sft"},
     "Self-MoE": {"method": "self_moe"},
     "UpIT, no router initialisation": {"router_init": {"buckets": "none"}},
-    "UpIT": {"router_init": {"seed_fraction": 0.05}},
-    "UpIT, 2 → 4 experts": {"router_init": {"seed_fraction": 0.05}, "prepare": {"num_experts": 2}},
+    "UpIT": {"router_init": {"seed_fraction": 0.05, "num_train_epochs": 2}},
+    "UpIT, 2 → 4 experts": {"router_init": {"seed_fraction": 0.05, "num_train_epochs": 2}, "prepare": {"num_experts": 2}},
 }
 
 
@@ -94,7 +94,7 @@ def pipeline(base: Path, method: str, seed: int) -> dict[str, Any]:
         recipe = {
             "mode": "ffn", "output_dir": f"{folder}/out", "model": {"name_or_path": str(base)}, "seed": seed,
             "data": {"train": f"{folder}/train.jsonl", "eval": f"{folder}/test.jsonl", "label_column": "domain"},
-            "num_experts": N, "num_train_epochs": 4, "sft": {**sft, "save_steps": 10_000}, "moe": {"top_k": 2},
+            "num_experts": N, "num_train_epochs": 2, "sft": {**sft, "save_steps": 10_000}, "moe": {"top_k": 2},
         }  # fmt: skip
         run = UpIT(recipe_from_dict({**recipe, **PIPELINE[method]}))
         run.run()
@@ -150,7 +150,7 @@ def report(runs: dict[tuple[str, str, int], dict[str, Any]], seeds: int, out: Pa
     figure.savefig(out.with_suffix(".png"), dpi=110)
     lines += [
         "",
-        "## UpIT for whole FFNs and its baselines: held-out loss, mean of the domains; 4 passes, 720 examples",
+        "## UpIT for whole FFNs and its baselines: held-out loss, mean of the domains; 2 passes, 720 examples",
         "",
         "| method | held-out loss | difference from Upcycle-SFT | 95 % interval |",
         "|---|---|---|---|",

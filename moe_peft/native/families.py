@@ -7,7 +7,7 @@ Names are those on disk, which transformers, vLLM and others read, and not those
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,19 +185,6 @@ def moe_config(
         refuse("num_shared_experts", "has no shared experts; use 0, or a Qwen2 model")
     if dense_layers and family.dense_layers is None:
         refuse(f"layers {dense_layers} without experts", "has experts in every layer; give all layers as many experts")
-    values = dense.to_dict()
-    defaults = type(dense)().to_dict()
-    cls = CONFIG_MAPPING[family.model_type]
-    known = cls().to_dict()
-    carried = {k: v for k, v in values.items() if (k in known or k in family.keeps) and k not in _NOT_CARRIED}
-    for key, value in values.items():
-        if key not in known and key not in family.keeps and key not in _NOT_CARRIED and value != defaults.get(key):
-            refuse(f"{key}={value!r} of the dense model", "has no such setting")
-    layer_types = values.get("layer_types")
-    if layer_types and "layer_types" in known:
-        carried["layer_types"], carried["max_window_layers"] = layer_types, values.get("max_window_layers")
-    elif layer_types and set(layer_types) != {"full_attention"}:
-        refuse("layer_types of the dense model", "has full attention in every layer")
     experts: dict[str, Any] = {
         family.count: num_experts,
         "num_experts_per_tok": top_k,
@@ -212,11 +199,26 @@ def moe_config(
         experts["shared_expert_intermediate_size"] = shared_width
     if family.dense_layers:
         experts[family.dense_layers] = dense_layers or []
-    config = cls(**{**carried, **experts})
+    config = CONFIG_MAPPING[family.model_type](**{**_carried(family, dense, refuse), **experts})
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    config.architectures = [type(model).__name__]
+        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
     return config
+
+
+def _carried(family: Family, dense: PreTrainedConfig, refuse: Callable[[str, str], None]) -> dict[str, Any]:
+    """The dense model's fields that its MoE has too; refuses those it lacks, unless they say nothing."""
+    values, defaults = dense.to_dict(), type(dense)().to_dict()
+    known = set(CONFIG_MAPPING[family.model_type]().to_dict()) | set(family.keeps)
+    for key, value in values.items():
+        if key not in known | _NOT_CARRIED and value != defaults.get(key):
+            refuse(f"{key}={value!r} of the dense model", "has no such setting")
+    carried = {key: value for key, value in values.items() if key in known - _NOT_CARRIED}
+    layer_types = values.get("layer_types")
+    if layer_types and "layer_types" in known:
+        carried["layer_types"], carried["max_window_layers"] = layer_types, values.get("max_window_layers")
+    elif layer_types and set(layer_types) != {"full_attention"}:
+        refuse("layer_types of the dense model", "has full attention in every layer")
+    return carried
 
 
 def backbone_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:

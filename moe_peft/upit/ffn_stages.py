@@ -207,25 +207,27 @@ def init_expert_routers(
                 link_model(folder, target)
             continue
         for name, parameter in model.named_parameters():
-            ffn = train_experts and ".mlp." in name
-            parameter.requires_grad_(ffn or name == _VECTORS)
+            parameter.requires_grad_(name == _VECTORS or (train_experts and ".mlp." in name))
         trainer = ExpertTrainer(
             model=model, args=own, train_dataset=dataset, processing_class=processing_class, alpha=alpha
         )
-        scheduled = trainer.train_dataset.select([example for example, _ in schedule])
-        trainer.train_dataset = scheduled.add_column("expert", [0] * len(schedule))
-        trainer.mark_experts()
-        trainer.args.max_steps = -(-len(schedule) // step_rows(trainer.args))
-        trained = train(trainer)
+        trained = _train_on(trainer, [example for example, _ in schedule])
         last = Checkpoint(trained.checkpoints[max(trained.checkpoints)], "router_init")
         vectors.append(last.tensor(_VECTORS).float())
         if args.should_save:
             _write_expert(last, folder, target)
         trainer.accelerator.wait_for_everyone()
         logs.append(trained)
-    layers = range(vectors[0].shape[0])
-    stacked = {layer: torch.stack([vector_LD[layer] for vector_LD in vectors]) for layer in layers}
-    return ExpertRouters([root / str(i) for i in range(len(experts))], stacked, logs)
+    by_layer = torch.stack(vectors, dim=1)  # [L, n, d]
+    return ExpertRouters([root / str(i) for i in range(len(experts))], dict(enumerate(by_layer)), logs)
+
+
+def _train_on(trainer: ExpertTrainer, examples: list[int]) -> Trained:
+    """Train on examples in the given order."""
+    trainer.train_dataset = trainer.train_dataset.select(examples).add_column("expert", [0] * len(examples))
+    trainer.mark_experts()
+    trainer.args.max_steps = -(-len(examples) // step_rows(trainer.args))
+    return train(trainer)
 
 
 def _write_expert(trained: Checkpoint, source: Path, target: Path) -> None:

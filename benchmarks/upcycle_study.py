@@ -43,6 +43,7 @@ INITIAL: dict[str, dict[str, Any]] = {
     "random_noise": {"init": "random_noise"},
     **{f"drop, r = {r}": {"init": "drop", "drop_rate": r} for r in (0.1, 0.25, 0.5, 0.75, 1.0)},
 }
+ROUTER_INIT = {"seed_fraction": 0.05, "num_train_epochs": 2}
 PIPELINE: dict[str, dict[str, Any]] = {
     "SFT (dense)": {"method": "sft"},
     "Upcycle-PT": {"method": "upcycle_pt"},
@@ -50,7 +51,10 @@ PIPELINE: dict[str, dict[str, Any]] = {
     "Self-MoE": {"method": "self_moe"},
     "UpIT, no router initialisation": {"router_init": {"buckets": "none"}},
     "UpIT": {"router_init": {"seed_fraction": 0.05, "num_train_epochs": 2}},
-    "UpIT, 2 → 4 experts": {"router_init": {"seed_fraction": 0.05, "num_train_epochs": 2}, "prepare": {"num_experts": 2}},
+    "UpIT, 2 → 4 experts": {
+        "router_init": {"seed_fraction": 0.05, "num_train_epochs": 2},
+        "prepare": {"num_experts": 2},
+    },
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,14 +85,16 @@ def _upcycle(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
+    if options.verify is not None and not options.verify.strip():
+        raise ValueError("export: --verify '': give a text, or a text file")
     folder = export_adapter(
         options.adapter, options.output, options.base,
         family=options.family, dtype=options.dtype, max_shard_size=options.max_shard_size,
     )  # fmt: skip
     print(folder)
     if options.verify is not None:
-        path = Path(options.verify)
-        texts = path.read_text(encoding="utf-8").splitlines() if path.is_file() else [options.verify]
+        is_file = len(os.fsencode(options.verify)) < 256 and Path(options.verify).is_file()
+        texts = Path(options.verify).read_text(encoding="utf-8").splitlines() if is_file else [options.verify]
         found = verify_export(options.adapter, folder, texts, options.base)
         print(
             f"{found.tokens} tokens: logits differ by {found.difference:.2g} at most, the largest is "

@@ -7,17 +7,19 @@ Legend: H query heads of width w, d hidden size, m routers, n experts, d' = H·w
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from torch.nn.utils import parametrize
 
-from .adapter.layer import MoELoraFFN, MoELoraLayer
+from .adapter.layer import MoELoraFFN
 from .routers import AttentionRouter, LinearRouter, Mixture, RouterSettings, folded_weight
 from .steering import adapter_layers, native_routers, router_sizes
 
@@ -41,8 +43,8 @@ def init_attention_routers(
 
     - Adapters with `router_type="attention"` get queries and keys. Those with a linear gate ("linear", "sigmoid", …)
       get the linear gate that the mixture "sum" folds into.
-    - The gates of a native MoE become functions of queries and keys, which are then what is trained. Call
-      `fold_routers` before saving it.
+    - The gates of a native MoE become functions of queries and keys, which are then what is trained. A model saved so
+      has them beside the gates, for going on; `fold_routers` makes the gates plain weights again.
 
     Args:
         model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are off while data runs through it.
@@ -67,8 +69,11 @@ def init_attention_routers(
         n = int((router.key if isinstance(router, AttentionRouter) else router.weight).shape[0])
         if not isinstance(router, AttentionRouter) and (num_heads or n) > n:
             raise ValueError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most n={n} heads")
-        weight_HD = _weight(_linear(attention.q_proj))
-        head_dim = int(attention.head_dim)
+        weight_HD, head_dim = _weight(_linear(attention.q_proj)), int(attention.head_dim)
+        if weight_HD.shape[0] != attention.config.num_attention_heads * head_dim:
+            raise ValueError(
+                f"init_attention_routers: q_proj of {type(attention).__name__} gives more than queries; use random ones"
+            )
         weights.append(
             attention_weights(weight_HD, mean_keys_K, head_dim, own.num_heads or n, n, own.mixture, generator)
         )
@@ -79,7 +84,7 @@ def init_attention_routers(
         elif isinstance(router, LinearRouter):
             router.weight.copy_(folded_weight(query.double(), key.double()))
         else:
-            _parametrize(router, query, key)
+            _to_attention_gate(router, query, key)
 
 
 @torch.no_grad()
@@ -93,29 +98,32 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     Raises:
         ValueError: a router does not fold; the message says why. Nothing has been changed then.
     """
+    router_sizes(model, "fold_routers")
     if not adapter_layers(model):
         for router in native_routers(model):
-            if parametrize.is_parametrized(router, "weight"):
-                _unparametrize(router)
+            if isinstance(router, _AttentionGate):
+                _to_linear_gate(router)
         return
-    name = _adapter(model, adapter_name)
+    name = _adapter(model, adapter_name, "fold_routers")
     layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
     weights = [layer.router(name).fold() for layer in layers]
     for layer, weight_ND in zip(layers, weights, strict=True):
         if isinstance(layer.router(name), LinearRouter):
             continue
-        spec = layer.moe_lora_spec[name]
+        spec, old = layer.moe_lora_spec[name], layer.router(name)
         expert = next(layer.moe_lora_A[name].parameters())
-        trained = all(p.requires_grad for p in layer.router(name).parameters()) and expert.requires_grad
+        own = list(old.parameters()) or [expert]
+        trained = all(p.requires_grad for p in own)
         settings = replace(spec.router, type="linear", num_heads=None, mixture="sum")
         layer.moe_lora_spec[name] = replace(spec, router=settings)
         layer.put_router(name)
         router = cast(LinearRouter, layer.router(name))
         router.weight.data = weight_ND.to(expert.device, torch.float32)
-        router.requires_grad_(trained)
-    config = cast(Any, model).peft_config[name]
+        router.requires_grad_(trained).train(old.training)
+    config = copy.copy(cast(Any, model).peft_config[name])  # another adapter may have the same object
     if config.router_type in ("attention", "locmoe"):
         config.router_type, config.router_num_heads, config.router_mixture = "linear", None, "sum"
+        cast(Any, model).peft_config[name] = config
 
 
 def attention_weights(
@@ -175,15 +183,20 @@ def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
     size = keys_HW.shape[0] // groups
     unit_HW = nn.functional.normalize(keys_HW.double().cpu(), dim=1)
     similarity = (unit_HW @ unit_HW.T).round(decimals=9)  # equal heads are equal, whatever the order of summation
-    free = list(range(keys_HW.shape[0]))
+    heads = keys_HW.shape[0]
+    if size == 1:
+        return [[head] for head in range(heads)]
+    pairs = np.where(np.triu(np.ones((heads, heads), dtype=bool), 1), similarity.numpy(), -np.inf)
+    taken = np.zeros(heads, dtype=bool)
     result = []
-    while free:
-        pairs = [(float(similarity[a, b]), -a, -b) for i, a in enumerate(free) for b in free[i + 1 :]]
-        group = [-max(pairs)[1], -max(pairs)[2]] if size > 1 else [free[0]]
+    for _ in range(groups):
+        group = [int(i) for i in np.unravel_index(pairs.argmax(), pairs.shape)]
+        taken[group] = True
         while len(group) < size:
-            candidates = [a for a in free if a not in group]
-            group.append(max(candidates, key=lambda a: float(similarity[a, group].mean())))
-        free = [a for a in free if a not in group]
+            likeness = np.where(taken, -np.inf, similarity.numpy()[:, group].mean(1))
+            group.append(int(likeness.argmax()))
+            taken[group[-1]] = True
+        pairs[group] = pairs[:, group] = -np.inf
         result.append(group)
     return result
 
@@ -199,14 +212,21 @@ def _separation(keys_NK: torch.Tensor, generator: torch.Generator | None) -> tor
 # --- the places in a model ------------------------------------------------------------------------------------------
 
 
-def _adapter(model: nn.Module, adapter_name: str | None) -> str:
-    if adapter_name is not None:
-        return adapter_name
-    return next(name for layer in adapter_layers(model) for name in layer.active_adapters)
+def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
+    """The adapter of that name; the active one if None."""
+    layers = adapter_layers(model)
+    known = {name for layer in layers for name in layer.moe_lora_router}
+    active = (name for layer in layers for name in layer.active_adapters if name in known)
+    found = next(active, None) if adapter_name is None else adapter_name
+    if found not in known:
+        raise ValueError(
+            f"{caller}: adapter_name={adapter_name!r}: no such adapter with routers; there is {sorted(known)}"
+        )
+    return found
 
 
 def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, Any]:
-    name = _adapter(model, adapter_name)
+    name = _adapter(model, adapter_name, "init_attention_routers")
     places = {
         path: layer.router(name)
         for path, layer in model.named_modules()
@@ -282,7 +302,7 @@ def _mean_keys(model: nn.Module, attentions: list[Any], batches: Iterable[Mappin
     # Dropout off, but linears as in training: one of bitsandbytes, run in evaluation mode on a CPU, repacks its 4-bit
     # weight for inference, and no gradient passes it any more.
     modes = [(module, module.training) for module in model.modules()]
-    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, MoELoraLayer)]
+    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     handles = [_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
     try:
         for module, _ in modes:
@@ -307,31 +327,54 @@ def _mean_keys(model: nn.Module, attentions: list[Any], batches: Iterable[Mappin
     return [(total / tokens.to(total.device)).float() for total in sums]
 
 
-class _AttentionGate(nn.Module):
-    """Parametrization of a linear gate's weight by queries and keys."""
+class _AttentionGate:
+    """
+    What makes a native MoE's gate a function of queries and keys: a class in between, whose `weight` is computed. The
+    state dict has `weight` beside them, so that a checkpoint is the right model for those who know nothing of this.
+    """
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        super().__init__()
-        self.initial: tuple[torch.Tensor, torch.Tensor] | None = (query, key)
+    attention_query: nn.Parameter
+    attention_key: nn.Parameter
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return folded_weight(query, key)
+    @property
+    def weight(self) -> torch.Tensor:
+        return folded_weight(self.attention_query, self.attention_key)
 
-    def right_inverse(self, weight_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.initial is not None
-        initial, self.initial = self.initial, None
-        return initial[0].to(weight_ND), initial[1].to(weight_ND)
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        destination[f"{prefix}weight"] = self.weight.detach()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}attention_query" in state_dict:
+            state_dict.pop(f"{prefix}weight", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:  # the class has no name to be found by
+        return _new_gate, (type(self).__bases__[1],), self.__dict__
 
 
-def _parametrize(gate: nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
-    if parametrize.is_parametrized(gate, "weight"):
-        _unparametrize(gate)
-    parametrize.register_parametrization(gate, "weight", _AttentionGate(query, key))
+@functools.cache
+def _attention_class(cls: Any) -> Any:
+    return type(f"Attention{cls.__name__}", (_AttentionGate, cls), {})
 
 
-def _unparametrize(gate: nn.Module) -> None:
+def _new_gate(cls: type) -> Any:
+    attention = _attention_class(cls)
+    return attention.__new__(attention)
+
+
+def _to_attention_gate(gate: Any, query: torch.Tensor, key: torch.Tensor) -> None:
     trained = all(p.requires_grad for p in gate.parameters())
-    gate.requires_grad_(True)  # torch makes a parameter only of what has a gradient
-    with torch.enable_grad():
-        parametrize.remove_parametrizations(gate, "weight", leave_parametrized=True)
-    gate.requires_grad_(trained)
+    like = gate.weight.detach()
+    if not isinstance(gate, _AttentionGate):
+        del gate.weight
+        gate.__class__ = _attention_class(type(gate))  # type: ignore[arg-type]
+    gate.attention_query = nn.Parameter(query.to(like), requires_grad=trained)
+    gate.attention_key = nn.Parameter(key.to(like), requires_grad=trained)
+
+
+def _to_linear_gate(gate: Any) -> None:
+    weight, trained = gate.weight.detach(), all(p.requires_grad for p in gate.parameters())
+    del gate.attention_query, gate.attention_key
+    gate.__class__ = type(gate).__bases__[1]
+    gate.weight = nn.Parameter(weight, requires_grad=trained)

@@ -45,6 +45,7 @@ class Router(nn.Module):
     """
 
     no_fold: ClassVar[str] = ""  # why no linear top-k gate equals this router
+    leaves_out: ClassVar[bool] = False  # whether a token may do with fewer experts than top_k
 
     def __init__(self, hidden_size: int, num_experts: int, settings: RouterSettings | None = None) -> None:
         super().__init__()
@@ -114,8 +115,9 @@ class SwitchRouter(LinearRouter):
     """
     Top-1 with the probability as gate (Fedus et al., 2021, section 2.1).
 
-    In training an expert takes at most `capacity_factor · T / n` of a batch's T tokens, the first ones; the others pass
-    the layer by. In evaluation no token is dropped, so that an output does not depend on the batch it is in.
+    In training an expert takes at most `capacity_factor · T / n` of a batch's T tokens, the first ones, padding among
+    them; the others pass the layer by. In evaluation no token is dropped, so that an output does not depend on the
+    batch it is in.
     """
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,13 +135,16 @@ class SigmoidRouter(LinearRouter):
 
 
 class SoftRouter(LinearRouter):
-    """A linear gate over all experts at once (LoRAMoE): top-k with k = n."""
+    """A linear gate over all experts at once (LoRAMoE): top-k with k = n. A balancing loss would be constant."""
+
+    leaves_out = True
 
 
 class TopPRouter(LinearRouter):
     """As many experts, at most top_k, as it takes to reach a probability of `threshold` (Huang et al., 2024)."""
 
     no_fold = "the number of experts varies from token to token"
+    leaves_out = True
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         p = self.settings.threshold
@@ -150,6 +155,7 @@ class ThresholdRouter(LinearRouter):
     """The experts, at most top_k, whose probability is at least `threshold` (1/n if None); the best one always."""
 
     no_fold = "the number of experts varies from token to token"
+    leaves_out = True
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         p = self.settings.threshold

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from .adapter.layer import MoELoraLayer
@@ -54,6 +55,9 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
     """
     sizes = router_sizes(model, "allow_experts")
     n, k = sizes[0][0], max(k for _, k in sizes)
+    routers = [layer.router(name) for layer in adapter_layers(model) for name in layer.moe_lora_router]
+    if routers and all(router.leaves_out for router in routers):
+        k = 1
     if len({n for n, _ in sizes}) > 1:
         raise ValueError(
             f"allow_experts: layers have {sorted({n for n, _ in sizes})} experts; one mask fits one number"
@@ -78,11 +82,16 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
 def native_routers(model: nn.Module) -> list[nn.Module]:
     """The router modules of a native MoE of transformers, as its class declares them; none in a dense model."""
     found: dict[nn.Module, None] = {}
+    idle: set[nn.Module] = set()  # what PEFT keeps beside the module that runs
     for module in model.modules():
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         if recorder is not None:
             found.update((m, None) for m in module.modules() if isinstance(m, recorder.target_class))
-    return list(found)
+        if isinstance(module, ModulesToSaveWrapper):
+            copies = {**module.modules_to_save, "": module.original_module}
+            running = "" if module.disable_adapters or not module.active_adapters else module.active_adapters[0]
+            idle.update(m for name, part in copies.items() if name != running for m in part.modules())
+    return [router for router in found if router not in idle]
 
 
 def adapter_layers(model: nn.Module) -> list[MoELoraLayer]:

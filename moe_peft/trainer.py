@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from .analysis import record_routing
+from .native.checkpoint import Checkpoint
 from .report import plot_load_over_time
 from .routing import balancing_loss, compliance, entropies, expert_counts, label_losses, load_health, z_losses
 from .steering import native_routers, router_parameters, router_sizes
@@ -97,7 +98,23 @@ class ResumingTrainer(SFTTrainer):
         if not native_routers(model) or isinstance(model, PeftModel) or self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        model.load_state_dict(type(model).from_pretrained(resume_from_checkpoint, dtype="auto").state_dict())
+        _load_native(model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if not native_routers(self.model) or isinstance(self.model, PeftModel) or self.is_fsdp_enabled:
+            super()._load_best_model()
+            return
+        _load_native(self.model, self.state.best_model_checkpoint)
+
+
+def _load_native(model: Any, folder: str) -> None:
+    """A checkpoint's weights into a native MoE, queries and keys of attention gates included."""
+    state = type(model).from_pretrained(folder, dtype="auto").state_dict()
+    stored = Checkpoint(Path(folder), "resume")
+    for name in model.state_dict().keys() - state.keys():
+        layer, part = name.split(".gate.")[0].rpartition(".")[0], name.rpartition(".")[2]
+        state[name] = stored.tensor(next(key for key in stored if key.startswith(f"{layer}.") and key.endswith(part)))
+    model.load_state_dict(state)
 
 
 class MoESFTTrainer(ResumingTrainer):
@@ -362,14 +379,29 @@ def _allowed_experts(expert_map: Mapping[str, Sequence[int]], n: int) -> torch.T
 
 
 def _freeze(model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str) -> None:
-    """Freeze what the stage does not train; what another stage froze before is trainable again."""
+    """
+    Freeze what the stage does not train; what an earlier stage froze is trainable again. The model keeps a note, as
+    routers may have been made anew since.
+
+    Raises:
+        ValueError: nothing is left to train.
+    """
+    before = model.__dict__.pop("_moe_stage", None)
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "_frozen_by_stage", False):
+        if before is not None and (name in before["names"] or (before["routers"] and name in routers)):
             parameter.requires_grad_(True)
-        rest = stage == "rest" and name in routers
-        parameter._frozen_by_stage = parameter.requires_grad and (rest or (stage == "routers" and name not in routers))  # type: ignore[attr-defined]
-        if parameter._frozen_by_stage:  # type: ignore[attr-defined]
-            parameter.requires_grad_(False)
+    frozen = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and stage != "joint" and (name in routers) == (stage == "rest")
+    }
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    if frozen:
+        names = frozen.keys() - routers.keys()
+        model.__dict__["_moe_stage"] = {"names": names, "routers": bool(frozen.keys() & routers.keys())}
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"MoESFTTrainer: training_stage={stage!r}: nothing is left to train; unfreeze what it trains")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from datasets import Dataset
 from native_case import DENSE, IDS, MOE, adapter, dense_model, logits, saved
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, init_attention_routers
@@ -132,6 +132,7 @@ def test_attention_routers_initialised_trained_and_exported(tokenizer, tmp_path)
 
 @pytest.mark.parametrize("kind, settings, message", [
     ("llama", {"mixing": "projection"}, "mixing='projection': .* no native MoE"),
+    ("llama", {"mixing": "projection", "num_experts": 1, "num_experts_pattern": {"mlp": 4}}, "mixing='projection'"),
     ("llama", {"router_type": "sigmoid"}, "router_type='sigmoid' does not fold"),
     ("llama", {"router_type": "mlp"}, "router_type='mlp' does not fold"),
     ("llama", {"router_type": "attention", "router_mixture": "max"}, "only 'sum' folds"),
@@ -173,12 +174,56 @@ def test_wrong_adapters_and_bases(tmp_path):
     shallow = saved(dense_model("llama", num_hidden_layers=1), tmp_path / "shallow")
     refused("has no such place; give the adapter's own base", shallow)
     wide = saved(dense_model("llama", intermediate_size=80), tmp_path / "wide")
-    refused("is for 48 features, .* has 80; give the adapter's own base", wide)
+    refused(r"has \[48\], the base has \[80\]; give the adapter's own base", wide)
     weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
     key = next(key for key in weights if "lora_B" in key)
     weights[key][0, 0, 0] = torch.inf
     save_file(weights, tmp_path / "adapter/adapter_model.safetensors")
     refused("holds NaN or infinity")
+
+
+def test_what_was_trained_whole_is_exported(tmp_path):
+    """The FFN of a layer without experts; the head of a model that ties it."""
+    for kind, whole in (("qwen3", "layers.0.mlp"), ("qwen2", "lm_head")):
+        name = saved(dense_model(kind), tmp_path / kind)
+        own = {"target_modules": ["mlp"], "layers_to_transform": [1], "modules_to_save": [whole]}
+        model = adapter(dense_model(kind), tmp_path / f"{kind}-adapter", name, **own)
+        out = export_adapter(tmp_path / f"{kind}-adapter", tmp_path / f"{kind}-moe")
+        expected = logits(model)
+        torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_no_tensor_is_trusted(tmp_path):
+    name = saved(dense_model("llama"), tmp_path / "base")
+    folder = tmp_path / "adapter"
+    adapter(dense_model("llama"), folder, name, modules_to_save=["lm_head"])
+    weights = load_file(folder / "adapter_model.safetensors")
+    key = "base_model.model.lm_head.weight"
+    for value, message in (
+        (weights[key] * torch.nan, "holds NaN"),
+        (torch.zeros(136, 32), r"has \[136, 32\], the base"),
+    ):
+        save_file({**weights, key: value}, folder / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            export_adapter(folder, tmp_path / "moe")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match="the adapter names no base model; give it"):
+        export_adapter(folder, tmp_path / "moe")
+    assert not list(tmp_path.glob("*moe*"))
+
+
+def test_companions_of_base_and_adapter(tokenizer, tmp_path):
+    base = dense_model("mistral")
+    base.generation_config.max_new_tokens = 7
+    name = saved(base, tmp_path / "base")
+    tokenizer.save_pretrained(name)
+    adapter(base, tmp_path / "adapter", name)
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    out = export_adapter(tmp_path / "adapter", tmp_path / "moe")
+    assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages }}"
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.max_new_tokens == 7
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -199,6 +244,8 @@ def test_command_exports_and_verifies(tokenizer, tmp_path, capsys):
     weights["model.layers.0.block_sparse_moe.experts.1.w2.weight"] *= 1.5
     save_file(weights, tmp_path / "moe/model.safetensors", metadata={"format": "pt"})
     assert verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9 w3"]).difference > 1e-2
+    main(["export", "--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "c"), "--verify", "w5 " * 200])
+    assert "200 tokens" in capsys.readouterr().out
     for arguments in (["--output", str(tmp_path / "moe")], ["--output", str(tmp_path / "b"), "--dtype", "int8"]):
         with pytest.raises(SystemExit) as ended:
             main(["export", "--adapter", str(tmp_path / "adapter"), *arguments])

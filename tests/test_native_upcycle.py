@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft.native import ExpertInit, UpcycleConfig, upcycle
+from moe_peft.native.checkpoint import whole_folder
 from moe_peft.native.families import FAMILIES
 from moe_peft.native.initialise import FFN, generator_for, shard_indices
 
@@ -237,6 +238,28 @@ def test_tokenizer_and_generation_config_come_along(folders, tokenizer, tmp_path
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.max_new_tokens == 7
 
 
+def test_fields_that_a_dense_class_does_not_know_do_not_matter(folders, tmp_path):
+    """Configs of real models have some (`use_mrope`, `is_llama_config`)."""
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    model.config.rope_interleaved = True
+    name = saved(model, tmp_path / "dense")
+    assert "rope_interleaved" in (tmp_path / "dense/config.json").read_text()
+    torch.testing.assert_close(logits(upcycle(name, tmp_path / "moe")), logits(name), rtol=0, atol=5e-5)
+
+
+def test_one_process_at_a_time_writes_a_folder(tmp_path):
+    inner = []
+    with whole_folder(tmp_path / "moe", "upcycle") as folder:
+        (folder / "model.safetensors").touch()
+        with (
+            pytest.raises(ValueError, match="another process is writing it"),
+            whole_folder(tmp_path / "moe", "upcycle"),
+        ):
+            inner.append(True)
+        assert (folder / "model.safetensors").exists()
+    assert not inner and [path.name for path in tmp_path.iterdir()] == ["moe"]
+
+
 def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_path):
     """SIGKILL while layers are written."""
     saved(dense_model("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=24), tmp_path / "dense")
@@ -262,7 +285,9 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
 @pytest.mark.parametrize("field, value, remedy", [
     ("num_experts", 0, "at least 1"), ("top_k", 9, "at most num_experts=8"), ("init", "coppy", "copy, noise"),
     ("router_init", "attention", "normal, uniform"), ("drop_rate", 1.5, "from 0 to 1"), ("noise_std", -1, "negative"),
-    ("router_init", "given", "goes with"), ("granularity", 0, "at least 1"),
+    ("router_init", "given", "goes with"), ("granularity", 0, "at least 1"), ("top_k", "two", "must be int"),
+    ("drop_rate", "0.5", "must be float"), ("top_k", 1.5, "must be int"), ("num_experts", True, "must be int"),
+    ("dtype", "bf16", "float32, bfloat16"), ("max_shard_size", "0GB", "above 0"),
 ])  # fmt: skip
 def test_wrong_settings(field, value, remedy):
     with pytest.raises(ValueError, match=f"upcycle: .*{remedy}"):
@@ -292,8 +317,8 @@ def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
     refused(tmp_path, "granularity=5: must divide .* 48", folders["llama"], granularity=5)
     refused(tmp_path, "init='checkpoints': give two", folders["llama"], init="checkpoints")
     refused(tmp_path, "has another architecture", [folders["llama"], folders["qwen3"]])
-    refused(tmp_path, "dtype='float9'", folders["llama"], dtype="float9")
-    refused(tmp_path, "max_shard_size='big'", folders["llama"], max_shard_size="big")
+    other = dense_model("mistral", rope_parameters={"rope_type": "default", "rope_theta": 9.0})
+    refused(tmp_path, "another architecture .*: rope_parameters", [folders["mistral"], saved(other, tmp_path / "rope")])
 
 
 def test_broken_checkpoints_are_refused(folders, tmp_path):
@@ -317,5 +342,7 @@ def test_broken_checkpoints_are_refused(folders, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match=r"output_dir=.*exists"):
         upcycle(folders["llama"], tmp_path / "there")
+    with pytest.raises(ValueError, match="layer 0 holds NaN"):
+        upcycle(folders["llama"], tmp_path / "moe", UpcycleConfig(), {0: torch.full((8, 32), torch.nan)})
     with pytest.raises(ValueError, match="layer 1 has no tensor"):
         upcycle(folders["llama"], tmp_path / "moe", UpcycleConfig(), {0: torch.zeros(8, 32)})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from conftest import tiny_llama
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from test_steering import NATIVE
 from transformers import (
     AutoModelForCausalLM,
@@ -222,6 +225,56 @@ def test_native_gates_are_initialised_trained_and_folded_back(kind, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(again(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-6)
+
+
+def test_a_copy_is_folded_and_the_original_goes_on(tmp_path):
+    model = native("qwen3_moe")
+    init_attention_routers(model, BATCHES, num_heads=2)
+    expected = model(input_ids=IDS).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(other(input_ids=IDS).logits, expected, rtol=0, atol=0)
+        fold_routers(other)
+        torch.testing.assert_close(other(input_ids=IDS).logits, expected, rtol=0, atol=0)
+        torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=0, atol=0)
+    model.save_pretrained(tmp_path)  # not folded: who knows nothing of queries and keys reads the right model
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-6)
+    fold_routers(model)
+
+
+def test_gates_that_peft_saves_whole_are_found_once():
+    model = get_peft_model(native("mixtral"), LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"]))
+    routers = native_routers(model)
+    assert len(routers) == 2 and all(p.requires_grad for router in routers for p in router.parameters())
+    init_attention_routers(model, BATCHES, num_heads=2)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for router in routers for p in router.parameters())
+
+
+def test_folding_leaves_modes_freezing_and_other_adapters_alone():
+    config = MoELoraConfig(num_experts=4, r=4, router_type="attention", router_jitter_noise=0.5, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(vocab=64), config)
+    model.add_adapter("other", config)
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_router.default" in name)
+    model.eval()
+    expected = model(input_ids=IDS).logits
+    fold_routers(model, "default")
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 and all("lora_router.default.weight" in name for name in trained)
+    assert config.router_type == "attention" and model.peft_config["other"].router_type == "attention"
+    assert model.peft_config["default"].router_type == "linear"
+
+
+@pytest.mark.parametrize("make, name, message", [
+    (adapter, "nope", "adapter_name='nope': no adapter with routers|no such adapter"),
+    (lambda: tiny_llama(vocab=64), None, "has no router"),
+])  # fmt: skip
+def test_what_cannot_be_folded_says_so(make, name, message):
+    with pytest.raises(ValueError, match=f"fold_routers: .*({message})"):
+        fold_routers(make(), name)
 
 
 def test_frozen_gates_stay_frozen_parameters():

@@ -13,7 +13,7 @@ from reference import assert_same, reference, run
 from test_numerics import D, dense_ffn, tensors
 from torch import nn
 
-from moe_peft import MoELoraConfig, allow_experts, fold_routers
+from moe_peft import MoELoraConfig, allow_experts, fold_routers, force_experts
 from moe_peft.adapter.ffn import find_layout
 from moe_peft.adapter.layer import MoELoraFFN, MoELoraLayer
 from moe_peft.routers import ROUTERS, RouterSettings, make_router
@@ -168,7 +168,9 @@ def test_folded_adapter_is_the_same_model_and_a_plain_one(kind, tmp_path):
     torch.testing.assert_close(adapted(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
     name = adapted.peft_config["default"].router_type
     assert name == ("linear" if kind.startswith(("attention", "locmoe")) else kind)
-    out = adapted(input_ids=IDS, labels=IDS)  # its new routers speak the protocol and are trained
+    out = adapted(
+        input_ids=IDS, labels=IDS, output_router_logits=True
+    )  # its new routers speak the protocol and are trained
     out.loss.backward()
     routers = [(n, p) for n, p in adapted.named_parameters() if "moe_lora_router" in n]
     assert len(out.router_logits) == len(routers) == 2 and all(p.grad.abs().sum() > 0 for _, p in routers)
@@ -227,6 +229,15 @@ def test_allowed_experts_are_chosen_by_the_routers_own_rule(kind):
         torch.testing.assert_close(made(x), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["soft", "top_p", "threshold"])
+def test_kinds_that_leave_experts_out_can_do_with_one(kind):
+    adapted = model(kind)
+    with allow_experts(adapted, [2]):
+        one = adapted(input_ids=IDS).logits
+    with force_experts(adapted, torch.full((3,), 2)):
+        torch.testing.assert_close(one, adapted(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_autocast_leaves_routers_in_float32():
     for kind in KINDS:
         made = layer(kind).float().router("default")
@@ -242,6 +253,7 @@ def test_soft_has_all_experts_and_layers_of_other_sizes_all_of_theirs():
 
 
 @pytest.mark.parametrize("settings, message", [
+    ({"router_type": ["mlp"]}, "router_type="),
     ({"router_type": "liner"}, "router_type='liner': use one of linear, mlp"),
     ({"router_type": "switch"}, "router_type='switch': .*mixing='projection'"),
     ({"router_type": "top_p", "router_threshold": 1.5}, r"router_threshold=1.5: use None or a number in \(0, 1\]"),

@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
-from moe_peft import MoELoraConfig
+from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
 from moe_peft.steering import router_parameters
 from moe_peft.trainer import MoESFTConfig, MoESFTTrainer, phase
 
@@ -59,11 +59,12 @@ def arguments(folder, cls=MoESFTConfig, **own):
     return cls(output_dir=str(folder), **{**defaults, **own})
 
 
-def make_trainer(folder, tokenizer, model=None, data=None, **own):
+def make_trainer(folder, tokenizer, model=None, data=None, eval_data=None, **own):
     return MoESFTTrainer(
         model=make_model() if model is None else model,
         args=arguments(folder, **own),
         train_dataset=Dataset.from_list(rows(24)) if data is None else data,
+        eval_dataset=eval_data,
         processing_class=tokenizer,
     )
 
@@ -344,12 +345,49 @@ def test_three_phases(tokenizer, tmp_path):
         assert (with_it - without).item() == pytest.approx(0.5 * factor * balance, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["adapter", "mixtral"])
+@pytest.mark.parametrize("kind", ["adapter", "mixtral", "attention gates"])
 def test_resumed_training_is_the_one_that_was_not_stopped(kind, tokenizer, tmp_path):
+    def model():
+        made = make_model(kind.replace("attention gates", "mixtral"))
+        if kind == "attention gates":
+            init_attention_routers(made, [{"input_ids": torch.arange(3, 60).view(3, -1)}], num_heads=1)
+        return made
+
     own = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, **LABELS}
-    whole = make_trainer(tmp_path / "a", tokenizer, make_model(kind), **own)
+    whole = make_trainer(tmp_path / "a", tokenizer, model(), **own)
     whole.train()
-    again = make_trainer(tmp_path / "b", tokenizer, make_model(kind), **own)
+    again = make_trainer(tmp_path / "b", tokenizer, model(), **own)
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
-    expected = whole.model.state_dict()
-    assert not changed(again.model, expected)
+    assert not changed(again.model, whole.model.state_dict())
+
+
+def test_the_best_of_a_native_moe_is_loaded_whole(tokenizer, tmp_path):
+    own = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
+        "learning_rate": 0.5, "load_best_model_at_end": True, **LABELS,
+    }  # fmt: skip
+    trainer = make_trainer(tmp_path, tokenizer, make_model("mixtral"), eval_data=Dataset.from_list(rows(6)), **own)
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert not best.endswith("-4")
+    assert not changed(trainer.model, type(trainer.model).from_pretrained(best).state_dict())
+
+
+@pytest.mark.parametrize("first, second", [("routers", "joint"), ("routers", "rest"), ("rest", "routers")])
+def test_stages_survive_folding_and_copying(first, second, tokenizer, tmp_path):
+    model = get_peft_model(
+        tiny_llama(), MoELoraConfig(num_experts=6, router_type="attention", router_num_heads=2, task_type="CAUSAL_LM")
+    )
+    make_trainer(tmp_path / "1", tokenizer, model, training_stage=first, **LABELS)
+    fold_routers(model)
+    model = copy.deepcopy(model)
+    make_trainer(tmp_path / "2", tokenizer, model, training_stage=second, **LABELS)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    routers = set(router_parameters(model))
+    assert bool(trained & routers) == (second != "rest") and bool(trained - routers) == (second != "routers")
+
+
+def test_nothing_to_train_is_said(tokenizer, tmp_path):
+    model = make_model("adapter").requires_grad_(False)
+    with pytest.raises(ValueError, match="training_stage='joint': nothing is left to train"):
+        make_trainer(tmp_path, tokenizer, model, **LABELS)

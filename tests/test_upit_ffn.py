@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiny_llama
 from datasets import Dataset
 from safetensors.torch import load_file
 from test_upit_resume import contents
 from torch.nn.functional import cross_entropy, softplus
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 from upit_case import make_case, rows, run_in_process
 
 from moe_peft.steering import router_parameters
 from moe_peft.upit import UpIT, recipe_from_dict
-from moe_peft.upit.ffn_stages import ExpertTrainer, RoutingVectors
+from moe_peft.upit.ffn_stages import ExpertTrainer, RoutingVectors, init_expert_routers, score_checkpoints
 from moe_peft.upit.plan import plan
 
 # Stage 1 has 24 steps; stage 3's four buckets of three seeds have 2 each; stage 4 has 18.
@@ -144,8 +148,7 @@ def test_loss_and_gradients_of_stage_3(case, tokenizer, tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none", remove_unused_columns=False)
     data = Dataset.from_list([{k: v for k, v in row.items() if k != "domain"} for row in rows(3)])
     trainer = ExpertTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, alpha=0.3)
-    trainer.train_dataset = trainer.train_dataset.add_column("expert", [0] * 3)
-    trainer.mark_experts()
+    trainer.set_experts(trainer.train_dataset, [0] * 3)
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
     loss = trainer.compute_loss(model, batch)
     loss.backward()
@@ -222,11 +225,50 @@ def test_methods_share_a_budget(method, own, stages, case, tmp_path):
     assert any(not torch.equal(value, base[name]) for name, value in model.state_dict().items() if name in base)
 
 
-def test_given_checkpoints(upit, case, tmp_path):
-    folders = [str(upit.root / "prepare/experts" / str(i)) for i in range(3)]
-    own = {"prepare": {"checkpoints": folders}}
-    pipeline = run(case, tmp_path, num_experts=3, **own)
-    assert list(pipeline.records) == ["router_init", "post_train", "evaluate"]
+def test_given_checkpoints_of_linked_files(upit, case, tmp_path):
+    """As a hub's cache has them."""
+    folders = []
+    for i in range(3):
+        folders.append(str(tmp_path / str(i)))
+        Path(folders[-1]).mkdir()
+        for path in (upit.root / "prepare/experts" / str(i)).iterdir():
+            Path(folders[-1], path.name).symlink_to(os.path.relpath(path, folders[-1]))
+    pipeline = run(case, tmp_path, **{"prepare": {"checkpoints": folders}})
+    assert list(pipeline.records) == ["expand", "router_init", "post_train", "evaluate"]
+    assert not any(path.is_symlink() for path in pipeline.root.rglob("*"))
+    wide = LlamaForCausalLM(LlamaConfig(**{**tiny_llama().config.to_dict(), "intermediate_size": 96}))
+    wide.save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match=r"prepare.checkpoints: .* architecture .*: intermediate_size=96 and 128"):
+        run(case, tmp_path / "b", **{"prepare": {"checkpoints": [folders[0], str(tmp_path / "wide")]}})
+
+
+def test_a_changed_moe_redoes_stage_4_alone(upit, case, tmp_path):
+    shutil.copytree(upit.root, tmp_path / "out")
+    before = (tmp_path / "out/router_init/stage.json").stat().st_mtime_ns
+    pipeline = run(case, tmp_path, moe={"top_k": 1, "dtype": "float32"})
+    assert (tmp_path / "out/router_init/stage.json").stat().st_mtime_ns == before
+    assert AutoModelForCausalLM.from_pretrained(pipeline.result).config.num_experts_per_tok == 1
+
+
+def test_one_model_at_a_time(upit, tmp_path):
+    """Models that are alive while the next one is loaded."""
+    mode, alive = upit.mode, []
+
+    def load(folder):
+        alive.append(sum(isinstance(x, LlamaForCausalLM) for x in gc.get_objects()))
+        return mode._load(folder)
+
+    args = upit.sft_config("router_init", tmp_path, num_train_epochs=1)
+    gc.collect()
+    before = sum(isinstance(x, LlamaForCausalLM) for x in gc.get_objects())
+    found = score_checkpoints(load, upit.mode.experts()[:3], mode.seed_data(), args, upit.tokenizer)
+    assert found.shape == (12, 3) and alive == [before] * 3
+    alive.clear()
+    folders = [upit.root / "expand/experts" / str(i) for i in range(3)]
+    init_expert_routers(
+        load, folders, [[0, 1], [2, 3], [4]], mode.seed_data(), args, upit.tokenizer, output_dir=tmp_path
+    )
+    assert alive == [before] * 3
 
 
 def test_plan_counts_what_is_trained(case, upit):
@@ -235,7 +277,7 @@ def test_plan_counts_what_is_trained(case, upit):
     moe = AutoModelForCausalLM.from_pretrained(upit.root / "model")
     ffns = sum(p.numel() for name, p in base.named_parameters() if ".mlp." in name)
     assert stages["prepare"].trainable == base.num_parameters()
-    assert stages["router_init"].trainable == ffns + 2 * 64
+    assert stages["router_init"].trainable == ffns + 2 * 64 and stages["router_init"].steps == 8
     assert stages["post_train"].trainable == moe.num_parameters()
     assert {name: stage.steps for name, stage in stages.items() if name != "router_init"} == {
         name: upit.records[name]["metrics"]["steps"] for name in ("prepare", "post_train")
@@ -253,6 +295,10 @@ def test_plan_counts_what_is_trained(case, upit):
     ({"model": {"name_or_path": "x", "quantization": {"load_in_4bit": True}}}, "model.quantization"),
     ({"expand": {"similarity": "update"}}, "expand.similarity='update'"),
     ({"prepare": {"adapters": ["x"]}}, r"prepare.adapters=\['x'\]: must be null"),
+    ({"moe": {"dtype": "bf16"}}, "dtype='bf16': use float32"),
+    ({"moe": {"top_k": "two"}}, "top_k='two': must be int"),
+    ({"moe": {"router_aux_loss_coef": -1}}, "moe.router_aux_loss_coef=-1"),
+    ({"method": "upcycle_sft", "moe": {"init": "checkpoints"}}, "moe.init='checkpoints': must be another"),
     ({"mode": "lora", "moe": {"top_k": 2}}, "moe.top_k: unknown key"),
     ({"mode": "lora", "moe": {}, "prepare": {"checkpoints": ["x"]}}, r"prepare.checkpoints=\['x'\]: must be null"),
 ])  # fmt: skip

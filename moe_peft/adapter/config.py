@@ -88,7 +88,7 @@ class MoELoraConfig(PeftConfig):
         router_threshold: With `"top_p"` the probability that the chosen experts reach (None: 0.8), with `"threshold"`
             the one that an expert must have (None: 1/n).
         router_capacity_factor: With `"switch"`: in training an expert takes at most this times its even share of a
-            batch's tokens; the rest get no update. None: no limit.
+            batch's tokens (padding counts: pack, or pad on the right); the rest get no update. None: no limit.
         router_num_heads: With `"attention"`: routers in the mixture. None: as many as experts.
         router_mixture: With `"attention"`: `"sum"` of the routers' scores, which can be folded into a linear gate, or
             `"max"`.
@@ -148,6 +148,7 @@ class MoELoraConfig(PeftConfig):
         self._check()
         if self.router_type == "soft":
             self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
+            self.router_aux_loss_coef = 0.0  # a constant where all experts are chosen
 
     def _check(self) -> None:
         for names, allowed, remedy in _ALLOWED:
@@ -250,7 +251,7 @@ _ALLOWED: list[tuple[str, Callable[[Any], bool], str]] = [
     ("lora_dropout router_jitter_noise", lambda v: _is_number(v) and 0 <= v < 1, "use a number in [0, 1)"),
     ("router_aux_loss_coef", lambda v: _is_number(v) and v >= 0, "use 0 (off) or a positive number"),
     ("use_rslora normalize_top_k", lambda v: isinstance(v, bool), "use True or False"),
-    ("router_type", lambda v: v in ROUTERS, f"use one of {', '.join(ROUTERS)}"),
+    ("router_type", lambda v: isinstance(v, str) and v in ROUTERS, f"use one of {', '.join(ROUTERS)}"),
     ("router_threshold", lambda v: v is None or (_is_number(v) and 0 < v <= 1), "use None or a number in (0, 1]"),
     ("router_capacity_factor", lambda v: v is None or (_is_number(v) and v > 0), "use None or a number above 0"),
     ("router_num_heads", lambda v: v is None or _is_count(v), "use None or a whole number of at least 1"),

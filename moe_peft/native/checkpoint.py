@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 INDEX = "model.safetensors.index.json"
@@ -38,7 +39,7 @@ class Checkpoint:
     def __init__(self, folder: Path, caller: str) -> None:
         self.folder, self.caller = folder, caller
         if (folder / INDEX).is_file():
-            files = json.loads((folder / INDEX).read_text())["weight_map"]
+            files = json.loads((folder / INDEX).read_text()).get("weight_map", {})
         elif (folder / SINGLE).is_file():
             files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         else:
@@ -59,11 +60,19 @@ class Checkpoint:
         return iter(self.files)
 
     def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._open(self.files[name]).get_slice(name).get_shape())
+        return torch.Size(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        found = self._open(self.files[name]).get_slice(name).get_dtype()
+        found = self._slice(name).get_dtype()
         return next(dtype for dtype, known in _NAMES.items() if known == found)
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._open(self.files[name]).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self.caller}: {self.folder / self.files[name]} lacks {name}, which its index names"
+            ) from error
 
     def tensor(self, name: str) -> torch.Tensor:
         """
@@ -136,9 +145,14 @@ class ShardedWriter:
         file, place = self._places[name]
         dtype = self._tensors[name][0]
         data = tensor.detach().to("cpu", dtype).contiguous().flatten()
+        size = data.numel() * dtype.itemsize
+        if size > self._left[name]:
+            raise ValueError(
+                f"{name}: {tuple(tensor.shape)} is more than its place {tuple(self._tensors[name][1])} holds"
+            )
         file.seek(place + start * dtype.itemsize)
         file.write(data.view(torch.uint8).numpy().data)
-        self._left[name] -= data.numel() * dtype.itemsize
+        self._left[name] -= size
 
     def __enter__(self) -> ShardedWriter:
         return self
@@ -159,17 +173,23 @@ def whole_folder(output_dir: Path, caller: str) -> Iterator[Path]:
     A folder to fill, which gets its name when the block ends well. What a killed run left is removed by the next.
 
     Raises:
-        ValueError: `output_dir` exists.
+        ValueError: `output_dir` exists, or another process is filling it.
     """
     if output_dir.exists():
         raise ValueError(f"{caller}: output_dir={str(output_dir)!r} exists; choose another name, or remove it")
     partial = output_dir.with_name(f".{output_dir.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(partial.with_suffix(".lock"), timeout=0)
     try:
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(f"{caller}: output_dir={str(output_dir)!r}: another process is writing it") from error
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
         yield partial
         partial.rename(output_dir)
     finally:
-        if partial.exists():
-            shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.with_suffix(".lock").unlink(missing_ok=True)
+        lock.release()

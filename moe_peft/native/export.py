@@ -55,7 +55,7 @@ def export_adapter(
         ValueError: what the adapter or the base has that a native MoE cannot hold, by name; nothing is written then.
     """
     config = _read_config(adapter)
-    dense = open_dense(os.fspath(base or config.base_model_name_or_path), family, "export")
+    dense = open_dense(_base_name(config, base), family, "export", None if base else config.revision)
     kind = dense.family
     content = _read_adapter(os.fspath(adapter), config, dense)
     spec = content.spec
@@ -75,7 +75,7 @@ def export_adapter(
         kind,
         moe,
         content,
-        Path(adapter) if (Path(adapter) / "tokenizer_config.json").is_file() else dense.folder,
+        [dense.folder, Path(adapter)],
         Path(output_dir),
         parse_dtype(dtype, dense.config, "export"),
         parse_size(max_shard_size, "export"),
@@ -107,11 +107,14 @@ def verify_export(
     Raises:
         ValueError: there is no text.
     """
-    if not any(texts):
+    source = _base_name(_read_config(adapter), base)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(os.fspath(exported))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"export: verify: {exported} has no tokenizer, as adapter and base have none") from error
+    ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
+    if not ids:
         raise ValueError("export: verify: no text; give at least one")
-    source = os.fspath(base or _read_config(adapter).base_model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(os.fspath(exported))
-    ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts if text]
     precision = getattr(torch, dtype)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=precision)
     ours = _logits(PeftModel.from_pretrained(model, os.fspath(adapter)), ids)
@@ -154,7 +157,9 @@ class _Adapted:
         return self.routers[layer]
 
     def experts(self, layer: int) -> Iterator[FFN]:
-        ffn, module = self.dense.ffn(layer), _MLP.format(layer=layer)
+        names = [DENSE_NAME.format(layer=layer, projection=projection) for projection in PROJECTIONS]
+        ffn = FFN(*(self.state.get(name, w) for name, w in zip(names, self.dense.ffn(layer), strict=True)))
+        module = _MLP.format(layer=layer)
         if layer not in self.routers:
             spec = self.specs.get(layer)
             yield ffn if spec is None else self._expert(ffn, module, 0, spec.scaling)
@@ -185,12 +190,14 @@ def _read_config(adapter: str | os.PathLike) -> MoELoraConfig:
         raise ValueError(f"export: adapter {str(adapter)!r}: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(config, MoELoraConfig):
         raise ValueError(f"export: adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
-    if config.mixing != "output" and config.num_experts > 1:
-        raise ValueError(
-            f"export: mixing={config.mixing!r}: the FFN's non-linearity stands between the experts' updates, so no "
-            "native MoE computes this; train with mixing='output'"
-        )
     return config
+
+
+def _base_name(config: MoELoraConfig, base: str | os.PathLike | None) -> str:
+    name = base or config.base_model_name_or_path
+    if not name:
+        raise ValueError("export: base=None: the adapter names no base model; give it")
+    return os.fspath(name)
 
 
 def _read_adapter(adapter: str, config: MoELoraConfig, dense: DenseModel) -> _Adapted:
@@ -201,27 +208,22 @@ def _read_adapter(adapter: str, config: MoELoraConfig, dense: DenseModel) -> _Ad
         raise ValueError(f"export: adapter {adapter!r} cannot be read ({error}); save it again") from error
     state = {key.removeprefix(_PREFIX): tensor for key, tensor in loaded.items()}
     layers = {_MLP.format(layer=layer): layer for layer in range(dense.config.num_hidden_layers)}
+    shapes = dense.shapes()
     content = _Adapted(dense, config.expert_spec(""), {}, {}, state, {})
-    for key in state:
-        module, _, kind = key.partition(".moe_lora_")
-        weight = (
-            DENSE_NAME.format(layer=layers[module], projection="up_proj") if module in layers else f"{module}.weight"
-        )
-        if not kind and key in dense.tensors.files:
-            continue  # a module trained and saved whole
-        if not kind or weight not in dense.tensors.files:
-            raise ValueError(f"export: {key}: the base {dense.folder} has no such place; give the adapter's own base")
-        if not state[key].isfinite().all():
+    for key, tensor in state.items():
+        if not tensor.isfinite().all():
             raise ValueError(f"export: {key} holds NaN or infinity; save the adapter again")
+        module, _, kind = key.partition(".moe_lora_")
         matrix, _, projection = kind.partition(".")
+        if not kind:  # a module trained and saved whole
+            _check_size(key, tuple(tensor.shape), tuple(shapes.get(key, ())))
+            continue
+        weight = (
+            DENSE_NAME.format(layer=layers[module], projection=projection) if module in layers else f"{module}.weight"
+        )
         if matrix in ("A", "B"):
-            own = DENSE_NAME.format(layer=layers[module], projection=projection) if module in layers else weight
-            size = dense.tensors.shape(own)[1 if matrix == "A" else 0]
-            if state[key].shape[-1] != size:
-                raise ValueError(
-                    f"export: {key}: {matrix} is for {state[key].shape[-1]} features, {own} has {size}; give the "
-                    "adapter's own base"
-                )
+            size = shapes.get(weight, (0, 0))[1 if matrix == "A" else 0]
+            _check_size(key, (tensor.shape[-1],), (size,) if weight in shapes else ())
         spec = config.expert_spec(module)
         if module in layers:
             content.specs[layers[module]] = spec
@@ -236,6 +238,12 @@ def _read_adapter(adapter: str, config: MoELoraConfig, dense: DenseModel) -> _Ad
     return content
 
 
+def _check_size(key: str, own: tuple[int, ...], place: tuple[int, ...]) -> None:
+    if own != place:
+        there = f"the base has {list(place)}" if place else "the base has no such place"
+        raise ValueError(f"export: {key} has {list(own)}, {there}; give the adapter's own base")
+
+
 def _read_routers(content: _Adapted, config: MoELoraConfig) -> None:
     routed = {layer: spec for layer, spec in sorted(content.specs.items()) if spec.num_experts > 1}
     if not routed:
@@ -243,6 +251,11 @@ def _read_routers(content: _Adapted, config: MoELoraConfig) -> None:
     first = content.spec = next(iter(routed.values()))
     d = content.dense.config.hidden_size
     for layer, spec in routed.items():
+        if spec.mixing != "output":
+            raise ValueError(
+                f"export: mixing={spec.mixing!r}: the FFN's non-linearity stands between the experts' updates, so no "
+                "native MoE computes this; train with mixing='output'"
+            )
         if (spec.num_experts, spec.top_k) != (first.num_experts, first.top_k):
             raise ValueError(
                 f"export: num_experts: layer {layer} has {spec.num_experts}, another {first.num_experts}; a native MoE "

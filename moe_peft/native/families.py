@@ -210,7 +210,8 @@ def _carried(family: Family, dense: PreTrainedConfig, refuse: Callable[[str, str
     values, defaults = dense.to_dict(), type(dense)().to_dict()
     known = set(CONFIG_MAPPING[family.model_type]().to_dict()) | set(family.keeps)
     for key, value in values.items():
-        if key not in known | _NOT_CARRIED and value != defaults.get(key):
+        # What the dense class does not declare, its model does not read.
+        if key in defaults and key not in known | _NOT_CARRIED and value != defaults[key]:
             refuse(f"{key}={value!r} of the dense model", "has no such setting")
     carried = {key: value for key, value in values.items() if key in known - _NOT_CARRIED}
     layer_types = values.get("layer_types")

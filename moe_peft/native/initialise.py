@@ -96,13 +96,13 @@ def _copy(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Gene
 
 
 def _noise(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
-    return FFN(*(w + _normal(w, generator) * (init.noise_scale * w.float().std()) for w in ffn))
+    return FFN(*(w.float() + _normal(w, generator) * (init.noise_scale * w.float().std()) for w in ffn))
 
 
 def _random_noise(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
     def noisy(w: torch.Tensor) -> torch.Tensor:
         chosen = torch.rand(w.shape, generator=generator) < init.noise_share
-        return torch.where(chosen, w + _normal(w, generator) * init.noise_std, w)
+        return torch.where(chosen, w.float() + _normal(w, generator) * init.noise_std, w.float())
 
     return FFN(*map(noisy, ffn))
 
@@ -136,7 +136,7 @@ def _drop(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Gene
 
 
 def _normal(w: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.empty(w.shape).normal_(generator=generator).to(w.dtype)
+    return torch.empty(w.shape).normal_(generator=generator)
 
 
 _METHODS: dict[str, Callable[[ExpertInit, FFN, int, int, torch.Generator], FFN]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -28,6 +28,16 @@ from .initialise import (
     zero_ffn,
 )
 from .writing import DenseModel, open_dense, parse_dtype, parse_size, write_moe
+
+# What models must have in common for their average to make sense.
+_SAME = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window", "tie_word_embeddings",
+)  # fmt: skip
+# What a field may hold, by its default's type.
+_KINDS: dict[type, tuple[type, ...]] = {
+    int: (int,), float: (float, int), bool: (bool,), str: (str,), type(None): (str, type(None)),
+}  # fmt: skip
 
 
 @dataclass
@@ -75,6 +85,13 @@ class UpcycleConfig:
     seed: int = field(default=0, metadata={"help": "Seed of everything random."})
 
     def __post_init__(self) -> None:
+        for own in fields(self):
+            kinds = _KINDS[type(own.default)]
+            value = getattr(self, own.name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                self._refuse(own.name, f"must be {' or '.join(kind.__name__ for kind in kinds)}")
+        parse_dtype(self.dtype, None, "upcycle")
+        parse_size(self.max_shard_size, "upcycle")
         for name in ("num_experts", "top_k", "granularity"):
             if getattr(self, name) < 1:
                 self._refuse(name, "use a whole number of at least 1")
@@ -124,9 +141,8 @@ def upcycle(
     if not names:
         raise ValueError("upcycle: models=[]: give at least one dense model")
     sources = [open_dense(name, config.family, "upcycle") for name in names]
-    for name, source in zip(names[1:], sources[1:], strict=True):
-        if set(source.tensors) != set(sources[0].tensors) or _shape_key(source) != _shape_key(sources[0]):
-            raise ValueError(f"upcycle: models: {name} has another architecture than {names[0]}; give models of one")
+    for source in sources[1:]:
+        check_same_architecture(source, sources[0], "upcycle: models")
     dense = sources[0].config
     family, moe = upcycled_config(dense, config)
     given = router_weights if router_weights is not None else _read_routers(config)
@@ -135,7 +151,7 @@ def upcycle(
         family,
         moe,
         content,
-        sources[0].folder,
+        [sources[0].folder],
         Path(output_dir),
         parse_dtype(config.dtype, dense, "upcycle"),
         parse_size(config.max_shard_size, "upcycle"),
@@ -194,6 +210,8 @@ class _Upcycled:
         dense = self.sources[0].config
         for layer in range(dense.num_hidden_layers):
             shape = (self.config.num_experts, dense.hidden_size)
+            if layer in routers and not routers[layer].isfinite().all():
+                raise ValueError(f"upcycle: router_weights: layer {layer} holds NaN or infinity; give other ones")
             if layer not in routers or tuple(routers[layer].shape) != shape:
                 has = f"shape {tuple(routers[layer].shape)}" if layer in routers else "no tensor"
                 raise ValueError(f"upcycle: router_weights: layer {layer} has {has}; give {shape} for every layer")
@@ -243,9 +261,18 @@ class _Upcycled:
         return wide.scaled(2 / (1 + c.num_shared_experts) if c.weight_scaling else 1.0)
 
 
-def _shape_key(model: DenseModel) -> tuple[object, ...]:
-    c = model.config
-    return (c.model_type, c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.vocab_size)
+def check_same_architecture(model: DenseModel, other: DenseModel, what: str) -> None:
+    """
+    Raises:
+        ValueError: the models' tensors could not be averaged to one that makes sense.
+    """
+    ours, theirs = model.config.to_dict(), other.config.to_dict()
+    for name in _SAME:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"{what}: {model.folder} has another architecture than {other.folder}: {name}={ours.get(name)!r} and "
+                f"{theirs.get(name)!r}; give models of one"
+            )
 
 
 def _read_routers(config: UpcycleConfig) -> dict[int, torch.Tensor] | None:

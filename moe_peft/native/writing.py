@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,8 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                "vocab.txt", "merges.txt", "chat_template*", "*.tiktoken", "additional_chat_templates")  # fmt: skip
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 @dataclass(frozen=True)
 class DenseModel:
@@ -38,6 +40,15 @@ class DenseModel:
         if name == HEAD and name not in self.tensors.files:
             name = EMBEDDINGS
         return self.tensors.tensor(name)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of every tensor, the head too where it is tied."""
+        f, d = self.config.intermediate_size, self.config.hidden_size
+        shapes = backbone_shapes(self.config)
+        for layer in range(self.config.num_hidden_layers):
+            for projection, shape in _shapes(f, d).items():
+                shapes[DENSE_NAME.format(layer=layer, projection=projection)] = shape
+        return shapes
 
     def ffn(self, layer: int) -> FFN:
         return FFN(*(self.tensors.tensor(DENSE_NAME.format(layer=layer, projection=p)) for p in PROJECTIONS))
@@ -55,21 +66,23 @@ class Content(Protocol):
     def shared(self, layer: int) -> FFN: ...  # only asked for where the config has a shared expert
 
 
-def open_dense(model: str, family: str | None, caller: str) -> DenseModel:
+def open_dense(model: str, family: str | None, caller: str, revision: str | None = None) -> DenseModel:
     """
     A dense model's folder, or its name on the hub, whose safetensors are downloaded then.
 
     Args:
         family: the wanted MoE's model type; None takes the one that fits.
+        revision: of a model on the hub.
 
     Raises:
         ValueError: no family holds it, it is not there, is quantized, or its safetensors are not those of its config.
     """
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, revision=revision or "main")
         folder = Path(model)
         if not folder.is_dir():
-            folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", *_COMPANIONS]))
+            wanted = ["*.json", "*.safetensors", *_COMPANIONS]
+            folder = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (OSError, ValueError) as error:
         raise ValueError(f"{caller}: model {model!r}: {' '.join(str(error).split())[:200]}") from error
     if getattr(config, "quantization_config", None) is not None:
@@ -77,10 +90,8 @@ def open_dense(model: str, family: str | None, caller: str) -> DenseModel:
     kind = find_family(config.model_type, family, caller)
     tensors = Checkpoint(folder, caller)
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    shapes = {name: shape for name, shape in backbone_shapes(config).items() if not (tied and name == HEAD)}
-    for layer in range(config.num_hidden_layers):
-        for projection, shape in _shapes(config.intermediate_size, config.hidden_size).items():
-            shapes[DENSE_NAME.format(layer=layer, projection=projection)] = shape
+    dense = DenseModel(folder, config, tensors, kind)
+    shapes = {name: shape for name, shape in dense.shapes().items() if not (tied and name == HEAD)}
     for name, shape in shapes.items():
         if name not in tensors.files:
             raise ValueError(f"{caller}: {folder} has no tensor {name}; is the checkpoint whole?")
@@ -91,21 +102,22 @@ def open_dense(model: str, family: str | None, caller: str) -> DenseModel:
     unknown = [name for name in tensors if name not in shapes and not name.endswith("rotary_emb.inv_freq")]
     if unknown and unknown != [HEAD]:
         raise ValueError(f"{caller}: {folder}: tensors that a native MoE has no place for: {sorted(unknown)[:3]}")
-    return DenseModel(folder, config, tensors, kind)
+    return dense
 
 
 def write_moe(
     family: Family,
     config: PreTrainedConfig,
     content: Content,
-    companions: Path,
+    companions: Sequence[Path],
     output_dir: Path,
     dtype: torch.dtype,
     max_shard_size: int,
     caller: str,
 ) -> Path:
     """
-    Write a MoE folder: weights in the names on disk, config, and what lies beside the weights in `companions`.
+    Write a MoE folder: weights in the names on disk, config, and what lies beside the weights in the folders
+    `companions`, a later one's files over an earlier one's.
 
     Raises:
         ValueError: `output_dir` exists, or the dense backbone is not the MoE's.
@@ -119,9 +131,11 @@ def write_moe(
                 writer.write(name, content.backbone(name))
             for layer in tqdm(range(config.num_hidden_layers), desc=f"{caller}: layers"):
                 _write_layer(writer, family, config, content, layer)
-        for pattern in _COMPANIONS:
-            for path in companions.glob(pattern):
-                (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name)
+        for path in (path for source in companions for pattern in _COMPANIONS for path in source.glob(pattern)):
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            else:
+                shutil.copy(path, folder / path.name)
         config.save_pretrained(folder)
         add_older_names(folder / "config.json", family, config)
     return output_dir
@@ -140,27 +154,21 @@ def add_older_names(path: Path, family: Family, config: PreTrainedConfig) -> Non
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def parse_size(size: int | str, caller: str) -> int:
+def parse_size(size: str, caller: str) -> int:
     """Bytes of `"5GB"`, `"200MB"` or a number."""
-    try:
-        for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-            if isinstance(size, str) and size.upper().endswith(unit):
-                return int(float(size[:-2]) * factor)
-        return int(size)
-    except ValueError as error:
-        raise ValueError(f"{caller}: max_shard_size={size!r}: give bytes, or a number with KB, MB or GB") from error
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("", 1)):
+        number = size[: len(size) - len(unit)]
+        if size.upper().endswith(unit) and number.replace(".", "", 1).isdigit() and float(number) * factor >= 1:
+            return int(float(number) * factor)
+    raise ValueError(f"{caller}: max_shard_size={size!r}: give a number above 0 with KB, MB or GB")
 
 
-def parse_dtype(name: str | None, config: PreTrainedConfig, caller: str) -> torch.dtype:
-    """The dtype of that name; the model's own if None."""
-    dtype = config.dtype if name is None else getattr(torch, name, None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        if name is None:
-            return torch.float32
-        raise ValueError(f"{caller}: dtype={name!r}: use float32, bfloat16 or float16")
-    return dtype
+def parse_dtype(name: str | None, config: PreTrainedConfig | None, caller: str) -> torch.dtype:
+    """The dtype of that name; the model's own (float32, if it has none) if None."""
+    if name is not None and name not in _DTYPES:
+        raise ValueError(f"{caller}: dtype={name!r}: use {', '.join(_DTYPES)}")
+    found = getattr(config, "dtype", None) if name is None else name
+    return _DTYPES.get(str(found).removeprefix("torch."), torch.float32)
 
 
 def _plan(family: Family, config: PreTrainedConfig, backbone: dict[str, torch.Size]) -> dict[str, torch.Size]:

@@ -231,7 +231,11 @@ class Recipe:
             unset = self.prepare.checkpoints is None
             return [("prepare.checkpoints", self.prepare.checkpoints, unset, "null, or mode 'ffn'")]
         init, similarity = self.router_init, self.expand.similarity
+        coef = self.moe.get("router_aux_loss_coef", 0.01)
+        several = self.moe.get("init") != "checkpoints" or self.kind in ("upit", "self_moe")
         return [
+            ("moe.router_aux_loss_coef", coef, type(coef) in (int, float) and coef >= 0, "0 or a positive number"),
+            ("moe.init", self.moe.get("init"), several, "another: this method has one checkpoint"),
             ("prepare.adapters", self.prepare.adapters, self.prepare.adapters is None, "null, or mode 'lora'"),
             ("model.quantization", self.model.quantization, not self.model.quantization, "null: all weights train"),
             ("router_init.objective", init.objective, init.objective == "positive", "'positive': experts train apart"),
@@ -266,6 +270,8 @@ class Recipe:
     def upcycle_config(self, **own: Any) -> UpcycleConfig:
         """The native MoE's configuration."""
         settings = {key: value for key, value in self.moe.items() if key != "router_aux_loss_coef"}
+        if self.model.dtype != "auto":
+            settings.setdefault("dtype", self.model.dtype)
         return UpcycleConfig(**{"num_experts": max(self.num_experts, 2), "seed": self.seed, **settings, **own})
 
 

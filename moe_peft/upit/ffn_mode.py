@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from ..native.families import FAMILIES
-from ..native.upcycle import upcycle, upcycled_config
-from ..native.writing import add_older_names
+from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
+from ..native.writing import add_older_names, open_dense
 from ..report import plot_shares
 from ..steering import router_parameters
 from . import inputs
@@ -31,6 +31,15 @@ _ROUTERS = "routers.safetensors"
 
 class FFNMode(Mode):
     result = "model"
+
+    def check(self) -> None:
+        r = self.recipe
+        if r.kind == "dense":
+            return
+        upcycled_config(inputs.load_config(r.model), r.upcycle_config())
+        base = open_dense(str(inputs.model_folder(r.model)), r.moe.get("family"), "upit")
+        for folder in r.prepare.given or []:
+            check_same_architecture(open_dense(folder, r.moe.get("family"), "upit"), base, "prepare.checkpoints")
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         data, order = self.prepare_data()
@@ -106,7 +115,7 @@ class FFNMode(Mode):
         if PartialState().is_main_process and not assembled.exists():
             self._assemble(assembled)
         PartialState().wait_for_everyone()
-        model = AutoModelForCausalLM.from_pretrained(assembled, dtype="auto")
+        model = self._load(assembled)
         model.config.output_router_logits = True  # TRL adds the balancing loss then
         model.config.router_aux_loss_coef = r.moe.get("router_aux_loss_coef", 0.01)
         trained = post_train(
@@ -173,7 +182,7 @@ class FFNMode(Mode):
         r = self.recipe
         seed = inputs.stage_seed(r, "post_train")
         if r.kind == "fresh":
-            upcycle(str(inputs.model_folder(r.model)), folder, r.upcycle_config(seed=seed))
+            upcycle(inputs.model_folder(r.model), folder, r.upcycle_config(seed=seed))
             return
         if "router_init" in self.run.records:
             stage = self.root / "router_init"

@@ -8,6 +8,7 @@ Checkpoints are read tensor by tensor; one model is in memory at a time.
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,8 +117,9 @@ class RoutingVectors(nn.Module):
 
     def _recorder(self, layer: int) -> Callable[[nn.Module, tuple], None]:
         def record(ffn: nn.Module, args: tuple) -> None:
-            x_TD = args[0].reshape(-1, args[0].shape[-1])
-            self.scores.append((x_TD.float() @ self.weight[layer].float()).unsqueeze(1))
+            x_TD = args[0].reshape(-1, args[0].shape[-1]).float()
+            # No matrix product: autocast would make it one in half precision.
+            self.scores.append((x_TD * self.weight[layer].float()).sum(-1, keepdim=True))
 
         return record
 
@@ -160,6 +162,8 @@ def score_checkpoints(
         )
         losses_S1, counts_S = example_losses(trainer, trainer.train_dataset)
         columns.append((losses_S1.squeeze(1) / counts_S).exp())
+        del trainer
+        _free()
     return torch.stack(columns, dim=1)
 
 
@@ -218,16 +222,24 @@ def init_expert_routers(
             _write_expert(last, folder, target)
         trainer.accelerator.wait_for_everyone()
         logs.append(trained)
+        del trainer, model
+        _free()
     by_layer = torch.stack(vectors, dim=1)  # [L, n, d]
     return ExpertRouters([root / str(i) for i in range(len(experts))], dict(enumerate(by_layer)), logs)
 
 
 def _train_on(trainer: ExpertTrainer, examples: list[int]) -> Trained:
     """Train on examples in the given order."""
-    trainer.train_dataset = trainer.train_dataset.select(examples).add_column("expert", [0] * len(examples))
-    trainer.mark_experts()
+    trainer.set_experts(trainer.train_dataset.select(examples), [0] * len(examples))
     trainer.args.max_steps = -(-len(examples) // step_rows(trainer.args))
     return train(trainer)
+
+
+def _free() -> None:
+    """Trainers and models refer to each other; the next one needs the room."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _write_expert(trained: Checkpoint, source: Path, target: Path) -> None:

@@ -33,6 +33,14 @@ class Mode:
     def __init__(self, run: UpIT) -> None:
         self.run, self.recipe, self.root = run, run.recipe, run.root
 
+    def check(self) -> None:
+        """
+        Before any stage.
+
+        Raises:
+            ValueError: the recipe does not fit the base.
+        """
+
     def prepare(self, folder: Path) -> dict[str, Any]:
         raise NotImplementedError
 

@@ -20,7 +20,6 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from ..native.upcycle import upcycled_config
 from . import inputs
 from .buckets import label_buckets
 from .config import Recipe, as_dict
@@ -142,8 +141,7 @@ class UpIT:
             `<output_dir>/model`, a native MoE.
         """
         self.join_processes()
-        if self.recipe.mode == "ffn":  # what no native MoE holds should be known before any training
-            upcycled_config(inputs.load_config(self.recipe.model), self.recipe.upcycle_config())
+        self.mode.check()
         self.root.mkdir(parents=True, exist_ok=True)
         self.records = {}
         for name in self.stage_names():
@@ -184,7 +182,7 @@ class UpIT:
             settings["sft"] = {**r.sft, **settings.get("sft", {})}
             settings["adapter"] = r.adapter
             settings["experts"] = "copies" if r.copies else "checkpoints"
-            if r.mode == "ffn":
+            if r.mode == "ffn" and name == "post_train":
                 settings["moe"] = r.moe
         if name in ("prepare", "router_init", "post_train"):
             settings["seed"] = inputs.stage_seed(r, name)

@@ -63,6 +63,9 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
         if name == "router_init":
             seen = inputs.seed_count(r, rows) * r.router_init.num_train_epochs
             steps = -(-seen // batch)
+            if r.mode == "ffn":  # experts train one by one
+                bucket = -(-inputs.seed_count(r, rows) // r.num_experts)
+                steps = r.num_experts * -(-bucket * r.router_init.num_train_epochs // batch)
         else:
             steps = max(1, round(epochs * rows / batch))
             if name == "prepare":

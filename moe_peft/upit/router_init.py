@@ -99,6 +99,7 @@ class RouterInitTrainer(SFTTrainer):
     """
 
     data_collator: Any
+    train_dataset: Any
 
     def __init__(self, *args: Any, alpha: float = 0.5, objective: Objective = "positive", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,8 +110,11 @@ class RouterInitTrainer(SFTTrainer):
         with force_experts(self.model, inputs["expert"].to(self.args.device)):  # around backward: checkpointing
             return super().training_step(model, inputs, *args, **kwargs)
 
-    def mark_experts(self) -> None:
-        """Hand on the column `expert` of the training data."""
+    def set_experts(self, dataset: Dataset, experts: Sequence[int]) -> None:
+        """Train on these rows, each forced to its expert."""
+        if "expert" in dataset.column_names:  # the user's, of which no trainer knows
+            dataset = dataset.remove_columns("expert")
+        self.train_dataset = dataset.add_column("expert", list(experts))
         self.data_collator = _ExpertCollator(self.data_collator)
 
     def run_model(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[Any, Sequence[torch.Tensor]]:
@@ -205,9 +209,7 @@ def init_router(
     seeds = trainer.train_dataset
     found, perplexity = _fill_buckets(trainer, num_experts, buckets, capacity, label_column, expert_map)
     schedule = bucket_schedule(found, max(1, round(args.num_train_epochs)), args.seed)
-    scheduled = seeds.select([example for example, _ in schedule])
-    trainer.train_dataset = scheduled.add_column("expert", [expert for _, expert in schedule])
-    trainer.mark_experts()
+    trainer.set_experts(seeds.select([example for example, _ in schedule]), [expert for _, expert in schedule])
     trainer.args.max_steps = -(-len(schedule) // step_rows(trainer.args))  # the schedule holds all epochs
     return RouterInit(found, perplexity, train(trainer))
 

@@ -125,9 +125,10 @@ def copy_result(checkpoint: Path, folder: Path) -> None:
 
 def link_weights(source: str, target: str) -> None:
     """A copy of a file; weights, which may be large and are not edited, are linked where the file system can do it."""
+    Path(target).unlink(missing_ok=True)  # never write into a file that may be linked from elsewhere
     if source.endswith(".safetensors"):
         try:
-            os.link(source, target)
+            os.link(os.path.realpath(source), target)
             return
         except OSError:
             pass

@@ -104,6 +104,8 @@ def _export(options: argparse.Namespace) -> None:
 
 def _upit(options: argparse.Namespace) -> None:
     try:  # heavy, and optional for the rest of the package
+        from accelerate import PartialState
+
         from .upit.config import load_recipe
         from .upit.pipeline import UpIT
         from .upit.summary import print_plan, print_summary
@@ -115,3 +117,4 @@ def _upit(options: argparse.Namespace) -> None:
     else:
         pipeline.run()
         print_summary(pipeline)
+        PartialState().destroy_process_group()

@@ -62,6 +62,7 @@ def test_what_else_an_adapter_may_have(kind, settings, tmp_path):
     {"normalize_top_k": False},
     {"target_modules": ["mlp"], "layers_to_transform": [1]},
     {"num_experts_pattern": {r"layers\.0\.mlp": 1}},
+    {"target_modules": ["layers.1.mlp", "layers.0.mlp.up_proj"], "num_experts_pattern": {"up_proj": 1}},
 ], ids=str)  # fmt: skip
 def test_what_qwen_moes_can_hold(kind, settings, tmp_path):
     """Gates that do not sum to 1; layers without experts."""

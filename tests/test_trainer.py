@@ -194,6 +194,7 @@ trainer = make_trainer(
 trainer.train()
 if trainer.accelerator.is_main_process:
     torch.save((trainer.model.state_dict(), trainer.state.log_history), {folder!r} + "/trained.pt")
+torch.distributed.destroy_process_group()
 """
 
 

@@ -158,7 +158,7 @@ class _Adapted:
 
     def experts(self, layer: int) -> Iterator[FFN]:
         names = [DENSE_NAME.format(layer=layer, projection=projection) for projection in PROJECTIONS]
-        ffn = FFN(*(self.state.get(name, w) for name, w in zip(names, self.dense.ffn(layer), strict=True)))
+        ffn = FFN(*map(self.backbone, names))
         module = _MLP.format(layer=layer)
         if layer not in self.routers:
             spec = self.specs.get(layer)

@@ -8,7 +8,9 @@ scaling (He et al., 2024), several checkpoints as experts (Branch-Train-MiX, UpI
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from .initialise import (
 )
 from .writing import DenseModel, open_dense, parse_dtype, parse_size, write_moe
 
+_THREADS = 4  # as many FFNs may be in memory
 # What models must have in common for their average to make sense.
 _SAME = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -234,20 +237,33 @@ class _Upcycled:
         return weight_ND.repeat_interleave(c.granularity, dim=0)
 
     def experts(self, layer: int) -> Iterator[FFN]:
+        """Made by a few threads, ahead of the writing: drawing random numbers takes longer than writing them."""
+        workers = min(_THREADS, os.cpu_count() or 1)
+        pending: deque[Future[FFN]] = deque()
+        with ThreadPoolExecutor(workers) as pool:
+            for ffn, place in self._parts(layer):
+                pending.append(pool.submit(self._expert, layer, ffn, place))
+                if len(pending) > workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+
+    def _parts(self, layer: int) -> Iterator[tuple[FFN, int]]:
+        """The dense FFN, or the part of one, that each expert is made of; and the expert's index."""
         c, m = self.config, self.config.granularity
-        # Gates sum to 1, so m·k fine experts add up to a k·m-th of k whole ones; shared experts add as many again.
-        factor = m / (1 + c.num_shared_experts) if c.weight_scaling else 1.0
-        read: dict[int, FFN] = {}
         for expert in range(c.num_experts):
             source = expert % len(self.sources)
-            if source not in read:
-                read = {source: self.sources[source].ffn(layer)}
-            shards = shard_indices(read[source].gate.shape[0], m, generator_for(c.seed, layer, expert, "shards"))
+            if expert < len(self.sources) or len(self.sources) > 1:
+                ffn = self.sources[source].ffn(layer)
+            shards = shard_indices(ffn.gate.shape[0], m, generator_for(c.seed, layer, expert, "shards"))
             for part, index in enumerate(shards):
-                ffn = read[source] if m == 1 else read[source].neurons(index)
-                place = expert * m + part
-                made = self.init.make(ffn, place, c.num_experts * m, generator_for(c.seed, layer, place))
-                yield made.scaled(factor)
+                yield (ffn if m == 1 else ffn.neurons(index)), expert * m + part
+
+    def _expert(self, layer: int, ffn: FFN, place: int) -> FFN:
+        c, m = self.config, self.config.granularity
+        made = self.init.make(ffn, place, c.num_experts * m, generator_for(c.seed, layer, place))
+        # Gates sum to 1, so m·k fine experts add up to a k·m-th of k whole ones; shared experts add as many again.
+        return made.scaled(m / (1 + c.num_shared_experts) if c.weight_scaling else 1.0)
 
     def shared(self, layer: int) -> FFN:
         c, dense = self.config, self.sources[0].config

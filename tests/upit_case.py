@@ -95,7 +95,7 @@ def _points() -> dict[str, tuple[Any, str]]:
     from transformers import Trainer
 
     import moe_peft.upit.expand
-    import moe_peft.upit.pipeline
+    import moe_peft.upit.lora_mode
     import moe_peft.upit.router_init
     import moe_peft.upit.stages
     from moe_peft.upit.training import _Checkpoints
@@ -108,7 +108,7 @@ def _points() -> dict[str, tuple[Any, str]]:
         "writing an expert": (moe_peft.upit.expand, "save_file"),
         "writing json": (moe_peft.upit.stages, "write_json"),
         "renaming a stage": (Path, "rename"),
-        "evaluating": (moe_peft.upit.pipeline, "plot_shares"),
+        "evaluating": (moe_peft.upit.lora_mode, "plot_shares"),
         "removing": (moe_peft.upit.stages.shutil, "rmtree"),
     }
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
 from moe_peft.native import UpcycleConfig, upcycle
-from moe_peft.trainer import ResumingTrainer
+from moe_peft.resuming import ResumingTrainer
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.scoring import example_losses
 

@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from .adapter.layer import MoELoraFFN
+from .modes import evaluating
 from .routers import AttentionRouter, LinearRouter, Mixture, RouterSettings, folded_weight
 from .steering import adapter_layers, native_routers, router_sizes
 
@@ -275,12 +276,9 @@ def _weight(linear: Any) -> torch.Tensor:
         return linear.weight.float()
     bias = getattr(linear, "bias", None)
     dtype = torch.float32 if bias is None else bias.dtype
-    training, linear.training = linear.training, True  # as in `_mean_keys`
-    try:
-        unit_DD = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
+    unit_DD = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
+    with evaluating(linear):
         columns_DH = linear(unit_DD).float()
-    finally:
-        linear.training = training
     return (columns_DH if bias is None else columns_DH - bias.float()).T
 
 
@@ -299,27 +297,20 @@ def _mean_keys(model: nn.Module, attentions: list[Any], batches: Iterable[Mappin
     whole: Any = model
     backbone = (whole.get_base_model() if hasattr(model, "get_base_model") else whole).base_model
     device = next(backbone.parameters()).device
-    # Dropout off, but linears as in training: one of bitsandbytes, run in evaluation mode on a CPU, repacks its 4-bit
-    # weight for inference, and no gradient passes it any more.
-    modes = [(module, module.training) for module in model.modules()]
     adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     handles = [_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
     try:
-        for module, _ in modes:
-            leaf = not any(True for _ in module.children())
-            module.training = leaf and not isinstance(module, nn.Dropout)
         for layer, _ in adapters:
             layer._disable_adapters = True
         for batch in batches:
             given = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
             mask_BS1 = given.get("attention_mask", torch.ones_like(given["input_ids"])).unsqueeze(-1).double()
             tokens = tokens + mask_BS1.sum()
-            backbone(**given, use_cache=False)
+            with evaluating(model):
+                backbone(**given, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes:
-            module.training = mode
         for layer, disabled in adapters:
             layer._disable_adapters = disabled
     if not tokens:

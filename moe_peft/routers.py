@@ -210,18 +210,17 @@ class AttentionRouter(Router):
         scores_TMK = query_TMW @ (self.key.to(x_TD.dtype).flatten(0, 1).T / math.sqrt(width))
         return scores_TMK.view(-1, m, *self.key.shape[:2]).amax(dim=(1, 3))
 
-    def fold(self) -> torch.Tensor:
+    @property
+    def no_fold(self) -> str:  # type: ignore[override]
         if self.settings.mixture == "max":
-            raise ValueError(
-                "router_type='attention' does not fold into a linear gate: with router_mixture='max' the best of "
-                "several routers counts, which is not linear; only 'sum' folds"
-            )
+            return "with router_mixture='max' the best of several routers counts, which is not linear; only 'sum' folds"
         if self.key.shape[1] > 1:
-            raise ValueError(
-                "router_type='attention' does not fold into a linear gate: the best of an expert's "
-                f"{self.key.shape[1]} keys counts, which is not linear; use router_num_heads of at most num_experts"
-            )
-        return folded_weight(self.query.detach().double(), self.key.detach().double())
+            keys = self.key.shape[1]
+            return f"the best of an expert's {keys} keys counts, which is not linear; use at most num_experts heads"
+        return ""
+
+    def _folded(self) -> torch.Tensor:
+        return folded_weight(self.query.double(), self.key.double())
 
 
 def folded_weight(query_1WD: torch.Tensor, key_N1W: torch.Tensor) -> torch.Tensor:

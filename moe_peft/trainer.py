@@ -18,18 +18,17 @@ from typing import Any, Literal
 
 import torch
 from datasets import Dataset
-from peft import PeftModel
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer, pack_dataset
+from trl import SFTConfig, pack_dataset
 
 from .analysis import record_routing
-from .native.checkpoint import Checkpoint
 from .report import plot_load_over_time
+from .resuming import ResumingTrainer
 from .routing import balancing_loss, compliance, entropies, expert_counts, label_losses, load_health, z_losses
-from .steering import native_routers, router_parameters, router_sizes
+from .steering import router_parameters, router_sizes
 
 _NO_LABEL = -1
 # Where a phase ends, as a share of the training; factors of the learning rate, the balancing loss and the z-loss in it.
@@ -85,36 +84,6 @@ class MoESFTConfig(SFTConfig):
             raise ValueError(
                 f"MoESFTConfig: lr_scheduler_type={self.lr_scheduler_type!r}: the schedule 'three_phase' sets the rate"
             )
-
-
-class ResumingTrainer(SFTTrainer):
-    """
-    `SFTTrainer` that goes on with native MoEs, too. transformers' own (5.23) loads a checkpoint's tensors by the names
-    they have on disk, and so leaves the experts, which have others in memory, as they were.
-    """
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        model = self.model if model is None else model
-        if not native_routers(model) or isinstance(model, PeftModel) or self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        _load_native(model, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        if not native_routers(self.model) or isinstance(self.model, PeftModel) or self.is_fsdp_enabled:
-            super()._load_best_model()
-            return
-        _load_native(self.model, self.state.best_model_checkpoint)
-
-
-def _load_native(model: Any, folder: str) -> None:
-    """A checkpoint's weights into a native MoE, queries and keys of attention gates included."""
-    state = type(model).from_pretrained(folder, dtype="auto").state_dict()
-    stored = Checkpoint(Path(folder), "resume")
-    for name in model.state_dict().keys() - state.keys():
-        layer, part = name.split(".gate.")[0].rpartition(".")[0], name.rpartition(".")[2]
-        state[name] = stored.tensor(next(key for key in stored if key.startswith(f"{layer}.") and key.endswith(part)))
-    model.load_state_dict(state)
 
 
 class MoESFTTrainer(ResumingTrainer):

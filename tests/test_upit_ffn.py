@@ -17,7 +17,7 @@ from test_upit_resume import contents
 from torch.nn.functional import cross_entropy, softplus
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
-from upit_case import make_case, rows, run_in_process
+from upit_case import make_case, rows, run, run_as_two_processes, run_in_process
 
 from moe_peft.steering import router_parameters
 from moe_peft.upit import UpIT, recipe_from_dict
@@ -38,12 +38,6 @@ def settings_in(folder, tokenizer, **own):
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tokenizer):
     return settings_in(tmp_path_factory.mktemp("case"), tokenizer)
-
-
-def run(case, folder, **settings):
-    pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(folder / "out"), **settings}))
-    pipeline.run()
-    return pipeline
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +201,7 @@ def test_assembly_stacks_experts_and_averages_the_rest(upit, tmp_path):
 def test_methods_share_a_budget(method, own, stages, case, tmp_path):
     pipeline = run(case, tmp_path, method=method, **own)
     assert list(pipeline.records) == [*stages, "evaluate"]
+    assert method != "upit" or pipeline.records["router_init"]["metrics"]["steps"] == 4 * 3
     steps = sum(pipeline.records[name]["metrics"]["steps"] for name in stages if name != "router_init")
     assert steps == (48 if method != "upit" else 36)  # stage 3's passes over 12 seeds are taken from stage 4's
     model = AutoModelForCausalLM.from_pretrained(pipeline.root / "model")
@@ -313,6 +308,22 @@ def test_a_base_that_no_native_moe_holds_is_refused_before_any_training(case, to
     with pytest.raises(ValueError, match="'gpt2' model does not become a native MoE"):
         run(case, tmp_path, model={"name_or_path": str(tmp_path / "gpt2")})
     assert not (tmp_path / "out").exists()
+
+
+def test_several_processes_do_what_one_does(case, tmp_path):
+    """Half the batch each: the same batches, so the same result up to rounding."""
+    # SGD: Adam blows rounding up where gradients are near zero. All experts at once: rounding may choose other ones.
+    sft = {**case["sft"], "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0}
+    # Four passes over buckets of three: whole batches, as accelerate fills the last one up with rows from the first.
+    init = {**case["router_init"], "num_train_epochs": 4}
+    settings = {**case, "sft": sft, "router_init": init, "moe": {"top_k": 4}, "output_dir": str(tmp_path / "two/out")}
+    run_as_two_processes(settings, tmp_path)
+    one = run(settings, tmp_path / "one", sft={**sft, "per_device_train_batch_size": 4})
+    for stage in ("prepare/experts/2", "expand/experts/3", "router_init/experts/1", "post_train/model"):
+        alone, two = weights(one.root / stage), weights(tmp_path / "two/out" / stage)
+        assert two.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
 
 
 # --- killed ---------------------------------------------------------------------------------------------------------

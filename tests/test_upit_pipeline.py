@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from conftest import tiny_llama
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-from upit_case import make_case
+from upit_case import make_case, run, run_as_two_processes
 
 import moe_peft
 from moe_peft.adapter.layer import MoELoraLayer
@@ -33,12 +31,6 @@ WEIGHTS = "adapter_model.safetensors"
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tokenizer):
     return make_case(tmp_path_factory.mktemp("case"), tokenizer)
-
-
-def run(case, folder, **settings):
-    pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(folder / "out"), **settings}))
-    pipeline.run()
-    return pipeline
 
 
 @pytest.fixture(scope="module")
@@ -419,13 +411,7 @@ def test_several_processes_do_what_one_does(case, upit, tmp_path):
         "output_dir": str(tmp_path / "two"),
         "adapter": {"r": 4, "lora_alpha": 8, "top_k": 4},
     }
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump(settings))
-    # `accelerate launch --cpu` starts one process whatever one asks for, hence torch's own launcher.
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moe_peft", "upit"]
-    result = subprocess.run(
-        [sys.executable, *command, "--config", str(tmp_path / "two.yaml")], capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_as_two_processes(settings, tmp_path)
     one = {**settings, "sft": {**sft, "per_device_train_batch_size": 4}, "output_dir": str(tmp_path / "one")}
     UpIT(recipe_from_dict(one)).run()
     for stage, tolerance in (("prepare/experts/2", 1e-5), ("router_init/adapter", 1e-5), ("post_train/adapter", 1e-4)):

@@ -7,12 +7,17 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from conftest import tiny_llama
 from transformers import PreTrainedTokenizerBase
+
+from moe_peft.upit import UpIT, recipe_from_dict
 
 DOMAINS = ("a", "b", "c")
 
@@ -61,6 +66,24 @@ def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
     }
 
 
+def run(case: dict[str, Any], folder: Path, **settings: Any) -> UpIT:
+    """Run the recipe, with other settings, to `folder/out`."""
+    pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(folder / "out"), **settings}))
+    pipeline.run()
+    return pipeline
+
+
+def run_as_two_processes(settings: dict[str, Any], folder: Path) -> None:
+    """Run the recipe by the command line in two processes over gloo."""
+    (folder / "two.yaml").write_text(yaml.safe_dump(settings))
+    # `accelerate launch --cpu` starts one process whatever one asks for, hence torch's own launcher.
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moe_peft", "upit"]
+    result = subprocess.run(
+        [sys.executable, *command, "--config", str(folder / "two.yaml")], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 # --- a process that kills itself ------------------------------------------------------------------------------------
 
 
@@ -79,8 +102,6 @@ def run_in_process(settings: dict[str, Any], folder: Path, kill: tuple[str, int]
 
 
 def _run(settings: dict[str, Any], folder: str, kill: tuple[str, int] | None) -> None:
-    from moe_peft.upit import UpIT, recipe_from_dict
-
     os.chdir(folder)
     logging.disable()
     _count_steps()
@@ -95,7 +116,7 @@ def _points() -> dict[str, tuple[Any, str]]:
     from transformers import Trainer
 
     import moe_peft.upit.expand
-    import moe_peft.upit.lora_mode
+    import moe_peft.upit.mode
     import moe_peft.upit.router_init
     import moe_peft.upit.stages
     from moe_peft.upit.training import _Checkpoints
@@ -108,7 +129,7 @@ def _points() -> dict[str, tuple[Any, str]]:
         "writing an expert": (moe_peft.upit.expand, "save_file"),
         "writing json": (moe_peft.upit.stages, "write_json"),
         "renaming a stage": (Path, "rename"),
-        "evaluating": (moe_peft.upit.lora_mode, "plot_shares"),
+        "evaluating": (moe_peft.upit.mode, "plot_shares"),
         "removing": (moe_peft.upit.stages.shutil, "rmtree"),
     }
 

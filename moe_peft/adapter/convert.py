@@ -89,21 +89,28 @@ def lora_to_moe(
         **settings,
     )
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
-    layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
-    with torch.no_grad():
-        for layer in layers.values():
-            for weights in layer.expert_parameters(adapter_name):
-                for weight in weights.values():
-                    weight.zero_()
-        for i, lora in enumerate(loras):
-            for module, A in lora.A.items():
-                owner, projection = places[module]
-                factor = lora.scaling(module) / scaling
-                B = lora.B[module] if factor == 1 else lora.B[module] * factor
-                A_all, B_all = layers[owner].expert_parameters(adapter_name)
-                A_all[projection][i, : A.shape[0]] = A
-                B_all[projection][i, : A.shape[0]] = B.T
+    _fill_experts(peft_model, adapter_name, loras, places, scaling)
     return peft_model
+
+
+@torch.no_grad()
+def _fill_experts(
+    model: PeftModel, adapter_name: str, loras: Sequence[_Lora], places: dict[str, tuple[str, str]], scaling: float
+) -> None:
+    """Expert i is LoRA i, padded with zeros; B takes up what its scaling differs."""
+    layers = {name: m for name, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
+    for layer in layers.values():
+        for weights in layer.expert_parameters(adapter_name):
+            for weight in weights.values():
+                weight.zero_()
+    for i, lora in enumerate(loras):
+        for module, A in lora.A.items():
+            owner, projection = places[module]
+            factor = lora.scaling(module) / scaling
+            B = lora.B[module] if factor == 1 else lora.B[module] * factor
+            A_all, B_all = layers[owner].expert_parameters(adapter_name)
+            A_all[projection][i, : A.shape[0]] = A
+            B_all[projection][i, : A.shape[0]] = B.T
 
 
 def expert_to_lora(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..modes import evaluating
+
 
 @dataclass(frozen=True)
 class FFNLayout:
@@ -118,18 +120,11 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
     if device.type == "meta" or any(_is_sharded(p) for p in ffn.parameters()):
         return True
     x = torch.randn(1, 4, in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    modes = [(module, module.training) for module in ffn.modules()]
-    # Dropout off, but the projections as in training: a 4-bit linear of bitsandbytes that runs once in evaluation mode
-    # on a CPU repacks its weight for inference, and no gradient passes it any more.
-    for module, _ in modes:
-        module.training = module is not ffn and not isinstance(module, nn.Dropout)
     try:
-        own, ours = ffn(x), dense_forward(layout, ffn, x)
+        with evaluating(ffn):
+            own, ours = ffn(x), dense_forward(layout, ffn, x)
     except TypeError:  # the block wants other arguments than its input
         return False
-    finally:
-        for module, mode in modes:
-            module.training = mode
     if not isinstance(own, torch.Tensor) or own.shape != ours.shape:
         return False
     tolerance = max(1e-5, 8 * torch.finfo(own.dtype).eps)

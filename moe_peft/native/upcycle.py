@@ -149,7 +149,7 @@ def upcycle(
     dense = sources[0].config
     family, moe = upcycled_config(dense, config)
     given = router_weights if router_weights is not None else _read_routers(config)
-    content = _Upcycled(sources, config, family, given)
+    content = _Upcycled(sources, config, given)
     return write_moe(
         family,
         moe,
@@ -194,10 +194,9 @@ class _Upcycled:
         self,
         sources: list[DenseModel],
         config: UpcycleConfig,
-        family: Family,
         routers: Mapping[int, torch.Tensor] | None,
     ) -> None:
-        self.sources, self.config, self.family, self.routers = sources, config, family, routers
+        self.sources, self.config, self.routers = sources, config, routers
         self.init = ExpertInit(
             config.init,  # type: ignore[arg-type]
             config.noise_scale,
@@ -252,9 +251,8 @@ class _Upcycled:
         """The dense FFN, or the part of one, that each expert is made of; and the expert's index."""
         c, m = self.config, self.config.granularity
         for expert in range(c.num_experts):
-            source = expert % len(self.sources)
-            if expert < len(self.sources) or len(self.sources) > 1:
-                ffn = self.sources[source].ffn(layer)
+            if expert == 0 or len(self.sources) > 1:
+                ffn = self.sources[expert % len(self.sources)].ffn(layer)
             shards = shard_indices(ffn.gate.shape[0], m, generator_for(c.seed, layer, expert, "shards"))
             for part, index in enumerate(shards):
                 yield (ffn if m == 1 else ffn.neurons(index)), expert * m + part

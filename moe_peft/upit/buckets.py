@@ -6,11 +6,13 @@ A bucket is the list of an expert's example indices. S seed examples, n experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+from datasets import Dataset
 
+BucketKind = Literal["perplexity", "relative", "label", "random", "none"]
 Buckets = list[list[int]]
 
 
@@ -87,6 +89,40 @@ def label_buckets(
             raise ValueError(f"expert_map: no experts for the label {label!r} of example {example}; add it")
         buckets[min(expert_map[label], key=lambda i: (len(buckets[i]), i))].append(example)
     return buckets
+
+
+def fill_buckets(
+    seeds: Dataset,
+    num_experts: int,
+    kind: BucketKind,
+    perplexities: Callable[[], torch.Tensor],
+    *,
+    seed: int,
+    capacity: int | None = None,
+    label_column: str | None = None,
+    expert_map: Mapping[Any, Sequence[int]] | None = None,
+) -> tuple[Buckets, torch.Tensor | None]:
+    """
+    The seed examples in buckets.
+
+    Args:
+        seeds: tokenized, as they are trained on.
+        perplexities: finds the experts' [S, n]; called only where they decide.
+
+    Returns:
+        the buckets, and the perplexities where they decided.
+    """
+    if kind in ("perplexity", "relative"):
+        perplexity_SN = perplexities()
+        ranked_SN = relative_perplexity(perplexity_SN) if kind == "relative" else perplexity_SN
+        return perplexity_buckets(ranked_SN, capacity), perplexity_SN
+    if kind == "label":
+        if label_column is None or label_column not in seeds.column_names:
+            raise ValueError(f"label_column={label_column!r}: buckets='label' needs a column of the data")
+        return label_buckets(seeds[label_column], num_experts, expert_map), None
+    if kind == "random":
+        return random_buckets(len(seeds), num_experts, seed), None
+    raise ValueError(f"buckets={kind!r}: use 'perplexity', 'relative', 'label' or 'random', or leave this stage out")
 
 
 def bucket_schedule(buckets: Buckets, epochs: int, seed: int) -> list[tuple[int, int]]:

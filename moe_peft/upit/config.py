@@ -24,8 +24,9 @@ from trl import SFTConfig
 from ..adapter.config import MoELoraConfig
 from ..experts import Expansion, Similarity
 from ..native.upcycle import UpcycleConfig
+from .buckets import BucketKind
 from .prepare import Selection
-from .router_init import BucketKind, Objective
+from .router_init import Objective
 
 Method = Literal["upit", "self_moe", "lora", "loramoe_pt", "loramoe_sft", "sft", "upcycle_pt", "upcycle_sft"]
 # What the methods of both modes have in common: "dense" makes no MoE, "fresh" begins with new experts (LoRAs, or copies

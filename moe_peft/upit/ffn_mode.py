@@ -9,22 +9,18 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..native.families import FAMILIES
 from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
 from ..native.writing import add_older_names, open_dense
-from ..report import plot_shares
 from ..steering import router_parameters
 from . import inputs
-from .buckets import label_buckets, perplexity_buckets, random_buckets, relative_perplexity
-from .evaluate import evaluate
-from .ffn_stages import expand_checkpoints, init_expert_routers, score_checkpoints
+from .buckets import fill_buckets
+from .ffn_stages import expand_checkpoints, init_expert_routers, score_checkpoints, tokenize
 from .mode import Mode, metrics, write_buckets
 from .post_train import post_train
-from .prepare import prepare_experts
 from .stages import STATE
-from .training import copy_result
 
 _ROUTERS = "routers.safetensors"
 
@@ -40,25 +36,6 @@ class FFNMode(Mode):
         base = open_dense(str(inputs.model_folder(r.model)), r.moe.get("family"), "upit")
         for folder in r.prepare.given or []:
             check_same_architecture(open_dense(folder, r.moe.get("family"), "upit"), base, "prepare.checkpoints")
-
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        data, order = self.prepare_data()
-        num_experts, num_checkpoints, selection = self.selection()
-        prepared = prepare_experts(
-            inputs.load_model(self.recipe.model),
-            data,
-            self.run.sft_config("prepare", folder, **order),
-            None,
-            self.run.tokenizer,
-            output_dir=folder,
-            num_experts=num_experts,
-            num_checkpoints=num_checkpoints,
-            selection=selection,
-        )
-        if self.recipe.kind == "dense" and PartialState().is_main_process:  # this stage's model is the result
-            copy_result(prepared.trained.checkpoints[max(prepared.trained.checkpoints)], folder / "model")
-        PartialState().wait_for_everyone()
-        return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
     def expand(self, folder: Path) -> dict[str, Any]:
         section = self.recipe.expand
@@ -82,15 +59,18 @@ class FFNMode(Mode):
         args = self.run.sft_config(
             "router_init", folder, num_train_epochs=section.num_train_epochs, packing=False, padding_free=False
         )
-        data, experts, perplexity = self.seed_data(), self.experts(), None
-        if section.buckets == "label":
-            buckets = label_buckets(data[r.data.label_column], r.num_experts, section.expert_map)
-        elif section.buckets == "random":
-            buckets = random_buckets(len(data), r.num_experts, args.seed)
-        else:
-            perplexity = self._perplexities(folder, data, experts, args)
-            ranked = relative_perplexity(perplexity) if section.buckets == "relative" else perplexity
-            buckets = perplexity_buckets(ranked, section.capacity)
+        experts = self.experts()
+        data = tokenize(self._load, experts[0], self.seed_data(), args, self.run.tokenizer)
+        buckets, perplexity = fill_buckets(
+            data,
+            r.num_experts,
+            section.buckets,
+            lambda: self._perplexities(folder, data, experts, args),
+            seed=args.seed,
+            capacity=section.capacity,
+            label_column=r.data.label_column,
+            expert_map=section.expert_map,
+        )
         found = init_expert_routers(
             self._load,
             experts,
@@ -106,8 +86,10 @@ class FFNMode(Mode):
             save_file({str(layer): weight.contiguous() for layer, weight in found.vectors.items()}, folder / _ROUTERS)
             write_buckets(folder, buckets, perplexity)
         PartialState().wait_for_everyone()
-        last = found.trained[-1] if found.trained else None
-        return {"bucket_sizes": [len(bucket) for bucket in buckets], **({} if last is None else metrics(last))}
+        result: dict[str, Any] = {"bucket_sizes": [len(bucket) for bucket in buckets]}
+        if found.trained:  # of the last expert; steps of all
+            result |= {**metrics(found.trained[-1]), "steps": sum(max(t.checkpoints) for t in found.trained)}
+        return result
 
     def post_train(self, folder: Path) -> dict[str, Any]:
         r = self.recipe
@@ -134,15 +116,8 @@ class FFNMode(Mode):
         PartialState().wait_for_everyone()
         return metrics(trained)
 
-    def evaluate(self, folder: Path) -> dict[str, Any]:
-        r = self.recipe
-        model = self._load(self.root / ("prepare" if r.kind == "dense" else "post_train") / "model")
-        assert self.run.eval_data is not None
-        args, base = self.run.sft_config("evaluate", folder), inputs.load_model(r.model)
-        losses, shares = evaluate(model, self.run.eval_data, args, self.run.tokenizer, r.data.label_column, base)
-        if args.should_save and shares:
-            plot_shares(shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
-        return {"loss": losses, "shares": {domain: share.tolist() for domain, share in shares.items()}}
+    def load_result(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+        return self._load(folder), inputs.load_model(self.recipe.model)
 
     def sizes(self, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         base = model.num_parameters()
@@ -191,5 +166,4 @@ class FFNMode(Mode):
         else:
             experts, own = self.experts(), {}
         experts = experts[:1] if r.copies else experts
-        set_seed(seed)
         upcycle(experts, folder, r.upcycle_config(seed=seed, **own))

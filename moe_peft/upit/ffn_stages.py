@@ -115,11 +115,13 @@ class RoutingVectors(nn.Module):
         for layer in range(config.num_hidden_layers):
             model.get_submodule(f"model.layers.{layer}.mlp").register_forward_pre_hook(self._recorder(layer))
 
-    def _recorder(self, layer: int) -> Callable[[nn.Module, tuple], None]:
-        def record(ffn: nn.Module, args: tuple) -> None:
-            x_TD = args[0].reshape(-1, args[0].shape[-1]).float()
+    def _recorder(self, layer: int) -> Callable[[nn.Module, tuple], tuple]:
+        def record(ffn: nn.Module, args: tuple) -> tuple:
             # No matrix product: autocast would make it one in half precision.
-            self.scores.append((x_TD * self.weight[layer].float()).sum(-1, keepdim=True))
+            score = (args[0].float() * self.weight[layer].float()).sum(-1, keepdim=True)
+            self.scores.append(score.reshape(-1, 1))
+            # The same input, but tied to the score: DistributedDataParallel takes what no output depends on for unused.
+            return (args[0] + 0 * score.to(args[0].dtype),)
 
         return record
 
@@ -145,6 +147,20 @@ class ExpertRouters:
     experts: list[Path]
     vectors: dict[int, torch.Tensor]
     trained: list[Trained]
+
+
+def tokenize(
+    load: Callable[[Path], PreTrainedModel],
+    expert: Path,
+    dataset: Dataset,
+    args: SFTConfig,
+    processing_class: PreTrainedTokenizerBase,
+) -> Dataset:
+    """The examples as TRL prepares them, which drops those without anything to learn."""
+    trainer = SFTTrainer(
+        model=load(expert), args=copy.copy(args), train_dataset=dataset, processing_class=processing_class
+    )
+    return trainer.train_dataset
 
 
 def score_checkpoints(
@@ -187,7 +203,8 @@ def init_expert_routers(
 
     Args:
         load: makes a model of a folder.
-        buckets: indices into `dataset` of each expert. An expert without examples keeps its values.
+        buckets: of each expert, indices into `dataset`. An expert without examples keeps its values.
+        dataset: tokenized examples.
         args: how to train each; its `num_train_epochs` counts passes over a bucket, its `output_dir` gets a folder for
             each.
         output_dir: gets `experts/0`, …: model folders.

@@ -6,21 +6,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 
 from ..adapter.convert import lora_to_moe
-from ..report import plot_shares
 from . import inputs
-from .evaluate import evaluate
 from .expand import expand_experts
 from .mode import Mode, metrics, write_buckets
 from .post_train import post_train
-from .prepare import prepare_experts
 from .router_init import init_router
-from .training import copy_result
 
 # MoELoraConfig fields that follow from the experts when LoRA adapters are stacked.
 _FROM_EXPERTS = ("r", "lora_alpha", "use_rslora", "target_projections", "init_lora_weights")
@@ -28,26 +23,6 @@ _FROM_EXPERTS = ("r", "lora_alpha", "use_rslora", "target_projections", "init_lo
 
 class LoraMode(Mode):
     result = "adapter"
-
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        data, order = self.prepare_data()
-        model = inputs.load_model(self.recipe.model)
-        num_experts, num_checkpoints, selection = self.selection()
-        prepared = prepare_experts(
-            model,
-            data,
-            self.run.sft_config("prepare", folder, **order),
-            self.lora_config(model),
-            self.run.tokenizer,
-            output_dir=folder,
-            num_experts=num_experts,
-            num_checkpoints=num_checkpoints,
-            selection=selection,
-        )
-        if self.recipe.kind == "dense" and PartialState().is_main_process:  # this stage's adapter is the result
-            copy_result(prepared.trained.checkpoints[max(prepared.trained.checkpoints)], folder / "adapter")
-        PartialState().wait_for_everyone()
-        return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
     def expand(self, folder: Path) -> dict[str, Any]:
         section = self.recipe.expand
@@ -113,15 +88,8 @@ class LoraMode(Mode):
         )
         return metrics(trained)
 
-    def evaluate(self, folder: Path) -> dict[str, Any]:
-        last = self.root / ("prepare" if self.recipe.kind == "dense" else "post_train") / "adapter"
-        model = PeftModel.from_pretrained(inputs.load_model(self.recipe.model), last)
-        assert self.run.eval_data is not None
-        args = self.run.sft_config("evaluate", folder)
-        losses, shares = evaluate(model, self.run.eval_data, args, self.run.tokenizer, self.recipe.data.label_column)
-        if args.should_save and shares:
-            plot_shares(shares, folder / "routing.png", f"{self.recipe.method}: where each domain's tokens go")
-        return {"loss": losses, "shares": {domain: share.tolist() for domain, share in shares.items()}}
+    def load_result(self, folder: Path) -> tuple[PeftModel, None]:
+        return PeftModel.from_pretrained(inputs.load_model(self.recipe.model), folder), None
 
     def sizes(self, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         adapted = get_peft_model(model, self.lora_config(model))
@@ -149,7 +117,7 @@ class LoraMode(Mode):
         settings = {key: value for key, value in r.adapter.items() if key not in _FROM_EXPERTS}
         return lora_to_moe(model, self.experts(), task_type="CAUSAL_LM", **settings)
 
-    def lora_config(self, model: torch.nn.Module) -> LoraConfig:
+    def lora_config(self, model: PreTrainedModel) -> LoraConfig:
         """Stage 1's LoRA: what one expert of the MoE adapter is."""
         moe = self.recipe.moe_config()
         return LoraConfig(

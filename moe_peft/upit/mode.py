@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accelerate import PartialState
 from datasets import Dataset
 
+from ..report import plot_shares
 from . import inputs
 from .buckets import Buckets
-from .prepare import Selection, chosen_steps
+from .evaluate import evaluate
+from .prepare import Selection, chosen_steps, prepare_experts
 from .stages import write_json
-from .training import Trained
+from .training import Trained, copy_result
 
 if TYPE_CHECKING:
     import torch
+    from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
     from .pipeline import UpIT
@@ -41,8 +45,33 @@ class Mode:
             ValueError: the recipe does not fit the base.
         """
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    def lora_config(self, model: PreTrainedModel) -> LoraConfig | None:
+        """What stage 1 trains; None: all weights."""
+        return None
+
+    def load_result(self, folder: Path) -> tuple[PeftModel | PreTrainedModel, PreTrainedModel | None]:
+        """The result of a training stage, and its base, where the model does not hold that itself."""
         raise NotImplementedError
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        data, order = self.prepare_data()
+        model = inputs.load_model(self.recipe.model)
+        num_experts, num_checkpoints, selection = self.selection()
+        prepared = prepare_experts(
+            model,
+            data,
+            self.run.sft_config("prepare", folder, **order),
+            self.lora_config(model),
+            self.run.tokenizer,
+            output_dir=folder,
+            num_experts=num_experts,
+            num_checkpoints=num_checkpoints,
+            selection=selection,
+        )
+        if self.recipe.kind == "dense" and PartialState().is_main_process:  # the last checkpoint is the result
+            copy_result(prepared.trained.checkpoints[max(prepared.trained.checkpoints)], folder / self.result)
+        PartialState().wait_for_everyone()
+        return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
     def expand(self, folder: Path) -> dict[str, Any]:
         raise NotImplementedError
@@ -54,7 +83,15 @@ class Mode:
         raise NotImplementedError
 
     def evaluate(self, folder: Path) -> dict[str, Any]:
-        raise NotImplementedError
+        r, data = self.recipe, self.run.eval_data
+        assert data is not None
+        last = "prepare" if r.kind == "dense" else "post_train"
+        model, base = self.load_result(self.root / last / self.result)
+        args = self.run.sft_config("evaluate", folder)
+        losses, shares = evaluate(model, data, args, self.run.tokenizer, r.data.label_column, base)
+        if args.should_save and shares:
+            plot_shares(shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
+        return {"loss": losses, "shares": {domain: share.tolist() for domain, share in shares.items()}}
 
     def sizes(self, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         """

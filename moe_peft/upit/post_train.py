@@ -10,8 +10,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig
 
+from ..resuming import ResumingTrainer
 from ..steering import router_parameters
-from ..trainer import ResumingTrainer
 from .training import Trained, copy_result, train
 
 

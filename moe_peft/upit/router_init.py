@@ -24,19 +24,11 @@ from trl import SFTConfig, SFTTrainer
 
 from ..adapter.layer import MoELoraLayer
 from ..steering import force_experts
-from .buckets import (
-    Buckets,
-    bucket_schedule,
-    label_buckets,
-    perplexity_buckets,
-    random_buckets,
-    relative_perplexity,
-)
+from .buckets import BucketKind, Buckets, bucket_schedule, fill_buckets
 from .scoring import example_losses
 from .training import Trained, step_rows, train
 
 Objective = Literal["positive", "one_vs_rest", "softmax"]
-BucketKind = Literal["perplexity", "relative", "label", "random", "none"]
 
 
 @dataclass(frozen=True)
@@ -207,34 +199,20 @@ def init_router(
         objective=objective,
     )
     seeds = trainer.train_dataset
-    found, perplexity = _fill_buckets(trainer, num_experts, buckets, capacity, label_column, expert_map)
+    found, perplexity = fill_buckets(
+        seeds,
+        num_experts,
+        buckets,
+        lambda: _perplexities(trainer, num_experts),
+        seed=args.seed,
+        capacity=capacity,
+        label_column=label_column,
+        expert_map=expert_map,
+    )
     schedule = bucket_schedule(found, max(1, round(args.num_train_epochs)), args.seed)
     trainer.set_experts(seeds.select([example for example, _ in schedule]), [expert for _, expert in schedule])
     trainer.args.max_steps = -(-len(schedule) // step_rows(trainer.args))  # the schedule holds all epochs
     return RouterInit(found, perplexity, train(trainer))
-
-
-def _fill_buckets(
-    trainer: RouterInitTrainer,
-    num_experts: int,
-    kind: BucketKind,
-    capacity: int | None,
-    label_column: str | None,
-    expert_map: Mapping[Any, Sequence[int]] | None,
-) -> tuple[Buckets, torch.Tensor | None]:
-    """The trainer's examples in buckets, and the perplexities [S, n] where they decided."""
-    seeds = trainer.train_dataset
-    if kind in ("perplexity", "relative"):
-        perplexity_SN = _perplexities(trainer, num_experts)
-        ranked_SN = relative_perplexity(perplexity_SN) if kind == "relative" else perplexity_SN
-        return perplexity_buckets(ranked_SN, capacity), perplexity_SN
-    if kind == "label":
-        if label_column is None or label_column not in seeds.column_names:
-            raise ValueError(f"label_column={label_column!r}: buckets='label' needs a column of the data")
-        return label_buckets(seeds[label_column], num_experts, expert_map), None
-    if kind == "random":
-        return random_buckets(len(seeds), num_experts, trainer.args.seed), None
-    raise ValueError(f"buckets={kind!r}: use 'perplexity', 'relative', 'label' or 'random', or leave this stage out")
 
 
 def _perplexities(trainer: RouterInitTrainer, num_experts: int) -> torch.Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import nn
 from tqdm.auto import tqdm
 from trl import SFTTrainer
 
+from ..modes import evaluating
 from ..steering import force_experts
 
 
@@ -42,7 +41,7 @@ def example_losses(
     found: list[tuple[int, list[list[float]], list[int]]] = []
     if next(trainer.model.parameters()).device != state.device:
         trainer.model.to(state.device)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
-    with _evaluating(trainer.model):
+    with evaluating(trainer.model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
             examples = [dataset[i] for i in range(start, min(start + per_batch, len(dataset)))]
             inputs = trainer.data_collator([example for example in examples for _ in range(copies)])
@@ -58,18 +57,3 @@ def example_losses(
     losses = [row for _, rows_, _ in found for row in rows_]
     counts = [count for _, _, counts_ in found for count in counts_]
     return torch.tensor(losses, dtype=torch.float64).view(-1, copies), torch.tensor(counts)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, but for quantized linears: bitsandbytes would repack them, and no gradient passes them after."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    for module in training:
-        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-            module.train()
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode

@@ -1,0 +1,45 @@
+"""Training of native MoEs that goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from trl import SFTTrainer
+
+from .native.checkpoint import Checkpoint
+from .steering import native_routers
+
+
+class ResumingTrainer(SFTTrainer):
+    """
+    `SFTTrainer` that goes on with native MoEs, too. transformers' own (5.23) loads a checkpoint's tensors by the names
+    they have on disk, and so leaves the experts, which have others in memory, as they were.
+    """
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._is_plain_native():
+            _load_native(self.model if model is None else model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self._is_plain_native():
+            _load_native(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _is_plain_native(self) -> bool:
+        """Whether whole native MoEs are saved, by their own `save_pretrained`."""
+        return bool(native_routers(self.model)) and not isinstance(self.model, PeftModel) and not self.is_fsdp_enabled
+
+
+def _load_native(model: Any, folder: str) -> None:
+    """A checkpoint's weights into a native MoE, queries and keys of attention gates included."""
+    state = type(model).from_pretrained(folder, dtype="auto").state_dict()
+    stored = Checkpoint(Path(folder), "resume")
+    for name in model.state_dict().keys() - state.keys():
+        layer, part = name.split(".gate.")[0].rpartition(".")[0], name.rpartition(".")[2]
+        state[name] = stored.tensor(next(key for key in stored if key.startswith(f"{layer}.") and key.endswith(part)))
+    model.load_state_dict(state)

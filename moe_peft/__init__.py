@@ -1,9 +1,9 @@
 """LoRA-expert Mixture-of-Experts for PEFT. Importing the package registers the adapter type `MOE_LORA`."""
 
 from . import adapter as _adapter  # noqa: F401  (registers the type, before the config class uses it)
+from .adapter.choosing import pin_dispatch
 from .adapter.config import MoELoraConfig
 from .adapter.convert import expert_to_lora, lora_to_moe
-from .adapter.dispatch import pin_dispatch
 from .adapter.ffn import FFNLayout, register_ffn_layout
 from .adapter.model import MoELoraModel
 from .router_upcycling import fold_routers, init_attention_routers

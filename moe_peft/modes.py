@@ -1,10 +1,11 @@
-"""Evaluation that leaves a model trainable."""
+"""Evaluation that leaves a model trainable, and products in the dtypes they are given."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 from torch import nn
 
 
@@ -22,3 +23,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:
+    """Inside the block, autocast leaves the dtypes of products on the tensor's device alone."""
+    device = tensor.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .modes import without_autocast
 from .routing import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]
@@ -71,10 +72,8 @@ class Router(nn.Module):
         noise = self.settings.jitter_noise
         if self.training and noise:
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - noise, 1 + noise)
-        if torch.is_autocast_enabled(x_TD.device.type):
-            with torch.autocast(x_TD.device.type, enabled=False):
-                return self.logits(x_TD)
-        return self.logits(x_TD)
+        with without_autocast(x_TD):
+            return self.logits(x_TD)
 
     @torch.no_grad()
     def fold(self) -> torch.Tensor:

@@ -12,10 +12,11 @@ from moe_peft import MoELoraConfig, pin_dispatch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def layer(mixing: str, dtype: torch.dtype) -> torch.nn.Module:
+def layer(mixing: str, dtype: torch.dtype, num_experts: int = 8, r: int = 8, top_k: int = 2) -> torch.nn.Module:
     base = tiny_llama(layers=1).to("cuda", dtype)
     torch.manual_seed(1)
-    model = get_peft_model(base, MoELoraConfig(num_experts=8, r=8, mixing=mixing, init_lora_weights=False))
+    config = MoELoraConfig(num_experts=num_experts, r=r, top_k=top_k, mixing=mixing, init_lora_weights=False)
+    model = get_peft_model(base, config)
     return model.get_base_model().model.layers[0].mlp
 
 
@@ -28,11 +29,14 @@ def results(mlp: torch.nn.Module, x: torch.Tensor, method: str) -> list[torch.Te
     return [y.detach(), x.grad, *(p.grad for p in mlp.parameters() if p.requires_grad)]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("num_experts, r, top_k", [(8, 8, 2), (16, 16, 2), (16, 16, 3)])  # 16·16: not all at once
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 5e-2), (torch.float16, 2e-2)])
 @pytest.mark.parametrize("mixing", ["output", "projection"])
 @pytest.mark.parametrize("tokens", [1, 7, 200])
-def test_all_ways_of_computing_agree(mixing: str, dtype: torch.dtype, tolerance: float, tokens: int):
-    mlp = layer(mixing, dtype)
+def test_all_ways_of_computing_agree(
+    mixing: str, dtype: torch.dtype, tolerance: float, tokens: int, num_experts: int, r: int, top_k: int
+):
+    mlp = layer(mixing, dtype, num_experts, r, top_k)
     x = torch.randn(tokens, 64, device="cuda", dtype=dtype)
     want = results(mlp, x, "dense")
     for method in ("blocks", "sorted", "gather", "auto"):
@@ -41,14 +45,18 @@ def test_all_ways_of_computing_agree(mixing: str, dtype: torch.dtype, tolerance:
             assert (got - expected).abs().max() <= tolerance * scale
 
 
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("num_experts, r", [(8, 8), (16, 16)])
 @pytest.mark.parametrize("mixing", ["output", "projection"])
 @pytest.mark.parametrize("tokens", [1, 200])
-def test_the_layer_never_waits_for_the_device(mixing: str, tokens: int):
-    mlp = layer(mixing, torch.bfloat16)
+def test_the_layer_never_waits_for_the_device(mixing: str, tokens: int, num_experts: int, r: int, method: str):
+    mlp = layer(mixing, torch.bfloat16, num_experts, r)
     x = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    mlp(x).sum().backward()  # first calls may synchronize for their own reasons
+    with pin_dispatch(method):
+        mlp(x).sum().backward()  # first calls may synchronize for their own reasons
     torch.cuda.set_sync_debug_mode("error")
     try:
-        mlp(x).sum().backward()
+        with pin_dispatch(method):
+            mlp(x).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

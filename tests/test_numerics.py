@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -14,15 +15,17 @@ from peft import LoraConfig, get_peft_model
 from reference import assert_close, assert_same, chosen_experts, merged_weight, reference, run
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import GPT2Config, MixtralConfig
 from transformers.activations import ACT2FN
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from moe_peft import MoELoraConfig, pin_dispatch
-from moe_peft.adapter.dispatch import choose_method
+from moe_peft.adapter.choosing import choose_method
 from moe_peft.adapter.ffn import find_layout
 from moe_peft.adapter.layer import MoELoraFFN, MoELoraLayer, MoELoraLinear
+from moe_peft.adapter.sorting import PART_SLOTS
 
 D, F = 16, 24
 FFNS = ["gated", "gated_bias", "fused", "plain", "conv1d"]
@@ -293,23 +296,24 @@ def test_linears_of_any_width_train(out, n, r):
     assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("mixes_outputs", [True, False])
 @pytest.mark.parametrize("n", [2, 5, 64])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 32, 33, 65536])
-def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(tokens, n, mixes_outputs):
+def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(tokens, n, mixes_outputs, device):
     chosen = {
         (dtype, r, width): choose_method(
-            tokens, 1, num_experts=n, r=r, unit=math.gcd(r, width), dtype=dtype, mixes_outputs=mixes_outputs
+            tokens, 1, n, r, math.gcd(r, width), dtype, mixes_outputs, device=torch.device(device)
         )
         for dtype in (torch.float64, torch.float32, torch.bfloat16)
         for r in (1, 2, 3, 4, 6, 8, 12, 16, 64)
         for width in (4096, 100, 50257)
     }
-    assert set(chosen.values()) <= {"dense", "blocks", "sorted", "gather"}
+    assert set(chosen.values()) <= {"dense", "blocks", "gather", *(["sorted"] if device == "cuda" else [])}
     for (dtype, r, width), method in chosen.items():
         if dtype == torch.float64 or (r * dtype.itemsize) % 16 or (width * dtype.itemsize) % 16:
             assert method != "sorted", f"r={r} and width {width} in {dtype}"
-    if tokens == 33 and n == 64:
+    if tokens == 33 and n == 64 and device == "cuda":
         assert chosen[torch.bfloat16, 8, 4096] == chosen[torch.float32, 4, 4096] == "sorted"
 
 
@@ -459,6 +463,97 @@ def test_every_base_projection_runs_once_per_forward_on_each_token_once(adapters
     assert rows == {name: [10] for name in layer.layout.projections}
 
 
+class KeepingLinear(nn.Linear):
+    """A linear that keeps what it gave, as a quantized one or a user's own may."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.kept = (output, output.clone())
+        return output
+
+
+def keeping(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    forward = linear.forward
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        output = forward(x)
+        linear.kept = (output, output.clone())
+        return output
+
+    return keep
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("seen_by", ["hook", "class", "forward"])
+@pytest.mark.parametrize("make", [ffn_layer, linear_layer])
+@mixings
+def test_outputs_of_the_base_that_others_hold_are_not_overwritten(mixing, make, seen_by, grad):
+    layer = make(mixing=mixing)
+    linears = [module for module in layer.base_layer.modules() if isinstance(module, nn.Linear)]
+    for linear in linears:
+        if seen_by == "hook":
+            linear.register_forward_hook(lambda module, args, output: setattr(module, "kept", (output, output.clone())))
+        elif seen_by == "class":
+            linear.__class__ = KeepingLinear
+        else:
+            linear.forward = keeping(linear)
+    with torch.set_grad_enabled(grad):
+        layer(tensors(8)[0])
+    for linear in linears:
+        output, before = linear.kept
+        assert torch.equal(output, before)
+
+
+@pytest.mark.parametrize("make", [ffn_layer, linear_layer])
+@mixings
+def test_hooks_of_the_bases_backward_and_selective_checkpoints_are_borne(mixing, make):
+    layer = make(mixing=mixing)
+    x, d_output = tensors(8)
+    expected = run(layer, x, d_output)
+
+    def checkpointed(inputs: torch.Tensor) -> torch.Tensor:
+        kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+        return checkpoint(forward, inputs, use_reentrant=False, context_fn=kept)
+
+    seen = []
+    for linear in [module for module in layer.base_layer.modules() if isinstance(module, nn.Linear)]:
+        linear.register_full_backward_hook(lambda module, d_input, d_output: seen.append(module))
+    assert_same(run(layer, x, d_output), expected, EXACT)
+    assert seen
+    forward, layer.forward = layer.forward, checkpointed
+    assert_same(run(layer, x, d_output), expected, EXACT)
+
+
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
+@mixings
+def test_an_input_without_gradient_leaves_the_experts_theirs(mixing, method):
+    layer = ffn_layer("gated_bias", num_experts=16, r=12, mixing=mixing)  # 16·12 columns: not all at once
+    x, d_output = tensors(8)
+    with pin_dispatch(method):
+        expected = run(layer, x, d_output).gradients
+        layer.zero_grad()
+        layer(x).backward(d_output)
+    for name, parameter in layer.named_parameters():
+        if parameter.requires_grad:
+            assert_close(parameter.grad, expected[name], 1e-6, name)
+
+
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
+@mixings
+def test_a_graph_that_is_kept_runs_backward_twice(mixing, method):
+    layer = ffn_layer("gated_bias", num_experts=16, r=12, mixing=mixing)
+    x, d_output = tensors(8)
+    with pin_dispatch(method):
+        expected = run(layer, x, d_output).gradients
+        layer.zero_grad()
+        output = layer(x)
+        output.backward(d_output, retain_graph=True)
+        output.backward(d_output)
+    for name, parameter in layer.named_parameters():
+        if parameter.requires_grad:
+            assert_close(parameter.grad, 2 * expected[name], 1e-6, name)
+
+
 def test_disabled_adapters_leave_the_base():
     layer = ffn_layer()
     x, _ = tensors(6)
@@ -496,12 +591,16 @@ def masks_by_projection(
     spec, experts = layer.moe_lora_spec["default"], chosen_experts(layer, x)
     if spec.mixing == "projection" or spec.num_experts == 1:
         (masks[down],) = of_down
-    elif method == "sorted":  # slot by slot, its tokens in the order of their experts
-        slots = []
-        for j, mask in enumerate(of_down):
-            order = sorted(range(len(experts)), key=lambda t, j=j: experts[t][j])
-            slots.append(torch.stack([mask[order.index(t)] for t in range(len(experts))]))
-        masks[down] = torch.stack(slots, dim=1)
+    elif method == "sorted":  # part by part, its pairs in the order of their experts
+        parts = []
+        for part, mask in enumerate(of_down):
+            slots = range(PART_SLOTS * part, min(PART_SLOTS * (part + 1), spec.top_k))
+            pairs = sorted(
+                ((t, j) for t in range(len(experts)) for j in slots), key=lambda pair: experts[pair[0]][pair[1]]
+            )
+            rows = torch.tensor([[pairs.index((t, j)) for j in slots] for t in range(len(experts))])
+            parts.append(mask[rows])
+        masks[down] = torch.cat(parts, dim=1)
     else:
         (mask,) = of_down
         masks[down] = mask.view(len(experts), spec.top_k, -1)
@@ -596,6 +695,30 @@ def test_bfloat16_autocast_keeps_the_router_in_float32(mixing, tokens):
     assert actual.output.dtype == torch.bfloat16
     assert logits[0].dtype == torch.float32
     assert_close(logits[0], exact_logits(layer, x), 1e-6)
+    assert_same(actual, reference(layer, x, d_output), HALF)
+
+
+class ReturningLinear(nn.Linear):
+    """Gives back the dtype it got, whatever autocast makes of the product, as bitsandbytes' 4-bit linear does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).to(x.dtype)
+
+
+@pytest.mark.parametrize("n, r", [(1, 8), (4, 8), (16, 12)])
+@pytest.mark.parametrize("returning", ["inputs", "down", "all"])
+@pytest.mark.parametrize("tokens", [2, 96])
+@mixings
+def test_autocast_over_linears_that_give_back_their_inputs_dtype(mixing, tokens, returning, n, r):
+    layer = ffn_layer("gated_bias", mixing=mixing, num_experts=n, r=r, normalize_top_k=False)
+    layouts = {"inputs": layer.layout.inputs, "down": [layer.layout.down], "all": layer.layout.projections}
+    for name in layouts[returning]:
+        getattr(layer.base_layer, name).__class__ = ReturningLinear
+    x, d_output = tensors(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        base_dtype = layer.base_layer(x).dtype
+        actual = run(layer, x, d_output)
+    assert actual.output.dtype == base_dtype
     assert_same(actual, reference(layer, x, d_output), HALF)
 
 

@@ -169,6 +169,26 @@ def test_training_reaches_every_adapter_parameter_and_nothing_else(
         torch.testing.assert_close(quantizer.dequantize(linear), weights[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("num_experts, r", [(1, 4), (4, 8), (16, 16)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_under_autocast_has_the_gradients_up_to_its_rounding(
+    quantizer: Quantizer, device: str, kind: str, num_experts: int, r: int, folder: str
+):
+    # Norms are in float32, and quantized linears give back the dtype they get, whatever autocast is on.
+    base = prepare_model_for_kbit_training(load(folder, device, quantizer), use_gradient_checkpointing=False)
+    model = adapted(base, kind, num_experts=num_experts, top_k=num_experts, r=r, lora_alpha=r).train()
+    ids = IDS.to(device)
+    gradients = []
+    for enabled in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in adapter_tensors(model).items()})
+        model.zero_grad()
+    for name, exact in gradients[0].items():
+        assert relative_error(gradients[1][name], exact) < 0.1 or exact.abs().max() < 1e-4, name
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_on_the_base_that_the_quantized_weights_stand_for(
     quantizer: Quantizer, device: str, kind: str, folder: str

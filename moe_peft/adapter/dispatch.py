@@ -7,89 +7,33 @@ which expert and which gate each pair has. It offers
     spread   [T, m] → [P, m]            each token's row to its pairs (a new tensor)
     collect  [P, m] → [T, m]            sum of a token's pairs, gated if asked (the transpose of spread)
     shrink   [P, m], [n, r, m] → [P, r]  y A_iᵀ, i the pair's expert
-    expand_onto  adds h B_i to a [P, m] in place, h [P, r], B [n, r, m]  (expanding: the transpose of shrink)
+    expand   [P, r], [n, r, m] → [P, m]  h B_i, added in place to another [P, m] if asked (the transpose of shrink)
     outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
 
 and what layers use: `shrink_tokens`, `expand_collect` and, with the gates between, `update`. A dispatch may consist of
-`parts`, one per slot, which are worked off one after the other: temporary memory is then that of one slot, whatever k.
-No way of computing loops over experts or tokens, or waits for the device; all shapes are static.
+`parts` of some slots each, which are worked off one after the other: temporary memory is then that of one part,
+whatever k. No way of computing loops over experts or tokens, or waits for the device; all shapes are static.
+
+Here are the ways that keep pairs in the order of (token, slot); `sorting.py` has those that sort them, `choosing.py`
+says which way a batch takes.
 
 Legend: T tokens, n experts, k slots, P = T·k pairs, r rank, m a width (in or out features).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-# Up to this many columns n·r, one product with all experts costs less than finding each pair's own.
+from ..modes import without_autocast
+
+# Up to this many columns n·r, one product of the tokens with all experts costs less than finding each pair's own.
 DENSE_COLUMNS = 128
-# Up to this many pairs (decoding), sorting costs more than it saves …
-FEW_PAIRS = 32
-# … and up to this many, copying even a few experts' matrices costs less than products with all.
-VERY_FEW_PAIRS = 4
-
-Method = Literal["auto", "dense", "blocks", "sorted", "gather"]
-_pinned: Method = "auto"
-
-
-@contextmanager
-def pin_dispatch(method: Method) -> Iterator[None]:
-    """
-    Compute the experts by one fixed method inside the block, whatever the number of tokens.
-
-    `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks, batched
-    products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: each pair's own copy of its
-    expert's matrices (few tokens). `"auto"`: by measured crossover (the default). All agree up to rounding. Pin one for
-    `torch.compile` with changing lengths, or to compare them.
-    """
-    global _pinned
-    if method not in ("auto", *_METHODS):
-        raise ValueError(f"pin_dispatch: method={method!r}: use one of {['auto', *_METHODS]}")
-    before, _pinned = _pinned, method
-    try:
-        yield
-    finally:
-        _pinned = before
-
-
-def choose_method(
-    tokens: int, k: int, num_experts: int, r: int, unit: int, dtype: torch.dtype, mixes_outputs: bool
-) -> Method:
-    """
-    The fastest way for a batch, by the crossovers of `benchmarks/dispatch.py`.
-
-    With mixing "projection" a pair's own rows are never needed (`update`), so products with all experts win as long as
-    they are narrow. With "output", few pairs (decoding) are best served by copies of their experts; many by blocks or,
-    where an expert gets so few tokens that blocks would be mostly padding, by grouped products.
-
-    Args:
-        unit: a common divisor of the rank and all widths.
-    """
-    if _pinned != "auto":
-        if _pinned == "sorted" and not _has_grouped_mm(unit, dtype):
-            raise ValueError(
-                f"pin_dispatch('sorted'): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
-            )
-        return _pinned
-    narrow = num_experts * r <= DENSE_COLUMNS
-    if narrow and not mixes_outputs:
-        return "dense"
-    if tokens * k <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
-        return "gather"
-    if tokens * k <= FEW_PAIRS:
-        return "dense"
-    return "sorted" if tokens < 32 * num_experts and _has_grouped_mm(unit, dtype) else "blocks"
-
-
-def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
-    """It wants rows of a multiple of 16 bytes and no float64; its shape function, for torch.compile, bfloat16."""
-    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
-    return known and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
 
 
 class Dispatch:
@@ -108,11 +52,23 @@ class Dispatch:
         self.scaling = scaling
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
+        self._scaled_gates: torch.Tensor | None = None
         self._gate_table: torch.Tensor | None = None
+
+    @property
+    def parts(self) -> Sequence[Dispatch]:
+        """Dispatches that together have all pairs."""
+        return [self]
 
     def pair_gates(self) -> torch.Tensor:
         """Gates as a column [P, 1] in the pairs' order."""
         return self.gates.reshape(-1, 1)
+
+    def scaled_gates(self) -> torch.Tensor:
+        """`s·g` as a column [P, 1]; made once for all projections."""
+        if self._scaled_gates is None:
+            self._scaled_gates = self.pair_gates() * self.scaling
+        return self._scaled_gates
 
     def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
         """One value per pair, [P] → [T, k] (the transpose of `pair_gates`)."""
@@ -135,6 +91,8 @@ class Dispatch:
             self._gate_table = empty.scatter(1, self.experts, gates_TK).unsqueeze(-1)
         return self._gate_table
 
+    # --- on pairs -----------------------------------------------------------------------------------------------------
+
     def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
         return x_TM.repeat_interleave(self.k, dim=0)
 
@@ -142,55 +100,71 @@ class Dispatch:
         y_TKM = y_PM.view(self.tokens, self.k, y_PM.shape[1])
         return (y_TKM * self.gates.unsqueeze(-1) if gated else y_TKM).sum(1)
 
-    @property
-    def parts(self) -> list[Dispatch]:
-        """Dispatches that together have all pairs."""
-        return [self]
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
-    def shrink_tokens(self, x_TM: torch.Tensor, A: torch.Tensor) -> list[torch.Tensor]:
-        """`shrink(spread(x))` [P, r] of each part."""
-        if self.few_columns(A):
-            table = (x_TM @ A.flatten(0, 1).T).view(-1, A.shape[1])
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    # --- on tokens ----------------------------------------------------------------------------------------------------
+
+    def few_columns(self, A: torch.Tensor) -> bool:
+        """Whether tokens are multiplied with all experts' matrices at once."""
+        return A.shape[0] * A.shape[1] <= DENSE_COLUMNS
+
+    def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """`shrink(spread(x), A)` [P, r] of each part, for each x [T, m] and its A. One x for all is spread once."""
+        if not A:
+            return []
+        if self.few_columns(A[0]):
             rows = [part.pair_rows() for part in self.parts]
-            return list(table.index_select(0, torch.cat(rows)).split([len(r) for r in rows]))  # one backward for all
-        return [part.shrink(part.spread(x_TM), A) for part in self.parts]
+            tables = [(x_TM @ A_NRM.flatten(0, 1).T).view(-1, A_NRM.shape[1]) for x_TM, A_NRM in zip(x, A, strict=True)]
+            lengths = [len(row) for row in rows]
+            return [list(table.index_select(0, torch.cat(rows)).split(lengths)) for table in tables]
+        if any(x_TM is not x[0] for x_TM in x):
+            return [self.shrink_tokens([x_TM], [A_NRM])[0] for x_TM, A_NRM in zip(x, A, strict=True)]
+        by_part = [_apply(_ShrinkTokens, part, x[0], *A) for part in self.parts]
+        return [list(h) for h in zip(*by_part, strict=True)]
 
-    def expand_collect(self, h: list[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
-        """`base + s Σ g B h`, [T, m], from h [P, r] of each part."""
-        weighted = [h_PR * (part.pair_gates() * self.scaling) for h_PR, part in zip(h, self.parts, strict=True)]
+    def expand_collect(
+        self, h: Sequence[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor, in_place: bool = False
+    ) -> torch.Tensor:
+        """`base + s Σ g B h`, [T, m], from h [P, r] of each part; with `in_place`, base may be overwritten."""
+        weighted = [(h_PR * part.scaled_gates()).to(B.dtype) for h_PR, part in zip(h, self.parts, strict=True)]
         if self.few_columns(B):
             # A token's experts differ, so its pairs share one row [n·r], and one product gives their sum.
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
             for h_PR, part in zip(weighted, self.parts, strict=True):
                 table.index_add_(0, part.pair_rows(), h_PR)  # not a copy: padding adds its zeros
-            return torch.addmm(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1))
+            return _plus_product(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1), in_place)
         for h_PR, part in zip(weighted, self.parts, strict=True):
-            base_TM = base_TM + part.collect(part.expand(h_PR, B))
+            base_TM = _apply(_ExpandCollect, part, base_TM, h_PR, B)
         return base_TM
 
-    def update(self, x_TM: torch.Tensor, A: torch.Tensor, B: torch.Tensor, base_TM: torch.Tensor) -> torch.Tensor:
-        """`base + s Σ_i g_i B_i A_i x`, [T, out]: the experts' mixed low-rank update of one projection."""
-        if self.few_columns(A):
-            h_TNR = (x_TM @ A.flatten(0, 1).T).view(self.tokens, self.n, A.shape[1]) * self.gate_table()
-            return torch.addmm(base_TM, h_TNR.flatten(1), B.flatten(0, 1))
-        return self.expand_collect(self.shrink_tokens(x_TM, A), B, base_TM)
+    def update(
+        self,
+        x: Sequence[torch.Tensor],
+        A: Sequence[torch.Tensor],
+        B: Sequence[torch.Tensor],
+        base: Sequence[torch.Tensor],
+        in_place: bool = False,
+    ) -> list[torch.Tensor]:
+        """`base + s Σ_i g_i B_i A_i x`, [T, out], of each projection; with `in_place`, bases may be overwritten."""
+        if not self.few_columns(A[0]):
+            h = self.shrink_tokens(x, A)
+            return [self.expand_collect(*of_one, in_place) for of_one in zip(h, B, base, strict=True)]
+        updated = []
+        for x_TM, A_NRM, B_NRM, base_TM in zip(x, A, B, base, strict=True):
+            h_TNR = (x_TM @ A_NRM.flatten(0, 1).T).view(self.tokens, self.n, A_NRM.shape[1]) * self.gate_table()
+            updated.append(_plus_product(base_TM, h_TNR.flatten(1).to(B_NRM.dtype), B_NRM.flatten(0, 1), in_place))
+        return updated
 
-    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
 
-    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """`h B_i`, [P, m]."""
-        return self.expand_onto(h_PR.new_zeros(h_PR.shape[0], B.shape[2]), h_PR, B)
-
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def few_columns(self, A: torch.Tensor) -> bool:
-        """Whether a product with all experts' matrices at once is the cheaper way."""
-        return A.shape[0] * A.shape[1] <= DENSE_COLUMNS
+def _plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, in_place: bool) -> torch.Tensor:
+    return base_TM.addmm_(h_TC, B_CM) if in_place else torch.addmm(base_TM, h_TC, B_CM)
 
 
 class Dense(Dispatch):
@@ -209,8 +183,9 @@ class Dense(Dispatch):
         index = self.pair_experts().view(-1, 1, 1).expand(-1, 1, A.shape[1])
         return h_PNR.gather(1, index).squeeze(1)
 
-    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return y_PM.addmm_(self._mask(h_PR), B.flatten(0, 1))
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+        masked, matrix = self._mask(h_PR), B.flatten(0, 1)
+        return masked @ matrix if onto_PM is None else onto_PM.addmm_(masked, matrix)
 
     def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         return (self._mask(h_PR).T @ y_PM).view(self.n, h_PR.shape[1], -1)
@@ -225,181 +200,88 @@ class Gather(Dispatch):
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return torch.bmm(A.index_select(0, self.pair_experts()), y_PM.unsqueeze(-1)).squeeze(-1)
 
-    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        y_PM.unsqueeze(1).baddbmm_(h_PR.unsqueeze(1), B.index_select(0, self.pair_experts()))
-        return y_PM
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+        own, h_P1R = B.index_select(0, self.pair_experts()), h_PR.unsqueeze(1)
+        if onto_PM is None:
+            return torch.bmm(h_P1R, own).squeeze(1)
+        onto_PM.unsqueeze(1).baddbmm_(h_P1R, own)
+        return onto_PM
 
     def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         products = h_PR.unsqueeze(2) * y_PM.unsqueeze(1)
         return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
 
 
-class _Slot(Dispatch):
-    """A part with one slot whose rows are in an order of their own: the tokens' `rows` [T], the rows' `tokens` [P]."""
-
-    def __init__(
-        self,
-        experts_T1: torch.Tensor,
-        gates_T1: torch.Tensor,
-        num_experts: int,
-        scaling: float,
-        rows_T: torch.Tensor,
-        tokens_P: torch.Tensor,
-    ) -> None:
-        super().__init__(experts_T1, gates_T1, num_experts, scaling)
-        self._rows, self._tokens = rows_T, tokens_P
-
-    def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
-        return values_P.index_select(0, self._rows).unsqueeze(1)
-
-    def pair_rows(self) -> torch.Tensor:
-        return self._tokens * self.n + self.pair_experts()
-
-    def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
-        return x_TM.index_select(0, self._tokens)
-
-    def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        y_TM = y_PM.index_select(0, self._rows)
-        if not gated:
-            return y_TM
-        return y_TM * self.gates if torch.is_grad_enabled() else y_TM.mul_(self.gates)
+# --- what autograd does not find by itself: the backward of spread is collect, not a sum by index ---------------------
 
 
-class Blocks(Dispatch):
-    """
-    Slot by slot, tokens sorted by their expert and padded to blocks of one expert each: batched products of blocks.
+def without_autocast_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For a backward that is not differentiable again and whose products keep their dtypes, like those of forward."""
 
-    The number of blocks depends on the sizes alone, whatever the routing, and every dtype and width will do. A part has
-    one slot; its rows are tokens in the order of their experts and, in between, padding: copies of some token with gate
-    0, so that they neither reach an output nor a gradient.
-    """
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: torch.Tensor) -> Any:
+        with without_autocast(gradients[0]):
+            return backward(ctx, *gradients)
 
-    def __init__(self, experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, scaling: float) -> None:
-        super().__init__(experts_TK, gates_TK, num_experts, scaling)
-        n, size, device = num_experts, _block_size(self.tokens, num_experts), experts_TK.device
-        blocks = (self.tokens + n * (size - 1)) // size if self.tokens else 0  # of the worst routing
-        experts_KT = experts_TK.T.contiguous()
-        sorted_KT, order_KT = experts_KT.sort(dim=1, stable=True)
-        edges_KN = torch.searchsorted(sorted_KT, torch.arange(n + 1, device=device).expand(self.k, -1).contiguous())
-        ends_KN = ((edges_KN.diff(dim=1) + size - 1) // size).cumsum(1)  # after each expert's last block
-        starts_KN = torch.cat([ends_KN.new_zeros(self.k, 1), ends_KN[:, :-1]], dim=1) * size
-        index_T = torch.arange(self.tokens, device=device).expand(self.k, -1)
-        sorted_rows_KT = index_T + (starts_KN - edges_KN[:, :-1]).gather(1, sorted_KT)
-        rows_KT = torch.empty_like(order_KT).scatter_(1, order_KT, sorted_rows_KT)
-        tokens_KP = rows_KT.new_zeros(self.k, blocks * size).scatter_(1, rows_KT, index_T)
-        gates_KP = gates_TK.new_zeros(self.k, blocks * size).scatter(1, rows_KT, gates_TK.T)
-        block_KB = torch.arange(blocks, device=device).expand(self.k, -1).contiguous()
-        block_experts_KB = torch.searchsorted(ends_KN, block_KB, right=True).clamp_(max=n - 1)
-        self._parts: list[Dispatch] = [
-            _BlockSlot(self, slot, size, rows_KT[slot], tokens_KP[slot], gates_KP[slot], block_experts_KB[slot])
-            for slot in range(self.k)
-        ]
-
-    @property
-    def parts(self) -> list[Dispatch]:
-        return self._parts
+    return once_differentiable(run)
 
 
-class _BlockSlot(_Slot):
-    def __init__(
-        self,
-        whole: Dispatch,
-        slot: int,
-        size: int,
-        rows_T: torch.Tensor,
-        tokens_P: torch.Tensor,
-        gates_P: torch.Tensor,
-        block_experts_B: torch.Tensor,
-    ) -> None:
-        experts_T1, gates_T1 = whole.experts[:, slot : slot + 1], whole.gates[:, slot : slot + 1]
-        super().__init__(experts_T1, gates_T1, whole.n, whole.scaling, rows_T, tokens_P)
-        self._size, self._gates, self._block_experts = size, gates_P, block_experts_B
-
-    def pair_gates(self) -> torch.Tensor:
-        return self._gates.unsqueeze(1)
-
-    def pair_experts(self) -> torch.Tensor:
-        return self._block_experts.repeat_interleave(self._size)
-
-    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(self._blocks(y_PM), self._own(A).transpose(1, 2)).flatten(0, 1)
-
-    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        self._blocks(y_PM).baddbmm_(self._blocks(h_PR), self._own(B))
-        return y_PM
-
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
-        products = torch.bmm(self._blocks(h_PR).transpose(1, 2), self._blocks(y_PM))
-        # Sums of blocks as a product: unlike `index_add`, the same to the bit on every run on a GPU, too.
-        owner_NB = torch.arange(self.n, device=products.device).unsqueeze(1) == self._block_experts
-        return (owner_NB.to(products.dtype) @ products.flatten(1)).view(self.n, *products.shape[1:])
-
-    def _blocks(self, y_PM: torch.Tensor) -> torch.Tensor:
-        return y_PM.view(self._block_experts.shape[0], self._size, y_PM.shape[1])
-
-    def _own(self, A: torch.Tensor) -> torch.Tensor:
-        return A.index_select(0, self._block_experts)
+def _apply(function: Any, part: Dispatch, *tensors: torch.Tensor) -> Any:
+    """The function with its backward; just its value without gradients, and for torch.compile, which makes its own."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return function.compute(part, *tensors)
+    return function.apply(part, *tensors)
 
 
-def _block_size(tokens: int, num_experts: int) -> int:
-    """A power of two from 8 to 128, such that padding adds about an eighth of the tokens."""
-    size = 8
-    while size < 128 and 16 * size * num_experts <= tokens:
-        size *= 2
-    return size
+class _ShrinkTokens(torch.autograd.Function):
+    """`shrink(spread(x), A)` of one part for each A; tokens are spread again in backward rather than kept."""
+
+    @staticmethod
+    def compute(part: Dispatch, x_TM: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x_PM = part.spread(x_TM)
+        return tuple(part.shrink(x_PM, A) for A in matrices)
+
+    @staticmethod
+    def forward(ctx: Any, part: Dispatch, x_TM: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.part = part
+        ctx.save_for_backward(x_TM, *matrices)
+        return _ShrinkTokens.compute(part, x_TM, *matrices)
+
+    @staticmethod
+    @without_autocast_once
+    def backward(ctx: Any, *d_h: torch.Tensor) -> Any:
+        part: Dispatch = ctx.part
+        x_TM, *matrices = ctx.saved_tensors
+        d_x_TM = None
+        if ctx.needs_input_grad[1]:
+            d_x_PM = part.expand(d_h[0], matrices[0])
+            for d_h_PR, A in zip(d_h[1:], matrices[1:], strict=True):
+                d_x_PM = part.expand(d_h_PR, A, onto_PM=d_x_PM)
+            d_x_TM = part.collect(d_x_PM)
+            del d_x_PM  # before the next tensor of its size is made
+        if not any(ctx.needs_input_grad[2:]):
+            return None, d_x_TM, *(None for _ in matrices)
+        x_PM = part.spread(x_TM)
+        return None, d_x_TM, *(part.outer(d_h_PR, x_PM) for d_h_PR in d_h)
 
 
-class Sorted(Dispatch):
-    """Slot by slot, tokens sorted by their expert: grouped products, without padding but with demands (see above)."""
+class _ExpandCollect(torch.autograd.Function):
+    """`base + collect(expand(h, B))` of one part."""
 
-    def __init__(self, experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, scaling: float) -> None:
-        super().__init__(experts_TK, gates_TK, num_experts, scaling)
-        columns = zip(experts_TK.split(1, dim=1), gates_TK.split(1, dim=1), strict=True)
-        self._parts: list[Dispatch] = [_SortedSlot(e, g, num_experts, scaling) for e, g in columns]
+    @staticmethod
+    def compute(part: Dispatch, base_TM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return part.collect(part.expand(h_PR, B)).add_(base_TM)
 
-    @property
-    def parts(self) -> list[Dispatch]:
-        return self._parts
+    @staticmethod
+    def forward(ctx: Any, part: Dispatch, base_TM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        ctx.part = part
+        ctx.save_for_backward(h_PR, B)
+        return _ExpandCollect.compute(part, base_TM, h_PR, B)
 
-
-class _SortedSlot(_Slot):
-    def __init__(self, experts_T1: torch.Tensor, gates_T1: torch.Tensor, num_experts: int, scaling: float) -> None:
-        self._experts, order = experts_T1.flatten().sort(stable=True)
-        positions = torch.arange(order.numel(), device=order.device)
-        rows = torch.empty_like(order).scatter_(0, order, positions)
-        super().__init__(experts_T1, gates_T1, num_experts, scaling, rows, order)
-        experts = torch.arange(num_experts, device=order.device)
-        self._ends = torch.searchsorted(self._experts, experts, right=True).to(torch.int32)
-
-    def pair_gates(self) -> torch.Tensor:
-        return self.gates.index_select(0, self._tokens)
-
-    def pair_experts(self) -> torch.Tensor:
-        return self._experts
-
-    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        return F.grouped_mm(y_PM, A.transpose(1, 2), offs=self._ends)
-
-    def expand_onto(self, y_PM: torch.Tensor, h_PR: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        return y_PM.add_(F.grouped_mm(h_PR, B, offs=self._ends))
-
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
-        return F.grouped_mm(h_PR.T, y_PM, offs=self._ends)
-
-
-_METHODS: dict[str, type[Dispatch]] = {"dense": Dense, "blocks": Blocks, "sorted": Sorted, "gather": Gather}
-
-
-def make_dispatch(
-    experts_TK: torch.Tensor,
-    gates_TK: torch.Tensor,
-    num_experts: int,
-    r: int,
-    unit: int,
-    scaling: float,
-    mixes_outputs: bool,
-) -> Dispatch:
-    """The dispatch of a batch, computing in the way that suits its size (or that `pin_dispatch` asks for)."""
-    tokens, k = experts_TK.shape
-    method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs)
-    return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)
+    @staticmethod
+    @without_autocast_once
+    def backward(ctx: Any, d_TM: torch.Tensor) -> Any:
+        part: Dispatch = ctx.part
+        h_PR, B = ctx.saved_tensors
+        d_PM = part.spread(d_TM)
+        return None, d_TM, part.shrink(d_PM, B), (part.outer(h_PR, d_PM) if ctx.needs_input_grad[3] else None)

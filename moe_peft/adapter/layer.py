@@ -9,13 +9,18 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features
 from torch import nn
 
+from ..modes import without_autocast
 from ..routers import Router, make_router
 from ..routing import Steering
+from .choosing import make_dispatch
 from .config import ExpertSpec
-from .dispatch import Dispatch, make_dispatch
+from .dispatch import Dispatch
 from .ffn import FFNLayout
 from .mixing import expert_hidden
 from .recording import record_router_logits
+
+# The parameters A [n, r, in] and B [n, r, out] of each projection.
+Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 MERGE_REFUSAL = (
     "MoE-LoRA cannot merge: which experts are added depends on the token, so no single weight equals them. Export the "
@@ -104,15 +109,13 @@ class MoELoraLayer(BaseTunerLayer):
     def _projection(self, name: str) -> nn.Module:
         raise NotImplementedError
 
-    def _mixes_outputs(self, adapter_name: str) -> bool:
-        """Whether whole outputs are mixed, and not the updates of single projections."""
-        return False
-
     def _running_adapters(self) -> list[str]:
         return [] if self.disable_adapters else [a for a in self.active_adapters if a in self.moe_lora_spec]
 
-    def _route(self, adapter_name: str, x_TD: torch.Tensor, dtype: torch.dtype) -> Dispatch | None:
-        """The batch's dispatch; None where the adapter has one expert."""
+    def _route(
+        self, adapter_name: str, x_TD: torch.Tensor, dtype: torch.dtype, mixes_outputs: bool = False
+    ) -> Dispatch | None:
+        """The batch's dispatch, for mixing whole outputs or single updates; None where the adapter has one expert."""
         spec = self.moe_lora_spec[adapter_name]
         if spec.num_experts == 1:
             return None
@@ -129,29 +132,48 @@ class MoELoraLayer(BaseTunerLayer):
             spec.r,
             math.gcd(spec.r, self._unit),
             spec.scaling,
-            self._mixes_outputs(adapter_name),
+            mixes_outputs,
         )
 
+    def _weights(self, adapter_name: str) -> Weights:
+        A_all, B_all = self.expert_parameters(adapter_name)
+        return {name: (A, B_all[name]) for name, A in A_all.items()}
+
     def _updated(
-        self, adapter_name: str, name: str, dispatch: Dispatch | None, x_TM: torch.Tensor, base_TM: torch.Tensor
-    ) -> torch.Tensor:
-        """`base + s Σ_i g_i B_i A_i x` for projection `name`; base itself where it has no experts."""
-        if not self._adapts(adapter_name, name):
-            return base_TM
-        A, B = self._expert_weights(adapter_name, name, base_TM.dtype)
-        x_TM = self.moe_lora_dropout[adapter_name](x_TM.to(base_TM.dtype))
-        if dispatch is None:
-            h_TR = (x_TM @ A[0].T) * self.moe_lora_spec[adapter_name].scaling
-            return torch.addmm(base_TM, h_TR, B[0])
-        return dispatch.update(x_TM, A, B, base_TM)
+        self,
+        adapter_name: str,
+        dispatch: Dispatch | None,
+        weights: Weights,
+        x_TM: torch.Tensor,
+        base: dict[str, torch.Tensor],
+        in_place: bool,
+    ) -> list[torch.Tensor]:
+        """
+        `base + s Σ_i g_i B_i A_i x` for projections of x by name; base itself where one has no experts.
 
-    def _adapts(self, adapter_name: str, name: str) -> bool:
-        return name in self.expert_parameters(adapter_name)[0]
+        Everything happens in the dtype of the base's output, also under autocast (whose dtype that is, but for
+        quantized linears, which give back what they get); with `in_place` that output may be overwritten.
+        """
+        names = [name for name in base if name in weights]
+        if not names:
+            return list(base.values())
+        dtype, of_names = base[names[0]].dtype, [base[name] for name in names]
+        x = self._dropped(adapter_name, x_TM.to(dtype), len(names))
+        A = [weights[name][0].to(dtype) for name in names]
+        B = [weights[name][1].to(dtype) for name in names]
+        with without_autocast(x_TM):
+            if dispatch is not None:
+                updated = dispatch.update(x, A, B, of_names, in_place)
+            else:
+                s, of_each = self.moe_lora_spec[adapter_name].scaling, zip(of_names, x, A, B, strict=True)
+                updated = [torch.addmm(y_TM, (x_TM @ A_1RM[0].T) * s, B_1RM[0]) for y_TM, x_TM, A_1RM, B_1RM in of_each]
+        return list({**base, **dict(zip(names, updated, strict=True))}.values())
 
-    def _expert_weights(self, adapter_name: str, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of one projection: stored in float32 as a rule, used in the dtype of the base's output."""
-        A, B = self.expert_parameters(adapter_name)
-        return A[name].to(dtype), B[name].to(dtype)
+    def _dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """An input for each of some projections: with dropout each has a mask of its own, as with LoRA."""
+        if not self.training or not self.moe_lora_spec[adapter_name].lora_dropout:
+            return [x_TM] * count
+        return [self.moe_lora_dropout[adapter_name](x_TM) for _ in range(count)]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ValueError(MERGE_REFUSAL)
@@ -166,6 +188,15 @@ class MoELoraLayer(BaseTunerLayer):
 def linear_features(module: nn.Module) -> tuple[int, int]:
     """In and out features of any linear that PEFT knows, quantized ones and ones already adapted included."""
     return _get_in_out_features(module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
+
+
+def _may_overwrite(projection: nn.Module) -> bool:
+    """
+    Whether a base projection's output is ours alone: a plain linear's that no hook has seen, nor a forward put in its
+    place; and outside training, where hooks of backward and checkpoints may hold it.
+    """
+    replaced = projection._forward_hooks or "forward" in vars(projection)
+    return type(projection) is nn.Linear and not replaced and not torch.is_grad_enabled()
 
 
 class MoELoraLinear(nn.Module, MoELoraLayer):
@@ -186,8 +217,10 @@ class MoELoraLinear(nn.Module, MoELoraLayer):
             return result
         x_TD = x.reshape(-1, x.shape[-1])
         y_TM = result.reshape(-1, result.shape[-1])
+        in_place = _may_overwrite(self.base_layer)
         for adapter in adapters:
-            y_TM = self._updated(adapter, "weight", self._route(adapter, x_TD, y_TM.dtype), x_TD, y_TM)
+            dispatch = self._route(adapter, x_TD, y_TM.dtype)
+            (y_TM,) = self._updated(adapter, dispatch, self._weights(adapter), x_TD, {"weight": y_TM}, in_place)
         return y_TM.view(result.shape)
 
 
@@ -196,7 +229,9 @@ class _Branch(NamedTuple):
 
     z_TF: torch.Tensor  # its hidden activation
     dispatch: Dispatch | None  # None: one expert
-    low: list[torch.Tensor] | None  # with mixing "output": A_down a of each pair
+    weights: Weights
+    mixes_outputs: bool
+    low: list[torch.Tensor] | None = None  # where outputs are mixed: A_down a of each pair
 
 
 class MoELoraFFN(nn.Module, MoELoraLayer):
@@ -238,8 +273,10 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         if not adapters:
             return self.base_layer(x)
         x_TD = x.reshape(-1, x.shape[-1])
-        pre = [self._projection(name)(x_TD) for name in self.layout.inputs]
-        branches = [self._branch(adapter, x_TD, pre) for adapter in adapters]
+        inputs = [self._projection(name) for name in self.layout.inputs]
+        pre = [projection(x_TD) for projection in inputs]
+        in_place = len(adapters) == 1 and all(map(_may_overwrite, inputs))
+        branches = [self._branch(adapter, x_TD, pre, in_place) for adapter in adapters]
         z_TF = branches[0].z_TF
         for branch in branches[1:]:
             z_TF = z_TF + branch.z_TF - self.layout.hidden(self.base_layer, pre)
@@ -248,48 +285,48 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             y_TD = self._after_down(adapter, branch, y_TD)
         return self.layout.drop(self.base_layer, y_TD).view(x.shape)
 
-    def _branch(self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor]) -> _Branch:
+    def _branch(self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor], in_place: bool) -> _Branch:
         """One adapter's work from the FFN's input to its hidden activation."""
-        dispatch = self._route(adapter_name, x_TD, pre[0].dtype)
-        named = zip(self.layout.inputs, pre, strict=True)
-        if dispatch is None or not self._mixes_outputs(adapter_name):
-            updated = [self._updated(adapter_name, name, dispatch, x_TD, y_TF) for name, y_TF in named]
-            return _Branch(self.layout.hidden(self.base_layer, updated), dispatch, None)
-        dropout = self.moe_lora_dropout[adapter_name]
-        h: list[list[torch.Tensor] | None] = []
-        B: list[torch.Tensor | None] = []
-        for name, y_TF in named:
-            if not self._adapts(adapter_name, name):
-                h.append(None)
-                B.append(None)
-                continue
-            A_own, B_own = self._expert_weights(adapter_name, name, y_TF.dtype)
-            lows = dispatch.shrink_tokens(dropout(x_TD.to(y_TF.dtype)), A_own)
-            h.append([low_PR * dispatch.scaling for low_PR in lows])
-            B.append(B_own)
-        A_down = None
-        if self._adapts(adapter_name, self.layout.down):
-            A_down = self._expert_weights(adapter_name, self.layout.down, pre[0].dtype)[0]
+        layout, weights, dtype = self.layout, self._weights(adapter_name), pre[0].dtype
+        mixes_outputs = self._mixes_outputs(adapter_name, weights)
+        dispatch = self._route(adapter_name, x_TD, dtype, mixes_outputs)
+        if dispatch is None or not mixes_outputs:
+            base = dict(zip(layout.inputs, pre, strict=True))
+            updated = self._updated(adapter_name, dispatch, weights, x_TD, base, in_place)
+            return _Branch(layout.hidden(self.base_layer, updated), dispatch, weights, mixes_outputs)
+        names = [name for name in layout.inputs if name in weights]
+        x = self._dropped(adapter_name, x_TD.to(dtype), len(names))
+        with without_autocast(x_TD):
+            low = dispatch.shrink_tokens(x, [weights[name][0].to(dtype) for name in names])
+        low_of = {name: [h_PR * dispatch.scaling for h_PR in h] for name, h in zip(names, low, strict=True)}
+        h = [low_of.get(name) for name in layout.inputs]
+        B = [weights[name][1].to(dtype) if name in weights else None for name in layout.inputs]
+        A_down = weights[layout.down][0].to(dtype) if layout.down in weights else None
         p = self.moe_lora_spec[adapter_name].lora_dropout if self.training else 0.0
-        z_TF, low = expert_hidden(dispatch, self.layout, self.base_layer, pre, h, B, A_down, p)
-        return _Branch(z_TF, dispatch, low)
+        with without_autocast(x_TD):
+            z_TF, low_down = expert_hidden(dispatch, layout, self.base_layer, pre, h, B, A_down, p)
+        return _Branch(z_TF, dispatch, weights, mixes_outputs, low_down)
 
     def _after_down(self, adapter_name: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
         """Add what an adapter changes about the down projection's output."""
-        down, dispatch = self.layout.down, branch.dispatch
-        if dispatch is None or not self._mixes_outputs(adapter_name):
-            return self._updated(adapter_name, down, dispatch, branch.z_TF, y_TD)
+        name, dispatch = self.layout.down, branch.dispatch
+        down = self._projection(name)
+        in_place = _may_overwrite(down)
+        if dispatch is None or not branch.mixes_outputs:
+            return self._updated(adapter_name, dispatch, branch.weights, branch.z_TF, {name: y_TD}, in_place)[0]
         if branch.low is not None:
-            y_TD = dispatch.expand_collect(branch.low, self._expert_weights(adapter_name, down, y_TD.dtype)[1], y_TD)
-        bias = getattr(self._projection(down), "bias", None)
+            with without_autocast(y_TD):
+                y_TD = dispatch.expand_collect(branch.low, branch.weights[name][1].to(y_TD.dtype), y_TD, in_place)
+        bias = getattr(down, "bias", None)
         if bias is not None and not self.moe_lora_spec[adapter_name].normalize_top_k:
             # The bias belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once.
-            y_TD = y_TD + (dispatch.gates.sum(-1, keepdim=True) - 1) * bias
+            y_TD = y_TD + ((dispatch.gates.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
         return y_TD
 
-    def _mixes_outputs(self, adapter_name: str) -> bool:
+    def _mixes_outputs(self, adapter_name: str, weights: Weights) -> bool:
+        """Whether whole outputs are mixed, and not the updates of single projections."""
         spec = self.moe_lora_spec[adapter_name]
         if spec.num_experts == 1 or spec.mixing == "projection":
             return False
         # With experts on the down projection alone, all hidden activations are the base's: both mixings are one.
-        return not spec.normalize_top_k or any(self._adapts(adapter_name, name) for name in self.layout.inputs)
+        return not spec.normalize_top_k or any(name in weights for name in self.layout.inputs)

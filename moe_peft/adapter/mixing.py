@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .dispatch import Dispatch
+from .dispatch import Dispatch, without_autocast_once
 from .ffn import FFNLayout
 
 Tensors = Sequence[torch.Tensor]
@@ -47,7 +47,7 @@ def expert_hidden(
         `z = Σ_i g_i a_i` [T, f], and `A_down a` of the pairs of each part [P, r] (not yet weighted), or None.
     """
     act = layout.activation(ffn)
-    keep = len(dispatch.parts) <= 2
+    keep = dispatch.k <= 2
     totals: list[torch.Tensor] = []
     low: list[torch.Tensor] = []
     for i, part in enumerate(dispatch.parts):
@@ -76,7 +76,7 @@ def _activate(layout: FFNLayout, act: Any, pairs: Tensors) -> torch.Tensor:
 def _pair_activations(part: Dispatch, pre: Tensors, h: OptionalTensors, B: OptionalTensors) -> list[torch.Tensor]:
     """Per input projection: the base's output plus the update of the pair's expert, [P, f']."""
     return [
-        part.spread(pre_TF) if h_PR is None or B_NRF is None else part.expand_onto(part.spread(pre_TF), h_PR, B_NRF)
+        part.spread(pre_TF) if h_PR is None or B_NRF is None else part.expand(h_PR, B_NRF, part.spread(pre_TF))
         for pre_TF, h_PR, B_NRF in zip(pre, h, B, strict=True)
     ]
 
@@ -107,7 +107,7 @@ class _ExpertHidden(torch.autograd.Function):
         return part.collect(a_PF, gated=True), low_PR
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @without_autocast_once
     def backward(ctx: Any, dz_TF: torch.Tensor, d_low_PR: torch.Tensor | None) -> Any:
         part: Dispatch = ctx.part
         mask_PF, A_down, _, *rest = ctx.saved_tensors
@@ -125,7 +125,7 @@ class _ExpertHidden(torch.autograd.Function):
         if d_low_PR is not None:
             if mask_PF is None:
                 d_A_down = part.outer(d_low_PR, a_PF)
-                part.expand_onto(da_PF, d_low_PR, A_down)
+                part.expand(d_low_PR, A_down, da_PF)
             else:
                 d_A_down = part.outer(d_low_PR, a_PF * mask_PF * ctx.scale)
                 da_PF.add_(part.expand(d_low_PR, A_down).mul_(mask_PF).mul_(ctx.scale))
@@ -135,7 +135,8 @@ class _ExpertHidden(torch.autograd.Function):
             da_PF.mul_(up_PF)
         (d_gate_PF,) = torch.autograd.grad(graph_PF, leaf_PF, da_PF)
         d_pairs = ctx.layout.join(d_gate_PF, d_up_PF)
-        d_pre = [part.collect(d_PF) for d_PF in d_pairs]
+        wanted = _thirds(ctx.needs_input_grad[-len(rest) :])[0]  # not those of a first layer on a frozen embedding
+        d_pre = [part.collect(d_PF) if want else None for d_PF, want in zip(d_pairs, wanted, strict=True)]
         d_h = [None if B_NRF is None else part.shrink(d_PF, B_NRF) for d_PF, B_NRF in zip(d_pairs, B, strict=True)]
         d_B = [None if h_PR is None else part.outer(h_PR, d_PF) for d_PF, h_PR in zip(d_pairs, h, strict=True)]
         return None, None, None, None, None, d_A_down, d_gates, *d_pre, *d_h, *d_B

@@ -1,0 +1,106 @@
+"""Which way of computing a batch takes (see `dispatch.py` for the legend)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+import torch
+
+from .dispatch import DENSE_COLUMNS, Dense, Dispatch, Gather
+from .sorting import Blocks, InParts, Sorted
+
+# Up to this many pairs (decoding), sorting costs more than it saves …
+FEW_PAIRS = 32
+# … and up to this many, copying even a few experts' matrices costs less than products with all.
+VERY_FEW_PAIRS = 4
+
+Method = Literal["auto", "dense", "blocks", "sorted", "gather"]
+_METHODS: dict[str, Callable[..., Dispatch]] = {
+    "dense": Dense,
+    "blocks": partial(InParts, Blocks),
+    "sorted": partial(InParts, Sorted),
+    "gather": Gather,
+}
+_pinned: Method = "auto"
+
+
+@contextmanager
+def pin_dispatch(method: Method) -> Iterator[None]:
+    """
+    Compute the experts by one fixed method inside the block, whatever the number of tokens.
+
+    `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks, batched
+    products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: each pair's own copy of its
+    expert's matrices (few tokens). `"auto"`: by measured crossover (the default). All agree up to rounding. Pin one for
+    `torch.compile` with changing lengths, or to compare them.
+    """
+    global _pinned
+    if method not in ("auto", *_METHODS):
+        raise ValueError(f"pin_dispatch: method={method!r}: use one of {['auto', *_METHODS]}")
+    before, _pinned = _pinned, method
+    try:
+        yield
+    finally:
+        _pinned = before
+
+
+def choose_method(
+    tokens: int,
+    k: int,
+    num_experts: int,
+    r: int,
+    unit: int,
+    dtype: torch.dtype,
+    mixes_outputs: bool,
+    device: torch.device,
+) -> Method:
+    """
+    The fastest way for a batch, by the crossovers of `benchmarks/dispatch.py`.
+
+    With mixing "projection" a pair's own rows are never needed (`update`), so products with all experts win as long as
+    they are narrow. With "output", few pairs (decoding) are best served by copies of their experts; many by blocks or,
+    where an expert gets so few tokens that blocks would be mostly padding, by the grouped products of a GPU (on a CPU
+    they are loops over experts).
+
+    Args:
+        unit: a common divisor of the rank and all widths.
+    """
+    if _pinned != "auto":
+        if _pinned == "sorted" and not _has_grouped_mm(unit, dtype):
+            raise ValueError(
+                f"pin_dispatch('sorted'): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
+            )
+        return _pinned
+    narrow = num_experts * r <= DENSE_COLUMNS
+    if narrow and not mixes_outputs:
+        return "dense"
+    if tokens * k <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
+        return "gather"
+    if tokens * k <= FEW_PAIRS:
+        return "dense"
+    grouped = tokens < 32 * num_experts and device.type != "cpu" and _has_grouped_mm(unit, dtype)
+    return "sorted" if grouped else "blocks"
+
+
+def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
+    """It wants rows of a multiple of 16 bytes and no float64; its shape function, for torch.compile, bfloat16."""
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
+    return known and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
+
+
+def make_dispatch(
+    experts_TK: torch.Tensor,
+    gates_TK: torch.Tensor,
+    num_experts: int,
+    r: int,
+    unit: int,
+    scaling: float,
+    mixes_outputs: bool,
+) -> Dispatch:
+    """The dispatch of a batch, computing in the way that suits its size (or that `pin_dispatch` asks for)."""
+    tokens, k = experts_TK.shape
+    method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
+    return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

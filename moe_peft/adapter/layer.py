@@ -136,6 +136,7 @@ class MoELoraLayer(BaseTunerLayer):
         )
 
     def _weights(self, adapter_name: str) -> Weights:
+        """As they are stored, in float32 as a rule."""
         A_all, B_all = self.expert_parameters(adapter_name)
         return {name: (A, B_all[name]) for name, A in A_all.items()}
 
@@ -295,15 +296,14 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             updated = self._updated(adapter_name, dispatch, weights, x_TD, base, in_place)
             return _Branch(layout.hidden(self.base_layer, updated), dispatch, weights, mixes_outputs)
         names = [name for name in layout.inputs if name in weights]
-        x = self._dropped(adapter_name, x_TD.to(dtype), len(names))
-        with without_autocast(x_TD):
-            low = dispatch.shrink_tokens(x, [weights[name][0].to(dtype) for name in names])
-        low_of = {name: [h_PR * dispatch.scaling for h_PR in h] for name, h in zip(names, low, strict=True)}
-        h = [low_of.get(name) for name in layout.inputs]
         B = [weights[name][1].to(dtype) if name in weights else None for name in layout.inputs]
         A_down = weights[layout.down][0].to(dtype) if layout.down in weights else None
         p = self.moe_lora_spec[adapter_name].lora_dropout if self.training else 0.0
+        x = self._dropped(adapter_name, x_TD.to(dtype), len(names))
         with without_autocast(x_TD):
+            low = dispatch.shrink_tokens(x, [weights[name][0].to(dtype) for name in names])
+            low_of = {name: [h_PR * dispatch.scaling for h_PR in h] for name, h in zip(names, low, strict=True)}
+            h = [low_of.get(name) for name in layout.inputs]
             z_TF, low_down = expert_hidden(dispatch, layout, self.base_layer, pre, h, B, A_down, p)
         return _Branch(z_TF, dispatch, weights, mixes_outputs, low_down)
 

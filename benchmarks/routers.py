@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from differences import paired_difference
 from label_routing import mixtral
 from peft import get_peft_model
-from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from moe_peft import MoELoraConfig, init_attention_routers
@@ -123,15 +123,14 @@ def report(runs: list[dict[str, Any]], seeds: int) -> str:
     for kind, routers in (("adapter", ADAPTERS), ("mixtral", NATIVE)):
         for router in routers:
             rows = [table[kind, router, seed] for seed in range(seeds)]
-            values = torch.tensor([row["loss"] for row in rows], dtype=torch.float64)
-            others = torch.tensor([table[kind, "linear", seed]["loss"] for seed in range(seeds)], dtype=torch.float64)
-            d = values - others
-            half = float(stats.t.ppf(0.975, seeds - 1) * d.std() / seeds**0.5)
-            compared = (
-                f"{d.mean():+.4f} | [{d.mean() - half:+.4f}, {d.mean() + half:+.4f}]" if router != "linear" else " | "
+            d = paired_difference(
+                [row["loss"] for row in rows], [table[kind, "linear", seed]["loss"] for seed in range(seeds)]
             )
-            means = [sum(row[key] for row in rows) / seeds for key in ("entropy_at_start", "load_cv")]
-            lines.append(f"| {kind} | {router} | {values.mean():.4f} | {compared} | {means[0]:.2f} | {means[1]:.2f} |")
+            compared = f"{d.mean:+.4f} | [{d.low:+.4f}, {d.high:+.4f}]" if router != "linear" else " | "
+            loss, entropy, cv = (
+                sum(row[key] for row in rows) / seeds for key in ("loss", "entropy_at_start", "load_cv")
+            )
+            lines.append(f"| {kind} | {router} | {loss:.4f} | {compared} | {entropy:.2f} | {cv:.2f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from datasets import Dataset
-from scipy import stats
+from differences import paired_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
@@ -113,9 +113,8 @@ def wanted(parts: list[str], seeds: list[int]) -> Iterator[tuple[str, str, int]]
 
 
 def difference(values: list[float], others: list[float]) -> str:
-    d = torch.tensor(values, dtype=torch.float64) - torch.tensor(others, dtype=torch.float64)
-    half = float(stats.t.ppf(0.975, len(d) - 1) * d.std() / len(d) ** 0.5)
-    return f"{d.mean():+.4f} | [{d.mean() - half:+.4f}, {d.mean() + half:+.4f}]"
+    d = paired_difference(values, others)
+    return f"{d.mean:+.4f} | [{d.low:+.4f}, {d.high:+.4f}]"
 
 
 def report(runs: dict[tuple[str, str, int], dict[str, Any]], seeds: int, out: Path) -> None:

@@ -22,12 +22,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig, PeftModel, get_peft_model
-from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
@@ -46,6 +45,7 @@ from moe_peft.upit.inputs import in_blocks
 from moe_peft.upit.scoring import example_losses
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from differences import paired_difference
 from domains import DOMAINS, build
 from tiny_base import ensure_base
 
@@ -305,31 +305,67 @@ def read(path: Path) -> Any:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def report(out: Path, table: Path) -> None:
-    """Tables of what there is so far."""
-    records = [read(path) for path in sorted((out / "results").glob("*.json"))]
+class Results:
+    """The losses of all runs there are so far."""
 
-    def loss(name: str, order: str, seed: int, domain: str = "mean") -> float | None:
+    def __init__(self, out: Path) -> None:
+        self.records = [read(path) for path in sorted((out / "results").glob("*.json"))]
+
+    def loss(self, name: str, order: str, seed: int, domain: str = "mean") -> float | None:
         """A method's loss, averaged over the replicates; None unless all are there."""
         wanted = {"method": name, "order": order, "seed": seed}
-        found = [r["loss"][domain] for r in records if all(r[key] == value for key, value in wanted.items())]
+        found = [r["loss"][domain] for r in self.records if all(r[key] == value for key, value in wanted.items())]
         return sum(found) / len(found) if len(found) == len(REPLICATES) else None
 
-    def difference(name: str, other: str, orders: tuple[str, ...]) -> str:
-        """`name` minus `other`, paired by seed, with its 95 % interval."""
-        values = []
-        for seed in SEEDS:
-            pairs = [(loss(name, order, seed), loss(other, order, seed)) for order in orders]
-            if all(None not in pair for pair in pairs):
-                values.append(sum(a - b for a, b in pairs) / len(pairs))
-        if len(values) < 2:
-            return "–"
-        mean = sum(values) / len(values)
-        error = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
-        half = error * stats.t.ppf(0.975, len(values) - 1)
-        return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
+    def mean_loss(self, name: str, order: str, domain: str) -> str:
+        values = [value for seed in SEEDS if (value := self.loss(name, order, seed, domain)) is not None]
+        return f"{sum(values) / len(values):.4f}" if values else "–"
 
-    complete = [s for s in SEEDS if all(loss(name, order, s) is not None for name in METHODS for order in ORDERS)]
+    def difference(self, name: str, other: str, orders: Sequence[str]) -> str:
+        """`name` minus `other`, averaged over orders and paired by seed, with its 95 % interval."""
+        pairs = []
+        for seed in SEEDS:
+            losses = [[self.loss(method, order, seed) for order in orders] for method in (name, other)]
+            if all(None not in of_method for of_method in losses):
+                pairs.append([sum(of_method) / len(orders) for of_method in losses])
+        if len(pairs) < 2:
+            return "–"
+        d = paired_difference(*zip(*pairs, strict=True))
+        return f"{d.mean:+.4f} [{d.low:+.4f}, {d.high:+.4f}]"
+
+
+def contrast_rows(results: Results, contrasts: dict[str, tuple[str, str]]) -> list[str]:
+    """A table row for each labelled pair of methods: over both orders, and for each."""
+    return [
+        f"| {label} | {' | '.join(results.difference(*pair, orders) for orders in (ORDERS, *zip(ORDERS)))} |"
+        for label, pair in contrasts.items()
+    ]
+
+
+def loss_rows(results: Results, order: str, rates: dict[str, float]) -> list[str]:
+    rows = []
+    for name in (*METHODS, *POST_HOC):
+        cells = [results.mean_loss(name, order, domain) for domain in (*DOMAINS, "mean")]
+        versus = "" if name == "LoRAMoE-SFT" else results.difference(name, "LoRAMoE-SFT", (order,))
+        rows.append(f"| {name} | {rates.get(name) or POST_HOC[name].rate:g} | {' | '.join(cells)} | {versus} |")
+    return rows
+
+
+def tuned_rates(out: Path) -> dict[str, float]:
+    """The learning rate of each method that was tuned."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record in map(read, (out / "tuning").glob("*.json")):
+        found.setdefault(record["method"], []).append((record["loss"]["mean"], record["rate"]))
+    return {name: min(of_method)[1] for name, of_method in found.items()}
+
+
+def report(out: Path, table: Path) -> None:
+    """Tables of what there is so far."""
+    results, rates = Results(out), tuned_rates(out)
+    runs = [(name, order) for name in METHODS for order in ORDERS]
+    complete = [s for s in SEEDS if all(results.loss(name, order, s) is not None for name, order in runs)]
+    shorter, same_rate = POST_HOC
+    post_hoc = [("UpIT", shorter), (shorter, "no router initialisation"), ("UpIT", same_rate)]
     lines = [
         "# UpIT against its baselines, small",
         "",
@@ -338,46 +374,30 @@ def report(out: Path, table: Path) -> None:
         "",
         "## Primary contrasts (UpIT minus the other, both orders)",
         "",
-        "| UpIT against | difference | iid | blocks |",
+        f"| UpIT against | difference | {' | '.join(ORDERS)} |",
         "|---|---|---|---|",
-    ]
-    for other in PRIMARY:
-        cells = [difference("UpIT", other, orders) for orders in (ORDERS, ("iid",), ("blocks",))]
-        lines.append(f"| {other} | {' | '.join(cells)} |")
-    lines += [
+        *contrast_rows(results, {other: ("UpIT", other) for other in PRIMARY}),
         "",
         f"Smallest difference of interest: {INTEREST}.",
         "",
         "Added afterwards, to see where two of these come from:",
         "",
-        "| contrast | difference | iid | blocks |",
+        f"| contrast | difference | {' | '.join(ORDERS)} |",
         "|---|---|---|---|",
+        *contrast_rows(results, {f"{name}, against: {other}": (name, other) for name, other in post_hoc}),
+        "",
+        "## Held-out loss",
+        "",
     ]
-    shorter, same_rate = POST_HOC
-    for name, other in (("UpIT", shorter), (shorter, "no router initialisation"), ("UpIT", same_rate)):
-        cells = [difference(name, other, orders) for orders in (ORDERS, ("iid",), ("blocks",))]
-        lines.append(f"| {name}, against: {other} | {' | '.join(cells)} |")
-    lines += ["", "## Held-out loss", ""]
-    rates = {}
-    for path in (out / "tuning").glob("*.json"):
-        record = read(path)
-        rates.setdefault(record["method"], []).append((record["loss"]["mean"], record["rate"]))
     for order in ORDERS:
         lines += [
             f"First half {order}:",
             "",
             f"| method | rate | {' | '.join(DOMAINS)} | mean | mean minus LoRAMoE-SFT's |",
             f"|---|---|{'---|' * (len(DOMAINS) + 2)}",
+            *loss_rows(results, order, rates),
+            "",
         ]
-        for name in (*METHODS, *POST_HOC):
-            cells = []
-            for domain in (*DOMAINS, "mean"):
-                values = [value for s in SEEDS if (value := loss(name, order, s, domain)) is not None]
-                cells.append(f"{sum(values) / len(values):.4f}" if values else "–")
-            versus = "" if name == "LoRAMoE-SFT" else difference(name, "LoRAMoE-SFT", (order,))
-            rate = f"{min(rates[name])[1]:g}" if name in rates else f"{POST_HOC[name].rate:g}"
-            lines.append(f"| {name} | {rate} | {' | '.join(cells)} | {versus} |")
-        lines.append("")
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text("\n".join(lines))
     print("\n".join(lines))

@@ -52,8 +52,10 @@ class Dispatch:
         self.scaling = scaling
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
+        # Filled when first asked for (torch.compile does not trace `functools.cached_property`).
         self._scaled_gates: torch.Tensor | None = None
         self._gate_table: torch.Tensor | None = None
+        self._pair_rows: torch.Tensor | None = None
 
     @property
     def parts(self) -> Sequence[Dispatch]:
@@ -78,10 +80,15 @@ class Dispatch:
         """Each pair's expert, [P]."""
         return self.experts.reshape(-1)
 
+    def pair_tokens(self) -> torch.Tensor:
+        """Each pair's token, [P]."""
+        return torch.arange(self.tokens, device=self.experts.device).repeat_interleave(self.k)
+
     def pair_rows(self) -> torch.Tensor:
-        """[P]: the row of each pair in a table of (token, expert), [T·n, …]."""
-        tokens_T1 = torch.arange(self.tokens, device=self.experts.device).unsqueeze(1)
-        return (tokens_T1 * self.n + self.experts).flatten()
+        """[P]: the row of each pair in a table of (token, expert), [T·n, …]; made once for all projections."""
+        if self._pair_rows is None:
+            self._pair_rows = self.pair_tokens() * self.n + self.pair_experts()
+        return self._pair_rows
 
     def gate_table(self) -> torch.Tensor:
         """`s·g` of every expert, zero for those a token does not have, [T, n, 1]; made once for all projections."""

@@ -22,8 +22,8 @@ class _Part(Dispatch):
     def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
         return values_P.index_select(0, self._rows.flatten()).view_as(self._rows)
 
-    def pair_rows(self) -> torch.Tensor:
-        return self._tokens * self.n + self.pair_experts()
+    def pair_tokens(self) -> torch.Tensor:
+        return self._tokens
 
     def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
         return x_TM.index_select(0, self._tokens)

@@ -24,11 +24,11 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, set_seed
 
 from moe_peft import MoELoraConfig
-from moe_peft.analysis import RoutingStatistics, record_routing
-from moe_peft.report import plot_compliance, plot_shares
-from moe_peft.routing import compliance
-from moe_peft.trainer import MoESFTConfig, MoESFTTrainer
-from moe_peft.upit.scoring import example_losses
+from moe_peft.analysis.record import RoutingStatistics, record_routing
+from moe_peft.analysis.report import plot_compliance, plot_shares
+from moe_peft.routing.statistics import compliance
+from moe_peft.training.scoring import example_losses
+from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from domains import DOMAINS, build

@@ -15,7 +15,7 @@ import statistics
 import torch
 from adapter import build, token_ids, train_step
 
-from moe_peft.analysis import TOKEN_CLASSES, record_routing
+from moe_peft.analysis.record import TOKEN_CLASSES, record_routing
 
 
 def main() -> None:

@@ -28,11 +28,11 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from moe_peft import MoELoraConfig, init_attention_routers
-from moe_peft.analysis import load_health, record_routing
-from moe_peft.routing import entropies
-from moe_peft.steering import adapter_layers
-from moe_peft.trainer import MoESFTConfig, MoESFTTrainer
-from moe_peft.upit.scoring import example_losses
+from moe_peft.analysis.record import record_routing
+from moe_peft.models.view import adapter_layers
+from moe_peft.routing.statistics import entropies, load_health
+from moe_peft.training.scoring import example_losses
+from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from domains import build

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
 from moe_peft.native import UpcycleConfig, upcycle
-from moe_peft.resuming import ResumingTrainer
+from moe_peft.training.resuming import ResumingTrainer
+from moe_peft.training.scoring import example_losses
 from moe_peft.upit import UpIT, recipe_from_dict
-from moe_peft.upit.scoring import example_losses
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from domains import build

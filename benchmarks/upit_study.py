@@ -39,9 +39,9 @@ from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, lora_to_moe
+from moe_peft.training.data import in_blocks
+from moe_peft.training.scoring import example_losses
 from moe_peft.upit import expand_experts, init_router, post_train, prepare_experts
-from moe_peft.upit.inputs import in_blocks
-from moe_peft.upit.scoring import example_losses
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from domains import DOMAINS, build

@@ -6,8 +6,8 @@ from .adapter.config import MoELoraConfig
 from .adapter.convert import expert_to_lora, lora_to_moe
 from .adapter.ffn import FFNLayout, register_ffn_layout
 from .adapter.model import MoELoraModel
-from .router_upcycling import fold_routers, init_attention_routers
-from .steering import allow_experts, force_experts
+from .models.attention_routers import fold_routers, init_attention_routers
+from .models.steering import allow_experts, force_experts
 
 __all__ = [
     "FFNLayout",

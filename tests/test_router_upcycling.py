@@ -21,9 +21,9 @@ from transformers import (
 
 from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
 from moe_peft.adapter.layer import MoELoraFFN
-from moe_peft.router_upcycling import attention_weights, group_heads
-from moe_peft.steering import native_routers
-from moe_peft.trainer import MoESFTConfig, MoESFTTrainer
+from moe_peft.models.attention_routers import attention_weights, group_heads
+from moe_peft.models.view import native_routers
+from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 W, H, D = 4, 8, 12  # head width, heads, hidden size of the loops
 GENERATOR = torch.Generator().manual_seed(0)

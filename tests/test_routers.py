@@ -16,8 +16,8 @@ from torch import nn
 from moe_peft import MoELoraConfig, allow_experts, fold_routers, force_experts
 from moe_peft.adapter.ffn import find_layout
 from moe_peft.adapter.layer import MoELoraFFN, MoELoraLayer
-from moe_peft.routers import ROUTERS, RouterSettings, make_router
-from moe_peft.routing import sigmoid_gates, switch_gates, threshold_gates, top_p_gates
+from moe_peft.routing.gates import sigmoid_gates, switch_gates, threshold_gates, top_p_gates
+from moe_peft.routing.routers import ROUTERS, RouterSettings, make_router
 
 N = 4
 IDS = torch.randint(3, 128, (3, 11), generator=torch.Generator().manual_seed(0))

@@ -8,16 +8,9 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from moe_peft.routing import (
-    balancing_loss,
-    compliance,
-    entropies,
-    expert_counts,
-    label_losses,
-    load_health,
-    pad_logits,
-    z_losses,
-)
+from moe_peft.routing.gates import pad_logits
+from moe_peft.routing.losses import balancing_loss, label_losses, z_losses
+from moe_peft.routing.statistics import compliance, entropies, expert_counts, load_health
 
 L, T, N, K = 3, 20, 5, 2
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts
-from moe_peft.steering import native_routers, router_parameters
+from moe_peft.models.view import native_routers, router_parameters
 
 N, K = 6, 2
 COMMON = {

@@ -20,8 +20,8 @@ from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
 from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
-from moe_peft.steering import router_parameters
-from moe_peft.trainer import MoESFTConfig, MoESFTTrainer, phase
+from moe_peft.models.view import router_parameters
+from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer, phase
 
 N, K = 6, 2
 EXPERTS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}

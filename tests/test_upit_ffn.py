@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from trl import SFTConfig
 from upit_case import make_case, rows, run, run_as_two_processes, run_in_process
 
-from moe_peft.steering import router_parameters
+from moe_peft.models.view import router_parameters
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.ffn_stages import ExpertTrainer, RoutingVectors, init_expert_routers, score_checkpoints
 from moe_peft.upit.plan import plan

@@ -119,7 +119,7 @@ def _points() -> dict[str, tuple[Any, str]]:
     import moe_peft.upit.mode
     import moe_peft.upit.router_init
     import moe_peft.upit.stages
-    from moe_peft.upit.training import _Checkpoints
+    from moe_peft.training.checkpoints import _Checkpoints
 
     return {
         "step": (Trainer, "training_step"),

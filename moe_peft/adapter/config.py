@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, PeftType
 from peft.utils.other import get_pattern_key
 
-from ..routers import ROUTERS, Mixture, RouterSettings
+from ..routing.routers import ROUTERS, Mixture, RouterSettings
 
 CARD_SECTION = """
 ## How to load this adapter
@@ -80,8 +80,8 @@ class MoELoraConfig(PeftConfig):
         num_experts_pattern: Module name or regex to number of experts, where it differs from `num_experts` (as MoLA).
         rank_pattern: Module name or regex to rank, where it differs from `r`.
         alpha_pattern: Module name or regex to alpha, where it differs from `lora_alpha`.
-        router_type: How tokens are routed; see `moe_peft.routers`. `"linear"`: softmax over a linear gate's logits, the
-            top k. `"mlp"`: two layers. `"attention"`: a mixture of routers like attention heads, see
+        router_type: How tokens are routed; see `moe_peft.routing.routers`. `"linear"`: softmax over a linear gate's
+            logits, the top k. `"mlp"`: two layers. `"attention"`: a mixture of routers like attention heads, see
             `moe_peft.init_attention_routers`. `"switch"`: top-1 with the probability as gate; only with mixing
             "projection". `"sigmoid"`: each expert's score for itself. `"soft"`: all experts. `"top_p"`, `"threshold"`:
             of the top k those that `router_threshold` leaves. `"locmoe"`: means of parts of the hidden state.

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..modes import without_autocast
+from ..contexts import without_autocast
 
 # Up to this many columns n·r, one product of the tokens with all experts costs less than finding each pair's own.
 DENSE_COLUMNS = 128

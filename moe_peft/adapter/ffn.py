@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..modes import evaluating
+from ..contexts import evaluating
 
 
 @dataclass(frozen=True)

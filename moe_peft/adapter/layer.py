@@ -9,9 +9,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features
 from torch import nn
 
-from ..modes import without_autocast
-from ..routers import Router, make_router
-from ..routing import Steering
+from ..contexts import without_autocast
+from ..routing.gates import Steering
+from ..routing.routers import Router, make_router
 from .choosing import make_dispatch
 from .config import ExpertSpec
 from .dispatch import Dispatch

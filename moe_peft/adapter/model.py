@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_a
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..routers import make_router
+from ..routing.routers import make_router
 from . import protocol
 from .config import ExpertSpec, MoELoraConfig
 from .ffn import FFNLayout, find_layout, probe_ffn

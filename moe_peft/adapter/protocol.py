@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from ..routing import pad_logits
+from ..routing.gates import pad_logits
 from .layer import MoELoraLayer
 from .recording import Collection, state
 

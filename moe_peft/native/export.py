@@ -18,7 +18,7 @@ from peft.utils import load_peft_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..adapter.config import ExpertSpec, MoELoraConfig
-from ..routers import make_router
+from ..routing.routers import make_router
 from .families import DENSE_NAME, EMPTY_SHARED, PROJECTIONS, moe_config
 from .initialise import FFN, zero_ffn
 from .writing import DenseModel, open_dense, parse_dtype, parse_size, write_moe

@@ -19,16 +19,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from .families import EMPTY_SHARED, Family, find_family, moe_config
-from .initialise import (
-    FFN,
-    ExpertInit,
-    Init,
-    RouterInit,
-    generator_for,
-    router_weight,
-    shard_indices,
-    zero_ffn,
-)
+from .initialise import FFN, ExpertInit, Init, RouterInit, generator_for, router_weight, shard_indices, zero_ffn
 from .writing import DenseModel, open_dense, parse_dtype, parse_size, write_moe
 
 _THREADS = 4  # as many FFNs may be in memory

@@ -22,7 +22,7 @@ from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
 from ..adapter.config import MoELoraConfig
-from ..experts import Expansion, Similarity
+from ..merging import Expansion, Similarity
 from ..native.upcycle import UpcycleConfig
 from .buckets import BucketKind
 from .prepare import Selection

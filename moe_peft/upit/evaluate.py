@@ -13,9 +13,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from ..analysis import RoutingStatistics, record_routing
-from ..steering import adapter_layers, native_routers
-from .scoring import example_losses
+from ..analysis.record import RoutingStatistics, record_routing
+from ..models.view import adapter_layers, native_routers
+from ..training.scoring import example_losses
 
 
 def evaluate(

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftConfig
 from peft.utils import load_peft_weights
 from safetensors.torch import save_file
 
-from ..experts import Descent, Expansion, Similarity, expand
+from ..merging import Descent, Expansion, Similarity, expand
 from .prepare import ADAPTER_FILES
 
 
@@ -26,7 +26,7 @@ def expand_experts(
     initial: str | Path | None = None,
 ) -> tuple[list[Path], list[Descent]]:
     """
-    Merge LoRA adapters into further ones until there are `num_experts` (see `moe_peft.experts.expand`).
+    Merge LoRA adapters into further ones until there are `num_experts` (see `moe_peft.merging.expand`).
 
     Args:
         experts: LoRA adapter folders, all of one configuration.

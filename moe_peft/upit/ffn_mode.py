@@ -11,10 +11,10 @@ from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..models.view import router_parameters
 from ..native.families import FAMILIES
 from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
 from ..native.writing import add_older_names, open_dense
-from ..steering import router_parameters
 from . import inputs
 from .buckets import fill_buckets
 from .ffn_stages import expand_checkpoints, init_expert_routers, score_checkpoints, tokenize

@@ -21,14 +21,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..experts import Descent, Expansion, dare_tensor, expand
+from ..merging import Descent, Expansion, dare_tensor, expand
 from ..native.checkpoint import Checkpoint, ShardedWriter
 from ..native.families import DENSE_NAME, PROJECTIONS
+from ..training.checkpoints import Trained, step_rows, train
+from ..training.scoring import example_losses
 from .buckets import Buckets, bucket_schedule
 from .prepare import link_model
 from .router_init import RouterInitTrainer
-from .scoring import example_losses
-from .training import Trained, step_rows, train
 
 _VECTORS = "routing_vectors.weight"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
@@ -24,8 +24,6 @@ from transformers import (
 from ..adapter.ffn import find_layout
 from ..adapter.model import find_ffns
 from .config import ModelSection, PrepareSection, Recipe
-
-_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_model(section: ModelSection) -> PreTrainedModel:
@@ -63,36 +61,6 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 def _missing(section: ModelSection, error: OSError) -> str:
     reason = " ".join(str(error).split())[:160]
     return f"model.name_or_path={section.name_or_path!r}: no model folder, nor a model of a hub in reach ({reason})"
-
-
-def load_data(source: str | dict[str, Any], field: str, label_column: str | None) -> Dataset:
-    """
-    A data set as the recipe's `data` section names it.
-
-    Raises:
-        ValueError: it is not there, is empty, or lacks the label column.
-    """
-    if isinstance(source, str):
-        suffix = Path(source).suffix
-        arguments = {"path": _FORMATS[suffix], "data_files": source} if suffix in _FORMATS else {"path": source}
-        if suffix in _FORMATS and not Path(source).is_file():
-            raise ValueError(f"{field}={source!r}: no such file")
-    else:
-        arguments = dict(source)
-    try:
-        dataset = load_dataset(**{"split": "train", **arguments})
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{field}={source!r}: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(dataset, Dataset) or len(dataset) == 0:
-        raise ValueError(f"{field}={source!r}: no examples; name one split that has some")
-    known = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
-    if not any(columns <= set(dataset.column_names) for columns in known):
-        raise ValueError(
-            f"{field}={source!r}: columns {dataset.column_names}: needs messages, prompt and completion, or text"
-        )
-    if label_column is not None and label_column not in dataset.column_names:
-        raise ValueError(f"label_column={label_column!r}: {field} has only {dataset.column_names}")
-    return dataset
 
 
 def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None) -> list[str]:
@@ -174,21 +142,6 @@ def hash_experts(section: PrepareSection) -> list[str]:
 
 
 # --- orders -----------------------------------------------------------------------------------------------------------
-
-
-def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> Dataset:
-    """`epochs` passes over the data with its labels one after the other, shuffled inside each."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = dataset[label_column]
-    order: list[int] = []
-    for label in sorted(set(labels), key=str):
-        own = [i for i, other in enumerate(labels) if other == label]
-        wanted = round(epochs * len(own))
-        shuffled: list[int] = []
-        while len(shuffled) < wanted:
-            shuffled += [own[i] for i in torch.randperm(len(own), generator=generator).tolist()]
-        order += shuffled[:wanted]
-    return dataset.select(order)
 
 
 def seed_count(recipe: Recipe, rows: int) -> int:

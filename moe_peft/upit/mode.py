@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accelerate import PartialState
 from datasets import Dataset
 
-from ..report import plot_shares
+from ..analysis.report import plot_shares
+from ..training.checkpoints import Trained, copy_result
+from ..training.data import in_blocks
 from . import inputs
 from .buckets import Buckets
 from .evaluate import evaluate
 from .prepare import Selection, chosen_steps, prepare_experts
 from .stages import write_json
-from .training import Trained, copy_result
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +114,7 @@ class Mode:
         data, epochs = self.run.train_data, self.run.budget.prepare
         if r.prepare.order != "blocks":
             return data, {"num_train_epochs": epochs}
-        data = inputs.in_blocks(data, str(r.data.label_column), epochs, inputs.stage_seed(r, "prepare"))
+        data = in_blocks(data, str(r.data.label_column), epochs, inputs.stage_seed(r, "prepare"))
         return data, {"num_train_epochs": 1.0, "train_sampling_strategy": "sequential"}
 
     def seed_data(self) -> Dataset:

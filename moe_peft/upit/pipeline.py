@@ -20,6 +20,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
+from ..training.checkpoints import link_folder
+from ..training.data import load_data
 from . import inputs
 from .buckets import label_buckets
 from .config import Recipe, as_dict
@@ -27,7 +29,6 @@ from .ffn_mode import FFNMode
 from .lora_mode import LoraMode
 from .mode import Mode
 from .stages import STATE, Stage, run_stage, write_json
-from .training import link_folder
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class UpIT:
 
     @cached_property
     def train_data(self) -> Dataset:
-        data = inputs.load_data(self.recipe.data.train, "data.train", self.recipe.data.label_column)
+        data = load_data(self.recipe.data.train, "data.train", self.recipe.data.label_column)
         section = self.recipe.router_init
         if self.recipe.method == "upit" and section.buckets == "label":  # its errors should come before any training
             label_buckets(data[self.recipe.data.label_column], self.recipe.num_experts, section.expert_map)
@@ -87,7 +88,7 @@ class UpIT:
     @cached_property
     def eval_data(self) -> Dataset | None:
         source = self.recipe.data.eval
-        return None if source is None else inputs.load_data(source, "data.eval", self.recipe.data.label_column)
+        return None if source is None else load_data(source, "data.eval", self.recipe.data.label_column)
 
     @cached_property
     def hashes(self) -> dict[str, Any]:

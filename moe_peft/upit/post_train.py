@@ -10,9 +10,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig
 
-from ..resuming import ResumingTrainer
-from ..steering import router_parameters
-from .training import Trained, copy_result, train
+from ..models.view import router_parameters
+from ..training.checkpoints import Trained, copy_result, train
+from ..training.resuming import ResumingTrainer
 
 
 def post_train(

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from .training import Trained, link_weights, total_steps, train
+from ..training.checkpoints import Trained, link_weights, total_steps, train
 
 Selection = Literal["back_half", "uniform", "front_half"]
 _MODEL_FILES = ("config.json", "generation_config.json")

@@ -23,10 +23,10 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..adapter.layer import MoELoraLayer
-from ..steering import force_experts
+from ..models.steering import force_experts
+from ..training.checkpoints import Trained, step_rows, train
+from ..training.scoring import example_losses
 from .buckets import BucketKind, Buckets, bucket_schedule, fill_buckets
-from .scoring import example_losses
-from .training import Trained, step_rows, train
 
 Objective = Literal["positive", "one_vs_rest", "softmax"]
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .modes import without_autocast
-from .routing import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
+from ..contexts import without_autocast
+from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]
 

@@ -10,8 +10,8 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from trl import SFTTrainer
 
-from ..modes import evaluating
-from ..steering import force_experts
+from ..contexts import evaluating
+from ..models.steering import force_experts
 
 
 @torch.no_grad()

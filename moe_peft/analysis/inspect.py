@@ -14,9 +14,9 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from .analysis import RoutingStatistics, classify_tokens, record_routing
+from ..training.data import load_data
+from .record import RoutingStatistics, classify_tokens, record_routing
 from .report import write_report
-from .upit.inputs import load_data
 
 
 @torch.no_grad()

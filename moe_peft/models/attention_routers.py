@@ -19,10 +19,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from .adapter.layer import MoELoraFFN
-from .modes import evaluating
-from .routers import AttentionRouter, LinearRouter, Mixture, RouterSettings, folded_weight
-from .steering import adapter_layers, native_routers, router_sizes
+from ..adapter.layer import MoELoraFFN
+from ..contexts import evaluating
+from ..routing.routers import AttentionRouter, LinearRouter, Mixture, RouterSettings, folded_weight
+from .view import adapter_layers, native_routers, router_sizes
 
 
 @torch.no_grad()

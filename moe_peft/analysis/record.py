@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .routing import load_health
-from .steering import router_sizes
+from ..models.view import router_sizes
+from ..routing.statistics import load_health
 
 TOKEN_CLASSES = ("words", "digits", "operators", "brackets", "punctuation", "space", "other")
 _PATTERNS = (

@@ -10,7 +10,7 @@ import torch
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 
-from moe_peft.experts import dare_merge, displacement_inner, expand, update_inner, values_inner
+from moe_peft.merging import dare_merge, displacement_inner, expand, update_inner, values_inner
 from moe_peft.upit import expand_experts
 
 MODULES = {"layers.0.up": (3, 7, 5), "layers.0.down": (3, 5, 7), "layers.1.up": (2, 7, 5)}  # r, in, out
@@ -83,7 +83,7 @@ def test_genetic_expansion_is_algorithm_2(similarity, seed):
 
 def test_each_step_computes_only_the_newest_experts_similarities(monkeypatch):
     calls = []
-    monkeypatch.setattr("moe_peft.experts.update_inner", lambda a, b: calls.append(1) or update_inner(a, b))
+    monkeypatch.setattr("moe_peft.merging.update_inner", lambda a, b: calls.append(1) or update_inner(a, b))
     expand(experts(4), 8)
     assert len(calls) == sum(range(1, 8))  # a row of the Gram matrix per expert that was compared, each pair once
 

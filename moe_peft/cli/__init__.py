@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import HfArgumentParser
 
-from .native import UpcycleConfig, export_adapter, upcycle, verify_export
+from ..native import UpcycleConfig, export_adapter, upcycle, verify_export
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _inspect(options: argparse.Namespace) -> None:
     try:
-        from .inspection import inspect_model, parse_expert_map
+        from ..analysis.inspect import inspect_model, parse_expert_map
     except ImportError as error:
         raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
     inspect_model(
@@ -106,9 +106,9 @@ def _upit(options: argparse.Namespace) -> None:
     try:  # heavy, and optional for the rest of the package
         from accelerate import PartialState
 
-        from .upit.config import load_recipe
-        from .upit.pipeline import UpIT
-        from .upit.summary import print_plan, print_summary
+        from ..upit.config import load_recipe
+        from ..upit.pipeline import UpIT
+        from ..upit.summary import print_plan, print_summary
     except ImportError as error:
         raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
     pipeline = UpIT(load_recipe(options.config, options.set))

@@ -8,8 +8,8 @@ from typing import Any
 from peft import PeftModel
 from trl import SFTTrainer
 
-from .native.checkpoint import Checkpoint
-from .steering import native_routers
+from ..models.view import native_routers
+from ..native.checkpoint import Checkpoint
 
 
 class ResumingTrainer(SFTTrainer):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .analysis import RoutingStatistics
+    from .record import RoutingStatistics
 
 _CELLS_WITH_NUMBERS = 16  # more experts or layers than this, and numbers in the cells could not be read
 
@@ -100,7 +100,7 @@ def plot_coactivation(counts_NN: torch.Tensor, path: str | Path) -> None:
 
 def plot_token_classes(counts_CN: torch.Tensor, path: str | Path) -> None:
     """Share of the assignments of each class of tokens per expert, over all layers; counts [C, n]."""
-    from .analysis import TOKEN_CLASSES
+    from .record import TOKEN_CLASSES
 
     seen = [i for i in range(len(TOKEN_CLASSES)) if counts_CN[i].sum() > 0]
     share = counts_CN[seen] / counts_CN[seen].sum(1, keepdim=True)

@@ -1,0 +1,55 @@
+"""The experts' load over a training."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from .record import record_routing
+from .report import plot_load_over_time
+
+
+class LoadCallback(TrainerCallback):
+    """
+    Draws the load of the experts over a training, of any `Trainer`: `load.png`, and `load.json` with the numbers,
+    written at each save and at the end.
+
+    Args:
+        output_dir: for the files.
+        every: steps that one point of the figure stands for.
+
+    Raises:
+        ValueError: as training begins, the model has no routers.
+    """
+
+    def __init__(self, output_dir: str | Path, every: int = 10) -> None:
+        self.output_dir, self.every = Path(output_dir), every
+        self.steps: list[int] = []
+        self.loads: list[list[float]] = []
+        self._recording = ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._statistics = self._recording.enter_context(record_routing(model))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            share_N = self._statistics.shares()["all"].mean(0)
+            self._statistics.counts.zero_()
+            self.steps.append(state.global_step)
+            self.loads.append(share_N.tolist())
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.steps and state.is_world_process_zero:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            numbers = json.dumps({"steps": self.steps, "loads": self.loads})
+            (self.output_dir / "load.json").write_text(numbers + "\n")
+            plot_load_over_time(self.steps, torch.tensor(self.loads, dtype=torch.float64), self.output_dir / "load.png")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_save(args, state, control)
+        self._recording.close()

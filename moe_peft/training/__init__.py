@@ -1,0 +1,1 @@
+"""Training of routed models with TRL. Needs the extra `train`."""

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, PeftType
 from peft.utils.other import get_pattern_key
 
-from ..routing.routers import ROUTERS, Mixture, RouterSettings
+from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 
 CARD_SECTION = """
 ## How to load this adapter
@@ -143,12 +143,18 @@ class MoELoraConfig(PeftConfig):
         for name in ("target_modules", "exclude_modules", "target_projections"):
             if isinstance(value := getattr(self, name), (list, tuple)):
                 setattr(self, name, set(value))
-        if self.router_type == "switch":
-            self.top_k, self.normalize_top_k = 1, False
+        if (top_k := self.router_class.only_top_k) is not None:
+            self.top_k, self.normalize_top_k = top_k, False
         self._check()
-        if self.router_type == "soft":
+        if self.router_class.all_experts:
             self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
-            self.router_aux_loss_coef = 0.0  # a constant where all experts are chosen
+            self.router_aux_loss_coef = 0.0  # it would be a constant
+
+    @property
+    def router_class(self) -> type[Router]:
+        """The class that `router_type` names; its attributes say what it needs and allows."""
+        known = isinstance(self.router_type, str) and self.router_type in ROUTERS
+        return ROUTERS[self.router_type] if known else Router
 
     def _check(self) -> None:
         for names, allowed, remedy in _ALLOWED:
@@ -156,14 +162,10 @@ class MoELoraConfig(PeftConfig):
                 if not allowed(getattr(self, name)):
                     self._refuse(name, remedy)
         for n in {self.num_experts, *self.num_experts_pattern.values()}:
-            if 1 < n < self.top_k and self.router_type != "soft":
+            if 1 < n < self.top_k and not self.router_class.all_experts:
                 self._refuse("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
-        if self.router_type == "switch" and self.mixing == "output":
-            self._refuse(
-                "router_type",
-                "its gate is a probability and would scale whole FFNs down; use mixing='projection', or 'linear' with "
-                "top_k=1",
-            )
+        if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
+            self._refuse("router_type", f"{reason}; use mixing='projection', or router_type='linear'")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             for name in ("layers_to_transform", "layers_pattern"):
                 if getattr(self, name) is not None:
@@ -176,8 +178,13 @@ class MoELoraConfig(PeftConfig):
         value = sorted(value, key=str) if isinstance(value, set) else value
         raise ValueError(f"MoELoraConfig: {name}={value!r}: {remedy}")
 
-    def expert_spec(self, module_name: str) -> ExpertSpec:
-        """The settings of the module `module_name`, by `num_experts_pattern`, `rank_pattern` and `alpha_pattern`."""
+    def expert_spec(self, module_name: str, attention_size: int = 0) -> ExpertSpec:
+        """
+        The settings of the module `module_name`, by `num_experts_pattern`, `rank_pattern` and `alpha_pattern`.
+
+        Args:
+            attention_size: width of the base's queries, for routers that need it.
+        """
 
         def by_pattern(pattern: dict[str, Any], default: Any) -> Any:
             return pattern.get(get_pattern_key(pattern.keys(), module_name), default)
@@ -202,6 +209,7 @@ class MoELoraConfig(PeftConfig):
                 self.router_capacity_factor,
                 self.router_num_heads,
                 self.router_mixture,
+                attention_size,
             ),
             init_lora_weights=self.init_lora_weights,
             target_projections=None if projections is None else frozenset(projections),

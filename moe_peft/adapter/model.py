@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from contextlib import contextmanager
@@ -201,11 +200,8 @@ def _language_modules(model: nn.Module) -> Any:
 
 def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> ExpertSpec:
     """The settings of the module `name` of `model`."""
-    spec = config.expert_spec(name)
-    if config.router_type != "attention":
-        return spec
-    size = protocol.attention_size(model)
-    return dataclasses.replace(spec, router=dataclasses.replace(spec.router, attention_size=size))
+    needed = config.router_class.needs_attention
+    return config.expert_spec(name, protocol.attention_size(protocol.text_config(model)) if needed else 0)
 
 
 def _ffn_layout(module: nn.Module) -> FFNLayout | None:
@@ -216,11 +212,11 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
     """Raise if `module` is neither an FFN of a layout that computes what it computes, nor a linear."""
     spec = _spec(config, name, model)
     layout = _ffn_layout(module)
-    if config.router_type == "attention" and spec.num_experts > 1:
+    if config.router_class.needs_attention and spec.num_experts > 1:
         if layout is None:
             raise ValueError(
-                f"MoELoraConfig: router_type='attention': {name!r} is a single linear, and such routers stand at FFNs; "
-                "target FFNs, or give that linear one expert with num_experts_pattern"
+                f"MoELoraConfig: router_type={config.router_type!r}: {name!r} is a single linear, and such routers "
+                "need an FFN; target FFNs, or give that linear one expert with num_experts_pattern"
             )
         with torch.device("meta"):
             make_router(1, spec.num_experts, spec.router)  # raises where sizes do not fit

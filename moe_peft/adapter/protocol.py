@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ..routing.gates import pad_logits
+from ..routing.losses import balancing_loss
 from .layer import MoELoraLayer
 from .recording import Collection, state
 
@@ -33,7 +33,7 @@ FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_
 
 def refuse_native_moe(model: nn.Module) -> None:
     """Raise if the model has routed experts of its own, whose protocol fields the adapter's would overwrite."""
-    config = _text_config(model)
+    config = text_config(model)
     if config is None or _is_installed(model):
         return
     # The class is asked, not the object: a dense model's config may hold the fields of an adapter it once had.
@@ -53,7 +53,7 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     if not _is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
         return
     routers = model.__dict__["_moe_lora_synced"] = _routers(model)
-    config = _text_config(model)
+    config = text_config(model)
     if not routers:
         _remove_fields(config)
         return
@@ -78,14 +78,19 @@ def _remove_fields(config: Any) -> None:
         config.__dict__.pop(name, None)
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
+    """The config of a model's language part; None if it has none."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else None
 
 
-def attention_size(model: nn.Module) -> int:
-    """Width of a layer's queries, all heads together."""
-    config = _text_config(model)
+def attention_size(config: Any) -> int:
+    """
+    Width of a layer's queries, all heads together, in a model with that text config.
+
+    Raises:
+        ValueError: the config names no number of heads.
+    """
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         raise ValueError(
@@ -127,7 +132,7 @@ def uninstall(model: nn.Module) -> None:
     for handle in model.__dict__.pop("_moe_lora_handles"):
         handle.remove()
     del model.__dict__["_moe_lora_layers"], model.__dict__["_moe_lora_synced"]
-    _remove_fields(_text_config(model))
+    _remove_fields(text_config(model))
 
 
 def _is_installed(model: nn.Module) -> bool:
@@ -140,12 +145,14 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     sync_config(module, getattr(module, "peft_config", {}))
     outer = state.collection
     if outer is not None and module is getattr(outer.owner, "base_model", None):
-        kwargs.pop("output_router_logits", None)  # a dense backbone does not know it
+        # A dense backbone does not know the argument. Who gives it to the backbone alone, as `models.view` does, gets
+        # the backbone's router logits and leaves the outer model's output and loss as they are.
+        outer.enabled |= bool(kwargs.pop("output_router_logits", False))
         return args, kwargs
     # TRL's fused forward reads the argument, too, and hands it on to the backbone.
     asked = (kwargs.get if kwargs.get("fused_lm_head") else kwargs.pop)("output_router_logits", None)
-    enabled = getattr(_text_config(module), "output_router_logits", False) if asked is None else bool(asked)
-    state.collection = Collection(module, enabled, bool(asked), outer)
+    enabled = getattr(text_config(module), "output_router_logits", False) if asked is None else bool(asked)
+    state.collection = Collection(module, enabled, enabled, bool(asked), outer)
     return args, kwargs
 
 
@@ -156,7 +163,8 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         return None
     if module is collection.owner:
         state.collection = collection.outer
-    if output is None or not collection.enabled:  # None: the forward raised
+    wanted = collection.enabled if module is module.base_model else collection.attached
+    if output is None or not wanted:  # None: the forward raised
         return None
     n = max((logits.shape[-1] for logits in collection.logits), default=0)
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
@@ -191,11 +199,10 @@ def _with_aux_loss(
         loss = output[0]
     if loss is None and not (is_dict and explicit):
         return output
-    config = _text_config(model)
+    config = text_config(model)
     mask = _argument(model, "attention_mask", args, kwargs)
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        mask = None  # packed, or no padding
-    aux_loss = load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, mask)
+    known = isinstance(mask, torch.Tensor) and mask.dim() == 2  # else packed, or no padding
+    aux_loss = balancing_loss(router_logits, config.num_experts_per_tok, mask.flatten() if known else None)
     if loss is not None:
         loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
     if not is_dict:

@@ -22,7 +22,8 @@ class Collection:
     """Router logits of one forward pass."""
 
     owner: nn.Module  # whose forward began it and will end it
-    enabled: bool
+    enabled: bool  # whether routers record
+    attached: bool  # whether the owner's output gets the logits, and its loss the balancing loss
     explicit: bool  # asked for by an argument of the call, not by the config
     outer: Collection | None  # of the pass that this one runs inside of
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)

@@ -1,6 +1,7 @@
 """Where tokens go: recording, reports, figures."""
 
 from .callback import LoadCallback
-from .record import TOKEN_CLASSES, RoutingStatistics, classify_tokens, record_routing
+from .record import RoutingStatistics, record_routing
+from .token_classes import TOKEN_CLASSES, classify_tokens
 
 __all__ = ["TOKEN_CLASSES", "LoadCallback", "RoutingStatistics", "classify_tokens", "record_routing"]

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from ..training.data import load_data
-from .record import RoutingStatistics, classify_tokens, record_routing
+from .record import RoutingStatistics, record_routing
 from .report import write_report
+from .token_classes import classify_tokens
 
 
 @torch.no_grad()

@@ -6,24 +6,17 @@ Legend: B rows, S positions, T = B·S tokens, L layers, n experts, D domains, C 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import PreTrainedTokenizerBase
 
-from ..models.view import router_sizes
+from ..models.view import observed_routing, router_sizes, text_config
 from ..routing.statistics import load_health
+from .token_classes import TOKEN_CLASSES
 
-TOKEN_CLASSES = ("words", "digits", "operators", "brackets", "punctuation", "space", "other")
-_PATTERNS = (
-    ("space", r"\s+"), ("digits", r"\d+"), ("brackets", r"[()\[\]{}<>]+"), ("operators", r"[-+*/=%^&|~!@]+"),
-    ("punctuation", r"[.,;:?'\"`_#$\\]+"), ("words", r"\w+"),
-)  # fmt: skip
 POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
 
 
@@ -175,46 +168,7 @@ def record_routing(
         ValueError: the model has no router, or a domain has no experts in `expert_map`.
     """
     sizes = [n for n, _ in router_sizes(model, "record_routing")]
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = base.config.get_text_config()
-    statistics = RoutingStatistics(sizes, config.num_experts_per_tok, domains, expert_map, token_classes)
-    before, config.output_router_logits = getattr(config, "output_router_logits", False), True
-    handle = base.base_model.register_forward_hook(_Recorder(statistics), with_kwargs=True)
-    try:
+    k = text_config(model).num_experts_per_tok
+    statistics = RoutingStatistics(sizes, k, domains, expert_map, token_classes)
+    with observed_routing(model, lambda seen: statistics.update(seen.router_logits, seen.mask, seen.input_ids)):
         yield statistics
-    finally:
-        handle.remove()
-        config.output_router_logits = before
-
-
-class _Recorder:
-    """Forward hook of the backbone."""
-
-    def __init__(self, statistics: RoutingStatistics) -> None:
-        self.statistics = statistics
-
-    def __call__(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            hidden = outputs.last_hidden_state
-            mask = torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        self.statistics.update(outputs.router_logits, mask, ids)
-
-
-def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> torch.Tensor:
-    """
-    The class of every token by its text, without the spaces around it: int64 [V], indices into `TOKEN_CLASSES`.
-
-    Args:
-        size: V, if the model's vocabulary is larger than the tokenizer's; the rest is "other".
-    """
-    size = size or len(tokenizer)
-    classes = torch.full((size,), TOKEN_CLASSES.index("other"))
-    special = set(tokenizer.all_special_ids)
-    for token in range(min(size, len(tokenizer))):
-        text = tokenizer.decode([token])
-        text = text.strip() or text
-        name = next((name for name, pattern in _PATTERNS if re.fullmatch(pattern, text)), "other")
-        if token not in special:
-            classes[token] = TOKEN_CLASSES.index(name)
-    return classes

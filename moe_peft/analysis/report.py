@@ -6,12 +6,12 @@ import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .record import RoutingStatistics
+from .record import RoutingStatistics
+from .token_classes import TOKEN_CLASSES
 
 _CELLS_WITH_NUMBERS = 16  # more experts or layers than this, and numbers in the cells could not be read
 
@@ -100,8 +100,6 @@ def plot_coactivation(counts_NN: torch.Tensor, path: str | Path) -> None:
 
 def plot_token_classes(counts_CN: torch.Tensor, path: str | Path) -> None:
     """Share of the assignments of each class of tokens per expert, over all layers; counts [C, n]."""
-    from .record import TOKEN_CLASSES
-
     seen = [i for i in range(len(TOKEN_CLASSES)) if counts_CN[i].sum() > 0]
     share = counts_CN[seen] / counts_CN[seen].sum(1, keepdim=True)
     n = counts_CN.shape[1]

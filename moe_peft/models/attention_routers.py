@@ -8,21 +8,20 @@ Legend: H query heads of width w, d hidden size, m routers, n experts, d' = H·w
 from __future__ import annotations
 
 import copy
-import functools
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..adapter.layer import MoELoraFFN
 from ..contexts import evaluating
-from ..routing.routers import AttentionRouter, LinearRouter, Mixture, RouterSettings, folded_weight
-from .view import adapter_layers, native_routers, router_sizes
+from ..routing.attention_heads import attention_weights
+from ..routing.routers import LinearRouter, Mixture, Router, RouterSettings
+from .attention_gate import AttentionGate, to_attention_gate, to_linear_gate
+from .view import adapter_layers, backbone, native_routers, router_sizes
 
 
 @torch.no_grad()
@@ -65,36 +64,26 @@ def init_attention_routers(
     keys = _mean_keys(model, attentions, batches)
     generator = torch.Generator().manual_seed(seed)
     weights = []
-    for router, attention, mean_keys_K in zip(places.values(), attentions, keys, strict=True):
-        own = router.settings if isinstance(router, AttentionRouter) else RouterSettings(num_heads=num_heads)
-        n = int((router.key if isinstance(router, AttentionRouter) else router.weight).shape[0])
-        if not isinstance(router, AttentionRouter) and (num_heads or n) > n:
-            raise ValueError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most n={n} heads")
+    for place, attention, mean_keys_K in zip(places.values(), attentions, keys, strict=True):
+        m, n = place.heads(num_heads), place.num_experts
         weight_HD, head_dim = _weight(_linear(attention.q_proj)), int(attention.head_dim)
         if weight_HD.shape[0] != attention.config.num_attention_heads * head_dim:
             raise ValueError(
                 f"init_attention_routers: q_proj of {type(attention).__name__} gives more than queries; use random ones"
             )
-        weights.append(
-            attention_weights(weight_HD, mean_keys_K, head_dim, own.num_heads or n, n, own.mixture, generator)
-        )
-    for router, (query, key) in zip(places.values(), weights, strict=True):
-        if isinstance(router, AttentionRouter):
-            router.query.copy_(query)
-            router.key.copy_(key)
-        elif isinstance(router, LinearRouter):
-            router.weight.copy_(folded_weight(query.double(), key.double()))
-        else:
-            _to_attention_gate(router, query, key)
+        weights.append(attention_weights(weight_HD, mean_keys_K, head_dim, m, n, place.mixture, generator))
+    for place, (query, key) in zip(places.values(), weights, strict=True):
+        place.set_heads(query, key)
 
 
 @torch.no_grad()
 def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     """
-    Turn attention routers (mixture "sum", one key per expert) and LocMoE's into the linear gates with the same logits.
+    Replace routers by the linear gates that route in the same way: attention routers (mixture "sum", one key per
+    expert), LocMoE's, Switch's (its capacity goes with it), and any other router that folds.
 
-    Of a native MoE, the gates that `init_attention_routers` changed become plain weights again; of an adapter, the
-    routers and the config's `router_type`. What is linear already stays.
+    In an adapter the routers and the config's `router_type` change; in a native MoE the gates that
+    `init_attention_routers` replaced become plain weights again. Linear gates stay as they are.
 
     Raises:
         ValueError: a router does not fold; the message says why. Nothing has been changed then.
@@ -102,112 +91,34 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     router_sizes(model, "fold_routers")
     if not adapter_layers(model):
         for router in native_routers(model):
-            if isinstance(router, _AttentionGate):
-                _to_linear_gate(router)
+            if isinstance(router, AttentionGate):
+                to_linear_gate(router)
         return
     name = _adapter(model, adapter_name, "fold_routers")
     layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
-    weights = [layer.router(name).fold() for layer in layers]
-    for layer, weight_ND in zip(layers, weights, strict=True):
-        if isinstance(layer.router(name), LinearRouter):
+    specs = [layer.moe_lora_spec[name] for layer in layers]
+    weights = [
+        layer.router(name).fold(spec.top_k, spec.normalize_top_k) for layer, spec in zip(layers, specs, strict=True)
+    ]
+    for layer, spec, weight_ND in zip(layers, specs, weights, strict=True):
+        old = layer.router(name)
+        if old.linear_gate:
             continue
-        spec, old = layer.moe_lora_spec[name], layer.router(name)
         expert = next(layer.moe_lora_A[name].parameters())
         own = list(old.parameters()) or [expert]
         trained = all(p.requires_grad for p in own)
-        settings = replace(spec.router, type="linear", num_heads=None, mixture="sum")
+        settings = RouterSettings(jitter_noise=spec.router.jitter_noise)
         layer.moe_lora_spec[name] = replace(spec, router=settings)
         layer.put_router(name)
         router = cast(LinearRouter, layer.router(name))
         router.weight.data = weight_ND.to(expert.device, torch.float32)
         router.requires_grad_(trained).train(old.training)
     config = copy.copy(cast(Any, model).peft_config[name])  # another adapter may have the same object
-    if config.router_type in ("attention", "locmoe"):
-        config.router_type, config.router_num_heads, config.router_mixture = "linear", None, "sum"
+    if not config.router_class.linear_gate:
+        for field in fields(RouterSettings):
+            if field.name not in ("jitter_noise", "attention_size"):
+                setattr(config, f"router_{field.name}", field.default)
         cast(Any, model).peft_config[name] = config
-
-
-def attention_weights(
-    weight_HD: torch.Tensor,
-    mean_keys_K: torch.Tensor,
-    head_dim: int,
-    m: int,
-    n: int,
-    mixture: Mixture = "sum",
-    generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Queries and keys of an attention router (Router Upcycling, equations 4 and 5; section 5.2.1 for m ≠ n).
-
-    Heads are concatenated to m groups. Where m does not divide H, each head is first split into as many parts as it
-    takes. With fewer routers than experts, the heads' keys are repeated n/m times and grouped to n; with more, an
-    expert has m/n keys.
-
-    Args:
-        weight_HD: the query projection [H·w, d].
-        mean_keys_K: mean keys [H'·w], H' key heads; each serves H/H' query heads.
-
-    Returns:
-        query [m, d', d] (with the mixture "sum" their sum, [1, d', d]) and key [n, max(1, m/n), d'].
-
-    Raises:
-        ValueError: m does not divide H·w, or neither of m and n divides the other.
-    """
-    heads, (size, d) = weight_HD.shape[0] // head_dim, weight_HD.shape
-    parts = m // math.gcd(heads, m)
-    if head_dim % parts or max(m, n) % min(m, n):
-        raise ValueError(
-            f"init_attention_routers: num_heads={m}: must divide the attention's size {size}, and divide, or be a "
-            f"multiple of, the {n} experts"
-        )
-    key_heads = mean_keys_K.numel() // head_dim
-    keys_PW = mean_keys_K.view(key_heads, head_dim).repeat_interleave(heads // key_heads, dim=0)
-    keys_PW = keys_PW.reshape(heads * parts, -1)
-    groups = group_heads(keys_PW, m)
-    query_MWD = weight_HD.view(heads * parts, -1, d)[torch.tensor(groups)].flatten(1, 2)
-    if m < n:
-        keys_PW = keys_PW.repeat(n // m, 1)
-        groups = group_heads(keys_PW, n)
-    key_NCW = keys_PW[torch.tensor(groups)].view(n, max(1, m // n), -1)
-    key_NCW = key_NCW + _separation(key_NCW.flatten(1), generator).view_as(key_NCW)
-    return (query_MWD.sum(0, keepdim=True) if mixture == "sum" else query_MWD), key_NCW
-
-
-def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
-    """
-    Heads in groups of one size, most similar first: the most similar free pair begins a group, and the free head that
-    is most similar to the group's heads, on average, joins it until it is full.
-
-    Args:
-        keys_HW: mean keys [H, w].
-    """
-    size = keys_HW.shape[0] // groups
-    unit_HW = nn.functional.normalize(keys_HW.double().cpu(), dim=1)
-    similarity = (unit_HW @ unit_HW.T).round(decimals=9)  # equal heads are equal, whatever the order of summation
-    heads = keys_HW.shape[0]
-    if size == 1:
-        return [[head] for head in range(heads)]
-    pairs = np.where(np.triu(np.ones((heads, heads), dtype=bool), 1), similarity.numpy(), -np.inf)
-    taken = np.zeros(heads, dtype=bool)
-    result = []
-    for _ in range(groups):
-        group = [int(i) for i in np.unravel_index(pairs.argmax(), pairs.shape)]
-        taken[group] = True
-        while len(group) < size:
-            likeness = np.where(taken, -np.inf, similarity.numpy()[:, group].mean(1))
-            group.append(int(likeness.argmax()))
-            taken[group[-1]] = True
-        pairs[group] = pairs[:, group] = -np.inf
-        result.append(group)
-    return result
-
-
-def _separation(keys_NK: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Noise of a hundredth of their size for keys that another expert has already, zero for the rest."""
-    near_NN = torch.cdist(keys_NK.double(), keys_NK.double()) <= 1e-6 * keys_NK.double().norm(dim=1, keepdim=True)
-    again_N1 = near_NN.tril(-1).any(1, keepdim=True)
-    noise_NK = torch.randn(keys_NK.shape, generator=generator).to(keys_NK)
-    return again_N1 * noise_NK * 0.01 * keys_NK.pow(2).mean(1, keepdim=True).sqrt()
 
 
 # --- the places in a model ------------------------------------------------------------------------------------------
@@ -226,18 +137,55 @@ def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
     return found
 
 
+class _AdapterPlace:
+    """A router of an adapter, which takes the heads that its own settings name."""
+
+    def __init__(self, router: Router) -> None:
+        self.router, self.num_experts = router, router.num_experts
+        self.mixture = router.settings.mixture if router.needs_attention else "sum"
+
+    def heads(self, num_heads: int | None) -> int:
+        if self.router.needs_attention:
+            return self.router.settings.num_heads or self.num_experts
+        return _linear_heads(num_heads, self.num_experts)
+
+    def set_heads(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        self.router.set_heads(query, key)
+
+
+class _NativePlace:
+    """A native MoE's gate, which becomes a function of queries and keys."""
+
+    mixture: Mixture = "sum"
+
+    def __init__(self, gate: Any) -> None:
+        self.gate, self.num_experts = gate, int(gate.weight.shape[0])
+
+    def heads(self, num_heads: int | None) -> int:
+        return _linear_heads(num_heads, self.num_experts)
+
+    def set_heads(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        to_attention_gate(self.gate, query, key)
+
+
+def _linear_heads(num_heads: int | None, n: int) -> int:
+    if (num_heads or n) > n:
+        raise ValueError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most n={n} heads")
+    return num_heads or n
+
+
 def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, Any]:
     name = _adapter(model, adapter_name, "init_attention_routers")
     places = {
-        path: layer.router(name)
+        path: _AdapterPlace(layer.router(name))
         for path, layer in model.named_modules()
         if isinstance(layer, MoELoraFFN) and name in layer.moe_lora_router
     }
-    for path, router in places.items():
-        if not isinstance(router, (AttentionRouter, LinearRouter)):
+    for path, place in places.items():
+        if not place.router.takes_attention:
             raise ValueError(
-                f"init_attention_routers: {path}: router_type={router.settings.type!r} cannot take an attention's "
-                "values; use 'attention', or one with a linear gate"
+                f"init_attention_routers: {path}: router_type={place.router.settings.type!r} cannot take an "
+                "attention's values; use 'attention', or one with a linear gate"
             )
     if not places:
         raise ValueError(f"init_attention_routers: adapter {name!r} has no routers at FFNs; target FFN blocks")
@@ -246,7 +194,9 @@ def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, Any
 
 def _native_places(model: nn.Module) -> dict[str, Any]:
     routers = native_routers(model)
-    return {path: module for path, module in model.named_modules() if any(module is router for router in routers)}
+    return {
+        path: _NativePlace(gate) for path, gate in model.named_modules() if any(gate is router for router in routers)
+    }
 
 
 def _attention_before(model: nn.Module, path: str) -> Any:
@@ -294,9 +244,7 @@ def _mean_keys(model: nn.Module, attentions: list[Any], batches: Iterable[Mappin
 
         return hook
 
-    whole: Any = model
-    backbone = (whole.get_base_model() if hasattr(model, "get_base_model") else whole).base_model
-    device = next(backbone.parameters()).device
+    device = next(backbone(model).parameters()).device
     adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     handles = [_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
     try:
@@ -307,7 +255,7 @@ def _mean_keys(model: nn.Module, attentions: list[Any], batches: Iterable[Mappin
             mask_BS1 = given.get("attention_mask", torch.ones_like(given["input_ids"])).unsqueeze(-1).double()
             tokens = tokens + mask_BS1.sum()
             with evaluating(model):
-                backbone(**given, use_cache=False)
+                backbone(model)(**given, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -316,56 +264,3 @@ def _mean_keys(model: nn.Module, attentions: list[Any], batches: Iterable[Mappin
     if not tokens:
         raise ValueError("init_attention_routers: batches: no tokens; give at least one batch of calibration data")
     return [(total / tokens.to(total.device)).float() for total in sums]
-
-
-class _AttentionGate:
-    """
-    What makes a native MoE's gate a function of queries and keys: a class in between, whose `weight` is computed. The
-    state dict has `weight` beside them, so that a checkpoint is the right model for those who know nothing of this.
-    """
-
-    attention_query: nn.Parameter
-    attention_key: nn.Parameter
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return folded_weight(self.attention_query, self.attention_key)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
-        destination[f"{prefix}weight"] = self.weight.detach()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if f"{prefix}attention_query" in state_dict:
-            state_dict.pop(f"{prefix}weight", None)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple:  # the class has no name to be found by
-        return _new_gate, (type(self).__bases__[1],), self.__dict__
-
-
-@functools.cache
-def _attention_class(cls: Any) -> Any:
-    return type(f"Attention{cls.__name__}", (_AttentionGate, cls), {})
-
-
-def _new_gate(cls: type) -> Any:
-    attention = _attention_class(cls)
-    return attention.__new__(attention)
-
-
-def _to_attention_gate(gate: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    trained = all(p.requires_grad for p in gate.parameters())
-    like = gate.weight.detach()
-    if not isinstance(gate, _AttentionGate):
-        del gate.weight
-        gate.__class__ = _attention_class(type(gate))  # type: ignore[arg-type]
-    gate.attention_query = nn.Parameter(query.to(like), requires_grad=trained)
-    gate.attention_key = nn.Parameter(key.to(like), requires_grad=trained)
-
-
-def _to_linear_gate(gate: Any) -> None:
-    weight, trained = gate.weight.detach(), all(p.requires_grad for p in gate.parameters())
-    del gate.attention_query, gate.attention_key
-    gate.__class__ = type(gate).__bases__[1]
-    gate.weight = nn.Parameter(weight, requires_grad=trained)

@@ -1,11 +1,96 @@
-"""The routed parts of a model, adapter or native MoE alike: layers, routers, sizes."""
+"""
+A routed model as the rest of the package sees it, be it a MoE-LoRA adapter on its base or a native MoE of transformers:
+its backbone and config, its routers and their sizes, and the router logits of its forward passes.
+
+No other module knows where router logits come from. Legend: B rows, S positions, T = B·S tokens, n experts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from ..adapter import protocol
 from ..adapter.layer import MoELoraLayer
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside a `PeftModel`; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def backbone(model: Any) -> Any:
+    """The transformers model without its head."""
+    return base_model(model).base_model
+
+
+def text_config(model: Any) -> Any:
+    """The config of the language part, which has the MoE's fields (`num_experts_per_tok`, …)."""
+    return protocol.text_config(base_model(model))
+
+
+@dataclass(frozen=True)
+class RoutedPass:
+    """
+    One forward pass of a backbone.
+
+    Args:
+        router_logits: one [T, n] per router, in the order of the forward pass.
+        mask: 1 for real tokens, [B, S]; longer than S where the pass continues a cache, whose tokens come first.
+        input_ids: the tokens [B, S], where they were given by name.
+        trains: whether gradients were on.
+    """
+
+    router_logits: tuple[torch.Tensor, ...]
+    mask: torch.Tensor
+    input_ids: torch.Tensor | None
+    trains: bool
+
+
+@contextmanager
+def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Iterator[None]:
+    """
+    Call `observe` after each forward pass of the model's backbone inside the block. Outputs, losses and configs are
+    left alone, and passes in which no router ran (adapters may be off) are left out.
+    """
+    module = backbone(model)
+    handles = [
+        # First, so that the adapter's own hook finds the argument.
+        module.register_forward_pre_hook(_ask_for_router_logits, with_kwargs=True, prepend=True),
+        module.register_forward_hook(_Observer(observe), with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _ask_for_router_logits(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args, {**kwargs, "output_router_logits": True}
+
+
+class _Observer:
+    """Forward hook of a backbone."""
+
+    def __init__(self, observe: Callable[[RoutedPass], None]) -> None:
+        self.observe = observe
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+        router_logits = getattr(outputs, "router_logits", None)
+        if not router_logits:
+            return
+        mask = kwargs.get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # packed, padding-free, or no padding
+            hidden = outputs.last_hidden_state
+            mask = torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        self.observe(RoutedPass(tuple(router_logits), mask, kwargs.get("input_ids"), torch.is_grad_enabled()))
 
 
 def native_routers(model: nn.Module) -> list[nn.Module]:

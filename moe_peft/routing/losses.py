@@ -1,22 +1,28 @@
 """
-Losses on router logits.
+Losses on router logits, and the table of those that trainers add.
+
+A new loss is one function of a `RouterBatch` and one line in `ROUTER_LOSSES`: training configs then have the field
+`router_<name>_loss_coef`, recipes and commands accept it, and trainers log `router_<name>_loss`.
 
 Legend: T tokens, L layers, n experts, k active experts. Where layers differ in n, logits are padded (`pad_logits`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
+
+Scope = Literal["global", "layer"]
 
 
 def balancing_loss(
     router_logits: Sequence[torch.Tensor],
     k: int,
     mask_T: torch.Tensor | None = None,
-    scope: Literal["global", "layer"] = "global",
+    scope: Scope = "global",
 ) -> torch.Tensor:
     """
     `n Σ_i f_i P_i`, f_i the share of assignments times k, P_i the mean probability (Fedus et al., 2021, equation 4,
@@ -27,7 +33,7 @@ def balancing_loss(
         mask_T: 1 for tokens that count; all if None.
         scope: `"global"` pools the tokens of all layers (as transformers), `"layer"` averages the layers' losses.
     """
-    probabilities_LTN = torch.stack(list(router_logits)).float().softmax(-1)
+    probabilities_LTN = _stacked(router_logits).softmax(-1)
     n = probabilities_LTN.shape[-1]
     chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, probabilities_LTN.topk(k, dim=-1).indices, 1.0)
     weights_T = _weights(probabilities_LTN, mask_T)
@@ -40,7 +46,7 @@ def balancing_loss(
 
 def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
     """`logsumexp(l)²` of each token, averaged over layers, [T] (Zoph et al., 2022, equation 5)."""
-    return torch.stack([logits_TN.float().logsumexp(-1) ** 2 for logits_TN in router_logits]).mean(0)
+    return _stacked(router_logits).logsumexp(-1).square().mean(0)
 
 
 def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
@@ -51,11 +57,14 @@ def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor
         router_logits: one [T, n] per layer.
         allowed_TN: m, bool [T, n], true for the experts of the token's label.
     """
-    per_layer = [
-        logits_TN.float().logsumexp(-1) - logits_TN.float().masked_fill(~allowed_TN, -torch.inf).logsumexp(-1)
-        for logits_TN in router_logits
-    ]
-    return torch.stack(per_layer).mean(0)
+    logits_LTN = _stacked(router_logits)
+    inside_LT = logits_LTN.masked_fill(~allowed_TN, -torch.inf).logsumexp(-1)
+    return (logits_LTN.logsumexp(-1) - inside_LT).mean(0)
+
+
+def _stacked(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[L, T, n] in float32, on the first layer's device (layers may lie on several)."""
+    return torch.stack([logits_TN.to(router_logits[0].device) for logits_TN in router_logits]).float()
 
 
 def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None) -> torch.Tensor:
@@ -63,5 +72,83 @@ def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None) -> to
     tokens = probabilities_LTN.shape[1]
     if mask_T is None:
         return probabilities_LTN.new_full((tokens,), 1 / tokens)
-    mask_T = mask_T.to(probabilities_LTN.dtype)
+    mask_T = mask_T.to(probabilities_LTN)
     return mask_T / mask_T.sum().clamp(min=1)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RouterBatch:
+    """
+    What a loss on routers may depend on.
+
+    Args:
+        logits: router logits, one float32 [T, n] per layer.
+        mask: 1 for real tokens, 0 for padding, [T].
+        k: active experts per token.
+        scope: of the balancing loss, see `balancing_loss`.
+        allowed: the experts that may serve each token according to its label, bool [T, n]; None without labels.
+    """
+
+    logits: Sequence[torch.Tensor]
+    mask: torch.Tensor
+    k: int
+    scope: Scope = "global"
+    allowed: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """
+    One entry of `ROUTER_LOSSES`.
+
+    Args:
+        function: the loss of each token [T], of which trainers take the mean over the real tokens of an optimizer step;
+            or a scalar, the loss of a whole micro-batch.
+        help: what it is for, in a few words.
+        coefficient: the default; None leaves it to the trainer's own config or the model's.
+        stages: the values of `training_stage` in which it counts.
+        phases: its factors in the three phases of `router_schedule="three_phase"`.
+        needs_labels: whether it is left out where tokens have no labels.
+        always_logged: whether it is computed and logged even while its coefficient is 0.
+    """
+
+    function: Callable[[RouterBatch], torch.Tensor]
+    help: str
+    coefficient: float | None = 0.0
+    stages: tuple[str, ...] = ("joint", "routers")
+    phases: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    needs_labels: bool = False
+    always_logged: bool = False
+
+
+ROUTER_LOSSES: dict[str, RouterLoss] = {
+    "aux": RouterLoss(
+        lambda batch: balancing_loss(batch.logits, batch.k, batch.mask, batch.scope),
+        "Load-balancing loss. None: the model's own coefficient.",
+        coefficient=None,
+        stages=("joint",),
+        phases=(5.0, 1.0, 0.5),
+        always_logged=True,
+    ),
+    "z": RouterLoss(
+        lambda batch: z_losses(batch.logits),
+        "z-loss: keeps router logits small.",
+        phases=(2.0, 1.0, 0.5),
+        always_logged=True,
+    ),
+    "label": RouterLoss(
+        lambda batch: label_losses(batch.logits, cast(torch.Tensor, batch.allowed)),
+        "Label-supervised routing; counts where expert_map is set.",
+        coefficient=1.0,
+        needs_labels=True,
+        always_logged=True,
+    ),
+}
+
+
+def coefficient_field(name: str) -> str:
+    """The config field of a loss's coefficient."""
+    return f"router_{name}_loss_coef"

@@ -1,7 +1,8 @@
 """
 Router modules: hidden states [..., d] to float32 router logits [T, n], T the number of tokens, and logits to gates.
 
-`ROUTERS` is the table of them; a new router is one class and one line there.
+`ROUTERS` is the table of them; a new router is one class and one line there. What the rest of the package has to know
+of a router are its traits, the class attributes of `Router`: no other file compares names of routers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..contexts import without_autocast
+from ..contexts import evaluating, without_autocast
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]
@@ -45,8 +46,19 @@ class Router(nn.Module):
             (Fedus et al., 2021, section 2.4).
     """
 
-    no_fold: ClassVar[str] = ""  # why no linear top-k gate equals this router
-    leaves_out: ClassVar[bool] = False  # whether a token may do with fewer experts than top_k
+    # --- traits: what the rest of the package asks for ---
+    no_fold: ClassVar[str] = ""  # why no linear gate with a softmax over the top k equals this router; "": one does
+    linear_gate: ClassVar[bool] = False  # whether it is such a gate already (each class says so for itself)
+    leaves_out: ClassVar[bool] = False  # whether a token may get fewer experts than top_k
+    all_experts: ClassVar[bool] = False  # whether each token gets all experts; a balancing loss is a constant then
+    only_top_k: ClassVar[int | None] = None  # the one top_k that it knows; its gates are not normalised then
+    no_output_mixing: ClassVar[str] = ""  # why it cannot be used with mixing="output"
+    needs_attention: ClassVar[bool] = False  # whether its size follows from the base's attention
+    takes_attention: ClassVar[bool] = False  # whether `set_heads` can give it initial values from the base's attention
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.linear_gate = cls.__dict__.get("linear_gate", False)
 
     def __init__(self, hidden_size: int, num_experts: int, settings: RouterSettings | None = None) -> None:
         super().__init__()
@@ -76,18 +88,41 @@ class Router(nn.Module):
             return self.logits(x_TD)
 
     @torch.no_grad()
-    def fold(self) -> torch.Tensor:
+    def fold(self, k: int = 1, normalize: bool = False) -> torch.Tensor:
         """
-        The weight of the linear gate with the same logits, float64 [n, d].
+        The weight of the linear gate that routes in the same way, float64 [n, d].
+
+        Args:
+            k, normalize: top_k and normalize_top_k, with which both are compared on random tokens.
 
         Raises:
             ValueError: no linear gate with a softmax over the top k does the same; the message says why.
         """
         if self.no_fold:
             raise ValueError(f"router_type={self.settings.type!r} does not fold into a linear gate: {self.no_fold}")
-        return self._folded()
+        weight_ND = self._folded()
+        x_TD = torch.randn(32, self.hidden_size, generator=torch.Generator().manual_seed(0)).to(weight_ND)
+        with evaluating(self):
+            own_TN, folded_TN = self.logits(x_TD), x_TD @ weight_ND.T
+            own_TK = self.choose(own_TN, k, normalize)[0]
+        tolerance = 1e-6 * max(1.0, float(own_TN.abs().max()))
+        if not (torch.allclose(own_TN, folded_TN, atol=tolerance) and torch.allclose(
+            own_TK, top_k_gates(own_TN, k, normalize)[0], atol=1e-6
+        )):  # fmt: skip
+            raise ValueError(
+                f"router_type={self.settings.type!r} does not fold into a linear gate: the gate routes differently; "
+                "say why in the class attribute no_fold"
+            )
+        return weight_ND
 
     def _folded(self) -> torch.Tensor:
+        """The folded weight; here that of any router whose logits are linear in its input."""
+        like = next(self.parameters(), torch.empty(()))
+        unit_DD = torch.eye(self.hidden_size, dtype=torch.float64, device=like.device)
+        return self.logits(unit_DD).T.contiguous()
+
+    def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
+        """Take initial values from an attention's queries [m, d', d] and mean keys [n, c, d'] (`takes_attention`)."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -95,8 +130,10 @@ class Router(nn.Module):
 
 
 class LinearRouter(Router):
-    """`logits = x Wᵀ`, the gate of Mixtral and its like."""
+    """`logits = x Wᵀ`, the gate of Mixtral and similar models."""
 
+    linear_gate = True
+    takes_attention = True
     weight: nn.Parameter
 
     def make(self) -> None:
@@ -106,8 +143,9 @@ class LinearRouter(Router):
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TD, self.weight.to(x_TD.dtype))
 
-    def _folded(self) -> torch.Tensor:
-        return self.weight.double()
+    @torch.no_grad()
+    def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
+        self.weight.copy_(folded_weight(query_MWD.double(), key_NCW.double()))
 
 
 class SwitchRouter(LinearRouter):
@@ -116,8 +154,11 @@ class SwitchRouter(LinearRouter):
 
     In training an expert takes at most `capacity_factor · T / n` of a batch's T tokens, the first ones, padding among
     them; the others pass the layer by. In evaluation no token is dropped, so that an output does not depend on the
-    batch it is in.
+    batch it is in; in evaluation it is therefore a linear gate with top_k=1 and normalize_top_k=False.
     """
+
+    only_top_k = 1
+    no_output_mixing = "its gate is a probability and would scale whole FFNs down"
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         factor, (tokens, n) = self.settings.capacity_factor, logits_TN.shape
@@ -134,8 +175,10 @@ class SigmoidRouter(LinearRouter):
 
 
 class SoftRouter(LinearRouter):
-    """A linear gate over all experts at once (LoRAMoE): top-k with k = n. A balancing loss would be constant."""
+    """A linear gate over all experts at once (LoRAMoE): top-k with k = n."""
 
+    linear_gate = True
+    all_experts = True
     leaves_out = True
 
 
@@ -187,6 +230,9 @@ class AttentionRouter(Router):
     expert's c keys the best one counts.
     """
 
+    needs_attention = True
+    takes_attention = True
+
     def make(self) -> None:
         s = self.settings
         m = s.num_heads or self.num_experts
@@ -221,6 +267,11 @@ class AttentionRouter(Router):
     def _folded(self) -> torch.Tensor:
         return folded_weight(self.query.double(), self.key.double())
 
+    @torch.no_grad()
+    def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
+        self.query.copy_(query_MWD)
+        self.key.copy_(key_NCW)
+
 
 def folded_weight(query_1WD: torch.Tensor, key_N1W: torch.Tensor) -> torch.Tensor:
     """The linear gate [n, d] of an attention router with one key per expert and the mixture "sum"."""
@@ -235,9 +286,6 @@ class PooledRouter(Router):
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         return F.adaptive_avg_pool1d(x_TD, self.num_experts)
-
-    def _folded(self) -> torch.Tensor:
-        return self.logits(torch.eye(self.hidden_size, dtype=torch.float64)).T.contiguous()
 
 
 ROUTERS: dict[str, type[Router]] = {

@@ -1,0 +1,33 @@
+"""Classes of tokens by their text: digits, operators, brackets, words, …"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+TOKEN_CLASSES = ("words", "digits", "operators", "brackets", "punctuation", "space", "other")
+_PATTERNS = (
+    ("space", r"\s+"), ("digits", r"\d+"), ("brackets", r"[()\[\]{}<>]+"), ("operators", r"[-+*/=%^&|~!@]+"),
+    ("punctuation", r"[.,;:?'\"`_#$\\]+"), ("words", r"\w+"),
+)  # fmt: skip
+
+
+def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> torch.Tensor:
+    """
+    The class of every token by its text, without the spaces around it: int64 [V], indices into `TOKEN_CLASSES`.
+
+    Args:
+        size: V, if the model's vocabulary is larger than the tokenizer's; the rest is "other".
+    """
+    size = size or len(tokenizer)
+    classes = torch.full((size,), TOKEN_CLASSES.index("other"))
+    special = set(tokenizer.all_special_ids)
+    for token in range(min(size, len(tokenizer))):
+        text = tokenizer.decode([token])
+        text = text.strip() or text
+        name = next((name for name, pattern in _PATTERNS if re.fullmatch(pattern, text)), "other")
+        if token not in special:
+            classes[token] = TOKEN_CLASSES.index(name)
+    return classes

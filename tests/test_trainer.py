@@ -21,7 +21,9 @@ from upit_case import rows
 
 from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
 from moe_peft.models.view import router_parameters
-from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer, phase
+from moe_peft.routing.losses import ROUTER_LOSSES
+from moe_peft.training.phases import phase_at
+from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 N, K = 6, 2
 EXPERTS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
@@ -328,9 +330,8 @@ def test_the_rest_is_trained_by_the_language_loss_alone(tokenizer, tmp_path):
 
 
 def test_three_phases(tokenizer, tmp_path):
-    assert phase(0, 100) == (0.1, 5.0, 2.0) and phase(4, 100) == (0.1, 5.0, 2.0)
-    assert phase(5, 100) == (1.0, 1.0, 1.0) and phase(74, 100) == (1.0, 1.0, 1.0)
-    assert phase(75, 100) == (0.1, 0.5, 0.5) and phase(100, 100) == (0.1, 0.5, 0.5)
+    assert [phase_at(step, 100) for step in (0, 4, 5, 74, 75, 100)] == [0, 0, 1, 1, 2, 2]
+    assert ROUTER_LOSSES["aux"].phases == (5.0, 1.0, 0.5) and ROUTER_LOSSES["z"].phases == (2.0, 1.0, 0.5)
     own = {"router_schedule": "three_phase", "max_steps": 20, "router_aux_loss_coef": 0.5, "learning_rate": 1e-3}
     trainer = make_trainer(tmp_path, tokenizer, **own)
     trainer.train()
@@ -340,8 +341,8 @@ def test_three_phases(tokenizer, tmp_path):
     for step, factor in ((0, 5.0), (10, 1.0), (19, 0.5)):
         trainer.state.global_step = step
         trainer.model.eval()
-        with_it, trainer._balancing_coef = trainer.compute_loss(trainer.model, one_batch(trainer)), 0.0
-        without, trainer._balancing_coef = trainer.compute_loss(trainer.model, one_batch(trainer)), 0.5
+        with_it, trainer._coefficients["aux"] = trainer.compute_loss(trainer.model, one_batch(trainer)), 0.0
+        without, trainer._coefficients["aux"] = trainer.compute_loss(trainer.model, one_batch(trainer)), 0.5
         balance = trainer._metrics["eval"]["aux_loss"][-1]
         assert (with_it - without).item() == pytest.approx(0.5 * factor * balance, rel=1e-3)
 

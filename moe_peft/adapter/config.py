@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, PeftType
-from peft.utils.other import get_pattern_key
 
+from ..compat import get_pattern_key
 from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 
 CARD_SECTION = """

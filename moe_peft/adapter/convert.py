@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils import load_peft_weights
-from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from torch import nn
 
+from ..compat import get_pattern_key
 from .config import MoELoraConfig
 from .ffn import find_layout
 from .layer import MoELoraLayer, MoELoraLinear

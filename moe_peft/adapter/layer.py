@@ -6,9 +6,10 @@ import math
 from typing import Any, NamedTuple, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from ..compat import get_in_out_features
 from ..contexts import without_autocast
 from ..routing.gates import Steering
 from ..routing.routers import Router, make_router
@@ -188,7 +189,7 @@ class MoELoraLayer(BaseTunerLayer):
 
 def linear_features(module: nn.Module) -> tuple[int, int]:
     """In and out features of any linear that PEFT knows, quantized ones and ones already adapted included."""
-    return _get_in_out_features(module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
+    return get_in_out_features(module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
 
 
 def _may_overwrite(projection: nn.Module) -> bool:

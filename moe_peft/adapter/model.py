@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..compat import maybe_include_all_linear_layers
 from ..routing.routers import make_router
 from . import protocol
 from .config import ExpertSpec, MoELoraConfig
@@ -42,7 +43,7 @@ class MoELoraModel(BaseTuner):
         protocol.refuse_native_moe(model)
         if peft_config.target_modules is None:
             peft_config.target_modules = find_ffns(model)
-        _maybe_include_all_linear_layers(peft_config, model)
+        maybe_include_all_linear_layers(peft_config, model)
         targets = {
             name: module
             for name, module in model.named_modules()

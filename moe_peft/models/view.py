@@ -115,7 +115,7 @@ def adapter_layers(model: nn.Module) -> list[MoELoraLayer]:
 
 def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     """
-    (n, k) of every router.
+    (n, k) of every router that runs, in the order of a pass's router logits.
 
     Raises:
         ValueError: the model has none; `caller` is named in the message.
@@ -123,7 +123,8 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     sizes = [
         (layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
         for layer in adapter_layers(model)
-        for name in layer.moe_lora_router
+        for name in layer.active_adapters  # not, say, the copy that a DPO trainer keeps as its reference
+        if name in layer.moe_lora_router
     ]
     sizes = sizes or [(int(r.weight.shape[0]), int(r.top_k)) for r in native_routers(model)]  # type: ignore[arg-type,index,union-attr]
     if not sizes:

@@ -12,31 +12,38 @@ from ..models.view import native_routers
 from ..native.checkpoint import Checkpoint
 
 
-class ResumingTrainer(SFTTrainer):
+class NativeResumeMixin:
     """
-    `SFTTrainer` that goes on with native MoEs, too. transformers' own (5.23) loads a checkpoint's tensors by the names
-    they have on disk, and so leaves the experts, which have others in memory, as they were.
+    Lets a trainer resume native MoEs. transformers' own (5.23) loads a checkpoint's tensors by their names on disk; the
+    experts have other names in memory, so it leaves them as they were.
     """
+
+    model: Any
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._is_plain_native():
             _load_native(self.model if model is None else model, resume_from_checkpoint)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         if self._is_plain_native():
-            _load_native(self.model, self.state.best_model_checkpoint)
+            _load_native(self.model, self.state.best_model_checkpoint)  # type: ignore[attr-defined]
         else:
-            super()._load_best_model()
+            super()._load_best_model()  # type: ignore[misc]
 
     def _is_plain_native(self) -> bool:
         """Whether whole native MoEs are saved, by their own `save_pretrained`."""
-        return bool(native_routers(self.model)) and not isinstance(self.model, PeftModel) and not self.is_fsdp_enabled
+        native = bool(native_routers(self.model)) and not isinstance(self.model, PeftModel)
+        return native and not self.is_fsdp_enabled  # type: ignore[attr-defined]
+
+
+class ResumingTrainer(NativeResumeMixin, SFTTrainer):
+    """`SFTTrainer` that resumes native MoEs, too."""
 
 
 def _load_native(model: Any, folder: str) -> None:
-    """A checkpoint's weights into a native MoE, queries and keys of attention gates included."""
+    """Load a checkpoint's weights into a native MoE, queries and keys of attention gates included."""
     state = type(model).from_pretrained(folder, dtype="auto").state_dict()
     stored = Checkpoint(Path(folder), "resume")
     for name in model.state_dict().keys() - state.keys():

@@ -1,0 +1,77 @@
+"""
+Every private name of peft, trl and transformers that this package overrides, calls or reads, in one place.
+
+What can be imported is imported here, and other modules take it from here. What is overridden or read on objects is
+listed in `PRIVATE`; a test looks each entry up and names the one that a new version has moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.tuners.tuners_utils import (
+    _get_in_out_features as get_in_out_features,
+)
+from peft.tuners.tuners_utils import (
+    _maybe_include_all_linear_layers as maybe_include_all_linear_layers,
+)
+from peft.utils.other import get_pattern_key
+
+__all__ = [
+    "PRIVATE",
+    "get_in_out_features",
+    "get_pattern_key",
+    "loss_is_of_whole_step",
+    "maybe_include_all_linear_layers",
+]
+
+# Class (or module) → attributes, and why we need them.
+PRIVATE: dict[str, tuple[str, ...]] = {
+    # The tuner: hooks that PEFT calls, overridden in `adapter.model`.
+    "peft.tuners.tuners_utils.BaseTuner": (
+        "_prepare_adapter_config",
+        "_prepare_model",
+        "_create_and_replace",
+        "_replace_module",
+        "_check_target_module_exists",
+        "_check_merge_allowed",
+        "_unload_and_optionally_merge",
+        "_enable_peft_forward_hooks",
+        "_remove_adapter_name_from_key",
+        "_remap_adapter_state_dict_for_load",
+    ),
+    # The layers, in `adapter.layer`.
+    "peft.tuners.tuners_utils.BaseTunerLayer": (
+        "_active_adapter",
+        "_disable_adapters",
+        "_get_base_layer_device_and_dtype",
+        "_move_adapter_to_device_of_base_layer",
+    ),
+    # Which modules of a native MoE are routers, read in `models.view`.
+    "transformers.PreTrainedModel": ("_can_record_outputs",),
+    # Resuming of native MoEs, overridden in `training.resuming`.
+    "transformers.Trainer": (
+        "_load_from_checkpoint",
+        "_load_best_model",
+        "_set_signature_columns_if_needed",
+        "_signature_columns",
+        "_created_lr_scheduler",
+    ),
+    # Labels of tokens, in `training.sft`; the log, in `training.router_losses`.
+    "trl.SFTTrainer": ("_prepare_dataset", "_metrics", "aux_loss_enabled"),
+    # The fused head's output, read in `training.scoring` and UpIT's router initialisation.
+    "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
+}
+
+
+def loss_is_of_whole_step(trainer: Any, num_items_in_batch: Any) -> bool:
+    """
+    Whether a trainer's micro-batch losses add up to the optimizer step's, rather than being averaged over accumulation
+    steps afterwards: what `Trainer.training_step` decides by these attributes (they are public, but undocumented).
+    """
+    own = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if own is not None:
+        return bool(own)
+    return bool(
+        (trainer.model_accepts_loss_kwargs and num_items_in_batch is not None) or trainer.compute_loss_func is not None
+    )

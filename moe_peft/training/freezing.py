@@ -1,0 +1,38 @@
+"""What each training stage trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+_NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the next stage's trainer
+
+
+def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str, caller: str) -> None:
+    """
+    Freeze what the stage does not train: with "routers" all but the routers, with "rest" the routers. What an earlier
+    stage froze becomes trainable again.
+
+    Args:
+        routers: the routers' parameters by name. They may have been made anew since the earlier stage.
+
+    Raises:
+        ValueError: nothing is left to train; the message begins with `caller`.
+    """
+    before = model.__dict__.pop(_NOTE, None)
+    for name, parameter in model.named_parameters():
+        if before is not None and (name in before["names"] or (before["routers"] and name in routers)):
+            parameter.requires_grad_(True)
+    frozen = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and stage != "joint" and (name in routers) == (stage == "rest")
+    }
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    if frozen:
+        names = frozen.keys() - routers.keys()
+        model.__dict__[_NOTE] = {"names": names, "routers": bool(frozen.keys() & routers.keys())}
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"{caller}: training_stage={stage!r}: nothing is left to train; unfreeze what it trains")

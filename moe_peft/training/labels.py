@@ -1,0 +1,76 @@
+"""
+Labels of examples for label-supervised routing: one label per token, so that labels survive packing and padding-free
+batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
+
+COLUMN = "token_labels"
+NO_LABEL = -1  # of padding
+
+
+def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) -> None:
+    """
+    Raises:
+        ValueError: the data set called `name` is streamed, lacks the column, or has a label without experts.
+    """
+    if not isinstance(dataset, Dataset):
+        raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset must be a map-style Dataset")
+    if column not in dataset.column_names:
+        raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset has {dataset.column_names}")
+    unknown = sorted({str(label) for label in dataset.unique(column)} - set(labels))
+    if unknown:
+        raise ValueError(
+            f"MoESFTTrainer: expert_map: no experts for the labels {unknown} of the {name} dataset; add them"
+        )
+
+
+def with_token_labels(
+    dataset: Dataset, column: str, labels: Sequence[str], num_proc: int | None, description: str
+) -> Dataset:
+    """The tokenized data set with `token_labels`, the label's index for each of a row's tokens."""
+    index = {label: i for i, label in enumerate(labels)}
+
+    def spread(row: dict[str, Any]) -> dict[str, Any]:
+        return {COLUMN: [index[str(row[column])]] * len(row["input_ids"])}
+
+    return dataset.map(spread, num_proc=num_proc, desc=description)
+
+
+class LabelCollator:
+    """Adds `token_labels` in the shape of `input_ids`, -1 at padding, to what another collator makes."""
+
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
+        self.collator = collator
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(examples)
+        if COLUMN not in examples[0]:
+            return batch
+        labels = [torch.tensor(example[COLUMN]) for example in examples]
+        rows, length = batch["input_ids"].shape
+        if rows == 1:
+            labels = [torch.cat(labels)]  # padding-free
+        padded = pad_sequence(labels, batch_first=True, padding_value=NO_LABEL)
+        whole = torch.full((rows, length), NO_LABEL)
+        whole[:, : padded.shape[1]] = padded
+        return {**batch, COLUMN: whole}
+
+
+def real_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """
+    1 for tokens, 0 for padding, [B, S]; None for a batch without token ids. Padding-free batches have no mask; they are
+    padded at the end at most.
+    """
+    for name in ("attention_mask", COLUMN, "input_ids"):
+        found = batch.get(name) if isinstance(batch, Mapping) else None
+        if isinstance(found, torch.Tensor):
+            return found if name == "attention_mask" else (found != NO_LABEL).long()
+    return None

@@ -1,0 +1,29 @@
+"""The three-phase schedule: a careful start, the main part, a careful end."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+PHASE_ENDS = (0.05, 0.75, 1.0)  # as shares of the training
+LEARNING_RATE = (0.1, 1.0, 0.1)  # factors; those of the losses stand in `routing.losses.ROUTER_LOSSES`
+
+
+def phase_at(step: int, steps: int) -> int:
+    """The phase (0, 1 or 2) that a step of `steps` belongs to."""
+    return next((i for i, end in enumerate(PHASE_ENDS) if step < end * steps), len(PHASE_ENDS) - 1)
+
+
+def three_phase_scheduler(optimizer: Optimizer, steps: int) -> LambdaLR:
+    """The learning rate's schedule over `steps` optimizer steps."""
+    return LambdaLR(optimizer, _Rate(steps))
+
+
+class _Rate:
+    """The learning rate's factor at a step (a class, so that it pickles)."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return LEARNING_RATE[phase_at(step, self.steps)]

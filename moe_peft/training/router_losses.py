@@ -1,0 +1,238 @@
+"""
+Losses on the routers for any TRL trainer, on a MoE-LoRA adapter and on a native MoE of transformers alike.
+
+    class MoEDPOTrainer(RouterLossesMixin, DPOTrainer): ...
+
+and a config made likewise of `RouterLossConfig` and `DPOConfig`. Which losses there are is the table
+`moe_peft.routing.losses.ROUTER_LOSSES`; each has a coefficient field and, in the log, an entry of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..compat import loss_is_of_whole_step
+from ..models.view import RoutedPass, observed_routing, router_parameters, router_sizes, text_config
+from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
+from ..routing.statistics import compliance, entropies, expert_counts, load_health
+from .freezing import freeze_for_stage
+from .labels import COLUMN, NO_LABEL, real_tokens
+from .phases import phase_at, three_phase_scheduler
+
+Stage = Literal["joint", "routers", "rest"]
+
+# A field for the coefficient of each loss in the table.
+_Coefficients: Any = make_dataclass(
+    "_Coefficients",
+    [
+        (coefficient_field(name), float | None, field(default=loss.coefficient, metadata={"help": loss.help}))
+        for name, loss in ROUTER_LOSSES.items()
+    ],
+    namespace={"__module__": __name__},
+)
+
+
+@dataclass
+class RouterLossConfig(_Coefficients):
+    """
+    The fields of the routers' losses, for a config that also inherits from one of TRL's.
+
+    Each loss of `ROUTER_LOSSES` has its coefficient: `router_aux_loss_coef` (load balancing; None takes the model's),
+    `router_z_loss_coef`, `router_label_loss_coef`, …
+
+    Args:
+        router_balancing: `"global"` pools the tokens of all layers in the balancing loss, `"layer"` does not.
+        training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
+            losses; `"rest"` trains what else is trainable, with the routers frozen and without their losses. The next
+            stage's trainer takes the same model as it is.
+        router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
+            loss and twice the z-loss, 70 % as set, 25 % at a tenth with half of both.
+
+    Raises:
+        ValueError: a field has a value that cannot work.
+    """
+
+    router_balancing: Scope = field(default="global", metadata={"help": "Scope of the balancing loss."})
+    training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
+    router_schedule: Literal["constant", "three_phase"] = field(default="constant", metadata={"help": "Phases."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        for own, allowed in (
+            ("router_balancing", Scope.__args__),  # type: ignore[attr-defined]
+            ("training_stage", Stage.__args__),  # type: ignore[attr-defined]
+            ("router_schedule", ("constant", "three_phase")),
+        ):
+            if getattr(self, own) not in allowed:
+                raise ValueError(f"{name}: {own}={getattr(self, own)!r}: use one of {list(allowed)}")
+        for own in map(coefficient_field, ROUTER_LOSSES):
+            if getattr(self, own) is not None and getattr(self, own) < 0:
+                raise ValueError(f"{name}: {own}={getattr(self, own)}: must not be negative")
+        if self.router_schedule == "three_phase" and self.lr_scheduler_type not in ("linear", "constant"):
+            raise ValueError(
+                f"{name}: lr_scheduler_type={self.lr_scheduler_type!r}: the schedule 'three_phase' sets the rate"
+            )
+
+
+class RouterLossesMixin:
+    """
+    Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them: `aux_loss`, `router_z_loss`, …; and
+    `router_entropy`, `load_cv`, `dead_experts` and, with labels, `compliance`. Its config is a [`RouterLossConfig`].
+
+    Losses that have a value for each token are means over all real tokens of an optimizer step, whatever the
+    accumulation steps and processes; where a trainer's batches hold no token ids, over those of each micro-batch. The
+    balancing loss is no mean over tokens: as in TRL it is that of each micro-batch, averaged. Where a trainer runs the
+    model several times for one loss, the passes with gradients count.
+
+    Raises:
+        ValueError: the model has no routers, or nothing is left to train.
+    """
+
+    args: Any
+    model: Any
+    lr_scheduler: Any
+    _metrics: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        caller = type(self).__name__
+        config = text_config(self.model)
+        self._sizes = [n for n, _ in router_sizes(self.model, caller)]
+        routers = router_parameters(self.model)
+        if self.args.training_stage == "routers" and not routers:
+            raise ValueError(f"{caller}: training_stage='routers': these routers have no parameters; use 'joint'")
+        self._coefficients = {name: getattr(self.args, coefficient_field(name)) for name in ROUTER_LOSSES}
+        if self._coefficients["aux"] is None:
+            self._coefficients["aux"] = getattr(config, "router_aux_loss_coef", 0.0)
+        # TRL would add a balancing loss of its own.
+        self.aux_loss_enabled = False
+        config.output_router_logits = False
+        freeze_for_stage(self.model, routers, self.args.training_stage, caller)
+        self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
+        self._step_tokens: torch.Tensor | None = None
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
+        trainer: Any = super()
+        if self.args.router_schedule == "three_phase" and self.lr_scheduler is None:
+            self.lr_scheduler = three_phase_scheduler(optimizer or self.optimizer, num_training_steps)  # type: ignore[attr-defined]
+            self._created_lr_scheduler = True
+        return trainer.create_scheduler(num_training_steps, optimizer)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """Also counts the real tokens of the coming optimizer step, over all its batches and processes."""
+        trainer: Any = super()
+        samples, items = trainer.get_batch_samples(epoch_iterator, num_batches, device)
+        masks = [real_tokens(batch) for batch in samples]
+        self._step_tokens = None
+        if masks and all(mask is not None for mask in masks):
+            tokens = sum((mask.sum().to(device) for mask in masks if mask is not None), torch.zeros((), device=device))
+            self._step_tokens = self.accelerator.reduce(tokens, "sum")  # type: ignore[attr-defined]
+        return samples, items
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        trainer: Any = super()
+        inputs = dict(inputs)
+        token_labels = inputs.pop(COLUMN, None)
+        passes: list[RoutedPass] = []
+        with observed_routing(self.model, passes.append):
+            result = trainer.compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        loss, *rest = result if return_outputs else (result,)
+        if self.args.training_stage == "routers":
+            loss = loss.detach() * 0
+        counted = [seen for seen in passes if seen.trains] or passes[:1]
+        if counted:
+            batch = self._router_batch(counted, token_labels)
+            loss = self._with_router_losses(loss, batch, loss_is_of_whole_step(self, num_items_in_batch))
+        return (loss, *rest) if return_outputs else loss
+
+    def _router_batch(self, passes: list[RoutedPass], token_labels: torch.Tensor | None) -> RouterBatch:
+        """What the losses are computed from: the passes' tokens one after the other."""
+        device = passes[0].router_logits[0].device  # layers may lie on several
+        by_layer = zip(*(seen.router_logits for seen in passes), strict=True)
+        logits = [torch.cat([logits_TN.to(device) for logits_TN in of_layer]) for of_layer in by_layer]
+        mask_T = torch.cat([seen.mask.flatten().to(device) for seen in passes])
+        allowed_TN = None
+        if token_labels is not None and self._allowed is not None:
+            labels_T = token_labels.flatten().to(device)
+            mask_T = mask_T * (labels_T != NO_LABEL)
+            allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
+        k = int(text_config(self.model).num_experts_per_tok)
+        return RouterBatch(logits, mask_T, k, self.args.router_balancing, allowed_TN)
+
+    def _with_router_losses(self, loss: torch.Tensor, batch: RouterBatch, of_step: bool) -> torch.Tensor:
+        """Add what the stage trains with, and note what is logged."""
+        tokens, token_scale, batch_scale = self._averaging(batch, of_step)
+        noted: dict[str, torch.Tensor] = {}
+        for name, entry in ROUTER_LOSSES.items():
+            coefficient = self._coefficient(name)
+            counts = coefficient != 0 and self.args.training_stage in entry.stages
+            if (entry.needs_labels and batch.allowed is None) or not (counts or entry.always_logged):
+                continue
+            value = entry.function(batch)
+            if value.dim():  # one per token
+                total = (value * batch.mask).sum()
+                noted[_logged(name)] = total / batch.mask.sum().clamp(min=1)
+                value = token_scale * total / tokens
+            else:
+                noted[_logged(name)] = value
+                value = batch_scale * value
+            if counts:
+                loss = loss + (coefficient * value).to(loss.device)
+        self._note(noted, batch)
+        return loss
+
+    def _averaging(self, batch: RouterBatch, of_step: bool) -> tuple[torch.Tensor, float, float]:
+        """
+        How sums over this micro-batch's tokens become the optimizer step's mean: the number of tokens to divide by, a
+        factor for such sums, and one for losses of a whole micro-batch. DDP averages over processes; unless the loss is
+        `of_step`, the trainer divides it by the accumulation steps.
+        """
+        tokens = batch.mask.sum().clamp(min=1)
+        if not self.model.training:
+            return tokens, 1.0, 1.0
+        steps = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        batch_scale = 1 / steps if of_step else 1.0
+        if self._step_tokens is None:
+            return tokens, batch_scale, batch_scale
+        token_scale = float(self.accelerator.num_processes) * (1 if of_step else steps)  # type: ignore[attr-defined]
+        return self._step_tokens.to(tokens.device), token_scale, batch_scale
+
+    def _coefficient(self, name: str) -> float:
+        """A loss's coefficient at the current step."""
+        coefficient = self._coefficients[name]
+        if self.args.router_schedule == "constant" or self.state.max_steps <= 0:  # type: ignore[attr-defined]
+            return coefficient
+        return coefficient * ROUTER_LOSSES[name].phases[phase_at(self.state.global_step, self.state.max_steps)]  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _note(self, noted: dict[str, torch.Tensor], batch: RouterBatch) -> None:
+        """Log the losses and statistics, of all processes."""
+        tokens = batch.mask.sum().clamp(min=1)
+        noted["router_entropy"] = (entropies(batch.logits).mean(0) * batch.mask).sum() / tokens
+        if batch.allowed is not None:
+            noted["compliance"] = (compliance(batch.logits, batch.allowed).mean(0) * batch.mask).sum() / tokens
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        counts_LN = torch.stack([expert_counts(logits_TN, batch.mask, batch.k) for logits_TN in batch.logits])
+        health = load_health(accelerator.reduce(counts_LN, "sum").cpu(), self._sizes)
+        values = accelerator.reduce(torch.stack([value.detach().float() for value in noted.values()]), "mean")
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in zip(noted, values.tolist(), strict=True):
+            metrics[name].append(value)
+        metrics["load_cv"].append(health.coefficient_of_variation)
+        metrics["dead_experts"].append(float(health.dead))
+
+
+def _logged(name: str) -> str:
+    """A loss's name in the log; the balancing loss has TRL's."""
+    return "aux_loss" if name == "aux" else f"router_{name}_loss"

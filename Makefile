@@ -1,13 +1,14 @@
 # make demo   sets up and runs the main job on data every machine has
 # make test   sets up and runs the tests
 # make check  sets up and runs the linters and the type checker
+# make docs   sets up and builds the documentation in .cache/site
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)
 
 VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin/python
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test check format docs bench clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -30,6 +31,9 @@ check: setup
 format: setup
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 bench: setup
 	$(RUN) benchmarks/adapter.py

@@ -1,0 +1,195 @@
+"""
+The documentation keeps its promises. On every page, Python snippets and `moe-peft` commands run in the page's order,
+where a user would have a model and data; diffs fit the package and do what the page says. The site builds, loads
+nothing from the net, and its API page has every public name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import tiny_llama
+
+ROOT = Path(__file__).parents[1]
+README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))
+PACKAGES = ("moe_peft", *(f"moe_peft.{name}" for name in ("analysis", "native", "routing", "training", "upit")))
+BLOCK = re.compile(r'^```(python|bash|diff|yaml)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+# What shows that a page did more than pass.
+PRINTED = {
+    "README.md": "'aux_loss'",
+    "adapter.md": "trainable params",
+    "extending.md": "router_entropy_loss",
+    "native-checkpoints.md": "logits differ by",
+    "steering.md": "'compliance'",
+    "upit.md": "router_init",
+}
+WRITTEN = {
+    "adapter.md": "lora-prose-again/adapter_model.safetensors",
+    "native-checkpoints.md": "exported/model.safetensors",
+    "routers.md": "routing/load.png",
+    "upit.md": "upit/adapter/adapter_model.safetensors",
+}
+# A process that has imported what takes long, and of which every page gets a copy. It has not imported `moe_peft`: each
+# page imports what it needs, and the page with diffs has its own copy of the package.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch", "transformers", "datasets", "peft", "trl"])
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """Language, title and text of a page's code blocks, in order."""
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def apply_diff(diff: str, root: Path) -> None:
+    """Apply a diff whose hunks have no line numbers: the text before a change must occur once in its file."""
+    for change in re.split(r"^(?=--- )", diff, flags=re.MULTILINE)[1:]:
+        header, *hunks = re.split(r"^@@.*\n", change, flags=re.MULTILINE)
+        path = root / header.splitlines()[1].removeprefix("+++ b/")
+        text = path.read_text(encoding="utf-8")
+        for hunk in hunks:
+            lines = hunk.splitlines(keepends=True)
+            before = "".join(line[1:] for line in lines if line[0] != "+")
+            assert text.count(before) == 1, f"{path}: the diff expects this once:\n{before}"
+            text = text.replace(before, "".join(line[1:] for line in lines if line[0] != "-"))
+        path.write_text(text, encoding="utf-8")
+
+
+def in_folder(folder: Path, job: object, *args: object) -> None:
+    """Run `job` in a process of its own, in `folder`, its output in the file `log`."""
+    process = SERVER.Process(target=_job, args=(folder, job, *args))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (folder / "log").read_text()[-3000:]
+
+
+def _job(folder: Path, job, *args: object) -> None:
+    os.chdir(folder)
+    with open("log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    job(*args)
+    sys.stdout.flush()
+
+
+def make_inputs(tokenizer) -> None:
+    """What the pages assume, see "Names used in the snippets" on the first one."""
+    for seed, name in enumerate(("my-base-model", "code-model", "prose-model", "math-model")):
+        tiny_llama(vocab=128, seed=seed).save_pretrained(name)
+        tokenizer.save_pretrained(name)
+    rows = [
+        {"text": " ".join(f"w{3 + (7 * i + j) % 120}" for j in range(12)), "domain": ("code", "prose")[i % 2]}
+        for i in range(24)
+    ]
+    pairs = [{"prompt": row["text"], "chosen": " w3 w4", "rejected": " w5 w6"} for row in rows]
+    for name, content in (("train", rows), ("test", rows[:6]), ("pairs", pairs)):
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
+    from peft import get_peft_model
+
+    from moe_peft import MoELoraConfig
+
+    adapter = get_peft_model(tiny_llama(vocab=128), MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    adapter.peft_config["default"].base_model_name_or_path = "my-base-model"
+    adapter.save_pretrained("my-adapter")
+
+
+def run_page(page: Path) -> None:
+    """Every block as its reader would run it; each snippet has a namespace of its own."""
+    found = blocks(page)
+    if diffs := [text for language, _, text in found if language == "diff"]:
+        shutil.copytree(ROOT / "moe_peft", "moe_peft")
+        for diff in diffs:
+            apply_diff(diff, Path.cwd())
+        sys.path.insert(0, os.getcwd())
+    for i, (language, title, text) in enumerate(found):
+        if language == "python":
+            exec(compile(text, f"{page.name}, block {i}", "exec"), {"__name__": "__main__"})
+        elif language == "yaml" and title:
+            Path(title).write_text(text, encoding="utf-8")
+        elif language == "bash":
+            run_commands(text)
+
+
+def run_commands(text: str) -> None:
+    """The block's `moe-peft` commands, without those on recipes for large models, which test_recipes.py plans."""
+    from moe_peft.cli import main
+
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.startswith("moe-peft ") and "recipes/" not in line:
+            main(shlex.split(line, comments=True)[1:])
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    in_folder(folder, make_inputs, tokenizer)
+    return folder
+
+
+@pytest.mark.parametrize("page", [p for p in (README, *PAGES) if blocks(p)], ids=lambda page: page.name)
+def test_page_runs(page: Path, inputs: Path, tmp_path: Path):
+    folder = tmp_path / "user"
+    shutil.copytree(inputs, folder)
+    in_folder(folder, run_page, page)
+    assert PRINTED.get(page.name, "") in (folder / "log").read_text()
+    assert (folder / WRITTEN.get(page.name, "log")).exists()
+
+
+def test_pages_name_what_they_must_show():
+    names = {page.name for page in (README, *PAGES) if blocks(page)}
+    assert names >= PRINTED.keys() | WRITTEN.keys()
+
+
+def test_annotated_recipe_has_every_field_at_its_default(tmp_path: Path):
+    from moe_peft.upit import load_recipe, recipe_from_dict
+
+    (text,) = (text for _, title, text in blocks(ROOT / "docs" / "upit.md") if title == "every-field.yaml")
+    (tmp_path / "recipe.yaml").write_text(text)
+    written, recipe = yaml.safe_load(text), dataclasses.asdict(load_recipe(tmp_path / "recipe.yaml"))
+    assert _keys(written) == _keys(recipe)
+    required = {"model": {"name_or_path": "my-base-model"}, "data": {"train": "train.jsonl"}}
+    assert recipe == dataclasses.asdict(recipe_from_dict({"output_dir": written["output_dir"], **required}))
+
+
+def _keys(settings: dict) -> dict:
+    return {key: set(value) if isinstance(value, dict) else None for key, value in settings.items()}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-3000:]
+    return folder
+
+
+def test_site_loads_nothing_from_the_net(site: Path):
+    for page in site.rglob("*.html"):
+        tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text(encoding="utf-8"))
+        assert not [tag for tag in tags if re.search(r'(?:src|href)="?(?:https?:)?//', tag)]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_api_page_has_every_public_name(package: str, site: Path):
+    html, module = (site / "api.html").read_text(encoding="utf-8"), importlib.import_module(package)
+    names = {name for name in getattr(module, "__all__", ()) if callable(getattr(module, name))}  # not constants
+    assert not {name for name in names if not re.search(rf'id="moe_peft\.[\w.]*\b{name}"', html)}
+
+
+def test_readme_is_short_and_its_links_lead_somewhere():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert links and not [link for link in links if not (ROOT / link).exists()]

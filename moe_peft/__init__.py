@@ -1,24 +1,22 @@
-"""LoRA-expert Mixture-of-Experts for PEFT. Importing the package registers the adapter type `MOE_LORA`."""
+"""
+LoRA-expert Mixture-of-Experts for PEFT, UpIT, routers, native MoE checkpoints.
 
-from . import adapter as _adapter  # noqa: F401  (registers the type, before the config class uses it)
-from .adapter.choosing import pin_dispatch
-from .adapter.config import MoELoraConfig
-from .adapter.convert import expert_to_lora, lora_to_moe
-from .adapter.ffn import FFNLayout, register_ffn_layout
-from .adapter.model import MoELoraModel
-from .models.attention_routers import fold_routers, init_attention_routers
-from .models.steering import allow_experts, force_experts
+Importing the package adds the adapter type `MOE_LORA` to PEFT, at once where PEFT is loaded already, else as soon as it
+is. The public names (`__init__.pyi` lists them) are imported when they are first used.
+"""
 
-__all__ = [
-    "FFNLayout",
-    "MoELoraConfig",
-    "MoELoraModel",
-    "allow_experts",
-    "expert_to_lora",
-    "fold_routers",
-    "force_experts",
-    "init_attention_routers",
-    "lora_to_moe",
-    "pin_dispatch",
-    "register_ffn_layout",
-]
+from typing import Any
+
+import lazy_loader
+import wrapt
+
+__version__ = "0.1.0"
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+@wrapt.when_imported("peft")
+def _add_adapter_type(peft: Any) -> None:
+    from .adapter.registration import register
+
+    register()

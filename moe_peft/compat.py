@@ -1,32 +1,20 @@
 """
 Every private name of peft, trl and transformers that this package overrides, calls or reads, in one place.
 
-What can be imported is imported here, and other modules take it from here. What is overridden or read on objects is
-listed in `PRIVATE`; a test looks each entry up and names the one that a new version has moved.
+`PRIVATE` lists them; a test looks each one up and names those that a new version has moved. What is called by its
+import path is taken through `private`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from peft.tuners.tuners_utils import (
-    _get_in_out_features as get_in_out_features,
-)
-from peft.tuners.tuners_utils import (
-    _maybe_include_all_linear_layers as maybe_include_all_linear_layers,
-)
-from peft.utils.other import get_pattern_key
-
-__all__ = [
-    "PRIVATE",
-    "get_in_out_features",
-    "get_pattern_key",
-    "loss_is_of_whole_step",
-    "maybe_include_all_linear_layers",
-]
-
-# Class (or module) → attributes, and why we need them.
+# Module or class → names in it.
 PRIVATE: dict[str, tuple[str, ...]] = {
+    # Functions that `adapter` calls.
+    "peft.tuners.tuners_utils": ("_get_in_out_features", "_maybe_include_all_linear_layers"),
+    "peft.utils.other": ("get_pattern_key",),
     # The tuner: hooks that PEFT calls, overridden in `adapter.model`.
     "peft.tuners.tuners_utils.BaseTuner": (
         "_prepare_adapter_config",
@@ -62,6 +50,22 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     # The fused head's output, read in `training.scoring` and UpIT's router initialisation.
     "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
 }
+
+
+def private(module: str, name: str) -> Any:
+    """
+    The object of a name in `PRIVATE`.
+
+    Raises:
+        ImportError: the installed version has it no more.
+    """
+    found = getattr(import_module(module), name, None) if name in PRIVATE[module] else None
+    if found is None:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f"moe_peft needs {module}.{name}, which this version of {package} lacks; install an older one"
+        )
+    return found
 
 
 def loss_is_of_whole_step(trainer: Any, num_items_in_batch: Any) -> bool:

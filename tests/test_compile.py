@@ -18,7 +18,7 @@ def model(mixing: str):
     return get_peft_model(base, MoELoraConfig(num_experts=4, r=4, mixing=mixing, init_lora_weights=False))
 
 
-@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "gather"])
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "gather", "dense-blocks"])
 @pytest.mark.parametrize("mixing", ["output", "projection"])
 def test_a_compiled_layer_has_no_graph_break_and_the_same_output_and_gradients(mixing: str, method: str):
     layer = model(mixing).get_base_model().model.layers[0].mlp

@@ -45,7 +45,7 @@ def test_all_ways_of_computing_agree(
             assert (got - expected).abs().max() <= tolerance * scale
 
 
-@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 @pytest.mark.parametrize("num_experts, r", [(8, 8), (16, 16)])
 @pytest.mark.parametrize("mixing", ["output", "projection"])
 @pytest.mark.parametrize("tokens", [1, 200])

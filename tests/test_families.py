@@ -16,7 +16,8 @@ from transformers.activations import ACT2FN
 
 from moe_peft import FFNLayout, MoELoraConfig, register_ffn_layout
 from moe_peft.adapter import ffn as ffn_module
-from moe_peft.adapter.layer import MoELoraFFN, MoELoraLayer
+from moe_peft.adapter.ffn_layer import MoELoraFFN
+from moe_peft.adapter.layer import MoELoraLayer
 
 HIDDEN, FFN_SIZE, VOCAB, LAYERS = 64, 96, 128, 2
 IDS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(5))

@@ -23,9 +23,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from moe_peft import MoELoraConfig, pin_dispatch
 from moe_peft.adapter.choosing import choose_method
+from moe_peft.adapter.dispatch import Dense, Dispatch, Gather
 from moe_peft.adapter.ffn import find_layout
-from moe_peft.adapter.layer import MoELoraFFN, MoELoraLayer, MoELoraLinear
-from moe_peft.adapter.sorting import PART_SLOTS
+from moe_peft.adapter.ffn_layer import MoELoraFFN
+from moe_peft.adapter.layer import MoELoraLayer, MoELoraLinear
+from moe_peft.adapter.sorting import PART_SLOTS, Blocks, Sorted
 
 D, F = 16, 24
 FFNS = ["gated", "gated_bias", "fused", "plain", "conv1d"]
@@ -122,7 +124,7 @@ def projections_of(kind: str, subset: str) -> list[str]:
 # --- against the loops ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "gather", "dense-blocks"])
 @pytest.mark.parametrize("n, k", [(1, 3), (2, 1), (2, 2), (5, 1), (5, 2), (5, 3), (16, 1), (16, 2), (16, 3)])
 @mixings
 @normalized
@@ -135,7 +137,7 @@ def test_ffn_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "gather", "dense-blocks"])
 @pytest.mark.parametrize("mixing, normalize_top_k", [("output", True), ("output", False), ("projection", False)])
 @pytest.mark.parametrize(
     "kind, subset",
@@ -153,7 +155,7 @@ def test_experts_on_some_projections_are_the_loops_in_float64(kind, subset, mixi
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 @pytest.mark.parametrize("n, k, r", [(2, 2, 4), (5, 1, 4), (16, 2, 12), (16, 3, 12)])  # 16·12 columns: not all at once
 @mixings
 @normalized
@@ -198,7 +200,7 @@ def test_rslora_scales_by_alpha_over_the_root_of_r(mixing):
 
 
 @mixings
-@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 def test_without_gradients_the_output_is_the_same(mixing, method):
     layer = ffn_layer(mixing=mixing)
     x, d_output = tensors(8)
@@ -242,7 +244,7 @@ def test_all_methods_agree_forward_and_backward(mixing, load, n, k, r):
     assert (pairs[1] == 0) >= (load == "one expert idle")
     assert (pairs[0] == 40) >= (load == "all to the first")
     outcomes = []
-    for method in ("dense", "blocks", "sorted", "gather"):
+    for method in ("dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"):
         with pin_dispatch(method):
             outcomes.append(run(layer, x, d_output))
     for outcome in outcomes[1:]:
@@ -253,7 +255,7 @@ def test_all_methods_agree_forward_and_backward(mixing, load, n, k, r):
                 assert not gradient[expert].any(), f"{name}: expert {expert} got no token, but a gradient"
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 @mixings
 def test_all_pairs_on_one_expert_are_the_loops(mixing, method):
     layer = ffn_layer(num_experts=5, top_k=1, mixing=mixing, normalize_top_k=False)
@@ -264,7 +266,7 @@ def test_all_pairs_on_one_expert_are_the_loops(mixing, method):
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)
 
 
-@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 @pytest.mark.parametrize("tokens, k", [(33, 1), (35, 2), (67, 3), (70, 3)])
 @mixings
 def test_any_number_of_tokens_trains(mixing, tokens, k, method):
@@ -309,12 +311,37 @@ def test_grouped_products_are_never_chosen_for_what_they_cannot_compute(tokens, 
         for r in (1, 2, 3, 4, 6, 8, 12, 16, 64)
         for width in (4096, 100, 50257)
     }
-    assert set(chosen.values()) <= {"dense", "blocks", "gather", *(["sorted"] if device == "cuda" else [])}
+    grouped = {"sorted", "dense-sorted"}
+    assert set(chosen.values()) <= {"dense", "blocks", "gather", "dense-blocks", *(grouped if device == "cuda" else ())}
     for (dtype, r, width), method in chosen.items():
         if dtype == torch.float64 or (r * dtype.itemsize) % 16 or (width * dtype.itemsize) % 16:
-            assert method != "sorted", f"r={r} and width {width} in {dtype}"
+            assert method not in grouped, f"r={r} and width {width} in {dtype}"
     if tokens == 33 and n == 64 and device == "cuda":
         assert chosen[torch.bfloat16, 8, 4096] == chosen[torch.float32, 4, 4096] == "sorted"
+
+
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
+@mixings
+def test_a_pinned_method_is_what_runs_also_where_columns_are_few(method, mixing, monkeypatch):
+    """n·r = 32: a second decision, further down, used to take dense products whatever was pinned."""
+    calls = set()
+
+    def noted(cls, name):
+        original = getattr(cls, name)
+        monkeypatch.setattr(
+            cls, name, lambda self, *args, **own: calls.add(cls.__name__) or original(self, *args, **own)
+        )
+
+    for cls in (Dense, Gather, Blocks, Sorted):
+        noted(cls, "shrink")
+    for name in ("pair_rows", "gate_table"):  # what products with all experts' columns need
+        noted(Dispatch, name)
+    layer = ffn_layer(mixing=mixing, num_experts=4, r=8)
+    with pin_dispatch(method):
+        layer(tensors(16)[0])
+    by_pairs = {"dense": "Dense", "blocks": "Blocks", "sorted": "Sorted", "gather": "Gather"}[method.split("-")[-1]]
+    assert calls - {"Dispatch"} == (set() if mixing == "projection" and method.startswith("dense") else {by_pairs})
+    assert ("Dispatch" in calls) == method.startswith("dense")
 
 
 @pytest.mark.parametrize("r, dtype", [(3, torch.float32), (4, torch.bfloat16), (8, torch.float64)])
@@ -379,7 +406,7 @@ def test_a_linear_with_one_expert_equals_peft_lora():
     assert_close(ours.gradients[B][0], peft.gradients["lora_B.default.weight"].T, 1e-6)
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 @pytest.mark.parametrize("n, k, r", [(2, 1, 4), (5, 3, 4), (16, 2, 12)])
 @normalized
 @mixings
@@ -411,7 +438,7 @@ def two_adapters(first: dict, second: dict, dtype: torch.dtype = torch.float64) 
     return layer
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "gather", "dense-blocks"])
 @pytest.mark.parametrize("first, second", PAIRS)
 def test_two_active_adapters_add_their_displacements(first, second, method):
     layer = two_adapters(first, second)
@@ -524,7 +551,7 @@ def test_hooks_of_the_bases_backward_and_selective_checkpoints_are_borne(mixing,
     assert_same(run(layer, x, d_output), expected, EXACT)
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 @mixings
 def test_an_input_without_gradient_leaves_the_experts_theirs(mixing, method):
     layer = ffn_layer("gated_bias", num_experts=16, r=12, mixing=mixing)  # 16·12 columns: not all at once
@@ -538,7 +565,7 @@ def test_an_input_without_gradient_leaves_the_experts_theirs(mixing, method):
             assert_close(parameter.grad, expected[name], 1e-6, name)
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 @mixings
 def test_a_graph_that_is_kept_runs_backward_twice(mixing, method):
     layer = ffn_layer("gated_bias", num_experts=16, r=12, mixing=mixing)
@@ -627,7 +654,7 @@ def test_training_with_dropout_has_the_gradients_of_the_loops_with_the_same_mask
 
 @every_ffn
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("method", ["dense", "blocks", "gather"])
+@pytest.mark.parametrize("method", ["dense", "blocks", "gather", "dense-blocks"])
 def test_what_torch_compile_traces_computes_the_loops(kind, k, method, monkeypatch):
     # Compiled code goes without the autograd function of its own.
     layer = ffn_layer(kind, torch.float64, top_k=k, normalize_top_k=False)
@@ -761,7 +788,7 @@ def test_an_input_that_is_not_contiguous_is_taken():
 
 
 @pytest.mark.parametrize("n, r", [(4, 4), (16, 12)])
-@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 @mixings
 def test_one_token_is_the_loop_though_most_experts_get_none(mixing, method, n, r):
     x, d_output = tensors(1, 1)
@@ -771,7 +798,7 @@ def test_one_token_is_the_loop_though_most_experts_get_none(mixing, method, n, r
 
 
 @pytest.mark.parametrize("n, r", [(4, 4), (16, 12)])
-@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather"])
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
 @mixings
 def test_no_token_at_all_gives_no_output_and_zero_gradients(mixing, method, n, r):
     x, d_output = tensors(1, 0)

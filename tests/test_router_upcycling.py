@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
-from moe_peft.adapter.layer import MoELoraFFN
+from moe_peft.adapter.ffn_layer import MoELoraFFN
 from moe_peft.models.view import native_routers
 from moe_peft.routing.attention_heads import attention_weights, group_heads
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer

@@ -15,7 +15,8 @@ from torch import nn
 
 from moe_peft import MoELoraConfig, allow_experts, fold_routers, force_experts
 from moe_peft.adapter.ffn import find_layout
-from moe_peft.adapter.layer import MoELoraFFN, MoELoraLayer
+from moe_peft.adapter.ffn_layer import MoELoraFFN
+from moe_peft.adapter.layer import MoELoraLayer
 from moe_peft.routing.gates import sigmoid_gates, switch_gates, threshold_gates, top_p_gates
 from moe_peft.routing.routers import ROUTERS, RouterSettings, make_router
 

@@ -1,5 +1,3 @@
 """The PEFT adapter type MOE_LORA."""
 
-from .registration import register
-
-register()
+import peft  # noqa: F401  (before this package's modules: loading PEFT adds the adapter type, which imports them)

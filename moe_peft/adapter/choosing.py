@@ -9,20 +9,25 @@ from typing import Literal
 
 import torch
 
-from .dispatch import DENSE_COLUMNS, Dense, Dispatch, Gather
+from .dispatch import Dense, Dispatch, Gather
 from .sorting import Blocks, InParts, Sorted
 
+# Up to this many columns n·r, one product of the tokens with all experts costs less than finding each pair's own.
+DENSE_COLUMNS = 128
 # Up to this many pairs (decoding), sorting costs more than it saves …
 FEW_PAIRS = 32
 # … and up to this many, copying even a few experts' matrices costs less than products with all.
 VERY_FEW_PAIRS = 4
 
-Method = Literal["auto", "dense", "blocks", "sorted", "gather"]
+Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
+# One name says everything: how products of pairs go, and whether those of tokens take all columns ("dense").
 _METHODS: dict[str, Callable[..., Dispatch]] = {
-    "dense": Dense,
+    "dense": partial(Dense, all_columns=True),
     "blocks": partial(InParts, Blocks),
     "sorted": partial(InParts, Sorted),
     "gather": Gather,
+    "dense-blocks": partial(InParts, Blocks, all_columns=True),
+    "dense-sorted": partial(InParts, Sorted, all_columns=True),
 }
 _pinned: Method = "auto"
 
@@ -34,8 +39,12 @@ def pin_dispatch(method: Method) -> Iterator[None]:
 
     `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks, batched
     products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: each pair's own copy of its
-    expert's matrices (few tokens). `"auto"`: by measured crossover (the default). All agree up to rounding. Pin one for
-    `torch.compile` with changing lengths, or to compare them.
+    expert's matrices (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's input or output is
+    multiplied, blocks or sorted for the hidden activations of mixing "output". `"auto"`: by measured crossover (the
+    default). All agree up to rounding. Pin one for `torch.compile` with changing lengths, or to compare them.
+
+    Raises:
+        ValueError: there is no such method.
     """
     global _pinned
     if method not in ("auto", *_METHODS):
@@ -58,7 +67,7 @@ def choose_method(
     device: torch.device,
 ) -> Method:
     """
-    The fastest way for a batch, by the crossovers of `benchmarks/dispatch.py`.
+    The fastest method for a batch, by the crossovers of `benchmarks/dispatch.py`. Nothing is decided after this.
 
     With mixing "projection" a pair's own rows are never needed (`update`), so products with all experts win as long as
     they are narrow. With "output", few pairs (decoding) are best served by copies of their experts; many by blocks or,
@@ -67,11 +76,14 @@ def choose_method(
 
     Args:
         unit: a common divisor of the rank and all widths.
+
+    Raises:
+        ValueError: torch has no grouped product for these sizes, and `"sorted"` is pinned.
     """
     if _pinned != "auto":
-        if _pinned == "sorted" and not _has_grouped_mm(unit, dtype):
+        if _pinned.endswith("sorted") and not _has_grouped_mm(unit, dtype):
             raise ValueError(
-                f"pin_dispatch('sorted'): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
+                f"pin_dispatch({_pinned!r}): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
             )
         return _pinned
     narrow = num_experts * r <= DENSE_COLUMNS
@@ -81,8 +93,9 @@ def choose_method(
         return "gather"
     if tokens * k <= FEW_PAIRS:
         return "dense"
-    grouped = tokens < 32 * num_experts and device.type != "cpu" and _has_grouped_mm(unit, dtype)
-    return "sorted" if grouped else "blocks"
+    if tokens < 32 * num_experts and device.type != "cpu" and _has_grouped_mm(unit, dtype):
+        return "dense-sorted" if narrow else "sorted"
+    return "dense-blocks" if narrow else "blocks"
 
 
 def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:

@@ -10,8 +10,10 @@ from typing import Any, Literal
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, PeftType
 
-from ..compat import get_pattern_key
+from ..compat import private
 from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
+
+_get_pattern_key = private("peft.utils.other", "get_pattern_key")
 
 CARD_SECTION = """
 ## How to load this adapter
@@ -187,7 +189,7 @@ class MoELoraConfig(PeftConfig):
         """
 
         def by_pattern(pattern: dict[str, Any], default: Any) -> Any:
-            return pattern.get(get_pattern_key(pattern.keys(), module_name), default)
+            return pattern.get(_get_pattern_key(pattern.keys(), module_name), default)
 
         num_experts = by_pattern(self.num_experts_pattern, self.num_experts)
         r = by_pattern(self.rank_pattern, self.r)

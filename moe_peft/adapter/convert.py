@@ -15,12 +15,13 @@ from peft.utils import load_peft_weights
 from safetensors.torch import save_file
 from torch import nn
 
-from ..compat import get_pattern_key
+from ..compat import private
 from .config import MoELoraConfig
 from .ffn import find_layout
 from .layer import MoELoraLayer, MoELoraLinear
 
 _DERIVED = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections")
+_get_pattern_key = private("peft.utils.other", "get_pattern_key")
 _PREFIX = "base_model.model."
 
 
@@ -35,8 +36,8 @@ class _Lora:
 
     def scaling(self, module: str) -> float:
         c = self.config
-        r = c.rank_pattern.get(get_pattern_key(c.rank_pattern.keys(), module), c.r)
-        alpha = c.alpha_pattern.get(get_pattern_key(c.alpha_pattern.keys(), module), c.lora_alpha)
+        r = c.rank_pattern.get(_get_pattern_key(c.rank_pattern.keys(), module), c.r)
+        alpha = c.alpha_pattern.get(_get_pattern_key(c.alpha_pattern.keys(), module), c.lora_alpha)
         return alpha / (r**0.5 if c.use_rslora else r)
 
 

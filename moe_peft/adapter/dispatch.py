@@ -14,8 +14,9 @@ and what layers use: `shrink_tokens`, `expand_collect` and, with the gates betwe
 `parts` of some slots each, which are worked off one after the other: temporary memory is then that of one part,
 whatever k. No way of computing loops over experts or tokens, or waits for the device; all shapes are static.
 
-Here are the ways that keep pairs in the order of (token, slot); `sorting.py` has those that sort them, `choosing.py`
-says which way a batch takes.
+Products of tokens (`shrink_tokens`, `expand_collect`, `update`) may take all experts' matrices at once, n·r columns,
+and mask those of other experts, or go pair by pair; products of pairs go the way of the class. Here are the classes
+that keep pairs in the order of (token, slot); `sorting.py` has those that sort them, `choosing.py` decides.
 
 Legend: T tokens, n experts, k slots, P = T·k pairs, r rank, m a width (in or out features).
 """
@@ -32,9 +33,6 @@ from torch.autograd.function import once_differentiable
 
 from ..contexts import without_autocast
 
-# Up to this many columns n·r, one product of the tokens with all experts costs less than finding each pair's own.
-DENSE_COLUMNS = 128
-
 
 class Dispatch:
     """
@@ -45,11 +43,19 @@ class Dispatch:
         gates_TK: their gates [T, k], in the dtype of the products.
         num_experts: n.
         scaling: s, the factor of every expert's update.
+        all_columns: whether products of tokens take all experts' matrices at once.
     """
 
-    def __init__(self, experts_TK: torch.Tensor, gates_TK: torch.Tensor, num_experts: int, scaling: float) -> None:
+    def __init__(
+        self,
+        experts_TK: torch.Tensor,
+        gates_TK: torch.Tensor,
+        num_experts: int,
+        scaling: float,
+        all_columns: bool = False,
+    ) -> None:
         self.experts, self.gates = experts_TK, gates_TK
-        self.scaling = scaling
+        self.scaling, self.all_columns = scaling, all_columns
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
         # Filled when first asked for (torch.compile does not trace `functools.cached_property`).
@@ -118,15 +124,11 @@ class Dispatch:
 
     # --- on tokens ----------------------------------------------------------------------------------------------------
 
-    def few_columns(self, A: torch.Tensor) -> bool:
-        """Whether tokens are multiplied with all experts' matrices at once."""
-        return A.shape[0] * A.shape[1] <= DENSE_COLUMNS
-
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """`shrink(spread(x), A)` [P, r] of each part, for each x [T, m] and its A. One x for all is spread once."""
         if not A:
             return []
-        if self.few_columns(A[0]):
+        if self.all_columns:
             rows = [part.pair_rows() for part in self.parts]
             tables = [(x_TM @ A_NRM.flatten(0, 1).T).view(-1, A_NRM.shape[1]) for x_TM, A_NRM in zip(x, A, strict=True)]
             lengths = [len(row) for row in rows]
@@ -141,7 +143,7 @@ class Dispatch:
     ) -> torch.Tensor:
         """`base + s Σ g B h`, [T, m], from h [P, r] of each part; with `in_place`, base may be overwritten."""
         weighted = [(h_PR * part.scaled_gates()).to(B.dtype) for h_PR, part in zip(h, self.parts, strict=True)]
-        if self.few_columns(B):
+        if self.all_columns:
             # A token's experts differ, so its pairs share one row [n·r], and one product gives their sum.
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
             for h_PR, part in zip(weighted, self.parts, strict=True):
@@ -160,7 +162,7 @@ class Dispatch:
         in_place: bool = False,
     ) -> list[torch.Tensor]:
         """`base + s Σ_i g_i B_i A_i x`, [T, out], of each projection; with `in_place`, bases may be overwritten."""
-        if not self.few_columns(A[0]):
+        if not self.all_columns:
             h = self.shrink_tokens(x, A)
             return [self.expand_collect(*of_one, in_place) for of_one in zip(h, B, base, strict=True)]
         updated = []
@@ -175,10 +177,7 @@ def _plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor,
 
 
 class Dense(Dispatch):
-    """Products with the matrices of all experts at once; the columns of other experts are masked."""
-
-    def few_columns(self, A: torch.Tensor) -> bool:
-        return True
+    """Products of pairs, too, take the matrices of all experts at once; the columns of other experts are masked."""
 
     def _mask(self, h_PR: torch.Tensor) -> torch.Tensor:
         """[P, r] → [P, n·r], zero outside the pair's expert."""
@@ -200,9 +199,6 @@ class Dense(Dispatch):
 
 class Gather(Dispatch):
     """Each pair takes a copy of its expert's matrices: for few tokens and many experts."""
-
-    def few_columns(self, A: torch.Tensor) -> bool:
-        return False
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return torch.bmm(A.index_select(0, self.pair_experts()), y_PM.unsqueeze(-1)).squeeze(-1)

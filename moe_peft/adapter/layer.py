@@ -1,24 +1,24 @@
-"""The tuner layers: experts and a router around one FFN block (`MoELoraFFN`) or one linear (`MoELoraLinear`)."""
+"""What both tuner layers share, and the one around a single linear; `ffn_layer.py` has the one around an FFN block."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ..compat import get_in_out_features
+from ..compat import private
 from ..contexts import without_autocast
 from ..routing.gates import Steering
 from ..routing.routers import Router, make_router
 from .choosing import make_dispatch
 from .config import ExpertSpec
 from .dispatch import Dispatch
-from .ffn import FFNLayout
-from .mixing import expert_hidden
 from .recording import record_router_logits
+
+_get_in_out_features = private("peft.tuners.tuners_utils", "_get_in_out_features")
 
 # The parameters A [n, r, in] and B [n, r, out] of each projection.
 Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -116,7 +116,10 @@ class MoELoraLayer(BaseTunerLayer):
     def _route(
         self, adapter_name: str, x_TD: torch.Tensor, dtype: torch.dtype, mixes_outputs: bool = False
     ) -> Dispatch | None:
-        """The batch's dispatch, for mixing whole outputs or single updates; None where the adapter has one expert."""
+        """
+        From hidden states to the batch's dispatch, which knows each (token, expert) pair and its gate. None where the
+        adapter has one expert, which every token gets.
+        """
         spec = self.moe_lora_spec[adapter_name]
         if spec.num_experts == 1:
             return None
@@ -126,14 +129,9 @@ class MoELoraLayer(BaseTunerLayer):
             gates_TK, experts_TK = router.choose(logits_TN, spec.top_k, spec.normalize_top_k)
         else:
             gates_TK, experts_TK = self.steering.route(logits_TN, spec.top_k, spec.normalize_top_k, router.choose)
+        unit = math.gcd(spec.r, self._unit)
         return make_dispatch(
-            experts_TK,
-            gates_TK.to(dtype),
-            spec.num_experts,
-            spec.r,
-            math.gcd(spec.r, self._unit),
-            spec.scaling,
-            mixes_outputs,
+            experts_TK, gates_TK.to(dtype), spec.num_experts, spec.r, unit, spec.scaling, mixes_outputs
         )
 
     def _weights(self, adapter_name: str) -> Weights:
@@ -189,10 +187,10 @@ class MoELoraLayer(BaseTunerLayer):
 
 def linear_features(module: nn.Module) -> tuple[int, int]:
     """In and out features of any linear that PEFT knows, quantized ones and ones already adapted included."""
-    return get_in_out_features(module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
+    return _get_in_out_features(module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
 
 
-def _may_overwrite(projection: nn.Module) -> bool:
+def may_overwrite(projection: nn.Module) -> bool:
     """
     Whether a base projection's output is ours alone: a plain linear's that no hook has seen, nor a forward put in its
     place; and outside training, where hooks of backward and checkpoints may hold it.
@@ -219,115 +217,8 @@ class MoELoraLinear(nn.Module, MoELoraLayer):
             return result
         x_TD = x.reshape(-1, x.shape[-1])
         y_TM = result.reshape(-1, result.shape[-1])
-        in_place = _may_overwrite(self.base_layer)
+        in_place = may_overwrite(self.base_layer)
         for adapter in adapters:
             dispatch = self._route(adapter, x_TD, y_TM.dtype)
             (y_TM,) = self._updated(adapter, dispatch, self._weights(adapter), x_TD, {"weight": y_TM}, in_place)
         return y_TM.view(result.shape)
-
-
-class _Branch(NamedTuple):
-    """One adapter's part of an FFN's forward."""
-
-    z_TF: torch.Tensor  # its hidden activation
-    dispatch: Dispatch | None  # None: one expert
-    weights: Weights
-    mixes_outputs: bool
-    low: list[torch.Tensor] | None = None  # where outputs are mixed: A_down a of each pair
-
-
-class MoELoraFFN(nn.Module, MoELoraLayer):
-    """
-    An FFN block with LoRA experts.
-
-    Several active adapters add their displacements of the block's output. Base projections run once per token,
-    whatever top_k, the mixing and the number of active adapters.
-    """
-
-    def __init__(self, base_layer: nn.Module, layout: FFNLayout, adapter_name: str) -> None:
-        super().__init__()
-        self.layout = layout
-        shapes = {name: linear_features(getattr(base_layer, name)) for name in layout.projections}
-        self.in_features, self.out_features = shapes[layout.up][0], shapes[layout.down][1]
-        self._init_state(base_layer, shapes, adapter_name)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The down projection's weight (some models read the dtype there)."""
-        return cast(torch.Tensor, self._projection(self.layout.down).weight)
-
-    def _projection(self, name: str) -> nn.Module:
-        return getattr(self.base_layer, name)
-
-    def unload_and_optionally_merge_module(
-        self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None
-    ) -> nn.Module:
-        if merge:
-            self.merge()
-        for name in self.layout.projections:  # PEFT does not look inside for layers of adapters that came first
-            projection = self._projection(name)
-            if isinstance(projection, MoELoraLinear):
-                setattr(self.base_layer, name, cast(MoELoraLayer, projection).get_base_layer())
-        return self.base_layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        adapters = self._running_adapters()
-        if not adapters:
-            return self.base_layer(x)
-        x_TD = x.reshape(-1, x.shape[-1])
-        inputs = [self._projection(name) for name in self.layout.inputs]
-        pre = [projection(x_TD) for projection in inputs]
-        in_place = len(adapters) == 1 and all(map(_may_overwrite, inputs))
-        branches = [self._branch(adapter, x_TD, pre, in_place) for adapter in adapters]
-        z_TF = branches[0].z_TF
-        for branch in branches[1:]:
-            z_TF = z_TF + branch.z_TF - self.layout.hidden(self.base_layer, pre)
-        y_TD = self._projection(self.layout.down)(z_TF)
-        for adapter, branch in zip(adapters, branches, strict=True):
-            y_TD = self._after_down(adapter, branch, y_TD)
-        return self.layout.drop(self.base_layer, y_TD).view(x.shape)
-
-    def _branch(self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor], in_place: bool) -> _Branch:
-        """One adapter's work from the FFN's input to its hidden activation."""
-        layout, weights, dtype = self.layout, self._weights(adapter_name), pre[0].dtype
-        mixes_outputs = self._mixes_outputs(adapter_name, weights)
-        dispatch = self._route(adapter_name, x_TD, dtype, mixes_outputs)
-        if dispatch is None or not mixes_outputs:
-            base = dict(zip(layout.inputs, pre, strict=True))
-            updated = self._updated(adapter_name, dispatch, weights, x_TD, base, in_place)
-            return _Branch(layout.hidden(self.base_layer, updated), dispatch, weights, mixes_outputs)
-        names = [name for name in layout.inputs if name in weights]
-        B = [weights[name][1].to(dtype) if name in weights else None for name in layout.inputs]
-        A_down = weights[layout.down][0].to(dtype) if layout.down in weights else None
-        p = self.moe_lora_spec[adapter_name].lora_dropout if self.training else 0.0
-        x = self._dropped(adapter_name, x_TD.to(dtype), len(names))
-        with without_autocast(x_TD):
-            low = dispatch.shrink_tokens(x, [weights[name][0].to(dtype) for name in names])
-            low_of = {name: [h_PR * dispatch.scaling for h_PR in h] for name, h in zip(names, low, strict=True)}
-            h = [low_of.get(name) for name in layout.inputs]
-            z_TF, low_down = expert_hidden(dispatch, layout, self.base_layer, pre, h, B, A_down, p)
-        return _Branch(z_TF, dispatch, weights, mixes_outputs, low_down)
-
-    def _after_down(self, adapter_name: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
-        """Add what an adapter changes about the down projection's output."""
-        name, dispatch = self.layout.down, branch.dispatch
-        down = self._projection(name)
-        in_place = _may_overwrite(down)
-        if dispatch is None or not branch.mixes_outputs:
-            return self._updated(adapter_name, dispatch, branch.weights, branch.z_TF, {name: y_TD}, in_place)[0]
-        if branch.low is not None:
-            with without_autocast(y_TD):
-                y_TD = dispatch.expand_collect(branch.low, branch.weights[name][1].to(y_TD.dtype), y_TD, in_place)
-        bias = getattr(down, "bias", None)
-        if bias is not None and not self.moe_lora_spec[adapter_name].normalize_top_k:
-            # The bias belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once.
-            y_TD = y_TD + ((dispatch.gates.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
-        return y_TD
-
-    def _mixes_outputs(self, adapter_name: str, weights: Weights) -> bool:
-        """Whether whole outputs are mixed, and not the updates of single projections."""
-        spec = self.moe_lora_spec[adapter_name]
-        if spec.num_experts == 1 or spec.mixing == "projection":
-            return False
-        # With experts on the down projection alone, all hidden activations are the base's: both mixings are one.
-        return not spec.normalize_top_k or any(name in weights for name in self.layout.inputs)

@@ -9,7 +9,7 @@ and decides speed and memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +18,37 @@ from torch import nn
 from .dispatch import Dispatch, without_autocast_once
 from .ffn import FFNLayout
 
-Tensors = Sequence[torch.Tensor]
-OptionalTensors = Sequence[torch.Tensor | None]
+
+class PairInputs(NamedTuple):
+    """What the pre-activations of a part's pairs are made of, by input projection in the layout's order."""
+
+    pre: Sequence[Any]  # base outputs [T, f']
+    h: Sequence[Any]  # scaled low-rank inputs [P, r]; None where a projection has no experts
+    B: Sequence[Any]  # second matrices [n, r, f'], or None
+
+    def flat(self) -> tuple[Any, ...]:
+        """Everything in a row: autograd functions take no nested tensors."""
+        return (*self.pre, *self.h, *self.B)
+
+    @classmethod
+    def of(cls, flat: Sequence[Any]) -> PairInputs:
+        """The inverse of `flat`."""
+        m = len(flat) // 3
+        return cls(flat[:m], flat[m : 2 * m], flat[2 * m :])
+
+    def activations(self, part: Dispatch) -> list[torch.Tensor]:
+        """Per input projection: the base's output plus the update of the pair's expert, [P, f']."""
+        return [
+            part.spread(pre_TF) if h_PR is None or B_NRF is None else part.expand(h_PR, B_NRF, part.spread(pre_TF))
+            for pre_TF, h_PR, B_NRF in zip(self.pre, self.h, self.B, strict=True)
+        ]
 
 
-def expert_hidden(
+def mixed_hidden(
     dispatch: Dispatch,
     layout: FFNLayout,
     ffn: nn.Module,
-    pre: Tensors,
-    h: Sequence[list[torch.Tensor] | None],
-    B: OptionalTensors,
+    inputs: Sequence[PairInputs],
     A_down: torch.Tensor | None,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
@@ -37,9 +57,7 @@ def expert_hidden(
 
     Args:
         layout, ffn: the block, for its activation.
-        pre: base outputs [T, f'] of the input projections.
-        h: per input projection the scaled low-rank inputs [P, r] of each part, or None where it has no experts.
-        B: per input projection the second matrices [n, r, f'], or None.
+        inputs: of each part of the dispatch.
         A_down: the first matrices of the down projection [n, r, f], or None.
         dropout: its probability on the input of `A_down`.
 
@@ -50,13 +68,13 @@ def expert_hidden(
     keep = dispatch.k <= 2
     totals: list[torch.Tensor] = []
     low: list[torch.Tensor] = []
-    for i, part in enumerate(dispatch.parts):
-        tensors = (A_down, part.gates, *pre, *(lows if lows is None else lows[i] for lows in h), *B)
+    for part, of_part in zip(dispatch.parts, inputs, strict=True):
+        tensors = (A_down, part.gates, *of_part.flat())
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if needs_grad and not torch.compiler.is_compiling():
-            z_TF, low_PR = _ExpertHidden.apply(part, layout, act, keep, dropout, *tensors)
+            z_TF, low_PR = _MixedHidden.apply(part, layout, act, keep, dropout, *tensors)
         else:
-            a_PF = _activate(layout, act, _pair_activations(part, *_thirds(tensors[2:])))
+            a_PF = _activate(layout, act, of_part.activations(part))
             low_PR = None if A_down is None else part.shrink(F.dropout(a_PF, dropout), A_down)
             z_TF = part.collect(a_PF, gated=True)
         totals = [totals[0].add_(z_TF) if totals else z_TF]
@@ -64,7 +82,7 @@ def expert_hidden(
     return totals[0], (None if A_down is None else low)
 
 
-def _activate(layout: FFNLayout, act: Any, pairs: Tensors) -> torch.Tensor:
+def _activate(layout: FFNLayout, act: Any, pairs: Sequence[torch.Tensor]) -> torch.Tensor:
     gate_PF, up_PF = layout.split(pairs)
     a_PF = act(gate_PF)
     if up_PF is None:
@@ -73,15 +91,7 @@ def _activate(layout: FFNLayout, act: Any, pairs: Tensors) -> torch.Tensor:
     return a_PF.mul_(up_PF) if in_place else a_PF * up_PF
 
 
-def _pair_activations(part: Dispatch, pre: Tensors, h: OptionalTensors, B: OptionalTensors) -> list[torch.Tensor]:
-    """Per input projection: the base's output plus the update of the pair's expert, [P, f']."""
-    return [
-        part.spread(pre_TF) if h_PR is None or B_NRF is None else part.expand(h_PR, B_NRF, part.spread(pre_TF))
-        for pre_TF, h_PR, B_NRF in zip(pre, h, B, strict=True)
-    ]
-
-
-class _ExpertHidden(torch.autograd.Function):
+class _MixedHidden(torch.autograd.Function):
     """
     One part's hidden activation, with a backward that keeps little and works in place: with `keep` the pairs' two
     [P, f] tensors (for k = 2 as many bytes as plain LoRA keeps in an FFN), else only the [T, f] pre-activations, from
@@ -92,9 +102,9 @@ class _ExpertHidden(torch.autograd.Function):
     def forward(
         ctx: Any, part: Dispatch, layout: FFNLayout, act: Any, keep: bool, dropout: float, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        A_down, gates, *rest = tensors
-        pre, h, B = _thirds(rest)
-        pairs = _pair_activations(part, pre, h, B)
+        A_down, gates, *flat = tensors
+        inputs = PairInputs.of(flat)
+        pairs = inputs.activations(part)
         a_PF = _activate(layout, act, pairs)
         low_PR = mask_PF = None
         if A_down is not None:
@@ -103,24 +113,27 @@ class _ExpertHidden(torch.autograd.Function):
                 kept_PF, mask_PF = torch.native_dropout(a_PF, dropout, True)
             low_PR = part.shrink(kept_PF, A_down)
         ctx.part, ctx.layout, ctx.act, ctx.keep, ctx.scale = part, layout, act, keep, 1 / (1 - dropout)
-        ctx.save_for_backward(mask_PF, A_down, gates, *(pairs if keep else pre), *h, *B)
+        kept = inputs._replace(pre=pairs) if keep else inputs
+        ctx.save_for_backward(mask_PF, A_down, gates, *kept.flat())
         return part.collect(a_PF, gated=True), low_PR
 
     @staticmethod
     @without_autocast_once
     def backward(ctx: Any, dz_TF: torch.Tensor, d_low_PR: torch.Tensor | None) -> Any:
         part: Dispatch = ctx.part
-        mask_PF, A_down, _, *rest = ctx.saved_tensors
-        kept, h, B = _thirds(rest)
-        gate_PF, up_PF = ctx.layout.split(kept if ctx.keep else _pair_activations(part, kept, h, B))
+        mask_PF, A_down, _, *flat = ctx.saved_tensors
+        kept = PairInputs.of(flat)
+        gate_PF, up_PF = ctx.layout.split(kept.pre if ctx.keep else kept.activations(part))
         with torch.enable_grad():
             leaf_PF = gate_PF.detach().requires_grad_()
             graph_PF = ctx.act(leaf_PF)
         act_PF = graph_PF.detach()
         a_PF = act_PF if up_PF is None else act_PF * up_PF
+        # Of the gated sum: to the gates and to each pair's activation.
         da_PF = part.spread(dz_TF)
         d_gates = part.to_slots(torch.linalg.vecdot(a_PF, da_PF))
         da_PF.mul_(part.pair_gates())
+        # Of `A_down a`, through the dropout if there is one.
         d_A_down = None
         if d_low_PR is not None:
             if mask_PF is None:
@@ -129,19 +142,18 @@ class _ExpertHidden(torch.autograd.Function):
             else:
                 d_A_down = part.outer(d_low_PR, a_PF * mask_PF * ctx.scale)
                 da_PF.add_(part.expand(d_low_PR, A_down).mul_(mask_PF).mul_(ctx.scale))
+        # Of the activation, to the pairs' pre-activations.
         d_up_PF = None
         if up_PF is not None:
             d_up_PF = torch.mul(da_PF, act_PF, out=a_PF)
             da_PF.mul_(up_PF)
         (d_gate_PF,) = torch.autograd.grad(graph_PF, leaf_PF, da_PF)
         d_pairs = ctx.layout.join(d_gate_PF, d_up_PF)
-        wanted = _thirds(ctx.needs_input_grad[-len(rest) :])[0]  # not those of a first layer on a frozen embedding
-        d_pre = [part.collect(d_PF) if want else None for d_PF, want in zip(d_pairs, wanted, strict=True)]
-        d_h = [None if B_NRF is None else part.shrink(d_PF, B_NRF) for d_PF, B_NRF in zip(d_pairs, B, strict=True)]
-        d_B = [None if h_PR is None else part.outer(h_PR, d_PF) for d_PF, h_PR in zip(d_pairs, h, strict=True)]
-        return None, None, None, None, None, d_A_down, d_gates, *d_pre, *d_h, *d_B
-
-
-def _thirds(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    m = len(tensors) // 3
-    return tensors[:m], tensors[m : 2 * m], tensors[2 * m :]
+        # Of the pre-activations; not to those of a first layer on a frozen embedding.
+        wanted = PairInputs.of(ctx.needs_input_grad[-len(flat) :]).pre
+        d_inputs = PairInputs(
+            [part.collect(d_PF) if want else None for d_PF, want in zip(d_pairs, wanted, strict=True)],
+            [None if B_NRF is None else part.shrink(d_PF, B_NRF) for d_PF, B_NRF in zip(d_pairs, kept.B, strict=True)],
+            [None if h_PR is None else part.outer(h_PR, d_PF) for d_PF, h_PR in zip(d_pairs, kept.h, strict=True)],
+        )
+        return None, None, None, None, None, d_A_down, d_gates, *d_inputs.flat()

@@ -12,12 +12,15 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..compat import maybe_include_all_linear_layers
+from ..compat import private
 from ..routing.routers import make_router
 from . import protocol
 from .config import ExpertSpec, MoELoraConfig
 from .ffn import FFNLayout, find_layout, probe_ffn
-from .layer import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features
+from .ffn_layer import MoELoraFFN
+from .layer import MERGE_REFUSAL, MoELoraLayer, MoELoraLinear, linear_features
+
+_maybe_include_all_linear_layers = private("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
 
 
 class MoELoraModel(BaseTuner):
@@ -43,7 +46,7 @@ class MoELoraModel(BaseTuner):
         protocol.refuse_native_moe(model)
         if peft_config.target_modules is None:
             peft_config.target_modules = find_ffns(model)
-        maybe_include_all_linear_layers(peft_config, model)
+        _maybe_include_all_linear_layers(peft_config, model)
         targets = {
             name: module
             for name, module in model.named_modules()

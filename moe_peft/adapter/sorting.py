@@ -140,8 +140,9 @@ class InParts(Dispatch):
         gates_TK: torch.Tensor,
         num_experts: int,
         scaling: float,
+        all_columns: bool = False,
     ) -> None:
-        super().__init__(experts_TK, gates_TK, num_experts, scaling)
+        super().__init__(experts_TK, gates_TK, num_experts, scaling, all_columns)
         slots = zip(experts_TK.split(PART_SLOTS, dim=1), gates_TK.split(PART_SLOTS, dim=1), strict=True)
         self._parts = [part(experts_TJ, gates_TJ, num_experts, scaling) for experts_TJ, gates_TJ in slots]
 

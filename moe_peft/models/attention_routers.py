@@ -16,7 +16,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ..adapter.layer import MoELoraFFN
+from ..adapter.ffn_layer import MoELoraFFN
 from ..contexts import evaluating
 from ..routing.attention_heads import attention_weights
 from ..routing.routers import LinearRouter, Mixture, Router, RouterSettings

@@ -85,14 +85,14 @@ class RouterBatch:
     What a loss on routers may depend on.
 
     Args:
-        logits: router logits, one float32 [T, n] per layer.
+        router_logits: one float32 [T, n] per layer.
         mask: 1 for real tokens, 0 for padding, [T].
         k: active experts per token.
         scope: of the balancing loss, see `balancing_loss`.
         allowed: the experts that may serve each token according to its label, bool [T, n]; None without labels.
     """
 
-    logits: Sequence[torch.Tensor]
+    router_logits: Sequence[torch.Tensor]
     mask: torch.Tensor
     k: int
     scope: Scope = "global"
@@ -126,7 +126,7 @@ class RouterLoss:
 
 ROUTER_LOSSES: dict[str, RouterLoss] = {
     "aux": RouterLoss(
-        lambda batch: balancing_loss(batch.logits, batch.k, batch.mask, batch.scope),
+        lambda batch: balancing_loss(batch.router_logits, batch.k, batch.mask, batch.scope),
         "Load-balancing loss. None: the model's own coefficient.",
         coefficient=None,
         stages=("joint",),
@@ -134,13 +134,13 @@ ROUTER_LOSSES: dict[str, RouterLoss] = {
         always_logged=True,
     ),
     "z": RouterLoss(
-        lambda batch: z_losses(batch.logits),
+        lambda batch: z_losses(batch.router_logits),
         "z-loss: keeps router logits small.",
         phases=(2.0, 1.0, 0.5),
         always_logged=True,
     ),
     "label": RouterLoss(
-        lambda batch: label_losses(batch.logits, cast(torch.Tensor, batch.allowed)),
+        lambda batch: label_losses(batch.router_logits, cast(torch.Tensor, batch.allowed)),
         "Label-supervised routing; counts where expert_map is set.",
         coefficient=1.0,
         needs_labels=True,

@@ -1,1 +1,5 @@
 """Training of routed models with TRL. Needs the extra `train`."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -219,11 +219,11 @@ class RouterLossesMixin:
     def _note(self, noted: dict[str, torch.Tensor], batch: RouterBatch) -> None:
         """Log the losses and statistics, of all processes."""
         tokens = batch.mask.sum().clamp(min=1)
-        noted["router_entropy"] = (entropies(batch.logits).mean(0) * batch.mask).sum() / tokens
+        noted["router_entropy"] = (entropies(batch.router_logits).mean(0) * batch.mask).sum() / tokens
         if batch.allowed is not None:
-            noted["compliance"] = (compliance(batch.logits, batch.allowed).mean(0) * batch.mask).sum() / tokens
+            noted["compliance"] = (compliance(batch.router_logits, batch.allowed).mean(0) * batch.mask).sum() / tokens
         accelerator = self.accelerator  # type: ignore[attr-defined]
-        counts_LN = torch.stack([expert_counts(logits_TN, batch.mask, batch.k) for logits_TN in batch.logits])
+        counts_LN = torch.stack([expert_counts(logits_TN, batch.mask, batch.k) for logits_TN in batch.router_logits])
         health = load_health(accelerator.reduce(counts_LN, "sum").cpu(), self._sizes)
         values = accelerator.reduce(torch.stack([value.detach().float() for value in noted.values()]), "mean")
         metrics = self._metrics["train" if self.model.training else "eval"]

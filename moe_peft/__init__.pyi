@@ -1,0 +1,36 @@
+from .adapter.choosing import pin_dispatch
+from .adapter.config import MoELoraConfig
+from .adapter.convert import expert_to_lora, lora_to_moe
+from .adapter.ffn import FFNLayout, register_ffn_layout
+from .adapter.model import MoELoraModel
+from .analysis.callback import LoadCallback
+from .analysis.record import record_routing
+from .models.attention_routers import fold_routers, init_attention_routers
+from .models.steering import allow_experts, force_experts
+from .training.dpo import MoEDPOConfig, MoEDPOTrainer
+from .training.router_losses import RouterLossConfig, RouterLossesMixin
+from .training.sft import MoESFTConfig, MoESFTTrainer
+
+__version__: str
+
+__all__ = [
+    "FFNLayout",
+    "LoadCallback",
+    "MoEDPOConfig",
+    "MoEDPOTrainer",
+    "MoELoraConfig",
+    "MoELoraModel",
+    "MoESFTConfig",
+    "MoESFTTrainer",
+    "RouterLossConfig",
+    "RouterLossesMixin",
+    "allow_experts",
+    "expert_to_lora",
+    "fold_routers",
+    "force_experts",
+    "init_attention_routers",
+    "lora_to_moe",
+    "pin_dispatch",
+    "record_routing",
+    "register_ffn_layout",
+]

@@ -1,0 +1,154 @@
+"""
+The tuner layer around one FFN block. `MoELoraFFN.forward` tells the whole way of a batch, step by step.
+
+Legend: T tokens, n experts, k active experts, P = T·k pairs of (token, expert), r rank, d hidden size, f the FFN's
+intermediate size (f' that of one input projection's output: 2f where gate and up are fused).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from ..contexts import without_autocast
+from .dispatch import Dispatch
+from .ffn import FFNLayout
+from .layer import MoELoraLayer, MoELoraLinear, Weights, linear_features, may_overwrite
+from .mixing import PairInputs, mixed_hidden
+
+
+class _Branch(NamedTuple):
+    """What one adapter has made of the FFN's input when the down projection begins."""
+
+    z_TF: torch.Tensor  # its hidden activation
+    dispatch: Dispatch | None  # None: one expert
+    weights: Weights
+    mixes_outputs: bool
+    low: list[torch.Tensor] | None = None  # where outputs are mixed: A_down a of each part's pairs, [P, r]
+
+
+class MoELoraFFN(nn.Module, MoELoraLayer):
+    """
+    An FFN block with LoRA experts.
+
+    Several active adapters add their displacements of the block's output. Base projections run once per token,
+    whatever top_k, the mixing and the number of active adapters.
+    """
+
+    def __init__(self, base_layer: nn.Module, layout: FFNLayout, adapter_name: str) -> None:
+        super().__init__()
+        self.layout = layout
+        shapes = {name: linear_features(getattr(base_layer, name)) for name in layout.projections}
+        self.in_features, self.out_features = shapes[layout.up][0], shapes[layout.down][1]
+        self._init_state(base_layer, shapes, adapter_name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapters = self._running_adapters()
+        if not adapters:
+            return self.base_layer(x)
+        x_TD = x.reshape(-1, x.shape[-1])
+
+        # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
+        #    once; experts only add low-rank updates to their outputs.
+        inputs = [self._projection(name) for name in self.layout.inputs]
+        pre = [projection(x_TD) for projection in inputs]
+
+        # 2. Each adapter routes the tokens and makes a hidden activation of its own. With a single adapter nobody else
+        #    reads the base's outputs, so updates may be added in place.
+        in_place = len(adapters) == 1 and all(map(may_overwrite, inputs))
+        branches = [self._hidden(adapter, x_TD, pre, in_place) for adapter in adapters]
+
+        # 3. The base's down projection. It is linear, so the experts' activations are summed with their gates before
+        #    it and it, too, runs once. Several adapters add what each changes about the base's activation.
+        z_TF = branches[0].z_TF
+        for branch in branches[1:]:
+            z_TF = z_TF + branch.z_TF - self.layout.hidden(self.base_layer, pre)
+        y_TD = self._projection(self.layout.down)(z_TF)
+
+        # 4. Each adapter's experts on the down projection.
+        for adapter, branch in zip(adapters, branches, strict=True):
+            y_TD = self._after_down(adapter, branch, y_TD)
+
+        # 5. The block's own dropout, if it has one.
+        return self.layout.drop(self.base_layer, y_TD).view(x.shape)
+
+    def _hidden(self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor], in_place: bool) -> _Branch:
+        """Step 2: one adapter's way from the FFN's input and the base's `pre` [T, f'] to its hidden activation."""
+        layout, weights, dtype = self.layout, self._weights(adapter_name), pre[0].dtype
+        mixes_outputs = self._mixes_outputs(adapter_name, weights)
+
+        # 2a. Router logits, gates and experts of each token, and the way in which this batch is computed.
+        dispatch = self._route(adapter_name, x_TD, dtype, mixes_outputs)
+
+        # 2b. Mixing "projection" (and a single expert): `Wx + s Σ g_i B_i A_i x` on each projection, then the
+        #     activation, once per token.
+        if dispatch is None or not mixes_outputs:
+            base = dict(zip(layout.inputs, pre, strict=True))
+            updated = self._updated(adapter_name, dispatch, weights, x_TD, base, in_place)
+            return _Branch(layout.hidden(self.base_layer, updated), dispatch, weights, mixes_outputs)
+
+        # 2c. Mixing "output": a non-linearity stands between the projections, so every pair has an activation a_i of
+        #     its own. First its low-rank inputs `s A_i x` [P, r], on all projections that have experts …
+        names = [name for name in layout.inputs if name in weights]
+        x = self._dropped(adapter_name, x_TD.to(dtype), len(names))
+        with without_autocast(x_TD):
+            low = dispatch.shrink_tokens(x, [weights[name][0].to(dtype) for name in names])
+
+            # 2d. … then, in one step that keeps little for backward, `a_i = act(pre + B_i h)`, their gated sum
+            #     `z = Σ g_i a_i`, and `A_down a_i`, which the down projection's experts need of each pair (step 4).
+            B = {name: weights[name][1].to(dtype) for name in names}
+            A_down = weights[layout.down][0].to(dtype) if layout.down in weights else None
+            inputs = []
+            for low_of_part in zip(*low, strict=True) if low else [()] * len(dispatch.parts):
+                h = {name: h_PR * dispatch.scaling for name, h_PR in zip(names, low_of_part, strict=True)}
+                inputs.append(PairInputs(pre, [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs]))
+            dropout = self.moe_lora_spec[adapter_name].lora_dropout if self.training else 0.0
+            z_TF, low_down = mixed_hidden(dispatch, layout, self.base_layer, inputs, A_down, dropout)
+        return _Branch(z_TF, dispatch, weights, mixes_outputs, low_down)
+
+    def _after_down(self, adapter_name: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
+        """Step 4: add what an adapter changes about the down projection's output."""
+        name, dispatch = self.layout.down, branch.dispatch
+        down = self._projection(name)
+        in_place = may_overwrite(down)
+        if dispatch is None or not branch.mixes_outputs:
+            return self._updated(adapter_name, dispatch, branch.weights, branch.z_TF, {name: y_TD}, in_place)[0]
+        if branch.low is not None:
+            with without_autocast(y_TD):
+                y_TD = dispatch.expand_collect(branch.low, branch.weights[name][1].to(y_TD.dtype), y_TD, in_place)
+        bias = getattr(down, "bias", None)
+        if bias is not None and not self.moe_lora_spec[adapter_name].normalize_top_k:
+            # The bias belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once.
+            y_TD = y_TD + ((dispatch.gates.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
+        return y_TD
+
+    def _mixes_outputs(self, adapter_name: str, weights: Weights) -> bool:
+        """Whether whole outputs are mixed, and not the updates of single projections."""
+        spec = self.moe_lora_spec[adapter_name]
+        if spec.num_experts == 1 or spec.mixing == "projection":
+            return False
+        # With experts on the down projection alone, all hidden activations are the base's: both mixings are one.
+        return not spec.normalize_top_k or any(name in weights for name in self.layout.inputs)
+
+    # --- what PEFT asks of a layer ----------------------------------------------------------------------------------
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The down projection's weight (some models read the dtype there)."""
+        return cast(torch.Tensor, self._projection(self.layout.down).weight)
+
+    def _projection(self, name: str) -> nn.Module:
+        return getattr(self.base_layer, name)
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> nn.Module:
+        if merge:
+            self.merge()
+        for name in self.layout.projections:  # PEFT does not look inside for layers of adapters that came first
+            projection = self._projection(name)
+            if isinstance(projection, MoELoraLinear):
+                setattr(self.base_layer, name, cast(MoELoraLayer, projection).get_base_layer())
+        return self.base_layer

@@ -1,0 +1,39 @@
+"""`moe-peft export`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from ..native import export_adapter, verify_export
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog, description="Make a native MoE of a MoE-LoRA adapter and its base.")
+    parser.add_argument("--adapter", required=True, metavar="FOLDER")
+    parser.add_argument("--base", help="the base in full precision; default: the one that the adapter names")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="for the MoE; it must not exist yet")
+    parser.add_argument("--family", help="model type of the MoE, e.g. mixtral; default: the one that fits")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16; default: the base's")
+    parser.add_argument("--max-shard-size", default="5GB", help="size of the output's files")
+    parser.add_argument("--verify", metavar="TEXT", help="compare logits on a text, or on each line of a text file")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.verify is not None and not options.verify.strip():
+        raise ValueError("export: --verify '': give a text, or a text file")
+    folder = export_adapter(
+        options.adapter, options.output, options.base,
+        family=options.family, dtype=options.dtype, max_shard_size=options.max_shard_size,
+    )  # fmt: skip
+    print(folder)
+    if options.verify is not None:
+        is_file = len(os.fsencode(options.verify)) < 256 and Path(options.verify).is_file()
+        texts = Path(options.verify).read_text(encoding="utf-8").splitlines() if is_file else [options.verify]
+        found = verify_export(options.adapter, folder, texts, options.base)
+        print(
+            f"{found.tokens} tokens: logits differ by at most {found.difference:.2g} (the largest is "
+            f"{found.largest:.3g}); the most probable next token is the same for {found.agreement:.1%}"
+        )

@@ -1,0 +1,33 @@
+"""`moe-peft inspect`."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..analysis.inspect import inspect_model, parse_expert_map
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog, description="Report where a model's tokens go: tables and figures.")
+    parser.add_argument("--model", required=True, help="an adapter folder, or a native MoE's")
+    parser.add_argument("--data", required=True, help="a .jsonl, .json, .csv or .parquet file, or a data set's name")
+    parser.add_argument("--output", default="routing", metavar="FOLDER", help="for tables and figures")
+    parser.add_argument("--label-column", help="the data's column of domains")
+    parser.add_argument("--expert-map", metavar="JSON", help='domain → experts, e.g. {"code": [0, 1]}: compliance')
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens of an example")
+    parser.add_argument("--max-examples", type=int, help="only the first so many")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    inspect_model(
+        options.model,
+        options.data,
+        options.output,
+        label_column=options.label_column,
+        expert_map=parse_expert_map(options.expert_map),
+        batch_size=options.batch_size,
+        max_length=options.max_length,
+        max_examples=options.max_examples,
+    )

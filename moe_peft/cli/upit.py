@@ -1,0 +1,31 @@
+"""`moe-peft upit`, also under `accelerate launch -m moe_peft upit …`."""
+
+from __future__ import annotations
+
+import argparse
+
+from accelerate import PartialState
+
+from ..upit.config import load_recipe
+from ..upit.pipeline import UpIT
+from ..upit.summary import print_plan, print_summary
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog, description="Run a recipe: UpIT, or a method that it is compared with.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. post_train.seed=1"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    pipeline = UpIT(load_recipe(options.config, options.set))
+    if options.dry_run:
+        print_plan(pipeline)
+    else:
+        pipeline.run()
+        print_summary(pipeline)
+        PartialState().destroy_process_group()

@@ -24,8 +24,8 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, set_seed
 
 from moe_peft import MoELoraConfig
+from moe_peft.analysis.figures import plot_compliance, plot_shares
 from moe_peft.analysis.record import RoutingStatistics, record_routing
-from moe_peft.analysis.report import plot_compliance, plot_shares
 from moe_peft.routing.statistics import compliance
 from moe_peft.training.scoring import example_losses
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer

@@ -24,10 +24,11 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_check_target_module_exists",
         "_check_merge_allowed",
         "_unload_and_optionally_merge",
-        "_enable_peft_forward_hooks",
         "_remove_adapter_name_from_key",
         "_remap_adapter_state_dict_for_load",
     ),
+    # `PeftModel` enters it where a tuner has it.
+    "peft.tuners.lora.LoraModel": ("_enable_peft_forward_hooks",),
     # The layers, in `adapter.layer`.
     "peft.tuners.tuners_utils.BaseTunerLayer": (
         "_active_adapter",
@@ -49,6 +50,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "trl.SFTTrainer": ("_prepare_dataset", "_metrics", "aux_loss_enabled"),
     # The fused head's output, read in `training.scoring` and UpIT's router initialisation.
     "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
+    "trl.trainer.utils": ("add_fused_lm_head",),
 }
 
 

@@ -16,7 +16,7 @@ from upit_case import rows
 
 from moe_peft.analysis import TOKEN_CLASSES, classify_tokens, record_routing
 from moe_peft.analysis.callback import LoadCallback
-from moe_peft.analysis.report import plot_load_over_time, plot_shares
+from moe_peft.analysis.figures import plot_load_over_time, plot_shares
 from moe_peft.cli import main
 
 DOMAINS = ["code", "prose"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from .record import record_routing
-from .report import plot_load_over_time
+from .report import write_load_over_time
 
 
 class LoadCallback(TrainerCallback):
@@ -45,10 +43,7 @@ class LoadCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.steps and state.is_world_process_zero:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            numbers = json.dumps({"steps": self.steps, "loads": self.loads})
-            (self.output_dir / "load.json").write_text(numbers + "\n")
-            plot_load_over_time(self.steps, torch.tensor(self.loads, dtype=torch.float64), self.output_dir / "load.png")
+            write_load_over_time(self.steps, self.loads, self.output_dir)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_save(args, state, control)

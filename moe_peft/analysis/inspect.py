@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from ..training.data import load_data
+from ..training.tokenizing import tokenized
 from .record import RoutingStatistics, record_routing
 from .report import write_report
 from .token_classes import classify_tokens
@@ -53,17 +53,16 @@ def inspect_model(
         output_dir=str(output_dir), bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,
         use_cpu=not torch.accelerator.is_available(),
     )  # fmt: skip
-    trainer = SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
-    rows = trainer.train_dataset
+    rows, collator = tokenized(dataset, tokenizer, args)
     labels = [str(label) for label in rows[label_column]] if label_column else ["all"] * len(rows)
     size = model.get_input_embeddings().weight.shape[0]
+    device = next(model.parameters()).device
     model.eval()
     with record_routing(model, sorted(set(labels)), expert_map, classify_tokens(tokenizer, size)) as statistics:
         for start in tqdm(range(0, len(rows), batch_size), desc="routing"):
             examples = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
             statistics.current = labels[start : start + batch_size]
-            batch = trainer.data_collator(examples)
-            device = next(model.parameters()).device
+            batch = collator(examples)
             model(
                 input_ids=batch["input_ids"].to(device),
                 attention_mask=batch["attention_mask"].to(device),
@@ -72,17 +71,6 @@ def inspect_model(
     files = write_report(statistics, output_dir)
     _print(statistics, files)
     return statistics
-
-
-def parse_expert_map(text: str | None) -> dict[str, list[int]] | None:
-    """`{"code": [0, 1], …}`, as JSON."""
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-        return {str(domain): [int(i) for i in experts] for domain, experts in value.items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f'--expert-map {text!r}: give JSON like {{"code": [0, 1], "prose": [2, 3]}}') from error
 
 
 def _load(path: str) -> tuple[Any, Any]:

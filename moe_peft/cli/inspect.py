@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 
-from ..analysis.inspect import inspect_model, parse_expert_map
+from ..analysis.inspect import inspect_model
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -26,8 +27,19 @@ def run(options: argparse.Namespace) -> None:
         options.data,
         options.output,
         label_column=options.label_column,
-        expert_map=parse_expert_map(options.expert_map),
+        expert_map=_parse_expert_map(options.expert_map),
         batch_size=options.batch_size,
         max_length=options.max_length,
         max_examples=options.max_examples,
     )
+
+
+def _parse_expert_map(text: str | None) -> dict[str, list[int]] | None:
+    """`{"code": [0, 1], …}`, as JSON."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+        return {str(domain): [int(i) for i in experts] for domain, experts in value.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f'--expert-map {text!r}: give JSON like {{"code": [0, 1], "prose": [2, 3]}}') from error

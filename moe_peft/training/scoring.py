@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm.auto import tqdm
-from trl import SFTTrainer
 
+from ..compat import private
 from ..contexts import evaluating
 from ..models.steering import force_experts
+from ..models.view import base_model
+
+_add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
+
+
+def make_scorable(model: Any) -> None:
+    """Give a model that no TRL trainer has prepared TRL's fused head, and this process's device."""
+    _add_fused_lm_head(base_model(model))
+    if not getattr(model, "hf_device_map", None) and not getattr(model, "is_quantized", False):
+        model.to(PartialState().device)
 
 
 @torch.no_grad()
 def example_losses(
-    trainer: SFTTrainer, dataset: Dataset, num_experts: int | None = None, rows: int = 8
+    model: Any,
+    dataset: Dataset,
+    collator: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    num_experts: int | None = None,
+    rows: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Summed loss and number of scored tokens of every example.
@@ -25,8 +42,9 @@ def example_losses(
     experts are scored in one model. Several processes share the work.
 
     Args:
-        trainer: whose model, collator and device are used.
-        dataset: tokenized, with `input_ids` and `labels` (as `trainer.train_dataset`).
+        model: with TRL's fused head, see `make_scorable`.
+        dataset: tokenized, with `input_ids` and `labels`, as `training.data.tokenized` makes it.
+        collator: makes batches of its rows.
         num_experts: n, or None to let the model route.
         rows: most rows of a forward pass (at least one example's n).
 
@@ -36,19 +54,19 @@ def example_losses(
     copies = num_experts or 1
     per_batch = max(1, rows // copies)
     starts = list(range(0, len(dataset), per_batch))
-    state = trainer.accelerator
+    state = PartialState()
     mine = starts[state.process_index :: state.num_processes]
     found: list[tuple[int, list[list[float]], list[int]]] = []
-    if next(trainer.model.parameters()).device != state.device:
-        trainer.model.to(state.device)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
-    with evaluating(trainer.model):
+    if next(model.parameters()).device != state.device:
+        model.to(state.device)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
+    with evaluating(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
             examples = [dataset[i] for i in range(start, min(start + per_batch, len(dataset)))]
-            inputs = trainer.data_collator([example for example in examples for _ in range(copies)])
+            inputs = collator([example for example in examples for _ in range(copies)])
             inputs = {name: value.to(state.device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             experts_B = torch.arange(copies, device=state.device).repeat(len(examples))
-            with force_experts(trainer.model, experts_B) if num_experts else nullcontext():
-                outputs = trainer.model(**inputs, fused_lm_head=True)
+            with force_experts(model, experts_B) if num_experts else nullcontext():
+                outputs = model(**inputs, fused_lm_head=True)
             losses_SN = -outputs.log_probs.double().sum(-1).view(len(examples), copies)
             counts_S = outputs.label_mask.view(len(examples), copies, -1)[:, 0].sum(-1)
             found.append((start, losses_SN.tolist(), counts_S.tolist()))

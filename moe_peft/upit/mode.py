@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accelerate import PartialState
 from datasets import Dataset
 
-from ..analysis.report import plot_shares
+from ..analysis.figures import plot_shares
 from ..training.checkpoints import Trained, copy_result
 from ..training.data import in_blocks
 from . import inputs

@@ -1,0 +1,30 @@
+"""TRL's preparation of data sets without training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer
+
+Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+
+def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[Dataset, Collator]:
+    """
+    The examples as `SFTTrainer` would train on them (without those that have nothing to learn), and what makes batches
+    of them.
+
+    TRL's preparation is a method of its trainer, hence a trainer here, around a model of a few numbers.
+    """
+    stand_in = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(processing_class), hidden_size=2, intermediate_size=2, num_hidden_layers=1,
+            num_attention_heads=1, num_key_value_heads=1,
+        )
+    )  # fmt: skip
+    trainer = SFTTrainer(model=stand_in, args=copy.copy(args), train_dataset=dataset, processing_class=processing_class)
+    return trainer.train_dataset, trainer.data_collator

@@ -10,6 +10,8 @@ from conftest import tiny_llama
 from peft import PeftModel
 from safetensors.torch import load_file
 
+import moe_peft  # noqa: F401  (adds the adapter type)
+
 ADAPTERS = sorted((Path(__file__).parent / "golden" / "adapters").iterdir())
 
 

@@ -27,14 +27,18 @@ DENSE = {
     "mistral": {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     "qwen2": {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "phi3": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0},
+        "sliding_window": 5, "rms_norm_eps": 1e-3,
+    },
     "olmo2": {"hidden_act": "silu", "rms_norm_eps": 1e-3},
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 1.7,
     },
 }  # fmt: skip
 MOE = {
-    "llama": "mixtral", "mistral": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe", "olmo2": "flex_olmo",
-    "granite": "granitemoe",
+    "llama": "mixtral", "mistral": "mixtral", "phi3": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe",
+    "olmo2": "flex_olmo", "granite": "granitemoe",
 }  # fmt: skip
 IDS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
 

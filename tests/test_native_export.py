@@ -57,6 +57,20 @@ def test_what_else_an_adapter_may_have(kind, settings, tmp_path):
     assert_exported(model, tmp_path / "adapter", tmp_path)
 
 
+@pytest.mark.parametrize("settings", [
+    {"target_projections": ["gate_up_proj"]},
+    {"rank_pattern": {r"layers\.1\.mlp": 8}, "alpha_pattern": {r"layers\.0\.mlp": 3.0}, "use_rslora": True},
+    {"target_modules": ["mlp", "qkv_proj", "o_proj"], "num_experts_pattern": {"qkv_proj": 1, "o_proj": 1}},
+    {"target_modules": ["mlp"], "modules_to_save": ["layers.1.self_attn.qkv_proj", "lm_head"]},
+], ids=str)  # fmt: skip
+def test_updates_of_fused_weights_are_split_with_them(settings, tmp_path):
+    name = saved(dense_model("phi3"), tmp_path / "base")
+    model = adapter(dense_model("phi3"), tmp_path / "adapter", name, **settings)
+    weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert any("qkv_proj" in key or "gate_up_proj" in key for key in weights), "fused weights were trained"
+    assert_exported(model, tmp_path / "adapter", tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("settings", [
     {"normalize_top_k": False},
@@ -141,6 +155,7 @@ def test_attention_routers_initialised_trained_and_exported(tokenizer, tmp_path)
     ("llama", {"target_modules": ["mlp", "q_proj"]}, "q_proj is a single linear with 4 experts"),
     ("llama", {"target_modules": ["mlp"], "layers_to_transform": [1]}, r"layers \[0\] without experts: mixtral"),
     ("llama", {"normalize_top_k": False}, "normalize_top_k=False: mixtral always"),
+    ("phi3", {"target_modules": ["mlp", "qkv_proj"]}, "qkv_proj is a single linear with 4 experts"),
     ("llama", {"target_modules": ["q_proj"], "num_experts": 1, "top_k": 1}, "no FFN with more than one expert"),
 ])  # fmt: skip
 def test_what_a_native_moe_cannot_hold_is_refused_by_name(kind, settings, message, tmp_path):
@@ -172,6 +187,8 @@ def test_wrong_adapters_and_bases(tmp_path):
     config["quantization_config"] = {"load_in_4bit": True, "quant_method": "bitsandbytes"}
     (tmp_path / "quantized/config.json").write_text(json.dumps(config))
     refused("is quantized; give the full-precision model", tmp_path / "quantized")
+    biased = saved(dense_model("llama", mlp_bias=True), tmp_path / "biased")
+    refused("mlp_bias=True of the dense model: mixtral has no such setting", biased)
     shallow = saved(dense_model("llama", num_hidden_layers=1), tmp_path / "shallow")
     refused("has no such place; give the adapter's own base", shallow)
     wide = saved(dense_model("llama", intermediate_size=80), tmp_path / "wide")

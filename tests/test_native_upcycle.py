@@ -15,12 +15,14 @@ import torch
 from native_case import DENSE, IDS, MOE, dense_model, logits, saved
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft.native import ExpertInit, UpcycleConfig, upcycle
 from moe_peft.native.checkpoint import whole_folder
-from moe_peft.native.families import FAMILIES
+from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
 from moe_peft.native.initialise import FFN, generator_for, shard_indices
+from moe_peft.native.moe_config import backbone_shapes, moe_config
+from moe_peft.native.writing import open_dense, parse_size
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def output(ffn: FFN, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_family_is_tried():
-    assert {d for family in FAMILIES.values() for d in family.dense} == DENSE.keys()
+    assert {dense.model_type for family in FAMILIES.values() for dense in family.dense} == DENSE.keys()
 
 
 @pytest.mark.parametrize("settings", [
@@ -159,7 +161,7 @@ def test_fine_experts_are_a_partition():
 # --- several checkpoints, given routers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "granite"])
+@pytest.mark.parametrize("kind", ["llama", "phi3", "granite"])
 def test_checkpoints_become_experts_and_the_rest_their_average(kind, tmp_path):
     models = [dense_model(kind, seed) for seed in range(3)]
     names = [saved(model, tmp_path / f"m{i}") for i, model in enumerate(models)]
@@ -189,6 +191,29 @@ def test_checkpoints_become_experts_and_the_rest_their_average(kind, tmp_path):
         found = block(x.unsqueeze(0))
         found = (found[0] if isinstance(found, tuple) else found).squeeze(0)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- families -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [SEPARATE, FUSED])
+def test_an_ffn_is_stored_under_its_names_and_read_back(names):
+    ffn = ffn_of(5, 3)
+    names = names.under("block.")
+    stored = names.join(ffn)
+    assert {name: tensor.shape for name, tensor in stored.items()} == names.shapes(5, 3)
+    assert all(map(torch.equal, names.split(stored.__getitem__), ffn))
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_family_names_the_tensors_of_its_models(kind, folders):
+    """FFNs by their names and shapes; the backbone is complete under the names of the MoE."""
+    dense = open_dense(folders[kind], None, "test")
+    stored = load_file(f"{folders[kind]}/model.safetensors")
+    ffns = dense.family.ffn_shapes(dense.config)
+    assert ffns == {name: tensor.shape for name, tensor in stored.items() if ".mlp." in name}
+    shapes = backbone_shapes(moe_config((dense.family, dense.moe), dense.config, num_experts=4, top_k=2, width=48))
+    assert all(dense.backbone(name).shape == shape for name, shape in shapes.items())
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -294,6 +319,17 @@ def test_wrong_settings(field, value, remedy):
         UpcycleConfig(**{field: value})
 
 
+def test_sizes_are_bytes_in_either_case():
+    sizes = {"5GB": 5 * 10**9, "1.5mb": 1_500_000, "20kb": 20_000, "12": 12}
+    assert {size: parse_size(size, "test") for size in sizes} == sizes
+
+
+@pytest.mark.parametrize("size", ["-1GB", "0.1", "GB", "5TB", "nanGB", "²GB"])
+def test_sizes_without_a_positive_number_are_refused(size):
+    with pytest.raises(ValueError, match=r"upcycle: max_shard_size=.*give a number above 0 with KB, MB or GB"):
+        UpcycleConfig(max_shard_size=size)
+
+
 def refused(tmp_path, message, models, **settings):
     with pytest.raises(ValueError, match=message) as raised:
         upcycle(models, tmp_path / "moe", UpcycleConfig(**settings))
@@ -304,11 +340,8 @@ def refused(tmp_path, message, models, **settings):
 def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
     biased = saved(dense_model("llama", attention_bias=True), tmp_path / "biased")
     refused(tmp_path, "attention_bias=True of the dense model: mixtral has no such setting", biased)
-    refused(
-        tmp_path,
-        "mlp_bias=True|no place for: .*mlp.down_proj.bias",
-        saved(dense_model("llama", mlp_bias=True), tmp_path / "mlp"),
-    )
+    ffn = saved(dense_model("llama", mlp_bias=True), tmp_path / "mlp")
+    refused(tmp_path, "mlp_bias=True of the dense model: mixtral has no such setting", ffn)
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     windows = saved(dense_model("qwen3", **sliding), tmp_path / "windows")
     refused(tmp_path, "layer_types|max_window_layers|sliding", windows)
@@ -319,6 +352,25 @@ def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
     refused(tmp_path, "has another architecture", [folders["llama"], folders["qwen3"]])
     other = dense_model("mistral", rope_parameters={"rope_type": "default", "rope_theta": 9.0})
     refused(tmp_path, "another architecture .*: rope_parameters", [folders["mistral"], saved(other, tmp_path / "rope")])
+
+
+@pytest.mark.parametrize("own, message", [
+    ({"resid_pdrop": 0.1}, "resid_pdrop=0.1 of the dense model: mixtral has no such setting"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}},
+     "partial_rotary_factor=0.5 of the dense model: mixtral rotates whole heads"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 300.0, "factor": 2.0, "short_factor": [1.0] * 4,
+                          "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
+     "rope_type='longrope' of the dense model: mixtral "),
+], ids=["dropout", "partial rotary", "longrope"])  # fmt: skip
+def test_what_a_mixtral_cannot_hold_of_phi3(own, message, tmp_path):
+    refused(tmp_path, f"upcycle: {message}", saved(dense_model("phi3", **own), tmp_path / "dense"))
+
+
+@pytest.mark.parametrize("kind", ["glm", "glm4"])
+def test_models_that_no_moe_holds_are_refused_with_the_reason(kind, tmp_path):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path / "dense")
+    message = f"'{kind}' model does not become a native MoE .*no MoE has its rotary embedding.*llama → mixtral"
+    refused(tmp_path, message, str(tmp_path / "dense"))
 
 
 def test_broken_checkpoints_are_refused(folders, tmp_path):

@@ -42,6 +42,7 @@ np.save(sys.argv[3], np.array(model(mx.array(np.load(sys.argv[2])))))
 PLAIN = {
     "llama": {"head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
     "mistral": {"sliding_window": None},
+    "phi3": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {},
     "granite": {},

@@ -1,7 +1,9 @@
-"""Native MoE checkpoints of transformers: dense models upcycled, trained adapters exported."""
+"""Native MoE checkpoints for transformers: dense models upcycled, trained adapters exported."""
 
-from .export import export_adapter, verify_export
+from .config import UpcycleConfig
+from .export import export_adapter
 from .initialise import ExpertInit
-from .upcycle import UpcycleConfig, upcycle
+from .upcycle import upcycle
+from .verify import verify_export
 
 __all__ = ["ExpertInit", "UpcycleConfig", "export_adapter", "upcycle", "verify_export"]

@@ -1,6 +1,6 @@
 """
-Checkpoints on disk, tensor by tensor: a lazy reader of safetensors and a sharded writer that never holds more than the
-tensor at hand. Knows nothing of models.
+Checkpoints on disk, tensor by tensor: a lazy reader of safetensors, and a sharded writer that holds no more than the
+tensor it is given. Neither knows anything about models.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 from filelock import FileLock, Timeout
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 INDEX = "model.safetensors.index.json"
@@ -27,10 +28,10 @@ _NAMES = {
 
 class Checkpoint:
     """
-    The tensors of a model folder, read when asked for; nothing is kept.
+    The tensors of a model folder. They are read when asked for, and nothing is cached.
 
     Args:
-        folder: with `model.safetensors`, or shards and their index.
+        folder: has `model.safetensors`, or shards and their index.
 
     Raises:
         ValueError: there is no such file, or it cannot be read.
@@ -76,7 +77,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """
-        One tensor, read anew.
+        One tensor, read from disk at every call.
 
         Raises:
             ValueError: it holds NaN or infinity.
@@ -84,7 +85,7 @@ class Checkpoint:
         tensor = self._open(self.files[name]).get_tensor(name)
         if not tensor.is_floating_point() or not torch.isfinite(tensor.sum(dtype=torch.float64)):
             raise ValueError(
-                f"{self.caller}: {self.folder}: {name} holds NaN, infinity or no floating-point numbers; use another "
+                f"{self.caller}: {self.folder}: {name} holds NaN or infinity, or is not floating-point; use another "
                 "checkpoint"
             )
         return tensor
@@ -92,11 +93,11 @@ class Checkpoint:
 
 class ShardedWriter:
     """
-    Writes tensors, whole or by parts and in any order, to the safetensors files of a folder, straight to their places.
+    Writes tensors to the safetensors files of a folder, whole or in parts and in any order, each straight to its place.
 
     Args:
-        folder: exists already.
-        tensors: name → (dtype, shape) of everything that will be written; shards follow this order.
+        folder: must exist.
+        tensors: name → (dtype, shape) of everything that will be written. Shards follow this order.
         max_shard_size: bytes.
     """
 
@@ -105,23 +106,18 @@ class ShardedWriter:
     ) -> None:
         self._left = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
         self._tensors = tensors
-        shards: list[list[str]] = [[]]
-        filled = 0
-        for name, size in self._left.items():
-            if shards[-1] and filled + size > max_shard_size:
-                shards.append([])
-                filled = 0
-            shards[-1].append(name)
-            filled += size
+        shards = split_state_dict_into_shards_factory(
+            self._left,
+            get_storage_size=lambda size: size,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
         self._places: dict[str, tuple[IO[bytes], int]] = {}
         self._files: list[IO[bytes]] = []
-        weight_map = {}
-        for i, names in enumerate(shards):
-            file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        for file, names in shards.filename_to_tensors.items():
             self._begin(folder / file, names)
-            weight_map.update(dict.fromkeys(names, file))
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": sum(self._left.values())}, "weight_map": weight_map}
+        if shards.is_sharded:
+            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _begin(self, path: Path, names: list[str]) -> None:
@@ -141,14 +137,19 @@ class ShardedWriter:
             self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
 
     def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
-        """Write a tensor, or the part of it that begins at element `start`; converted to its dtype."""
+        """
+        Write a tensor, or the part of it that begins at element `start`, converted to the planned dtype.
+
+        Raises:
+            ValueError: it is larger than what is left of its place.
+        """
         file, place = self._places[name]
         dtype = self._tensors[name][0]
         data = tensor.detach().to("cpu", dtype).contiguous().flatten()
         size = data.numel() * dtype.itemsize
         if size > self._left[name]:
             raise ValueError(
-                f"{name}: {tuple(tensor.shape)} is more than its place {tuple(self._tensors[name][1])} holds"
+                f"{name}: {tuple(tensor.shape)} is more than what is left of its place {tuple(self._tensors[name][1])}"
             )
         file.seek(place + start * dtype.itemsize)
         file.write(data.view(torch.uint8).numpy().data)
@@ -164,13 +165,13 @@ class ShardedWriter:
             file.close()
         missing = [name for name, left in self._left.items() if left]
         if kind is None and missing:
-            raise RuntimeError(f"not wholly written: {missing[:3]} and {max(0, len(missing) - 3)} more")
+            raise RuntimeError(f"not completely written: {missing[:3]} and {max(0, len(missing) - 3)} more")
 
 
 @contextmanager
 def whole_folder(output_dir: Path, caller: str) -> Iterator[Path]:
     """
-    A folder to fill, which gets its name when the block ends well. What a killed run left is removed by the next.
+    A folder to fill. It gets its final name only when the block succeeds; the next run removes what a killed one left.
 
     Raises:
         ValueError: `output_dir` exists, or another process is filling it.

@@ -1,229 +1,308 @@
 """
-Which dense family becomes which MoE family, and how the latter names things. This table is all that upcycling and
-export know of families.
+Model families: how a dense model's tensors are named and laid out in a checkpoint, and how those of a
+Mixture-of-Experts (MoE) are. `FAMILIES`, at the end, says which dense families each MoE family can hold.
 
-Names are those on disk, which transformers, vLLM and others read, and not those of transformers' fused parameters.
+To add a family, add one entry to that table; write a small class only if its storage is really new. Names are those on
+disk, which transformers, vLLM and other stacks read, not those of transformers' fused parameters in memory.
+
+Legend: n experts, f intermediate size, d hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedConfig
 
+from .initialise import FFN
+
+# The FFN block of a layer, in every dense family of the table.
+DENSE_BLOCK = "model.layers.{layer}.mlp"
+# The FFN weights of the dense families that store gate and up separately.
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Width of Qwen2-MoE's shared expert where none is wanted: it must have one, so it is zero.
-EMPTY_SHARED = 32
-DENSE_NAME = "model.layers.{layer}.mlp.{projection}.weight"  # in every dense family of the table
+DENSE_NAME = DENSE_BLOCK + ".{projection}.weight"
+
+Reader = Callable[[str], torch.Tensor]  # a tensor by its name on disk
+Refuse = Callable[[str, str], NoReturn]  # raises a ValueError: the field, why the MoE cannot hold it
+
+
+class Content(Protocol):
+    """The tensors that a MoE is filled with. They are asked for layer by layer, each one once."""
+
+    def backbone(self, name: str) -> torch.Tensor: ...
+
+    def router(self, layer: int) -> torch.Tensor: ...  # [n, d]
+
+    def experts(self, layer: int) -> Iterator[FFN]: ...  # n of them, or one in a layer without a router
+
+    def shared(self, layer: int) -> FFN: ...  # called only if the family has shared experts
+
+
+class Part(NamedTuple):
+    """A tensor, or the part of it that begins at element `start`."""
+
+    name: str
+    tensor: torch.Tensor
+    start: int = 0
 
 
 @dataclass(frozen=True)
-class Family:
+class FFNNames:
     """
-    A MoE family.
+    The tensors of a gated FFN without biases.
+
+    Args:
+        inputs: names of gate [f, d] and up [f, d], or of the one tensor [2f, d] that holds both, gate first.
+        down: name of the down projection [d, f].
+    """
+
+    inputs: tuple[str, ...]
+    down: str
+
+    def under(self, prefix: str) -> FFNNames:
+        """The same tensors of the block whose names start with `prefix`."""
+        return FFNNames(tuple(prefix + name for name in self.inputs), prefix + self.down)
+
+    def shapes(self, f: int, d: int) -> dict[str, torch.Size]:
+        rows = 2 * f // len(self.inputs)
+        return {**dict.fromkeys(self.inputs, torch.Size((rows, d))), self.down: torch.Size((d, f))}
+
+    def split(self, read: Reader) -> FFN:
+        """The FFN stored under these names."""
+        inputs = [read(name) for name in self.inputs]
+        gate, up = inputs if len(inputs) == 2 else inputs[0].chunk(2)
+        return FFN(gate, up, read(self.down))
+
+    def join(self, ffn: FFN) -> dict[str, torch.Tensor]:
+        """The inverse of `split`: the tensors to store, by name."""
+        inputs = [ffn.gate, ffn.up] if len(self.inputs) == 2 else [torch.cat((ffn.gate, ffn.up))]
+        return {**dict(zip(self.inputs, inputs, strict=True)), self.down: ffn.down}
+
+
+SEPARATE = FFNNames(("gate_proj.weight", "up_proj.weight"), "down_proj.weight")
+FUSED = FFNNames(("gate_up_proj.weight",), "down_proj.weight")
+
+
+@dataclass(frozen=True)
+class DenseFamily:
+    """
+    A family of dense models whose other tensors and settings are those of its MoE, name by name.
 
     Args:
         model_type: of its config.
-        dense: model types that it can hold the rest of.
-        block: the MoE block's name in a layer.
-        router: the router's weight [n, d] in the block.
-        experts: projection → name in the block, with `{expert}`; without it one tensor [n, …] has all experts, in which
-            gate and up are one after the other, [n, 2f, d].
-        count: config field of the number of experts.
-        width: config field of an expert's intermediate size.
-        normalises: config field that says whether gates sum to 1; None: they always do.
-        shared: the shared expert's projection in the block, with `{projection}`, or None.
-        dense_layers: config field of the layers that have no experts, or None.
-        keeps: dense fields that its config class does not declare, but its model reads.
+        names: the FFN's tensors within the block.
     """
 
     model_type: str
-    dense: tuple[str, ...]
-    block: str
-    router: str
-    experts: Mapping[str, str]
-    count: str
-    width: str
+    names: FFNNames = SEPARATE
+
+    def ffn(self, layer: int) -> FFNNames:
+        """The names of a layer's FFN tensors."""
+        return self.names.under(DENSE_BLOCK.format(layer=layer) + ".")
+
+    def ffn_shapes(self, config: PreTrainedConfig) -> dict[str, torch.Size]:
+        """The names and shapes of every layer's FFN tensors."""
+        return {
+            name: shape
+            for layer in range(config.num_hidden_layers)
+            for name, shape in self.ffn(layer).shapes(config.intermediate_size, config.hidden_size).items()
+        }
+
+    def backbone(self, name: str, config: PreTrainedConfig, read: Reader) -> torch.Tensor:
+        """The non-FFN tensor that the MoE calls `name`, from the dense model's tensors."""
+        return read(name)
+
+    def settings(self, config: PreTrainedConfig, refuse: Refuse) -> dict[str, Any]:
+        """The config's fields as a MoE reads them; calls `refuse` where a field's value fits no MoE."""
+        return config.to_dict()
+
+
+@dataclass(frozen=True)
+class Phi3Family(DenseFamily):
+    """Phi-3 and Phi-4: a Llama whose queries, keys and values share one tensor, and gate and up another."""
+
+    names: FFNNames = FUSED
+
+    def backbone(self, name: str, config: PreTrainedConfig, read: Reader) -> torch.Tensor:
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
+        for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
+            if f".self_attn.{part}." in name:
+                return read(name.replace(part, "qkv_proj")).split([q, kv, kv])[i]
+        return read(name)
+
+    def settings(self, config: PreTrainedConfig, refuse: Refuse) -> dict[str, Any]:
+        values = super().settings(config, refuse)
+        rope = values["rope_parameters"] = dict(values["rope_parameters"])
+        if rope["rope_type"] != "default":
+            refuse(
+                f"rope_type={rope['rope_type']!r} of the dense model", "is made of Phi-3 models with plain RoPE only"
+            )
+        factor = rope.pop("partial_rotary_factor", 1.0)
+        if factor != 1:
+            refuse(f"partial_rotary_factor={factor} of the dense model", "rotates whole heads")
+        del values["original_max_position_embeddings"]  # read by longrope alone
+        return values
+
+
+@dataclass(frozen=True)
+class MoEFamily:
+    """
+    A family of MoE models.
+
+    Args:
+        model_type: of its config.
+        dense: the dense families it can hold.
+        block: name of the MoE block in a layer.
+        router: name in the block of the router's weight [n, d].
+        expert: the tensors of one expert.
+        experts: prefix in the block of an expert's tensors, with `{expert}`. Without it, each tensor is stacked
+            [n, …] and holds all experts.
+        count: config field of n.
+        width: config field of an expert's intermediate size.
+        normalises: config field that says whether the chosen gates sum to 1; None if they always do.
+        shared: prefix in the block of the shared expert's tensors; None if it has no shared expert. Its gate [1, d] is
+            `shared_expert_gate`, and its width `shared_expert_intermediate_size` in the config.
+        dense_layers: config field that lists the layers without experts; None if every layer has experts.
+        keeps: dense fields that the config class does not declare but the model reads.
+    """
+
+    model_type: str
+    dense: tuple[DenseFamily, ...]
+    block: str = "mlp"
+    router: str = "gate.weight"
+    expert: FFNNames = SEPARATE
+    experts: str = "experts.{expert}."
+    count: str = "num_experts"
+    width: str = "moe_intermediate_size"
     normalises: str | None = None
     shared: str | None = None
     dense_layers: str | None = None
     keeps: tuple[str, ...] = ()
 
+    def plan(self, config: PreTrainedConfig, backbone: dict[str, torch.Size]) -> dict[str, torch.Size]:
+        """
+        The name and shape of every tensor, in the order of the layers.
+
+        Args:
+            backbone: those of the tensors outside the MoE blocks.
+        """
+        plan = {name: shape for name, shape in backbone.items() if not name.startswith("model.layers.")}
+        for layer in range(config.num_hidden_layers):
+            plan |= {name: shape for name, shape in backbone.items() if name.startswith(f"model.layers.{layer}.")}
+            plan |= self._block_shapes(config, layer)
+        return plan
+
+    def parts(self, config: PreTrainedConfig, layer: int, content: Content) -> Iterator[Part]:
+        """What to write into a layer's block, in any number of parts."""
+        block, experts = self._block(layer), content.experts(layer)
+        if self._is_dense(config, layer):
+            yield from (Part(*item) for item in self.expert.under(block).join(next(experts)).items())
+            return
+        yield Part(block + self.router, content.router(layer))
+        for i, ffn in enumerate(experts):
+            for name, tensor in self._expert(layer, i).join(ffn).items():
+                yield Part(name, tensor, i * tensor.numel() if self._stacked else 0)
+        if self.shared is not None:
+            yield from (
+                Part(*item) for item in self.expert.under(block + self.shared).join(content.shared(layer)).items()
+            )
+            yield Part(block + "shared_expert_gate.weight", torch.zeros(1, config.hidden_size))
+
+    def _block_shapes(self, config: PreTrainedConfig, layer: int) -> dict[str, torch.Size]:
+        n, f, d = getattr(config, self.count), getattr(config, self.width), config.hidden_size
+        block = self._block(layer)
+        if self._is_dense(config, layer):
+            return self.expert.under(block).shapes(config.intermediate_size, d)
+        shapes = {block + self.router: torch.Size((n, d))}
+        for i in range(1 if self._stacked else n):
+            for name, shape in self._expert(layer, i).shapes(f, d).items():
+                shapes[name] = torch.Size((n, *shape)) if self._stacked else shape
+        if self.shared is not None:
+            shapes |= self.expert.under(block + self.shared).shapes(config.shared_expert_intermediate_size, d)
+            shapes[block + "shared_expert_gate.weight"] = torch.Size((1, d))
+        return shapes
+
     @property
-    def fused(self) -> bool:
-        return "{expert}" not in self.experts["down_proj"]
+    def _stacked(self) -> bool:
+        return "{expert}" not in self.experts
 
-    def name(self, layer: int, part: str) -> str:
-        """The full name of a part of a layer's block."""
-        return f"model.layers.{layer}.{self.block}.{part}"
+    def _block(self, layer: int) -> str:
+        return f"model.layers.{layer}.{self.block}."
+
+    def _expert(self, layer: int, expert: int) -> FFNNames:
+        return self.expert.under(self._block(layer) + self.experts.format(expert=expert))
+
+    def _is_dense(self, config: PreTrainedConfig, layer: int) -> bool:
+        return self.dense_layers is not None and layer in getattr(config, self.dense_layers)
 
 
-_QWEN = {projection: f"experts.{{expert}}.{projection}.weight" for projection in PROJECTIONS}
-
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, MoEFamily] = {
     family.model_type: family
     for family in (
-        Family(
+        # PhiMoE is no home for Phi-3: its norms have biases and its gates do not sum to 1.
+        MoEFamily(
             "mixtral",
-            ("llama", "mistral"),
-            "block_sparse_moe",
-            "gate.weight",
-            {
-                "gate_proj": "experts.{expert}.w1.weight",
-                "up_proj": "experts.{expert}.w3.weight",
-                "down_proj": "experts.{expert}.w2.weight",
-            },
-            "num_local_experts",
-            "intermediate_size",
+            (DenseFamily("llama"), DenseFamily("mistral"), Phi3Family("phi3")),
+            block="block_sparse_moe",
+            expert=FFNNames(("w1.weight", "w3.weight"), "w2.weight"),
+            count="num_local_experts",
+            width="intermediate_size",
         ),
-        Family(
+        MoEFamily(
             "qwen2_moe",
-            ("qwen2",),
-            "mlp",
-            "gate.weight",
-            _QWEN,
-            "num_experts",
-            "moe_intermediate_size",
-            "norm_topk_prob",
-            "shared_expert.{projection}.weight",
-            "mlp_only_layers",
+            (DenseFamily("qwen2"),),
+            normalises="norm_topk_prob",
+            shared="shared_expert.",
+            dense_layers="mlp_only_layers",
         ),
-        Family(
+        MoEFamily(
             "qwen3_moe",
-            ("qwen3",),
-            "mlp",
-            "gate.weight",
-            _QWEN,
-            "num_experts",
-            "moe_intermediate_size",
-            "norm_topk_prob",
+            (DenseFamily("qwen3"),),
+            normalises="norm_topk_prob",
             dense_layers="mlp_only_layers",
             keeps=("head_dim",),
         ),
-        Family(
-            "flex_olmo",
-            ("olmo2",),
-            "mlp",
-            "gate.weight",
-            _QWEN,
-            "num_experts",
-            "intermediate_size",
-            "norm_topk_prob",
-        ),
-        Family(
+        MoEFamily("flex_olmo", (DenseFamily("olmo2"),), width="intermediate_size", normalises="norm_topk_prob"),
+        MoEFamily(
             "granitemoe",
-            ("granite",),
-            "block_sparse_moe",
-            "router.layer.weight",
-            {
-                "gate_proj": "input_linear.weight",
-                "up_proj": "input_linear.weight",
-                "down_proj": "output_linear.weight",
-            },
-            "num_local_experts",
-            "intermediate_size",
+            (DenseFamily("granite"),),
+            block="block_sparse_moe",
+            router="router.layer.weight",
+            expert=FFNNames(("input_linear.weight",), "output_linear.weight"),
+            experts="",
+            count="num_local_experts",
+            width="intermediate_size",
         ),
     )
 }
-# Fields that follow from others, describe the file, or say nothing where sliding windows are off.
-_NOT_CARRIED = {"model_type", "architectures", "dtype", "transformers_version", "_name_or_path", "layer_types",
-                "max_window_layers", "tie_word_embeddings", "intermediate_size", "pretraining_tp"}  # fmt: skip
+
+# Dense families that no MoE family of transformers can hold, although adapters can be trained on them.
+_NO_MOE = {
+    "glm": "no MoE has its rotary embedding, which pairs neighbouring dimensions in half of each head",
+    "glm4": "no MoE has its rotary embedding together with norms after attention and FFN",
+}
 
 
-def find_family(dense_type: str, wanted: str | None, caller: str) -> Family:
+def find_families(dense_type: str, wanted: str | None, caller: str) -> tuple[DenseFamily, MoEFamily]:
     """
-    The MoE family for a dense one.
+    The dense family of a model type, and the MoE family that holds it.
+
+    Args:
+        wanted: the MoE's model type; None takes the first that fits.
 
     Raises:
         ValueError: there is none, or the wanted one does not hold it.
     """
-    fitting = [family for family in FAMILIES.values() if dense_type in family.dense]
-    if wanted is not None:
-        fitting = [family for family in fitting if family.model_type == wanted]
-    if not fitting:
-        known = ", ".join(f"{d} → {f.model_type}" for f in FAMILIES.values() for d in f.dense)
-        raise ValueError(
-            f"{caller}: a {dense_type!r} model does not become {wanted or 'a native MoE'}; there is: {known}"
-        )
-    return fitting[0]
-
-
-def moe_config(
-    family: Family,
-    dense: PreTrainedConfig,
-    *,
-    num_experts: int,
-    top_k: int,
-    width: int,
-    normalises: bool = True,
-    shared_width: int = 0,
-    dense_layers: list[int] | None = None,
-    caller: str = "upcycle",
-) -> PreTrainedConfig:
-    """
-    The MoE's config: the dense model's fields and the experts'. Tied embeddings are untied (some loaders know no tied
-    MoE); balancing and router outputs are off.
-
-    Args:
-        width: an expert's intermediate size.
-        normalises: whether the chosen experts' gates sum to 1.
-
-    Raises:
-        ValueError: the family cannot hold one of these; the message names it.
-    """
-
-    def refuse(field: str, why: str) -> None:
-        raise ValueError(f"{caller}: {field}: {family.model_type} {why}")
-
-    if not normalises and family.normalises is None:
-        refuse("normalize_top_k=False", "always has gates that sum to 1; train with normalize_top_k=True")
-    if shared_width and family.shared is None:
-        refuse("num_shared_experts", "has no shared experts; use 0, or a Qwen2 model")
-    if dense_layers and family.dense_layers is None:
-        refuse(f"layers {dense_layers} without experts", "has experts in every layer; give all layers as many experts")
-    experts: dict[str, Any] = {
-        family.count: num_experts,
-        "num_experts_per_tok": top_k,
-        "intermediate_size": dense.intermediate_size,
-        family.width: width,
-        "output_router_logits": False,
-        "tie_word_embeddings": False,
-    }
-    if family.normalises:
-        experts[family.normalises] = normalises
-    if family.shared:
-        experts["shared_expert_intermediate_size"] = shared_width
-    if family.dense_layers:
-        experts[family.dense_layers] = dense_layers or []
-    config = CONFIG_MAPPING[family.model_type](**{**_carried(family, dense, refuse), **experts})
-    with torch.device("meta"):
-        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
-    return config
-
-
-def _carried(family: Family, dense: PreTrainedConfig, refuse: Callable[[str, str], None]) -> dict[str, Any]:
-    """The dense model's fields that its MoE has too; refuses those it lacks, unless they say nothing."""
-    values, defaults = dense.to_dict(), type(dense)().to_dict()
-    known = set(CONFIG_MAPPING[family.model_type]().to_dict()) | set(family.keeps)
-    for key, value in values.items():
-        # What the dense class does not declare, its model does not read.
-        if key in defaults and key not in known | _NOT_CARRIED and value != defaults[key]:
-            refuse(f"{key}={value!r} of the dense model", "has no such setting")
-    carried = {key: value for key, value in values.items() if key in known - _NOT_CARRIED}
-    layer_types = values.get("layer_types")
-    if layer_types and "layer_types" in known:
-        carried["layer_types"], carried["max_window_layers"] = layer_types, values.get("max_window_layers")
-    elif layer_types and set(layer_types) != {"full_attention"}:
-        refuse("layer_types of the dense model", "has full attention in every layer")
-    return carried
-
-
-def backbone_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
-    """Names and shapes of what is no FFN, of a dense model or a MoE."""
-    with torch.device("meta"):
-        state = AutoModelForCausalLM.from_config(config).state_dict()
-    return {name: t.shape for name, t in state.items() if ".mlp." not in name and ".block_sparse_moe." not in name}
+    for moe in FAMILIES.values():
+        for dense in moe.dense:
+            if dense.model_type == dense_type and wanted in (None, moe.model_type):
+                return dense, moe
+    known = ", ".join(f"{dense.model_type} → {moe.model_type}" for moe in FAMILIES.values() for dense in moe.dense)
+    why = f" ({_NO_MOE[dense_type]})" if dense_type in _NO_MOE else ""
+    raise ValueError(
+        f"{caller}: a {dense_type!r} model does not become {wanted or 'a native MoE'}{why}; choose from: {known}"
+    )

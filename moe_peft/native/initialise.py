@@ -1,6 +1,6 @@
 """
-Initial values of experts from a dense FFN (Drop-Upcycling, arXiv 2502.19261, and its baselines): pure functions on one
-FFN's tensors.
+Initial values of experts made from a dense FFN: pure functions on one FFN's tensors (Drop-Upcycling, arXiv 2502.19261,
+and its baselines).
 
 Legend: d hidden size, f intermediate size, n experts.
 """
@@ -26,11 +26,11 @@ class FFN(NamedTuple):
     down: torch.Tensor  # [d, f]
 
     def neurons(self, index: torch.Tensor) -> FFN:
-        """The FFN that some of the neurons are, in the order of `index`."""
+        """The FFN made of some of the neurons, in the order of `index`."""
         return FFN(self.gate[index], self.up[index], self.down[:, index])
 
     def scaled(self, factor: float) -> FFN:
-        """The FFN whose output is `factor` times as large, up and down taking a half of it each."""
+        """The FFN whose output is `factor` times as large; up and down are each scaled by its square root."""
         if factor == 1:
             return self
         root = factor**0.5
@@ -40,16 +40,16 @@ class FFN(NamedTuple):
 @dataclass(frozen=True)
 class ExpertInit:
     """
-    How an expert is made of a dense FFN.
+    How an expert is made from a dense FFN.
 
     Args:
         method: `"copy"`; `"noise"`: plus N(0, (noise_scale·std(W))²); `"random_noise"`: plus N(0, noise_std²) on a
-            random `noise_share` of the weights; `"subset"`: its n-th part of the neurons, the others zero; `"permute"`:
-            the neurons in another order, which computes the same; `"drop"`: a share `drop_rate` of the neurons drawn
-            anew from N(μ, σ²), μ and σ those of the replaced entries of each matrix; `"checkpoints"`: copies of
-            several models' FFNs in turn.
-        shared_indices: with `"drop"`, whether gate, up and down lose the same neurons (the paper), or each its own (the
-            paper's released code).
+            random `noise_share` of the weights; `"subset"`: one n-th of the neurons, all others zero; `"permute"`: the
+            neurons in another order, which computes the same; `"drop"`: a share `drop_rate` of the neurons is drawn
+            anew from N(μ, σ²), where μ and σ are those of the replaced entries of each matrix; `"checkpoints"`: copies
+            of several models' FFNs in turn.
+        shared_indices: with `"drop"`, whether the same neurons are replaced in gate, up and down (the paper), or
+            others in each (the paper's released code).
     """
 
     method: Init = "copy"
@@ -65,7 +65,7 @@ class ExpertInit:
 
 
 def generator_for(seed: int, *place: int | str) -> torch.Generator:
-    """A generator for one place (layer, expert, purpose), whatever was drawn elsewhere."""
+    """A generator for one place (layer, expert, purpose), independent of what is drawn elsewhere."""
     digest = hashlib.sha256(repr((seed, *place)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -76,14 +76,14 @@ def zero_ffn(f: int, d: int) -> FFN:
 
 
 def shard_indices(f: int, granularity: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """The neurons of each of `granularity` fine experts: a random partition, so that together they are the FFN."""
+    """The neurons of each of `granularity` fine-grained experts: a random partition of the FFN's."""
     if granularity == 1:
         return [torch.arange(f)]
     return list(torch.randperm(f, generator=generator).view(granularity, -1))
 
 
 def router_weight(method: RouterInit, n: int, d: int, generator: torch.Generator) -> torch.Tensor:
-    """A linear gate [n, d], float32: `"normal"` N(0, 0.02²), `"uniform"` with the same deviation, or `"zeros"`."""
+    """A linear gate [n, d], float32: `"zeros"`, `"normal"` N(0, 0.02²), or `"uniform"` of the same deviation."""
     if method == "zeros":
         return torch.zeros(n, d)
     if method == "uniform":

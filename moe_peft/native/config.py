@@ -1,0 +1,88 @@
+"""The settings of upcycling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from .initialise import Init, RouterInit
+from .writing import parse_dtype, parse_size
+
+# What a field may hold, by its default's type.
+_KINDS: dict[type, tuple[type, ...]] = {
+    int: (int,), float: (float, int), bool: (bool,), str: (str,), type(None): (str, type(None)),
+}  # fmt: skip
+
+
+@dataclass
+class UpcycleConfig:
+    """
+    How a dense model becomes a MoE.
+
+    Args:
+        num_experts: n, before they are split (`granularity`).
+        top_k: experts per token, before they are split.
+        family: the MoE's model type; None takes the one that fits.
+        init: initial values of the experts, see [`ExpertInit`].
+        noise_scale, noise_std, noise_share, drop_rate, shared_indices: its settings.
+        granularity: m. Every expert is split into m fine-grained ones of f/m neurons, and m·top_k are active. The m
+            parts of an expert share their initial gate, so they are chosen together at first.
+        num_shared_experts: experts that are always active (Qwen2-MoE).
+        weight_scaling: scale up and down projections so that the active experts add up to the dense FFN.
+        router_init: initial gates: `"normal"` N(0, 0.02²), `"uniform"` with that standard deviation, `"zeros"` (all
+            experts tie; the parts of one are then not chosen together), `"given"`.
+        router_weights: for `"given"`, a safetensors file with a tensor [n, d] per layer, named "0", "1", …
+        dtype: of the weights; None keeps the model's.
+        max_shard_size: of the output's files.
+        seed: of everything random. The same seed gives the same bytes.
+
+    Raises:
+        ValueError: a field has a value that cannot work; the message names it and the remedy.
+    """
+
+    num_experts: int = field(default=8, metadata={"help": "Experts per layer."})
+    top_k: int = field(default=2, metadata={"help": "Experts per token."})
+    family: str | None = field(default=None, metadata={"help": "Model type of the MoE, e.g. mixtral."})
+    init: str = field(default="copy", metadata={"help": f"Initial values of the experts: {', '.join(Init.__args__)}."})  # type: ignore[attr-defined]
+    noise_scale: float = field(
+        default=0.01, metadata={"help": "noise: standard deviation, in multiples of the weight's."}
+    )
+    noise_std: float = field(default=0.02, metadata={"help": "random_noise: standard deviation."})
+    noise_share: float = field(default=0.5, metadata={"help": "random_noise: share of the weights that get noise."})
+    drop_rate: float = field(default=0.5, metadata={"help": "drop: share of the neurons that are drawn anew."})
+    shared_indices: bool = field(default=True, metadata={"help": "drop: the same neurons in gate, up and down."})
+    granularity: int = field(default=1, metadata={"help": "Fine-grained experts that each expert is split into."})
+    num_shared_experts: int = field(default=0, metadata={"help": "Experts that are always active."})
+    weight_scaling: bool = field(default=True, metadata={"help": "Keep the size of the FFN's output."})
+    router_init: str = field(default="normal", metadata={"help": f"Initial gates: {', '.join(RouterInit.__args__)}."})  # type: ignore[attr-defined]
+    router_weights: str | None = field(default=None, metadata={"help": "Safetensors file with the given gates."})
+    dtype: str | None = field(default=None, metadata={"help": "float32, bfloat16 or float16; default: the model's."})
+    max_shard_size: str = field(default="5GB", metadata={"help": "Size of the output's files."})
+    seed: int = field(default=0, metadata={"help": "Seed of everything random."})
+
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            kinds = _KINDS[type(own.default)]
+            value = getattr(self, own.name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                self._refuse(own.name, f"must be {' or '.join(kind.__name__ for kind in kinds)}")
+        parse_dtype(self.dtype, None, "upcycle")
+        parse_size(self.max_shard_size, "upcycle")
+        for name in ("num_experts", "top_k", "granularity"):
+            if getattr(self, name) < 1:
+                self._refuse(name, "use a whole number of at least 1")
+        if self.top_k > self.num_experts:
+            self._refuse("top_k", f"use at most num_experts={self.num_experts}")
+        for name, allowed in (("init", Init), ("router_init", RouterInit)):
+            if getattr(self, name) not in allowed.__args__:  # type: ignore[attr-defined]
+                self._refuse(name, f"use one of {', '.join(allowed.__args__)}")  # type: ignore[attr-defined]
+        for name in ("drop_rate", "noise_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                self._refuse(name, "use a number from 0 to 1")
+        for name in ("noise_scale", "noise_std", "num_shared_experts"):
+            if getattr(self, name) < 0:
+                self._refuse(name, "must not be negative")
+        if (self.router_init == "given") != (self.router_weights is not None):
+            self._refuse("router_weights", "goes with router_init='given'")
+
+    def _refuse(self, name: str, remedy: str) -> None:
+        raise ValueError(f"upcycle: {name}={getattr(self, name)!r}: {remedy}")

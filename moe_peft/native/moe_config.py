@@ -1,0 +1,109 @@
+"""The config of a MoE, from its dense model's."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .families import DenseFamily, MoEFamily, Refuse
+
+# Qwen2-MoE always has a shared expert. Where none is wanted, it has this width and computes zero.
+EMPTY_SHARED = 32
+# Fields that follow from others, describe the file, or mean nothing while sliding windows are off.
+_NOT_CARRIED = {"model_type", "architectures", "dtype", "transformers_version", "_name_or_path", "layer_types",
+                "max_window_layers", "tie_word_embeddings", "intermediate_size", "pretraining_tp"}  # fmt: skip
+_FFN_BLOCKS = (".mlp.", ".block_sparse_moe.")  # of all families, by their names in memory
+
+
+def moe_config(
+    families: tuple[DenseFamily, MoEFamily],
+    dense: PreTrainedConfig,
+    *,
+    num_experts: int,
+    top_k: int,
+    width: int,
+    normalises: bool = True,
+    shared_width: int = 0,
+    dense_layers: list[int] | None = None,
+    caller: str = "upcycle",
+) -> PreTrainedConfig:
+    """
+    The MoE's config: the dense model's settings and the experts'. Tied embeddings are untied, since some loaders know
+    no tied MoE; the balancing loss and router outputs are off.
+
+    Args:
+        families: of the dense model and of the MoE.
+        width: an expert's intermediate size.
+        normalises: whether the gates of the chosen experts sum to 1.
+        shared_width: the shared expert's intermediate size; a family that must have one gets an empty one.
+        dense_layers: layers without experts.
+
+    Raises:
+        ValueError: the family cannot hold one of these; the message names it.
+    """
+    family, refuse = families[1], _refusal(families[1], caller)
+    if not normalises and family.normalises is None:
+        refuse("normalize_top_k=False", "always has gates that sum to 1; train with normalize_top_k=True")
+    if shared_width and family.shared is None:
+        refuse("num_shared_experts", "has no shared experts; use 0, or a Qwen2 model")
+    if dense_layers and family.dense_layers is None:
+        refuse(f"layers {dense_layers} without experts", "has experts in every layer; give all layers as many experts")
+    experts: dict[str, Any] = {
+        family.count: num_experts,
+        "num_experts_per_tok": top_k,
+        "intermediate_size": dense.intermediate_size,
+        family.width: width,
+        "output_router_logits": False,
+        "tie_word_embeddings": False,
+    }
+    if family.normalises:
+        experts[family.normalises] = normalises
+    if family.shared:
+        experts["shared_expert_intermediate_size"] = shared_width or EMPTY_SHARED
+    if family.dense_layers:
+        experts[family.dense_layers] = dense_layers or []
+    config = CONFIG_MAPPING[family.model_type](**{**carried_settings(families, dense, caller), **experts})
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    return config
+
+
+def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrainedConfig, caller: str) -> dict[str, Any]:
+    """
+    The dense model's settings that its MoE has too.
+
+    Raises:
+        ValueError: the MoE lacks a setting that the dense model makes use of; the message names it.
+    """
+    dense, moe = families
+    refuse = _refusal(moe, caller)
+    values, defaults = dense.settings(config, refuse), type(config)().to_dict()
+    known = set(CONFIG_MAPPING[moe.model_type]().to_dict()) | set(moe.keeps)
+    for key, value in values.items():
+        # The dense model does not read fields that its config class does not declare.
+        if key in defaults and key not in known | _NOT_CARRIED and value != defaults[key]:
+            refuse(f"{key}={value!r} of the dense model", "has no such setting")
+    carried = {key: value for key, value in values.items() if key in known - _NOT_CARRIED}
+    layer_types = values.get("layer_types")
+    if layer_types and "layer_types" in known:
+        carried["layer_types"], carried["max_window_layers"] = layer_types, values.get("max_window_layers")
+    elif layer_types and set(layer_types) != {"full_attention"}:
+        refuse("layer_types of the dense model", "has full attention in every layer")
+    return carried
+
+
+def backbone_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
+    """Names and shapes of all non-FFN tensors of a dense model or a MoE."""
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config).state_dict()
+    return {name: t.shape for name, t in state.items() if not any(block in name for block in _FFN_BLOCKS)}
+
+
+def _refusal(family: MoEFamily, caller: str) -> Refuse:
+    def refuse(field: str, why: str) -> NoReturn:
+        raise ValueError(f"{caller}: {field}: {family.model_type} {why}")
+
+    return refuse

@@ -1,0 +1,64 @@
+"""Does an exported model compute what its adapter does?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .export import base_name, read_adapter_config
+
+
+class Comparison(NamedTuple):
+    """Logits of an adapter compared with those of the model it was exported to."""
+
+    tokens: int
+    largest: float  # absolute value of a logit
+    difference: float  # the largest
+    agreement: float  # share of tokens for which both predict the same next token
+
+
+def verify_export(
+    adapter: str | os.PathLike,
+    exported: str | os.PathLike,
+    texts: Sequence[str],
+    base: str | os.PathLike | None = None,
+    dtype: str = "float32",
+) -> Comparison:
+    """
+    Compare the logits of an adapter on its base with those of the exported model, on some texts.
+
+    The models are in memory one after the other, in `dtype`.
+
+    Raises:
+        ValueError: there is no text, or no tokenizer.
+    """
+    source = base_name(read_adapter_config(adapter), base)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(os.fspath(exported))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"export: verify: {exported} has no tokenizer, as adapter and base have none") from error
+    ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
+    if not ids:
+        raise ValueError("export: verify: no text; give at least one")
+    precision = getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=precision)
+    ours = _logits(PeftModel.from_pretrained(model, os.fspath(adapter)), ids)
+    del model
+    theirs = _logits(AutoModelForCausalLM.from_pretrained(os.fspath(exported), dtype=precision), ids)
+    same = [a.argmax(-1) == b.argmax(-1) for a, b in zip(ours, theirs, strict=True)]
+    return Comparison(
+        sum(x.shape[1] for x in ids),
+        max(float(a.abs().max()) for a in ours),
+        max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)),
+        float(torch.cat([x.flatten() for x in same]).float().mean()),
+    )
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [model.eval()(input_ids=x).logits.float() for x in ids]

@@ -180,17 +180,21 @@ class MoELoraConfig(PeftConfig):
         value = sorted(value, key=str) if isinstance(value, set) else value
         raise ValueError(f"MoELoraConfig: {name}={value!r}: {remedy}")
 
-    def expert_spec(self, module_name: str, attention_size: int = 0) -> ExpertSpec:
+    def expert_spec(self, module_name: str, model_config: Any = None) -> ExpertSpec:
         """
         The settings of the module `module_name`, by `num_experts_pattern`, `rank_pattern` and `alpha_pattern`.
 
         Args:
-            attention_size: width of the base's queries, for routers that need it.
+            model_config: the base's text config; routers that need its attention get their size from it.
+
+        Raises:
+            ValueError: the router needs an attention, and the config names no number of heads.
         """
 
         def by_pattern(pattern: dict[str, Any], default: Any) -> Any:
             return pattern.get(_get_pattern_key(pattern.keys(), module_name), default)
 
+        needs_attention = self.router_class.needs_attention and model_config is not None
         num_experts = by_pattern(self.num_experts_pattern, self.num_experts)
         r = by_pattern(self.rank_pattern, self.r)
         alpha = by_pattern(self.alpha_pattern, self.lora_alpha)
@@ -211,7 +215,7 @@ class MoELoraConfig(PeftConfig):
                 self.router_capacity_factor,
                 self.router_num_heads,
                 self.router_mixture,
-                attention_size,
+                _attention_size(model_config) if needs_attention else 0,
             ),
             init_lora_weights=self.init_lora_weights,
             target_projections=None if projections is None else frozenset(projections),
@@ -230,6 +234,16 @@ class MoELoraConfig(PeftConfig):
         if CARD_SECTION.strip().splitlines()[0] not in card.text:
             card.text += CARD_SECTION
             card.save(path)
+
+
+def _attention_size(config: Any) -> int:
+    """Width of a layer's queries, all heads together, in a model with that text config."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise ValueError(
+            "MoELoraConfig: router_type='attention': the model's config has no num_attention_heads; use another router"
+        )
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _is_number(value: Any) -> bool:

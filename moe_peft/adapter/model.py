@@ -204,8 +204,7 @@ def _language_modules(model: nn.Module) -> Any:
 
 def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> ExpertSpec:
     """The settings of the module `name` of `model`."""
-    needed = config.router_class.needs_attention
-    return config.expert_spec(name, protocol.attention_size(protocol.text_config(model)) if needed else 0)
+    return config.expert_spec(name, protocol.text_config(model))
 
 
 def _ffn_layout(module: nn.Module) -> FFNLayout | None:

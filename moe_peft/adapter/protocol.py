@@ -84,21 +84,6 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else None
 
 
-def attention_size(config: Any) -> int:
-    """
-    Width of a layer's queries, all heads together, in a model with that text config.
-
-    Raises:
-        ValueError: the config names no number of heads.
-    """
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        raise ValueError(
-            "MoELoraConfig: router_type='attention': the model's config has no num_attention_heads; use another router"
-        )
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-
 # --- the hooks ----------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ router, folded.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,7 +75,7 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
     Raises:
         ValueError: a tensor is not finite or does not fit the base, or the adapter computes what no native MoE does.
     """
-    content = Adapted(dense, config.expert_spec(""), state)
+    content = Adapted(dense, config.expert_spec("", dense.config), state)
     layers = {DENSE_BLOCK.format(layer=layer): layer for layer in range(dense.config.num_hidden_layers)}
     shapes = dense.shapes()
     for key, tensor in state.items():
@@ -87,7 +86,7 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
         if not kind:  # a module that was trained and saved whole
             _check_size(key, tuple(tensor.shape), tuple(shapes.get(key, ())))
             continue
-        spec = config.expert_spec(module)
+        spec = config.expert_spec(module, dense.config)
         if matrix in ("A", "B"):
             weight = f"{module}.{projection}.weight" if module in layers else f"{module}.weight"
             size = shapes[weight][matrix == "A"] if weight in shapes else None  # of [out, in]
@@ -101,7 +100,7 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
                 f"export: {module} is a single linear with {spec.num_experts} experts, which no native MoE has; train "
                 "it with one (num_experts_pattern)"
             )
-    _read_routers(content, config)
+    _read_routers(content)
     return content
 
 
@@ -111,7 +110,7 @@ def _check_size(key: str, own: tuple[int, ...], place: tuple[int, ...]) -> None:
         raise ValueError(f"export: {key} has {list(own)}, {there}; give the adapter's own base")
 
 
-def _read_routers(content: Adapted, config: MoELoraConfig) -> None:
+def _read_routers(content: Adapted) -> None:
     routed = {layer: spec for layer, spec in sorted(content.specs.items()) if spec.num_experts > 1}
     if not routed:
         raise ValueError("export: the adapter has no FFN with more than one expert; merge it as a LoRA instead")
@@ -130,13 +129,9 @@ def _read_routers(content: Adapted, config: MoELoraConfig) -> None:
             )
         prefix = f"{DENSE_BLOCK.format(layer=layer)}.moe_lora_router."
         own = {key.removeprefix(prefix): t for key, t in content.state.items() if key.startswith(prefix)}
-        settings = spec.router
-        if config.router_type == "attention":
-            m = config.router_num_heads or spec.num_experts
-            settings = dataclasses.replace(settings, attention_size=own["key"].shape[-1] * m)
-        router = make_router(d, spec.num_experts, settings)
+        router = make_router(d, spec.num_experts, spec.router)
         router.load_state_dict(own)
         try:
-            content.routers[layer] = router.fold()
+            content.routers[layer] = router.fold(spec.top_k, spec.normalize_top_k)
         except ValueError as error:
             raise ValueError(f"export: {error}") from error

@@ -83,7 +83,7 @@ class Checkpoint:
             ValueError: it holds NaN or infinity.
         """
         tensor = self._open(self.files[name]).get_tensor(name)
-        if not tensor.is_floating_point() or not torch.isfinite(tensor.sum(dtype=torch.float64)):
+        if not tensor.is_floating_point() or not tensor.sum(dtype=torch.float64).isfinite():
             raise ValueError(
                 f"{self.caller}: {self.folder}: {name} holds NaN or infinity, or is not floating-point; use another "
                 "checkpoint"

@@ -16,7 +16,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(RUN) examples/demo.py
+	$(RUN) -m examples.demo
 
 # One thread per worker: several workers with several threads each would wait for one another.
 test: setup
@@ -32,8 +32,8 @@ format: setup
 	$(RUN) -m ruff check --fix .
 
 bench: setup
-	$(RUN) benchmarks/adapter.py
-	$(RUN) benchmarks/dispatch.py
+	$(RUN) -m benchmarks.adapter
+	$(RUN) -m benchmarks.dispatch
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache

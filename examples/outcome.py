@@ -22,7 +22,7 @@ SHADES = " ░▒▓█"
 def show_outcome(outcome: Outcome, out: Path, fast: bool) -> None:
     """Print everything; the next command is the last line."""
     console = Console()
-    for domain, (question, answer) in outcome.answers.items():
+    for domain, (question, answer) in ({} if fast else outcome.answers).items():
         console.print(Text.assemble((f"{domain}: ", "bold"), question))
         console.print(Text(answer or "(an empty answer)", "cyan"))
     console.print(loss_table(outcome.losses))

@@ -1,11 +1,10 @@
-"""The examples and benchmarks run as their docstrings say, and the demo shows its result and nothing else."""
+"""The examples run as their docstrings say, and the demo shows its result and nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = [path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
 
 
 def start(command: list[str] | str, **own) -> subprocess.CompletedProcess[str]:
@@ -74,6 +72,20 @@ def test_demo_ends_with_table_picture_meaning_and_a_command_that_works(demo):
     assert (folder / "inspect" / "load.png").is_file()
 
 
+def test_demo_shows_an_answer_for_each_domain(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT)
+    from examples.comparison import Outcome
+    from examples.outcome import show_outcome
+
+    losses = {method: {"sums": 1.0, "mean": 1.0} for method in ("base", "LoRA", "UpIT")}
+    shares = {"sums": [[0.75, 0.25]], "code": [[0.5, 0.5]]}
+    answers = {"sums": ("What is [1] + 1?", "It is [bold]2."), "code": ("Write nothing.", "")}
+    show_outcome(Outcome(losses, shares, Path("routing.png"), Path("adapter"), answers), Path("out"), fast=False)
+    printed = capsys.readouterr().out
+    assert "sums: What is [1] + 1?\nIt is [bold]2.\ncode: Write nothing.\n(an empty answer)\n" in printed
+    assert "mean nothing" not in printed
+
+
 def test_verbose_demo_shows_what_others_print_and_what_is_done_already(demo):
     folder, printed = demo
     verbose = run("examples.demo", "--fast", "--verbose", "--out", folder)
@@ -126,13 +138,3 @@ def test_domains_are_the_same_for_one_seed_and_their_parts_share_nothing(tmp_pat
     assert {row["domain"] for row in train} == {row["domain"] for row in test} == {"code", "prose", "arithmetic"}
     contents = [row["messages"][-1]["content"] for row in train if row["domain"] != "arithmetic"]
     assert not {row["messages"][-1]["content"] for row in test if row["domain"] != "arithmetic"} & set(contents)
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_answers_help(name, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT)
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
-    assert ended.value.code == 0
-    assert f"python -m benchmarks.{name}" in capsys.readouterr().out

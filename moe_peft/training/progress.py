@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
+import time
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -15,7 +17,7 @@ from transformers.training_args import TrainingArguments
 logger = logging.getLogger("moe_peft")
 
 _FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}, {remaining} left"
-_FILE_SECONDS = 30.0  # between updates where the output is a file, which keeps every one of them
+_SECONDS_PER_LINE = 30.0
 
 
 def show_progress(trainer: Trainer) -> None:
@@ -27,7 +29,8 @@ def show_progress(trainer: Trainer) -> None:
 
 class StageProgress(TrainerCallback):
     """
-    A bar with the training's name (`run_name` of the arguments), steps, latest losses and the time left.
+    A bar with the training's name (`run_name` of the arguments), steps, latest losses and the time left. Where standard
+    error is no terminal, the bar is a line of text, written at the end and every half minute at most.
 
     The logged values go to the logger "moe_peft", a line for each record: at level DEBUG beside a bar, at level INFO
     where `disable_tqdm` of the arguments asks for none. Only the first of all processes shows anything.
@@ -36,19 +39,24 @@ class StageProgress(TrainerCallback):
     def __init__(self) -> None:
         self.bar: tqdm | None = None
         self.losses: dict[str, str] = {}
+        self.terminal = sys.stderr.isatty()
+        self.last_line = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and not args.disable_tqdm:
+            self.last_line = time.monotonic()
             self.bar = tqdm(
                 desc=_name(args), total=state.max_steps, initial=state.global_step, bar_format=_FORMAT,
-                dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else _FILE_SECONDS,
+                dynamic_ncols=True, file=sys.stderr if self.terminal else io.StringIO(),
             )  # fmt: skip
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
+            if time.monotonic() - self.last_line > _SECONDS_PER_LINE:
+                self._write_line()
 
     def on_log(
         self,
@@ -73,8 +81,14 @@ class StageProgress(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.bar is not None:
+            self._write_line()
             self.bar.close()
             self.bar = None
+
+    def _write_line(self) -> None:
+        if not self.terminal:
+            print(self.bar, file=sys.stderr, flush=True)
+            self.last_line = time.monotonic()
 
 
 def _name(args: TrainingArguments) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from moe_peft.training.checkpoints import train
-from moe_peft.training.progress import show_progress
+from moe_peft.training.progress import StageProgress, show_progress
 
 
 class Line(nn.Module):
@@ -97,3 +97,15 @@ def test_only_the_first_process_shows_anything(make, capfd, caplog):
     show_progress(trainer)
     trainer.train()
     assert "".join(capfd.readouterr()) == "" and not caplog.messages
+
+
+def test_a_notebook_keeps_its_table(make, monkeypatch):
+    class Table(TrainerCallback):
+        pass
+
+    for module in ("transformers.trainer", "moe_peft.training.progress"):
+        monkeypatch.setattr(f"{module}.DEFAULT_PROGRESS_CALLBACK", Table)
+    trainer = make()
+    show_progress(trainer)
+    kinds = [type(own) for own in trainer.callback_handler.callbacks]
+    assert Table in kinds and StageProgress not in kinds

@@ -8,23 +8,27 @@ import sys
 import time
 from typing import Any
 
-from tqdm.auto import tqdm
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from tqdm import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-logger = logging.getLogger("moe_peft")
+logger = logging.getLogger(__name__)
 
 _FORMAT = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}, {remaining} left"
 _SECONDS_PER_LINE = 30.0
 
 
 def show_progress(trainer: Trainer) -> None:
-    """Make `trainer` report by [`StageProgress`] alone; what it logs still reaches its other callbacks."""
-    for own in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
-        trainer.remove_callback(own)
-    trainer.add_callback(StageProgress())
+    """
+    Make `trainer` report by [`StageProgress`] alone; what it logs still reaches its other callbacks. In a notebook the
+    trainer keeps its table.
+    """
+    if DEFAULT_PROGRESS_CALLBACK is ProgressCallback:
+        for own in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(own)
+        trainer.add_callback(StageProgress())
 
 
 class StageProgress(TrainerCallback):
@@ -32,7 +36,7 @@ class StageProgress(TrainerCallback):
     A bar with the training's name (`run_name` of the arguments), steps, latest losses and the time left. Where standard
     error is no terminal, the bar is a line of text, written at the end and every half minute at most.
 
-    The logged values go to the logger "moe_peft", a line for each record: at level DEBUG beside a bar, at level INFO
+    The logged values go to this module's logger, one line for each record: at level DEBUG beside a bar, at level INFO
     where `disable_tqdm` of the arguments asks for none. Only the first of all processes shows anything.
     """
 

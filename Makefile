@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(RUN) examples/demo.py
+	$(RUN) -m examples.demo
 
 # One thread per worker: several workers with several threads each would wait for one another.
 test: setup
@@ -36,8 +36,8 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 bench: setup
-	$(RUN) benchmarks/adapter.py
-	$(RUN) benchmarks/dispatch.py
+	$(RUN) -m benchmarks.adapter
+	$(RUN) -m benchmarks.dispatch
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache

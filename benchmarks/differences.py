@@ -16,9 +16,13 @@ class Difference(NamedTuple):
     low: float
     high: float
 
+    def cells(self) -> tuple[str, str]:
+        """Mean and interval, as they stand in tables of losses."""
+        return f"{self.mean:+.4f}", f"[{self.low:+.4f}, {self.high:+.4f}]"
+
 
 def paired_difference(values: Sequence[float], others: Sequence[float]) -> Difference:
-    """`values` minus `others`, pair by pair (at least two, as a rule one for each seed)."""
+    """`values` minus `others`, pair by pair (at least two pairs, usually one per seed)."""
     found = stats.ttest_rel(values, others)
     interval = found.confidence_interval(0.95)
     return Difference(float(np.mean(np.subtract(values, others))), float(interval.low), float(interval.high))

@@ -1,19 +1,18 @@
 """
-Label-supervised routing, small: three domains with two experts each, in two stages. Routers alone learn to send each
-domain's tokens to its experts; then experts learn, routers frozen.
+Label-supervised routing, small: three domains with two experts each, in two stages. First the routers alone learn to
+send each domain's tokens to its experts; then the experts learn while the routers are frozen.
 
-    python benchmarks/label_routing.py      # quarter of an hour on 2 cores; writes benchmarks/results/label_routing.*
+    python -m benchmarks.label_routing    # 15 minutes on 2 cores; writes benchmarks/results/label_routing.*
 
-A 1M-parameter base and the demo's data, once as a MoE-LoRA adapter and once as a native Mixtral whose experts begin as
-copies of the base's FFN. Compliance and loss are those of held-out rows. Training with the same experts, data and steps
-but without labels is what the result is compared with.
+On the toy base and data, once as a MoE-LoRA adapter and once as a native Mixtral whose experts begin as copies of the
+base's FFN. Compliance and loss are those of held-out rows. The baseline trains the same experts on the same data for
+as many steps, without labels.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,19 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from examples.toy.base import ensure_base
+from examples.toy.domains import DOMAINS, build
 from moe_peft import MoELoraConfig
 from moe_peft.analysis.figures import plot_compliance, plot_shares
 from moe_peft.analysis.record import RoutingStatistics, record_routing
 from moe_peft.routing.statistics import compliance
-from moe_peft.training.scoring import example_losses
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from domains import DOMAINS, build
-from tiny_base import ensure_base
+from .toy_training import SFT, loss_per_token, mixtral
 
-N, K = 6, 2
+N = 6
 EXPERTS = {"code": [0, 1], "prose": [2, 3], "arithmetic": [4, 5]}
 ROUTER_STEPS, TUNING_STEPS = 600, 200
 
@@ -42,45 +40,14 @@ ROUTER_STEPS, TUNING_STEPS = 600, 200
 def adapter(base: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(base)
     set_seed(0)
-    return get_peft_model(model, MoELoraConfig(num_experts=N, top_k=K, r=8, lora_alpha=16, task_type="CAUSAL_LM"))
-
-
-def mixtral(base: Path, n: int = N, seed: int = 0) -> MixtralForCausalLM:
-    """A native MoE that computes what the base computes: every expert is a copy of its FFN."""
-    dense = AutoModelForCausalLM.from_pretrained(base)
-    shared = {
-        name: value for name, value in dense.config.to_dict().items() if name not in ("model_type", "architectures")
-    }
-    config = MixtralConfig(**shared, num_local_experts=n, num_experts_per_tok=K, router_aux_loss_coef=0.01)
-    config.sliding_window = None
-    set_seed(seed)
-    model = MixtralForCausalLM(config)
-    state = dense.state_dict()
-    for i in range(config.num_hidden_layers):
-        mlp = f"model.layers.{i}.mlp"
-        gate, up, down = (state.pop(f"{mlp}.{name}_proj.weight") for name in ("gate", "up", "down"))
-        state[f"{mlp}.experts.gate_up_proj"] = torch.cat([gate, up]).expand(n, -1, -1).clone()
-        state[f"{mlp}.experts.down_proj"] = down.expand(n, -1, -1).clone()
-        state[f"{mlp}.gate.weight"] = model.state_dict()[f"{mlp}.gate.weight"]
-    model.load_state_dict(state)
-    return model
+    return get_peft_model(model, MoELoraConfig(num_experts=N, top_k=2, r=8, lora_alpha=16, task_type="CAUSAL_LM"))
 
 
 def trainer(model: Any, tokenizer: Any, data: Dataset, folder: str, **own: Any) -> MoESFTTrainer:
     settings = {
-        "per_device_train_batch_size": 8,
-        "lr_scheduler_type": "linear",
-        "assistant_only_loss": True,
-        "max_length": 256,
-        "bf16": False,
-        "use_cpu": not torch.cuda.is_available(),
-        "gradient_checkpointing": False,
-        "logging_steps": 50,
-        "save_strategy": "no",
-        "report_to": "none",
-        "label_column": "domain",
-        "expert_map": EXPERTS,
-    }
+        **SFT, "lr_scheduler_type": "linear", "use_cpu": not torch.cuda.is_available(), "save_strategy": "no",
+        "logging_steps": 50, "label_column": "domain", "expert_map": EXPERTS,
+    }  # fmt: skip
     args = MoESFTConfig(output_dir=folder, **{**settings, **own})
     return MoESFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
 
@@ -94,8 +61,7 @@ def measure(model: Any, tokenizer: Any, data: Dataset, folder: str) -> tuple[Rou
         for domain in DOMAINS:
             statistics.current = domain
             part = rows.select([i for i, label in enumerate(rows["domain"]) if label == domain])
-            loss_S1, count_S = example_losses(judge, part)
-            losses.append(float(loss_S1.sum() / count_S.sum()))
+            losses.append(loss_per_token(judge, part))
     for row in rows:
         ids, answer_T = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"]) != -100
         with torch.no_grad():
@@ -107,52 +73,74 @@ def measure(model: Any, tokenizer: Any, data: Dataset, folder: str) -> tuple[Rou
     return statistics, inside / answers, sum(losses) / len(losses)
 
 
+def study(
+    name: str, model: Any, rate: float, tokenizer: Any, data: tuple[Dataset, Dataset], figures: Path
+) -> list[str]:
+    """
+    Train `model` in both stages and, from the same start, without labels.
+
+    Args:
+        name: of the kind of model.
+        rate: learning rate of all but the routers.
+        data: training rows and held-out rows.
+        figures: how the figures' paths begin.
+
+    Returns:
+        rows of the table.
+    """
+    train, test = data
+    rows = []
+
+    def note(what: str, model: Any) -> RoutingStatistics:
+        statistics, answers, loss = measure(model, tokenizer, test, folder)
+        by_position = statistics.compliance().mean(0)
+        cells = [statistics.mean_compliance(), answers, float(by_position[0]), float(by_position[6])]
+        rows.append(f"| {name} | {what} | {' | '.join(f'{cell:.3f}' for cell in cells)} | {loss:.4f} |")
+        print(rows[-1], flush=True)
+        return statistics
+
+    with tempfile.TemporaryDirectory() as folder:
+        plain = copy.deepcopy(model)
+        note("before", model)
+        routing = {"training_stage": "routers", "learning_rate": 2e-2, "max_steps": ROUTER_STEPS}
+        trainer(model, tokenizer, train, folder, **routing).train()
+        statistics = note("routers trained", model)
+        plot_compliance(statistics.compliance(), f"{figures}_compliance.png")
+        plot_shares(statistics.shares(), f"{figures}_load.png", f"{name}: where each domain's tokens go")
+        tuning = {"learning_rate": rate, "max_steps": TUNING_STEPS}
+        trainer(model, tokenizer, train, folder, training_stage="rest", **tuning).train()
+        note("then the rest", model)
+        trainer(plain, tokenizer, train, folder, router_label_loss_coef=0.0, **tuning).train()
+        note("without labels", plain)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="trained when missing")
+    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="the base model; trained if missing")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     base = ensure_base(args.base, 0)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    train, test = (Dataset.from_list(rows) for rows in build(0, 600, 60))
+    train, test = build(0, 600, 60)
+    data = Dataset.from_list(train), Dataset.from_list(test)
     args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / "label_routing"
     lines = [
         "# Label-supervised routing, small",
         "",
-        f"Made by `python benchmarks/label_routing.py`: six experts, two to a domain; {ROUTER_STEPS} steps for routers "
-        f"alone, then {TUNING_STEPS} for the rest, of 8 examples. Compliance is the mean probability of a token's own "
-        "experts over layers, of held-out rows; answers are what the loss counts. Loss: held-out, mean of the domains. "
-        '"Without labels": the rest and the routers trained for as many steps, with the balancing loss.',
+        f"Made by `python -m benchmarks.label_routing`: six experts, two per domain; {ROUTER_STEPS} steps for the "
+        f"routers alone, then {TUNING_STEPS} for the rest, of 8 examples. Compliance is the mean probability of a "
+        "token's own experts over layers, of held-out rows; answers are the tokens that the loss counts. Loss: "
+        'held-out, mean of the domains. "Without labels": routers and the rest trained for as many steps, with the '
+        "balancing loss.",
         "",
         "| model | | compliance, all tokens | of answers | first token | tokens 64–127 | loss |",
         "|---|---|---|---|---|---|---|",
+        *study("MoE-LoRA adapter", adapter(base), 4e-3, tokenizer, data, Path(f"{stem}_adapter")),
+        *study("native Mixtral", mixtral(base, N), 1e-3, tokenizer, data, Path(f"{stem}_mixtral")),
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        for name, make, rate in (("MoE-LoRA adapter", adapter, 4e-3), ("native Mixtral", mixtral, 1e-3)):
-            model = make(base)
-            plain = copy.deepcopy(model)
-
-            def note(what: str, measured: Any, name: str = name) -> None:
-                statistics, answers, loss = measured
-                by_position = statistics.compliance().mean(0)
-                cells = [statistics.mean_compliance(), answers, float(by_position[0]), float(by_position[6])]
-                lines.append(f"| {name} | {what} | {' | '.join(f'{cell:.3f}' for cell in cells)} | {loss:.4f} |")
-                print(lines[-1], flush=True)
-
-            note("before", measure(model, tokenizer, test, folder))
-            routing = {"training_stage": "routers", "learning_rate": 2e-2, "max_steps": ROUTER_STEPS}
-            trainer(model, tokenizer, train, folder, **routing).train()
-            measured = measure(model, tokenizer, test, folder)
-            note("routers trained", measured)
-            stem = "label_routing_" + ("adapter" if make is adapter else "mixtral")
-            plot_compliance(measured[0].compliance(), args.out / f"{stem}_compliance.png")
-            plot_shares(measured[0].shares(), args.out / f"{stem}_load.png", f"{name}: where each domain's tokens go")
-            tuning = {"learning_rate": rate, "max_steps": TUNING_STEPS}
-            trainer(model, tokenizer, train, folder, training_stage="rest", **tuning).train()
-            note("then the rest", measure(model, tokenizer, test, folder))
-            trainer(plain, tokenizer, train, folder, router_label_loss_coef=0.0, **tuning).train()
-            note("without labels", measure(plain, tokenizer, test, folder))
-    (args.out / "label_routing.md").write_text("\n".join(lines) + "\n")
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

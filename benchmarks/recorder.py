@@ -1,21 +1,22 @@
 """
 What recording routing statistics adds to a training step.
 
-    python benchmarks/recorder.py --rounds 30
+    python -m benchmarks.recorder --rounds 30
 
-The models of `benchmarks/adapter.py` (mixing "output", 8 experts, batch 4×256), steps with the recorder and without
-taking turns; the median of the per-round ratios.
+The models of `benchmarks/adapter.py` (mixing "output", 8 experts, batch 4×256). Steps with and without the recorder are
+interleaved; a row gives the median of the per-round ratios.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 
 import torch
-from adapter import build, token_ids, train_step
 
 from moe_peft.analysis.record import TOKEN_CLASSES, record_routing
+
+from .adapter import build, token_ids, train_step
+from .timing import interleave, median_ratio
 
 
 def main() -> None:
@@ -23,24 +24,22 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 768])
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
-    ids = token_ids()
-    classes = torch.randint(len(TOKEN_CLASSES), (4096,), generator=torch.Generator().manual_seed(0))
     print("| hidden | step with the recorder, as a multiple of one without |\n|---|---|")
     for hidden in args.hidden:
-        model = build("output", hidden, 8, 4)
-        for _ in range(3):
-            train_step(model, ids)
-        ratios = []
-        for turn in range(args.rounds):
-            seconds = {}
-            for recorded in (True, False) if turn % 2 else (False, True):
-                if recorded:
-                    with record_routing(model, ["all"], {"all": [0, 1]}, classes):
-                        seconds[recorded] = train_step(model, ids)
-                else:
-                    seconds[recorded] = train_step(model, ids)
-            ratios.append(seconds[True] / seconds[False])
-        print(f"| {hidden} | {statistics.median(ratios):.3f} |", flush=True)
+        seconds = measure(hidden, args.rounds)
+        print(f"| {hidden} | {median_ratio(seconds['recorded'], seconds['plain']):.3f} |", flush=True)
+
+
+def measure(hidden: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of training steps, "plain" and "recorded"."""
+    model, ids = build("output", hidden, 8, 4), token_ids()
+    classes = torch.randint(len(TOKEN_CLASSES), (4096,), generator=torch.Generator().manual_seed(0))
+
+    def recorded() -> float:
+        with record_routing(model, ["all"], {"all": [0, 1]}, classes):
+            return train_step(model, ids)
+
+    return interleave({"plain": lambda: train_step(model, ids), "recorded": recorded}, rounds)
 
 
 if __name__ == "__main__":

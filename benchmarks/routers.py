@@ -1,44 +1,41 @@
 """
 Attention-initialised routers against random ones, and the other routers, after equal training.
 
-    python benchmarks/routers.py      # an hour on one core; writes benchmarks/results/routers.md
+    python -m benchmarks.routers    # an hour on one core; writes benchmarks/results/routers.md
 
-The demo's 1M-parameter base and its three domains become a MoE-LoRA adapter and a native Mixtral whose experts are
-copies of the base's FFN. Everything but the router is the same in a seed: data, their order, initial experts. The
+The toy base becomes a MoE-LoRA adapter and a native Mixtral whose experts are copies of the base's FFN, trained on the
+three toy domains. For a given seed everything but the router is the same: data, their order, initial experts. The
 learning rates are the demo's (adapter) and a quarter of it (all weights of the Mixtral), the same for all routers. Runs
-that `--runs` holds already are not repeated.
+whose results are in `--runs` are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from differences import paired_difference
-from label_routing import mixtral
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from examples.toy.base import ensure_base
+from examples.toy.domains import build
 from moe_peft import MoELoraConfig, init_attention_routers
 from moe_peft.analysis.record import record_routing
 from moe_peft.models.view import adapter_layers
 from moe_peft.routing.statistics import entropies, load_health
-from moe_peft.training.scoring import example_losses
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from domains import build
-from tiny_base import ensure_base
+from .differences import paired_difference
+from .runs import finished, slug
+from .toy_training import SFT, loss_per_token, mixtral
 
-N, K, STEPS, BATCH = 4, 2, 180, 8
+N, STEPS = 4, 180
 # Name → settings of the adapter, and whether values come from the base's attention.
 ADAPTERS: dict[str, tuple[dict[str, Any], bool]] = {
     "linear": ({}, False),
@@ -58,7 +55,7 @@ def make(base: Path, kind: str, router: str, batches: list[dict[str, torch.Tenso
         settings, from_attention = ADAPTERS[router]
         model = AutoModelForCausalLM.from_pretrained(base)
         set_seed(seed)
-        config = MoELoraConfig(num_experts=N, top_k=K, r=8, lora_alpha=16, task_type="CAUSAL_LM", **settings)
+        config = MoELoraConfig(num_experts=N, top_k=2, r=8, lora_alpha=16, task_type="CAUSAL_LM", **settings)
         model = get_peft_model(model, config)
         for i, layer in enumerate(adapter_layers(model)):  # the same experts, whatever the routers drew
             set_seed(1000 * seed + i)
@@ -76,10 +73,9 @@ def run(base: Path, kind: str, router: str, seed: int) -> dict[str, Any]:
     train, test = (Dataset.from_list(rows) for rows in build(seed, 240, 60))
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {
-            "per_device_train_batch_size": BATCH, "max_steps": STEPS, "lr_scheduler_type": "cosine",
-            "learning_rate": 4e-3 if kind == "adapter" else 1e-3, "assistant_only_loss": True, "max_length": 256,
-            "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
-            "router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.001, "seed": seed, "disable_tqdm": True,
+            **SFT, "max_steps": STEPS, "lr_scheduler_type": "cosine", "save_strategy": "no", "seed": seed,
+            "learning_rate": 4e-3 if kind == "adapter" else 1e-3,
+            "router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.001,
         }  # fmt: skip
         texts = [
             tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in train.select(range(0, 720, 9))
@@ -100,10 +96,10 @@ def run(base: Path, kind: str, router: str, seed: int) -> dict[str, Any]:
             model=model, args=trainer.args, train_dataset=test, processing_class=tokenizer
         ).train_dataset
         with record_routing(model) as statistics:
-            losses, counts = example_losses(trainer, test)
+            loss = loss_per_token(trainer, test)
     health = load_health(statistics.counts.sum(0), statistics.sizes)
     return {
-        "kind": kind, "router": router, "seed": seed, "loss": float(losses.sum() / counts.sum()),
+        "kind": kind, "router": router, "seed": seed, "loss": loss,
         "entropy_at_start": entropy, "load_cv": health.coefficient_of_variation,
     }  # fmt: skip
 
@@ -112,7 +108,7 @@ def report(runs: list[dict[str, Any]], seeds: int) -> str:
     lines = [
         "# Routers after equal training",
         "",
-        f"Made by `python benchmarks/routers.py`: {seeds} seeds, {N} experts, top {K}, {STEPS} steps of {BATCH} "
+        f"Made by `python -m benchmarks.routers`: {seeds} seeds, {N} experts, top 2, {STEPS} steps of 8 "
         "examples. Held-out loss (lower is better), mean of seeds, and its difference from the random linear one's, "
         "paired by seed, with a 95 % interval. Entropy at the start as a share of the greatest possible.",
         "",
@@ -126,7 +122,7 @@ def report(runs: list[dict[str, Any]], seeds: int) -> str:
             d = paired_difference(
                 [row["loss"] for row in rows], [table[kind, "linear", seed]["loss"] for seed in range(seeds)]
             )
-            compared = f"{d.mean:+.4f} | [{d.low:+.4f}, {d.high:+.4f}]" if router != "linear" else " | "
+            compared = " | ".join(d.cells()) if router != "linear" else " | "
             loss, entropy, cv = (
                 sum(row[key] for row in rows) / seeds for key in ("loss", "entropy_at_start", "load_cv")
             )
@@ -136,29 +132,19 @@ def report(runs: list[dict[str, Any]], seeds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="trained when missing")
+    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="the base model; trained if missing")
     parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--runs", type=Path, default=Path(".cache/routers.jsonl"), help="finished runs")
+    parser.add_argument("--runs", type=Path, default=Path(".cache/routers"), help="finished runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routers.md"))
     args = parser.parse_args()
     base = ensure_base(args.base, 0)
-    args.runs.parent.mkdir(parents=True, exist_ok=True)
-    args.runs.touch()
-    runs = [json.loads(line) for line in args.runs.read_text().splitlines()]
-    done = {(r["kind"], r["router"], r["seed"]) for r in runs}
+    args.runs.mkdir(parents=True, exist_ok=True)
     wanted = [("adapter", router) for router in ADAPTERS] + [("mixtral", router) for router in NATIVE]
-    for seed in range(args.seeds):
-        for kind, router in wanted:
-            if (kind, router, seed) in done:
-                continue
-            start = time.perf_counter()
-            result = run(base, kind, router, seed)
-            runs.append(result)
-            with args.runs.open("a") as file:
-                file.write(json.dumps(result) + "\n")
-            print(
-                f"{kind}, {router}, seed {seed}: {result['loss']:.4f} ({time.perf_counter() - start:.0f} s)", flush=True
-            )
+    runs = [
+        finished(args.runs / f"{kind}-{slug(router)}-{seed}.json", partial(run, base, kind, router, seed))
+        for seed in range(args.seeds)
+        for kind, router in wanted
+    ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(report(runs, args.seeds))
     print(args.out.read_text())

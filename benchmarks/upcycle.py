@@ -1,12 +1,12 @@
 """
-Upcycling's speed against `cp` and its peak memory against the model's size.
+Upcycling's speed relative to `cp`, and its peak memory relative to the model's size.
 
-    python benchmarks/upcycle.py      # five minutes and 15 GB of disk; writes benchmarks/results/upcycle.md
+    python -m benchmarks.upcycle    # 5 minutes and 15 GB of disk; writes benchmarks/results/upcycle.md
 
-Random bfloat16 Llamas (hidden 1024, FFN 2816) of several depths become Mixtrals of 4 experts. Time: of `upcycle`, as a
-multiple of `cp` of the folder that it wrote, on the same disk, both with the file system told to write everything out;
-interleaved, medians. Memory: the greatest resident memory of a process that does nothing else, mapped pages of files
-included, less what it had before the call.
+Random bfloat16 Llamas (hidden 1024, FFN 2816) of several depths become Mixtrals with 4 experts. Time: that of `upcycle`
+as a multiple of `cp` of its output, on the same disk, both until everything is written to disk; interleaved, medians.
+Memory: the peak of resident memory of a process that does nothing else, mapped pages of files included, less what it
+held before the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +27,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft.native import UpcycleConfig, upcycle
+
+from .processes import run_module
 
 HIDDEN, WIDTH, N = 1024, 2816, 4
 DEPTHS = (4, 12, 36)
@@ -43,7 +44,7 @@ def make(folder: Path, layers: int) -> None:
 
 
 def one(source: str, target: str, init: str) -> None:
-    """In a process of its own: seconds and bytes of memory, as JSON."""
+    """Upcycle, in a process of its own, and print seconds and bytes of memory as JSON."""
     process = psutil.Process()
     before = process.memory_info().rss
     most, done = before, threading.Event()
@@ -65,15 +66,14 @@ def one(source: str, target: str, init: str) -> None:
 
 
 def measure(root: Path, source: Path, init: str, rounds: int) -> tuple[float, float, int]:
-    """Median multiple of `cp`'s time, greatest memory in MiB, bytes of the output."""
+    """Median multiple of `cp`'s time, peak memory in MiB, bytes of the output."""
     ratios, memory, size = [], 0.0, 0
     for _ in range(rounds):
         target, copy = root / "moe", root / "copy"
         for folder in (target, copy):
             shutil.rmtree(folder, ignore_errors=True)
         os.sync()
-        command = [sys.executable, __file__, "--one", str(source), str(target), init]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        found = json.loads(run_module("benchmarks.upcycle", "--one", source, target, init))
         start = time.perf_counter()
         subprocess.run(["cp", "-r", str(target), str(copy)], check=True)
         os.sync()
@@ -86,7 +86,7 @@ def measure(root: Path, source: Path, init: str, rounds: int) -> tuple[float, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--dir", type=Path, help="where to write models; default: the folder for temporary files")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/upcycle.md"))
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -97,7 +97,7 @@ def main() -> None:
     lines = [
         "# Upcycling: speed and memory",
         "",
-        f"Made by `python benchmarks/upcycle.py`: bfloat16, {N} experts; one FFN has {ffn:.0f} MiB. Time is a "
+        f"Made by `python -m benchmarks.upcycle`: bfloat16, {N} experts; one FFN has {ffn:.0f} MiB. Time is a "
         "multiple of `cp` of the output.",
         "",
         "| init | layers | dense model, MiB | output, MiB | time | peak memory, MiB |",

@@ -1,69 +1,59 @@
 """
 What initial experts are worth, and UpIT for whole FFNs against its baselines, small.
 
-    python benchmarks/upcycle_study.py      # an hour and a half on one core; writes benchmarks/results/upcycle_study.*
+    python -m benchmarks.upcycle_study    # 90 minutes on one core; writes benchmarks/results/upcycle_study.*
 
-The demo's 1M-parameter dense base becomes a Mixtral of 4 experts, 2 per token, and is trained on the demo's three
-domains, all weights, 8 examples a step. Part "initial": upcycled by each method, then trained. Part "pipeline": the
-recipe `mode: ffn` with each of its methods, all with the same passes over the same examples. One learning rate for all.
-Runs that `--runs` holds already are not repeated; `--part` chooses some, so that two processes may share the work.
+The toy base, a dense model of 1M parameters, becomes a Mixtral with 4 experts, 2 per token. All its weights are trained
+on the three toy domains, 8 examples per step. Part "initial": upcycled by each method, then trained. Part "pipeline":
+the recipe `mode: ffn` with each of its methods, all with the same passes over the same examples. One learning rate for
+all. Runs whose results are in `--runs` are not repeated; `--part` runs one part only, so that two processes may share
+the work.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from datasets import Dataset
-from differences import paired_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
+from examples.toy.base import ensure_base
+from examples.toy.domains import build, write_jsonl
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training.resuming import ResumingTrainer
-from moe_peft.training.scoring import example_losses
 from moe_peft.upit import UpIT, recipe_from_dict
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from domains import build
-from tiny_base import ensure_base
+from .differences import paired_difference
+from .runs import finished, slug
+from .toy_training import SFT as TOY_SFT
+from .toy_training import loss_per_token
 
-N, BATCH, STEPS, RATE, WINDOW = 4, 8, 240, 1e-3, 40
+N, STEPS, RATE, WINDOW = 4, 240, 1e-3, 40
+SFT = {**TOY_SFT, "learning_rate": RATE, "lr_scheduler_type": "constant", "logging_steps": 10}
 INITIAL: dict[str, dict[str, Any]] = {
     "copy": {},
     "noise": {"init": "noise"},
     "random_noise": {"init": "random_noise"},
     **{f"drop, r = {r}": {"init": "drop", "drop_rate": r} for r in (0.1, 0.25, 0.5, 0.75, 1.0)},
 }
-ROUTER_INIT = {"seed_fraction": 0.05, "num_train_epochs": 2}
+ROUTER_INIT = {"router_init": {"seed_fraction": 0.05, "num_train_epochs": 2}}
 PIPELINE: dict[str, dict[str, Any]] = {
     "SFT (dense)": {"method": "sft"},
     "Upcycle-PT": {"method": "upcycle_pt"},
     "Upcycle-SFT": {"method": "upcycle_sft"},
     "Self-MoE": {"method": "self_moe"},
     "UpIT, no router initialisation": {"router_init": {"buckets": "none"}},
-    "UpIT": {"router_init": {"seed_fraction": 0.05, "num_train_epochs": 2}},
-    "UpIT, 2 → 4 experts": {
-        "router_init": {"seed_fraction": 0.05, "num_train_epochs": 2},
-        "prepare": {"num_experts": 2},
-    },
+    "UpIT": ROUTER_INIT,
+    "UpIT, 2 → 4 experts": {**ROUTER_INIT, "prepare": {"num_experts": 2}},
 }
-
-
-def arguments(folder: str, seed: int) -> dict[str, Any]:
-    return {
-        "output_dir": folder, "per_device_train_batch_size": BATCH, "learning_rate": RATE, "max_length": 256,
-        "lr_scheduler_type": "constant", "assistant_only_loss": True, "bf16": False, "use_cpu": True,
-        "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True, "logging_steps": 10,
-    }  # fmt: skip
 
 
 def initial(base: Path, method: str, seed: int) -> dict[str, Any]:
@@ -74,31 +64,24 @@ def initial(base: Path, method: str, seed: int) -> dict[str, Any]:
         config = UpcycleConfig(num_experts=N, top_k=2, seed=seed, **INITIAL[method])
         model = AutoModelForCausalLM.from_pretrained(upcycle(base, f"{folder}/moe", config))
         model.config.output_router_logits = True
-        args = SFTConfig(**arguments(folder, seed), seed=seed, max_steps=STEPS, save_strategy="no")
+        args = SFTConfig(output_dir=folder, **SFT, seed=seed, max_steps=STEPS, save_strategy="no")
         judge = ResumingTrainer(model=model, args=args, train_dataset=test, processing_class=tokenizer)
-        held_out = judge.train_dataset
-
-        def loss() -> float:
-            losses, counts = example_losses(judge, held_out)
-            return float(losses.sum() / counts.sum())
-
-        before = loss()
+        before = loss_per_token(judge, judge.train_dataset)
         trainer = ResumingTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
         trainer.train()
         curve = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-        return {"curve": curve, "before": before, "loss": loss()}
+        return {"curve": curve, "before": before, "loss": loss_per_token(judge, judge.train_dataset)}
 
 
 def pipeline(base: Path, method: str, seed: int) -> dict[str, Any]:
     """A recipe's run: its held-out loss."""
     with tempfile.TemporaryDirectory() as folder:
         for name, rows in zip(("train", "test"), build(seed, 240, 60), strict=True):
-            Path(folder, f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        sft = {key: value for key, value in arguments(folder, seed).items() if key != "output_dir"}
+            write_jsonl(Path(folder, f"{name}.jsonl"), rows)
         recipe = {
             "mode": "ffn", "output_dir": f"{folder}/out", "model": {"name_or_path": str(base)}, "seed": seed,
             "data": {"train": f"{folder}/train.jsonl", "eval": f"{folder}/test.jsonl", "label_column": "domain"},
-            "num_experts": N, "num_train_epochs": 2, "sft": {**sft, "save_steps": 10_000}, "moe": {"top_k": 2},
+            "num_experts": N, "num_train_epochs": 2, "sft": {**SFT, "save_steps": 10_000}, "moe": {"top_k": 2},
         }  # fmt: skip
         run = UpIT(recipe_from_dict({**recipe, **PIPELINE[method]}))
         run.run()
@@ -113,8 +96,7 @@ def wanted(parts: list[str], seeds: list[int]) -> Iterator[tuple[str, str, int]]
 
 
 def difference(values: list[float], others: list[float]) -> str:
-    d = paired_difference(values, others)
-    return f"{d.mean:+.4f} | [{d.low:+.4f}, {d.high:+.4f}]"
+    return " | ".join(paired_difference(values, others).cells())
 
 
 def report(runs: dict[tuple[str, str, int], dict[str, Any]], seeds: int, out: Path) -> None:
@@ -128,7 +110,7 @@ def report(runs: dict[tuple[str, str, int], dict[str, Any]], seeds: int, out: Pa
     lines = [
         "# Initial experts, and UpIT for whole FFNs",
         "",
-        f"Made by `python benchmarks/upcycle_study.py`: a 1M-parameter Llama to a Mixtral of {N} experts, {seeds} "
+        f"Made by `python -m benchmarks.upcycle_study`: a 1M-parameter Llama becomes a Mixtral of {N} experts, {seeds} "
         "seeds. Losses are means over seeds; differences are paired by seed, with 95 % intervals.",
         "",
         f"## Initial experts: training loss by steps (all weights, rate {RATE:g}), and held-out loss",
@@ -169,9 +151,9 @@ def report(runs: dict[tuple[str, str, int], dict[str, Any]], seeds: int, out: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="trained when missing")
+    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="the base model; trained if missing")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--part", choices=("initial", "pipeline"), help="only this one; no report")
+    parser.add_argument("--part", choices=("initial", "pipeline"), help="run only this part; write no report")
     parser.add_argument("--runs", type=Path, default=Path(".cache/upcycle-study"), help="finished runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/upcycle_study.md"))
     args = parser.parse_args()
@@ -180,15 +162,8 @@ def main() -> None:
     runs = {}
     parts = [args.part] if args.part else ["initial", "pipeline"]
     for part, method, seed in wanted(parts, list(range(args.seeds))):
-        path = args.runs / f"{part}-{method.replace(' ', '_').replace('→', 'to')}-{seed}.json"
-        if not path.is_file():
-            start = time.perf_counter()
-            result = (initial if part == "initial" else pipeline)(base, method, seed)
-            path.write_text(json.dumps(result))
-            print(
-                f"{part}, {method}, seed {seed}: {result['loss']:.4f} ({time.perf_counter() - start:.0f} s)", flush=True
-            )
-        runs[part, method, seed] = json.loads(path.read_text())
+        run = partial(initial if part == "initial" else pipeline, base, method, seed)
+        runs[part, method, seed] = finished(args.runs / f"{part}-{slug(method)}-{seed}.json", run)
     if args.part is None:
         report(runs, args.seeds, args.out)
 

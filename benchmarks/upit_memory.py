@@ -1,23 +1,19 @@
 """
-Peak memory of UpIT's expansion and router initialisation over the number of experts, one process per measurement.
+Peak memory of UpIT's expansion and router initialisation by number of experts, one process per measurement.
 
-    python benchmarks/upit_memory.py        # writes benchmarks/results/upit_memory.md
+    python -m benchmarks.upit_memory    # writes benchmarks/results/upit_memory.md
 
 A Llama-shaped base of random weights in fp32 (hidden 768, 8 layers, vocabulary 8192), experts of rank 8 on all FFN
-projections, 32 seed examples of 64 tokens, 8 rows a step. A row is the growth of the process's peak over what it held
-before, and what as many copies of the base would take.
+projections, 32 seed examples of 64 tokens, 8 rows per step. A row gives the growth of the process's peak over what it
+held before, and the memory that as many copies of the base would take.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import psutil
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -27,6 +23,8 @@ from trl import SFTConfig
 
 from moe_peft import lora_to_moe
 from moe_peft.upit import expand_experts, init_router
+
+from .processes import peak_growth, run_module
 
 EXPERTS = (2, 4, 8, 16, 32)
 FFN = ["gate_proj", "up_proj", "down_proj"]
@@ -47,14 +45,8 @@ def base() -> LlamaForCausalLM:
     )
 
 
-def growth(action) -> int:
-    before = psutil.Process().memory_info().rss
-    action()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-
-
 def measure(stage: str, n: int, folder: Path) -> int:
-    """Bytes by which the peak grows; what is prepared here is freed, or held already, before it is measured."""
+    """Bytes by which a stage raises the peak; for "parents", which makes two experts, the size of the base."""
     parents = [folder / "parent-0", folder / "parent-1"]
     if stage == "parents":
         for i, parent in enumerate(parents):
@@ -64,7 +56,7 @@ def measure(stage: str, n: int, folder: Path) -> int:
             get_peft_model(model, config).save_pretrained(parent)
         return sum(p.numel() * p.element_size() for p in base().parameters())
     if stage == "expansion":
-        return growth(lambda: expand_experts(parents, output_dir=folder / f"expanded-{n}", num_experts=n))
+        return peak_growth(lambda: expand_experts(parents, output_dir=folder / f"expanded-{n}", num_experts=n))
     experts = [parents[i % 2] for i in range(n)]
     vocabulary = {f"w{i}": i for i in range(8192)}
     tokenizer = PreTrainedTokenizerFast(
@@ -87,12 +79,11 @@ def measure(stage: str, n: int, folder: Path) -> int:
         moe = lora_to_moe(model, experts, task_type="CAUSAL_LM")
         init_router(moe, Dataset.from_dict({"input_ids": ids, "labels": ids}), args, tokenizer)
 
-    return growth(run)
+    return peak_growth(run)
 
 
 def spawn(stage: str, n: int, folder: str) -> int:
-    command = [sys.executable, __file__, "--measure", stage, str(n), folder]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return int(run_module("benchmarks.upit_memory", "--measure", stage, n, folder))
 
 
 def main() -> None:
@@ -105,12 +96,12 @@ def main() -> None:
         print(measure(stage, int(n), Path(folder)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own: a child's peak begins with what its parent holds.
+        # In its own process too: a child's peak begins with what its parent holds.
         size = spawn("parents", 0, folder) / MIB
         lines = [
             "# Peak memory of UpIT's stages",
             "",
-            f"Made by `python benchmarks/upit_memory.py`. One base: {size:.0f} MiB. Growth in MiB.",
+            f"Made by `python -m benchmarks.upit_memory`. One base: {size:.0f} MiB. Growth in MiB.",
             "",
             "| experts | expansion (2 → n) | router initialisation (base not counted) | n copies of the base |",
             "|---|---|---|---|",

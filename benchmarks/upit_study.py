@@ -1,18 +1,19 @@
 """
 UpIT against its baselines and its own variants, small: a 1M-parameter base, three domains, equal data for every method.
 
-    python benchmarks/upit_study.py run --workers 2     # about two hours on 2 cores; run it again to go on
-    python benchmarks/upit_study.py report              # writes benchmarks/results/upit_study.md
+    python -m benchmarks.upit_study run --workers 2    # two hours on 2 cores; run it again to continue
+    python -m benchmarks.upit_study report             # writes benchmarks/results/upit_study.md
 
 Fixed before the first run:
-- Every method sees the same stream of examples: 2 passes over 720 (240 a domain). Halves are trained like UpIT's stages
-  1 and 4: the first with a constant rate, the second with one that falls to zero. What router initialisation trains on
-  (36 seed examples, 4 passes) is taken from the end of the second half.
-- 5 seeds (data, order, initial values), two replicates of the second half each (another order and routers), averaged.
+- Every method sees the same stream of examples: 2 passes over 720 (240 per domain). Halves are trained like UpIT's
+  stages 1 and 4: the first at a constant rate, the second at a rate that falls to zero. The examples of router
+  initialisation (36 seed examples, 4 passes) are taken from the end of the second half.
+- 5 seeds (data, order, initial values), with two replicates of the second half each (another order and other routers),
+  averaged.
 - Two orders of the first half: "iid", and "blocks", one domain after the other.
 - Learning rates are tuned for each method on another seed (order iid): the best of 2e-3, 4e-3, 8e-3. (The rates of the
-  methods with buckets were chosen while a mistake, since mended, left their second half without the balancing loss.)
-- Outcome: held-out loss per answer token (60 examples a domain), the mean over domains.
+  methods with buckets were chosen while a bug, since fixed, left their second half without the balancing loss.)
+- Outcome: held-out loss per answer token (60 examples per domain), the mean over domains.
 - Primary contrasts: UpIT against LoRAMoE-SFT, against no router initialisation, against random buckets; averages over
   both orders, paired by seed, 95 % t intervals. Smallest difference of interest: 0.01.
 """
@@ -20,7 +21,6 @@ Fixed before the first run:
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import subprocess
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +39,36 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
 
+from examples.toy.base import ensure_base
+from examples.toy.domains import DOMAINS, build
 from moe_peft import MoELoraConfig, lora_to_moe
 from moe_peft.training.data import in_blocks
 from moe_peft.training.scoring import example_losses
 from moe_peft.upit import expand_experts, init_router, post_train, prepare_experts
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from domains import DOMAINS, build
-from tiny_base import ensure_base
+from .runs import finished, read, slug
+from .toy_training import SFT
+from .upit_report import Plan, report
 
 SEEDS, REPLICATES, ORDERS = (0, 1, 2, 3, 4), (0, 1), ("iid", "blocks")
 TUNING_SEED, RATES = 100, (2e-3, 4e-3, 8e-3)
-PER_DOMAIN, HELD_OUT, BATCH, PASSES = 240, 60, 8, 1  # passes of each half
+PER_DOMAIN, HELD_OUT, PASSES = 240, 60, 1  # passes of each half
 SEED_EXAMPLES, SEED_PASSES = 36, 4
 N, K, R = 8, 2, 8
 FFN = ["gate_proj", "up_proj", "down_proj"]
-INTEREST = 0.01
 
 
 @dataclass(frozen=True)
 class Method:
-    """How the first half's result becomes the model of the second half."""
+    """How the result of the first half becomes the model of the second half."""
 
     first: str = "lora"  # what the first half trains: "lora", "lora_wide" or "moe"
-    experts: str = "checkpoints"  # "checkpoints", "copies", "genetic" or "random" (4 → 8), or "" (go on as it is)
+    experts: str = "checkpoints"  # "checkpoints", "copies", "genetic" or "random" (4 → 8), or "" (keep the model)
     buckets: str | None = None
     objective: str = "positive"
     train_experts: bool = True
-    shorter: bool = False  # whether the second half lacks what router initialisation would train on
-    rate: float | None = None  # given, not tuned
+    shorter: bool = False  # whether the second half leaves out what router initialisation would train on
+    rate: float | None = None  # fixed; None: tuned
 
 
 UPIT = Method(buckets="perplexity")
@@ -86,16 +88,29 @@ METHODS = {
     "one-vs-rest": Method(buckets="perplexity", objective="one_vs_rest"),
     "softmax": Method(buckets="perplexity", objective="softmax"),
 }
-# Added after the results of the others were seen, to take two differences apart from what causes them.
+# Added after the other results were seen, to find the causes of two differences.
 POST_HOC = {
     "no router initialisation, shorter": Method(shorter=True, rate=4e-3),
     "random buckets, UpIT's rate": Method(buckets="random", rate=4e-3),
 }
-PRIMARY = ("LoRAMoE-SFT", "no router initialisation", "random buckets")
+SHORTER, SAME_RATE = POST_HOC
+PLAN = Plan(
+    domains=tuple(DOMAINS),
+    seeds=SEEDS,
+    orders=ORDERS,
+    replicates=len(REPLICATES),
+    methods=tuple(METHODS),
+    added={name: method.rate for name, method in POST_HOC.items() if method.rate is not None},
+    reference="LoRAMoE-SFT",
+    subject="UpIT",
+    primary=("LoRAMoE-SFT", "no router initialisation", "random buckets"),
+    post_hoc=(("UpIT", SHORTER), (SHORTER, "no router initialisation"), ("UpIT", SAME_RATE)),
+    interest=0.01,
+)
 
 
 class Experiment:
-    """All runs of one seed and order; first halves are shared by the methods that begin alike."""
+    """All runs of one seed and order; methods that begin alike share their first half."""
 
     def __init__(self, base: Path, seed: int, order: str, folder: Path) -> None:
         self.base, self.seed, self.order, self.folder = base, seed, order, folder
@@ -110,20 +125,10 @@ class Experiment:
     def args(self, name: str, **own: Any) -> SFTConfig:
         folder = Path(tempfile.mkdtemp(dir=self.folder, prefix="state-"))
         settings = {
-            "per_device_train_batch_size": BATCH,
-            "assistant_only_loss": True,
-            "max_length": 256,
-            "bf16": False,
-            "use_cpu": True,
-            "gradient_checkpointing": False,
-            "logging_steps": 1000,
-            "save_steps": 100_000,
-            "report_to": "none",
-            "disable_tqdm": True,
+            **SFT, "logging_steps": 1000, "save_steps": 100_000, "save_strategy": "no", "num_train_epochs": 1,
             "train_sampling_strategy": "sequential",
-            "num_train_epochs": 1,
-        }
-        return SFTConfig(output_dir=str(folder / name), save_strategy="no", **{**settings, **own})
+        }  # fmt: skip
+        return SFTConfig(output_dir=str(folder / name), **{**settings, **own})
 
     def _tokenized(self, rows: Dataset) -> Dataset:
         trainer = SFTTrainer(
@@ -144,20 +149,20 @@ class Experiment:
         done = self.folder / f"{kind}-{rate:g}"
         if done.exists():
             return done
-        partial = Path(tempfile.mkdtemp(dir=self.folder))
+        unfinished = Path(tempfile.mkdtemp(dir=self.folder))
         args = self.args("first", learning_rate=rate, lr_scheduler_type="constant", seed=self.seed)
         if kind == "moe":
             set_seed(self.seed)
             config = MoELoraConfig(num_experts=N, top_k=K, r=R, lora_alpha=2 * R, task_type="CAUSAL_LM")
             model = get_peft_model(self.model(), config)
-            post_train(model, self.stream(0), args, self.tokenizer, output_dir=partial / "experts" / "0")
+            post_train(model, self.stream(0), args, self.tokenizer, output_dir=unfinished / "experts" / "0")
         else:
             r = R if kind == "lora" else K * R
             config = LoraConfig(r=r, lora_alpha=2 * r, target_modules=FFN, task_type="CAUSAL_LM")
             prepare_experts(
-                self.model(), self.stream(0), args, config, self.tokenizer, output_dir=partial, num_experts=N
+                self.model(), self.stream(0), args, config, self.tokenizer, output_dir=unfinished, num_experts=N
             )
-        partial.rename(done)
+        unfinished.rename(done)
         return done
 
     def second_half(self, method: Method, rate: float, first_rate: float, replicate: int) -> dict[str, float]:
@@ -196,6 +201,12 @@ class Experiment:
         post_train(model, stream, args, self.tokenizer, output_dir=Path(args.output_dir) / "adapter")
         return self.losses(model)
 
+    def run(self, name: str, method: Method, rates: dict[str, float], replicate: int) -> dict[str, Any]:
+        """A run's record: what it was, and its held-out losses."""
+        rate = method.rate or rates[name]
+        losses = self.second_half(method, rate, first_rate(method, rate, rates), replicate)
+        return {"order": self.order, "seed": self.seed, "method": name, "replicate": replicate, "loss": losses}
+
     def experts(self, method: Method, first: Path) -> list[Path]:
         folders = [first / "experts" / str(i) for i in range(N)]
         if method.experts == "copies":
@@ -223,7 +234,7 @@ class Experiment:
 
 
 def work(out: Path, base: Path, worker: int, workers: int) -> None:
-    """One worker's share. Every result is a file of its own, so that any run goes on where the last one stopped."""
+    """One worker's share of the runs."""
     torch.set_num_threads(1)
     disable_progress_bars()
     transformers_logging.set_verbosity_error()
@@ -234,20 +245,17 @@ def work(out: Path, base: Path, worker: int, workers: int) -> None:
     rates = tune(out, base, worker, workers)
     pairs = [(order, seed, methods) for methods in (METHODS, POST_HOC) for seed in SEEDS for order in ORDERS]
     for order, seed, methods in pairs[worker::workers]:
-        jobs = [(name, replicate) for replicate in REPLICATES for name in methods]
-        missing = [job for job in jobs if not result_path(results, order, seed, *job).exists()]
-        if not missing:
+        jobs = {
+            results / f"{order}-{seed}-{slug(name)}-{replicate}.json": (name, replicate)
+            for replicate in REPLICATES
+            for name in methods
+        }
+        if all(path.exists() for path in jobs):
             continue
         with tempfile.TemporaryDirectory() as folder:
             experiment = Experiment(base, seed, order, Path(folder))
-            for name, replicate in missing:
-                start = time.perf_counter()
-                rate = methods[name].rate or rates[name]
-                losses = experiment.second_half(methods[name], rate, first_rate(methods[name], rate, rates), replicate)
-                record = {"order": order, "seed": seed, "method": name, "replicate": replicate, "loss": losses}
-                write(result_path(results, order, seed, name, replicate), record)
-                print(f"{time.strftime('%H:%M:%S')} {order} {seed} {name} {replicate}: {losses['mean']:.4f}", end=" ")
-                print(f"({time.perf_counter() - start:.0f} s)", flush=True)
+            for path, (name, replicate) in jobs.items():
+                finished(path, partial(experiment.run, name, methods[name], rates, replicate))
 
 
 def first_rate(method: Method, rate: float, rates: dict[str, float]) -> float:
@@ -256,75 +264,59 @@ def first_rate(method: Method, rate: float, rates: dict[str, float]) -> float:
 
 
 def tune(out: Path, base: Path, worker: int, workers: int) -> dict[str, float]:
-    """Each method's best rate on the tuning seed. LoRA comes first: others begin with its checkpoints."""
+    """Each method's best rate on the tuning seed. LoRA comes first: other methods begin with its checkpoints."""
     folder = out / "tuning"
     folder.mkdir(parents=True, exist_ok=True)
-    names = list(METHODS)
-    own_first = [name for name in names if METHODS[name].experts == ""]
+    own_first = [name for name in METHODS if METHODS[name].experts == ""]
+
+    def path(name: str, rate: float) -> Path:
+        return folder / f"{slug(name)}-{rate:g}.json"
+
     with tempfile.TemporaryDirectory() as temporary:
-        experiment: Experiment | None = None
+
+        @cache
+        def experiment() -> Experiment:
+            return Experiment(base, TUNING_SEED, "iid", Path(temporary))
+
+        def run(name: str, rate: float) -> dict[str, Any]:
+            losses = experiment().second_half(METHODS[name], rate, first_rate(METHODS[name], rate, best), 0)
+            return {"method": name, "rate": rate, "loss": losses}
+
         best: dict[str, float] = {}
-        for group in (own_first, [name for name in names if name not in own_first]):
+        for group in (own_first, [name for name in METHODS if name not in own_first]):
             jobs = [(name, rate) for name in group for rate in RATES]
             for name, rate in jobs[worker::workers]:
-                path = folder / f"{slug(name)}-{rate:g}.json"
-                if path.exists():
-                    continue
-                experiment = experiment or Experiment(base, TUNING_SEED, "iid", Path(temporary))
-                first = rate if name in own_first else best["LoRA, rank r"]
-                losses = experiment.second_half(METHODS[name], rate, first, 0)
-                write(path, {"method": name, "rate": rate, "loss": losses})
-                print(f"{time.strftime('%H:%M:%S')} tuning {name} {rate:g}: {losses['mean']:.4f}", flush=True)
-            while not all((folder / f"{slug(name)}-{rate:g}.json").exists() for name, rate in jobs):
-                time.sleep(2)  # another worker's
+                finished(path(name, rate), partial(run, name, rate))
+            while not all(path(*job).exists() for job in jobs):
+                time.sleep(2)  # another worker makes it
             for name in group:
-                best[name] = min(RATES, key=lambda rate: read(folder / f"{slug(name)}-{rate:g}.json")["loss"]["mean"])
+                best[name] = min(RATES, key=lambda rate: read(path(name, rate))["loss"]["mean"])
     return best
-
-
-def slug(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name)
-
-
-def result_path(results: Path, order: str, seed: int, name: str, replicate: int) -> Path:
-    return results / f"{order}-{seed}-{slug(name)}-{replicate}.json"
-
-
-def write(path: Path, value: Any) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value))
-    partial.replace(path)
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "report"])
     parser.add_argument("--out", type=Path, default=Path(".cache/upit-study"))
-    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="trained when missing")
+    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="the base model; trained if missing")
     parser.add_argument("--table", type=Path, default=Path("benchmarks/results/upit_study.md"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    from upit_report import report  # it reads this module
-
     if args.command == "report":
-        report(args.out, args.table)
+        report(PLAN, args.out, args.table)
     elif args.worker is not None:
         work(args.out, args.base, args.worker, args.workers)
     else:
         ensure_base(args.base, 0)
-        command = [sys.executable, __file__, "run", "--out", str(args.out), "--base", str(args.base)]
-        command += ["--workers", str(args.workers), "--worker"]
+        command = [sys.executable, "-m", "benchmarks.upit_study", "run", "--workers", str(args.workers)]
+        command += ["--out", str(args.out), "--base", str(args.base), "--worker"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         processes = [subprocess.Popen([*command, str(i)], env=environment) for i in range(args.workers)]
         codes = [process.wait() for process in processes]
         if any(codes):
             sys.exit(f"a worker failed: {codes}")
-        report(args.out, args.table)
+        report(PLAN, args.out, args.table)
 
 
 if __name__ == "__main__":

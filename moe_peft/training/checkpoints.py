@@ -18,6 +18,8 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
+from .progress import show_progress
+
 _WHOLE = "whole"  # a file that says that the checkpoint beside it was written to the end
 _NOT_MODEL = (
     _WHOLE, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
@@ -100,6 +102,7 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     latest = max(before, default=0)
     if latest < steps:
         trainer.add_callback(_Checkpoints(keep))
+        show_progress(trainer)
         trainer.train(resume_from_checkpoint=str(before[latest]) if latest else None)
     else:
         if isinstance(trainer.model, PeftModel):

@@ -1,10 +1,11 @@
-"""Train a small Llama-architecture base model, on the CPU, for the demo to adapt.
+"""
+A small base model of the Llama architecture, trained on the CPU for the demo and the benchmarks to adapt.
 
-    python examples/tiny_base.py --out .cache/base --seed 0
+    python -m examples.toy.base --out .cache/base --seed 0
 
-It reads the standard library's source, the language reference and plain sums as running text - the training
-side of `domains.py`, never a test item - so that, like any base model, it has met the material but not the
-instruction format. The result is an ordinary model folder.
+It is trained on the standard library's source, the language reference and plain sums as running text: the training side
+of `domains.py`, never a test item. So, like any base model, it knows the material but not the instruction format. The
+result is an ordinary model folder.
 """
 
 import argparse
@@ -16,7 +17,6 @@ from itertools import chain, cycle
 from pathlib import Path
 
 from datasets import Dataset
-from domains import is_held_out, operands, package, reference_topics, stdlib_modules
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -28,12 +28,16 @@ from transformers import (
     set_seed,
 )
 
+from moe_peft.training.progress import show_progress
+
+from .domains import is_held_out, operands, package, reference_topics, stdlib_modules
+
 CONTEXT = 256  # tokens of running text per training row
 PAD, END = "<|pad|>", "<|end|>"
-# Roles are spelled in ordinary text: fine-tuning leaves the embeddings frozen, so a role token that the base
-# never met would stay noise. They end in a newline because, unlike a space, it never merges with the word
-# after it: the answer's first token is then the same in training as after the generation prompt. END is in
-# the generation block because stopping is part of the answer.
+# Roles are ordinary text: fine-tuning leaves the embeddings frozen, so a special token that the base model never saw
+# would stay noise. They end in a newline because, unlike a space, a newline never merges with the word after it: the
+# answer's first token is then the same in training as after the generation prompt. END is in the generation block
+# because stopping is part of the answer.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize + ':\n' }}"
@@ -47,7 +51,7 @@ CHAT_TEMPLATE = (
 
 
 def sums(rng: random.Random) -> Iterator[str]:
-    """An endless supply of short lists of sums, in words and in figures, without working."""
+    """Short lists of sums, in words and in figures, without intermediate steps; endless."""
     while True:
         lines: list[str] = []
         while len(lines) < 8:
@@ -61,7 +65,7 @@ def sums(rng: random.Random) -> Iterator[str]:
 
 
 def take(texts: Iterable[str], chars: int) -> Iterator[str]:
-    """The first texts that together reach a number of characters."""
+    """As many of the first texts as it takes to reach a number of characters."""
     for text in texts:
         if chars <= 0:
             return
@@ -83,14 +87,16 @@ def corpus(rng: random.Random, chars: int) -> list[str]:
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; digits stay single, so that sums can be worked out column by column."""
+    """Byte-level BPE; every digit is a token, so that sums can be worked out column by column."""
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet, special = words.alphabet(), [PAD, END]
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(documents, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
     fast.chat_template = CHAT_TEMPLATE
@@ -100,11 +106,22 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
 def ensure_base(
     path: Path, seed: int, hidden: int = 128, layers: int = 4, vocab_size: int = 2048, chars: int = 5_000_000
 ) -> Path:
-    """Return the model folder `path`, training the model first if it is not there yet."""
+    """
+    Return the model folder `path`; if there is none yet, train the model first, with a progress bar.
+
+    Args:
+        path: of the model folder.
+        seed: of the data's order and the initial weights.
+        hidden, layers, vocab_size: size of the model.
+        chars: characters of training text.
+
+    Raises:
+        FileExistsError: `path` exists but is no model folder.
+    """
     if (path / "config.json").is_file():
         return path
     if path.exists():
-        raise FileExistsError(f"{path} exists but is not a model folder")
+        raise FileExistsError(f"{path}: exists but is not a model folder; remove it or name another")
     documents = corpus(random.Random(seed), chars)
     tokenizer = train_tokenizer(documents, vocab_size)
     ids = list(chain.from_iterable(tokenizer([text + END for text in documents])["input_ids"]))
@@ -119,19 +136,21 @@ def ensure_base(
         num_attention_heads=4,
         max_position_embeddings=2 * CONTEXT,
         tie_word_embeddings=True,
-        # The default is made for widths of thousands; at this one the model would learn far more slowly.
+        # The default suits widths of thousands; at this width the model would learn far more slowly.
         initializer_range=hidden**-0.5,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # Written under a temporary name and renamed when whole: an interrupted run leaves no broken cache.
+    # Written under a temporary name and renamed when complete: an interrupted run leaves no broken model folder.
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     args = TrainingArguments(
         output_dir=str(partial),
+        run_name="base model",
+        disable_tqdm=False,
         num_train_epochs=1,
-        per_device_train_batch_size=4,  # many small steps: time, not memory, is what runs out here
+        per_device_train_batch_size=4,  # many small steps: the limit here is time, not memory
         learning_rate=3e-3,
         lr_scheduler_type="cosine",
         warmup_steps=0.05,
@@ -143,7 +162,9 @@ def ensure_base(
     )
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
     model = LlamaForCausalLM(config)
-    Trainer(model, args, default_data_collator, dataset).train()
+    trainer = Trainer(model, args, default_data_collator, dataset)
+    show_progress(trainer)
+    trainer.train()
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(path)
@@ -151,7 +172,7 @@ def ensure_base(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo's base model.")
+    parser = argparse.ArgumentParser(description="Train the toy base model.")
     parser.add_argument("--out", type=Path, default=Path(".cache/base"), help="model folder to make")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,14 +1,15 @@
-"""Make a three-domain instruction set (code, prose, arithmetic) out of the running interpreter's own library.
+"""
+A three-domain instruction set (code, prose, arithmetic), made from the running interpreter's own library.
 
-    python examples/domains.py --out .cache/domains --train 400 --test 60 --seed 0
+    python -m examples.toy.domains --out .cache/domains --train 400 --test 60 --seed 0
 
-writes `train.jsonl` and `test.jsonl`: conversational rows, `{"messages": [user, assistant], "domain": ...}`,
-so many per domain. Nothing is downloaded: the code is the Python standard library, the prose is the language
-reference behind `help()`, the sums are generated.
+writes `train.jsonl` and `test.jsonl`: conversational rows, `{"messages": [user, assistant], "domain": ...}`, with the
+same number of rows per domain. Nothing is downloaded: the code is the Python standard library, the prose is the
+language reference behind `help()`, the sums are generated.
 
-Every item has a source - a package of the library, a topic of the reference, a pair of operands - and
-`is_held_out` puts each source, whole, on one side of the split. The split does not depend on the seed, so a
-base model trained on the other side, with any seed, has not seen a test item.
+Every item has a source: a package of the library, a topic of the reference or a pair of operands. `is_held_out` puts
+each source, whole, on one side of the split. The split does not depend on the seed, so a base model trained on the
+training side, with any seed, has not seen a test item.
 """
 
 import argparse
@@ -26,8 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Not the library proper: tests, installed packages, generated tables, and interface code, whose bulk would
-# crowd out the rest.
+# Tests, installed packages and generated tables are not the library proper; the bulk of the interface code would crowd
+# out the rest.
 SKIPPED = {"test", "tests", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3"}
 SKIPPED |= {"idlelib", "tkinter", "turtledemo"}
 # Long enough to show a domain's style, short enough to train on in seconds.
@@ -63,10 +64,11 @@ def package(path: Path) -> str:
 
 @functools.cache
 def reference_topics() -> dict[str, list[str]]:
-    """The language reference: title -> blocks of text.
+    """
+    The language reference: title -> blocks of text.
 
-    Composite topics repeat smaller ones in full, so a block belongs to the shortest topic that has it and to
-    no other; otherwise the text of a held-out topic would come back in a training one.
+    Composite topics repeat smaller ones in full, so a block belongs only to the shortest topic that contains it;
+    otherwise the text of a held-out topic would reappear in a training topic.
     """
     from pydoc_data.topics import topics
 
@@ -90,10 +92,10 @@ def one_line(text: str) -> str:
 
 
 def code_items() -> Iterator[Item]:
-    """Functions and methods without docstrings, decorators and comments; the docstring's first line asks."""
+    """Functions and methods without docstrings, decorators and comments; the docstring's first line is the question."""
     for path, text in stdlib_modules().items():
         for node in ast.walk(ast.parse(text)):
-            # Past 40 lines an answer is too long whatever its docstring, and writing it out is the slow part.
+            # More than 40 lines make too long an answer whatever the docstring, and unparsing is the slow part.
             if not isinstance(node, ast.FunctionDef) or (node.end_lineno or 0) - node.lineno > 40:
                 continue
             summary = (ast.get_docstring(node) or "").strip().partition("\n")[0]
@@ -106,8 +108,8 @@ def code_items() -> Iterator[Item]:
 
 
 def prose_items() -> Iterator[Item]:
-    """Passages of the reference to continue, from a paragraph's opening sentence or, where it has just one,
-    from the paragraph before."""
+    """Passages of the reference to continue: given a paragraph's first sentence or, if it has only one, the paragraph
+    before it."""
     for title, blocks in reference_topics().items():
         previous = ""
         for text in map(one_line, blocks):
@@ -123,7 +125,7 @@ def prose_items() -> Iterator[Item]:
 
 
 def arithmetic_items() -> Iterator[Item]:
-    """Sums with their working as done by hand: by columns, or by partial products."""
+    """Sums worked out as by hand: by columns, or by partial products."""
 
     def item(a: int, sign: str, b: int, steps: str, result: int) -> Item:
         ask = ("What is {}?", "Work out {} step by step.", "Please compute {}.")[(a + b) % 3]
@@ -151,8 +153,10 @@ DOMAINS = {"code": code_items, "prose": prose_items, "arithmetic": arithmetic_it
 
 @functools.cache
 def pool(domain: str) -> list[Item]:
-    """A domain's usable items: of fitting length, each answer once, and none that two sources share: a
-    function copied from one package into another could otherwise sit on both sides of the split."""
+    """
+    A domain's usable items: of a suitable length, each answer once, and no answer that two sources share, since a
+    function copied from one package into another could otherwise be on both sides of the split.
+    """
     by_answer: dict[str, list[Item]] = defaultdict(list)
     for item in DOMAINS[domain]():
         if len(item.question) in QUESTION_CHARS and len(item.answer) in ANSWER_CHARS:
@@ -176,7 +180,9 @@ def build(seed: int, per_domain_train: int, per_domain_test: int) -> tuple[list[
             items = [item for item in pool(domain) if is_held_out(item.source) is held_out]
             if len(items) < wanted:
                 side = "held-out" if held_out else "training"
-                raise ValueError(f"{wanted} {side} items of {domain} wanted, this Python yields {len(items)}")
+                raise ValueError(
+                    f"{domain}: {wanted} {side} items: this Python's library has {len(items)}; ask for fewer"
+                )
             rows += [as_row(domain, item) for item in rng.sample(items, wanted)]
     rng.shuffle(train)
     rng.shuffle(test)
@@ -184,7 +190,7 @@ def build(seed: int, per_domain_train: int, per_domain_test: int) -> tuple[list[
 
 
 def write_jsonl(path: Path, rows: list[Row]) -> None:
-    """Write the whole file under a temporary name first, so that a reader never meets half of one."""
+    """Write one JSON object per line, under a temporary name first, so that nobody reads half a file."""
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     partial.replace(path)

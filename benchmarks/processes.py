@@ -1,0 +1,23 @@
+"""Measurements that need a process of their own."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+
+import psutil
+
+
+def run_module(module: str, *arguments: object) -> str:
+    """The last line that `python -m module` prints."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+
+
+def peak_growth(action: Callable[[], object]) -> int:
+    """Bytes by which `action` raises the process's peak of resident memory above what it held before."""
+    before = psutil.Process().memory_info().rss
+    action()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before

@@ -1,0 +1,32 @@
+"""Times that can be compared on a machine whose speed changes."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+
+def interleave(jobs: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """
+    What each job returns (its seconds), round by round. Every round runs all jobs, in an order of its own, so that
+    whatever slows the machine down affects them alike.
+
+    Args:
+        jobs: name → what to run.
+        rounds: runs of each job that count.
+        warmup: runs of each job before them.
+    """
+    for job in jobs.values():
+        for _ in range(warmup):
+            job()
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for seed in range(rounds):
+        for name in random.Random(seed).sample(list(jobs), len(jobs)):
+            seconds[name].append(jobs[name]())
+    return seconds
+
+
+def median_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
+    """The median over rounds of one job's time as a multiple of another's in the same round."""
+    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))

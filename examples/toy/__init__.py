@@ -1,0 +1,1 @@
+"""Toy data and a toy base model, for the demo and the benchmarks: offline, on a CPU, in minutes."""

@@ -15,8 +15,9 @@ from upit_case import rows
 
 from moe_peft import force_experts, lora_to_moe
 from moe_peft.training.scoring import example_losses
+from moe_peft.upit.objectives import routing_loss
 from moe_peft.upit.post_train import post_train
-from moe_peft.upit.router_init import RouterInitTrainer, init_router, routing_loss
+from moe_peft.upit.router_init import RouterInitTrainer, init_router
 
 N, R = 4, 3
 FFN = ["gate_proj", "up_proj", "down_proj"]

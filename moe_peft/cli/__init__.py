@@ -106,7 +106,7 @@ def _upit(options: argparse.Namespace) -> None:
     try:  # heavy, and optional for the rest of the package
         from accelerate import PartialState
 
-        from ..upit.config import load_recipe
+        from ..upit.parsing import load_recipe
         from ..upit.pipeline import UpIT
         from ..upit.summary import print_plan, print_summary
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Held-out loss by domain, and where the tokens of each domain go."""
+"""Held-out losses by domain, and where the tokens of each domain go."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def evaluate(
     Losses of the model and of its base, and routing shares.
 
     Args:
-        dataset: held-out examples, prepared as `args` says.
+        dataset: held-out examples; `args` says how they are prepared.
         label_column: a column of domains.
-        base: what to compare with; None takes the model without its adapter.
+        base: the model to compare with; None takes the model without its adapter.
 
     Returns:
-        `{"base": {domain: loss}, "adapted": {…}}`, mean loss per scored token of each domain and, as `"mean"`, the mean
-        over domains; and for each domain the share of token assignments of every layer and expert, [L, n] (none without
-        routers).
+        `{"base": {domain: loss}, "adapted": {…}}`: the mean loss per scored token of each domain and, as `"mean"`, the
+        mean over domains. And for each domain the share of token assignments of every layer and expert, [L, n]; none
+        without routers.
     """
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one

@@ -281,6 +281,11 @@ def test_expert_losses_fall_on_their_buckets(loras, tokenizer, tmp_path):
         assert (ratio < 1).all() and ratio.mean() < 0.85
 
 
+def test_an_unknown_objective_is_refused_before_any_training(loras, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="objective='bce': must be one of positive, one_vs_rest, softmax"):
+        init_router(moe(loras), Dataset.from_list(rows(8)), arguments(tmp_path), tokenizer, objective="bce")
+
+
 def test_packing_is_refused(loras, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="packing and padding_free must be off"):
         init_router(moe(loras), Dataset.from_list(rows(8)), arguments(tmp_path, packing=True), tokenizer)

@@ -361,6 +361,9 @@ def test_plan_finds_what_cannot_be_done(case):
     impossible = recipe_from_dict({**case, "num_train_epochs": 0.5, "router_init": {"buckets": "none"}})
     with pytest.raises(ValueError, match="num_checkpoints=6: must be from 1 to the number of steps, 3"):
         plan(UpIT(impossible))
+    incomplete = {**case["router_init"], "buckets": "label", "expert_map": {"a": [0], "b": [1]}}
+    with pytest.raises(ValueError, match="no experts for the label 'c' of example 2"):
+        plan(UpIT(recipe_from_dict({**case, "router_init": incomplete})))
 
 
 def test_command_line(case, tmp_path, capsys):

@@ -19,11 +19,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..native.checkpoint import Checkpoint
 from ..training.checkpoints import Trained, step_rows, train
 from ..training.scoring import example_losses
 from .buckets import Buckets, bucket_schedule
-from .files import expert_folders, last_checkpoint, link_model, write_without
+from .files import expert_folders, last_checkpoint, link_model, read_tensor, write_without
 from .inputs import free_memory
 from .router_init import RouterInitTrainer
 from .routing_vectors import RoutingVectors
@@ -159,8 +158,8 @@ def _train_on(trainer: ExpertTrainer, examples: list[int]) -> Trained:
 
 def _keep_expert(trainer: ExpertTrainer, trained: Trained, source: Path, target: Path) -> torch.Tensor:
     """Write the trained expert as a model folder, and return its routing vectors [L, d]."""
-    last = Checkpoint(last_checkpoint(trained), "router_init")
+    last = last_checkpoint(trained)
     if trainer.args.should_save:
         write_without(last, _VECTORS, source, target)
     trainer.accelerator.wait_for_everyone()
-    return last.tensor(_VECTORS).float()
+    return read_tensor(last, _VECTORS).float()

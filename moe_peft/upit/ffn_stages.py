@@ -122,7 +122,7 @@ class FFNRouterInit(RouterInit):
 class FFNPostTrain(PostTrain):
     output = _MODEL
 
-    def check(self) -> None:
+    def check_base(self) -> None:
         r = self.recipe
         upcycled_config(load_config(r.model), r.upcycle_config())
         base = open_dense(str(model_folder(r.model)), r.moe.get("family"), "upit")

@@ -80,6 +80,7 @@ class UpIT:
         """
         self.join_processes()
         for stage in self.stages:
+            stage.check_base()
             stage.check()
         self.root.mkdir(parents=True, exist_ok=True)
         self.context.records = {}

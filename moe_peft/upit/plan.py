@@ -46,10 +46,11 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
     Raises:
         ValueError: the recipe, its base or its data do not fit together.
     """
-    r, data = pipeline.recipe, pipeline.context.train_data
+    r = pipeline.recipe
     # A plan may be made on a machine without the accelerator that the run will have.
     own = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
     pipeline.join_processes(**own)
+    data = pipeline.context.train_data
     tokenizer = _with_template(pipeline.context.tokenizer, r.sft.get("chat_template_path"))
     config = load_config(r.model)
     with init_empty_weights():

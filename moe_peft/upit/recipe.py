@@ -180,10 +180,10 @@ class Recipe:
         passthrough.SFT.check("sft", self.sft)
         passthrough.QUANTIZATION.check("model.quantization", self.model.quantization or {})
         steps = {"sft.save_steps": self.sft.get("save_steps", 1)}
-        for name in ("prepare", "router_init", "post_train"):
-            own = getattr(self, name).sft
-            passthrough.SFT.check(f"{name}.sft", own)
-            steps[f"{name}.sft.save_steps"] = own.get("save_steps", 1)
+        for section in dataclasses.fields(self):
+            own = getattr(getattr(self, section.name), "sft", {})
+            passthrough.SFT.check(f"{section.name}.sft", own)
+            steps[f"{section.name}.sft.save_steps"] = own.get("save_steps", 1)
         for path, value in steps.items():
             _require(path, value, type(value) is int and value >= 1, "a whole number of at least 1")
 

@@ -21,12 +21,13 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from ..messages import one_of
 from ..models.steering import force_experts
 from ..models.view import router_parameters, router_sizes
 from ..training.checkpoints import Trained, step_rows, train
 from ..training.scoring import example_losses
 from .buckets import Buckets, bucket_schedule, fill_buckets
-from .objectives import routing_loss
+from .objectives import OBJECTIVES, routing_loss
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,17 @@ class RouterInitTrainer(SFTTrainer):
     Args:
         alpha: α.
         objective: a name in `OBJECTIVES`.
+
+    Raises:
+        ValueError: the objective is unknown.
     """
 
     data_collator: Any
     train_dataset: Any
 
     def __init__(self, *args: Any, alpha: float = 0.5, objective: str = "positive", **kwargs: Any) -> None:
+        if objective not in OBJECTIVES:
+            raise ValueError(one_of("objective", objective, OBJECTIVES))
         super().__init__(*args, **kwargs)
         self.alpha, self.objective = alpha, objective
         self.aux_loss_enabled = False  # the buckets decide the experts' loads; the model's own setting stays for later

@@ -33,7 +33,7 @@ class TrainerStage(Stage):
     @property
     def sft(self) -> dict[str, Any]:
         """The recipe's training arguments, overridden by the stage's own."""
-        return {**self.recipe.sft, **getattr(getattr(self.recipe, self.name, None), "sft", {})}
+        return {**self.recipe.sft, **getattr(self.section, "sft", {})}
 
     def arguments(self, folder: Path, **own: Any) -> SFTConfig:
         """

@@ -82,10 +82,18 @@ class Stage(ABC):
 
     def check(self) -> None:  # noqa: B027  (most stages have nothing to check)
         """
-        Before any stage runs.
+        Before any stage runs, and for a plan.
 
         Raises:
-            ValueError: the recipe does not fit the base or the data.
+            ValueError: the recipe does not fit the data.
+        """
+
+    def check_base(self) -> None:  # noqa: B027
+        """
+        Before any stage runs; may read weights.
+
+        Raises:
+            ValueError: the recipe does not fit the base.
         """
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -101,8 +109,13 @@ class Stage(ABC):
         return self.context.root / self.name
 
     @property
+    def section(self) -> Any:
+        """Its section of the recipe, if it has one."""
+        return getattr(self.recipe, self.name, None)
+
+    @property
     def seed(self) -> int:
-        own = getattr(getattr(self.recipe, self.name, None), "seed", None)
+        own = getattr(self.section, "seed", None)
         return self.recipe.seed + self.seed_offset if own is None else own
 
     @property
@@ -112,8 +125,7 @@ class Stage(ABC):
 
     def settings(self) -> dict[str, Any]:
         """The settings that decide its result."""
-        section = getattr(self.recipe, self.name, None)
-        return {} if section is None else {**as_dict(section), "seed": self.seed}
+        return {} if self.section is None else {**as_dict(self.section), "seed": self.seed}
 
     def identity(self) -> dict[str, Any]:
         """Everything that decides its result. Earlier stages' files are inputs, so a change is passed on."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
@@ -47,7 +48,8 @@ class LoraPrepare(Prepare):
         )
 
     def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
-        adapted = get_peft_model(model, self.lora_config(model))
+        with torch.device("meta"):
+            adapted = get_peft_model(model, self.lora_config(model))
         lora = adapted.get_nb_trainable_parameters()[0]
         adapted.unload()
         return lora, lora
@@ -146,7 +148,8 @@ def _assemble(recipe: Recipe, experts: Sequence[Path], seed: int) -> PeftModel:
 
 def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> tuple[int, int]:
     """Parameters of the MoE adapter, and those of it that are trained."""
-    adapted = get_peft_model(model, recipe.moe_config())
+    with torch.device("meta"):
+        adapted = get_peft_model(model, recipe.moe_config())
     routers = router_parameters(adapted)
     sizes = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
     adapted.unload()

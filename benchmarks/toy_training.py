@@ -29,5 +29,5 @@ def mixtral(base: Path, num_experts: int, seed: int = 0) -> Any:
 
 def loss_per_token(trainer: SFTTrainer, rows: Dataset) -> float:
     """Mean loss over all scored tokens of prepared rows."""
-    losses_S1, counts_S = example_losses(trainer, rows)
+    losses_S1, counts_S = example_losses(trainer.model, rows, trainer.data_collator)
     return float(losses_S1.sum() / counts_S.sum())

@@ -23,12 +23,11 @@ import matplotlib.pyplot as plt
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
 from examples.toy.base import ensure_base
 from examples.toy.domains import build, write_jsonl
 from moe_peft.native import UpcycleConfig, upcycle
-from moe_peft.training.resuming import ResumingTrainer
 from moe_peft.upit import UpIT, recipe_from_dict
 
 from .differences import paired_difference
@@ -65,9 +64,9 @@ def initial(base: Path, method: str, seed: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_pretrained(upcycle(base, f"{folder}/moe", config))
         model.config.output_router_logits = True
         args = SFTConfig(output_dir=folder, **SFT, seed=seed, max_steps=STEPS, save_strategy="no")
-        judge = ResumingTrainer(model=model, args=args, train_dataset=test, processing_class=tokenizer)
+        judge = SFTTrainer(model=model, args=args, train_dataset=test, processing_class=tokenizer)
         before = loss_per_token(judge, judge.train_dataset)
-        trainer = ResumingTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
+        trainer = SFTTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
         trainer.train()
         curve = [record["loss"] for record in trainer.state.log_history if "loss" in record]
         return {"curve": curve, "before": before, "loss": loss_per_token(judge, judge.train_dataset)}

@@ -221,7 +221,7 @@ class Experiment:
         trainer = SFTTrainer(
             model=model, args=self.args("test"), train_dataset=self.test, processing_class=self.tokenizer
         )
-        losses_S1, counts_S = example_losses(trainer, self.test, rows=20)
+        losses_S1, counts_S = example_losses(trainer.model, self.test, trainer.data_collator, rows=20)
         labels = self.test["domain"]
         found = {}
         for domain in DOMAINS:

@@ -1,7 +1,8 @@
-"""Evaluation that leaves a model trainable, and products in the dtypes they are given."""
+"""Evaluation that leaves a model trainable, products in the dtypes they are given, and memory made free."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -29,3 +30,10 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:
     """Inside the block, autocast leaves the dtypes of products on the tensor's device alone."""
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def free_memory() -> None:
+    """Let go of what is no longer used: trainers and models refer to each other, and the next model needs the room."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -6,9 +6,14 @@ from collections import Counter
 
 import pytest
 import torch
+from datasets import Dataset
 
 from moe_peft.upit.buckets import (
+    BUCKETS,
+    BucketRule,
+    Seeds,
     bucket_schedule,
+    fill_buckets,
     label_buckets,
     perplexity_buckets,
     random_buckets,
@@ -76,6 +81,27 @@ def test_label_buckets():
 def test_wrong_inputs(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_rule_gets_what_it_asks_for(monkeypatch):
+    data = Dataset.from_list([{"label": "ab"[i % 2]} for i in range(6)])
+    perplexity = torch.ones(6, 2)
+    asked, seen = [], []
+
+    def fill(rule, **settings):
+        return fill_buckets(data, 2, rule, lambda: asked.append(rule) or perplexity, seed=5, **settings)
+
+    assert fill("label", label_column="label") == ([[0, 2, 4], [1, 3, 5]], None) and asked == []
+    assert fill("random") == (random_buckets(6, 2, 5), None) and asked == []
+    assert fill("perplexity", capacity=2) == ([[0, 1], [2, 3]], perplexity) and asked == ["perplexity"]
+    monkeypatch.setitem(BUCKETS, "none of them", BucketRule(lambda seeds: seen.append(seeds) or [[], []]))
+    assert fill("none of them", capacity=4, expert_map={"a": [0]}) == ([[], []], None)
+    assert seen == [Seeds(6, 2, 5, capacity=4, expert_map={"a": [0]})]
+    with pytest.raises(ValueError, match=r"^buckets='oracle': must be one of .*, or leave this stage out$"):
+        fill("oracle")
+    for column in (None, "domain"):
+        with pytest.raises(ValueError, match=f"label_column={column!r}: buckets='label' needs a column of labels"):
+            fill("label", label_column=column)
 
 
 def test_schedule_passes_over_every_bucket_each_epoch_with_experts_in_turn():

@@ -15,8 +15,9 @@ from upit_case import rows
 
 from moe_peft import force_experts, lora_to_moe
 from moe_peft.training.scoring import example_losses
+from moe_peft.upit.objectives import routing_loss
 from moe_peft.upit.post_train import post_train
-from moe_peft.upit.router_init import RouterInitTrainer, init_router, routing_loss
+from moe_peft.upit.router_init import RouterInitTrainer, init_router
 
 N, R = 4, 3
 FFN = ["gate_proj", "up_proj", "down_proj"]
@@ -190,7 +191,7 @@ def test_routing_loss_is_that_of_a_plain_loop(objective):
 
 def test_every_expert_is_scored_as_its_plain_lora_is(loras, tokenizer, tmp_path):
     trainer = make_trainer(loras, tokenizer, tmp_path)
-    losses, counts = example_losses(trainer, trainer.train_dataset, N, rows=9)
+    losses, counts = example_losses(trainer.model, trainer.train_dataset, trainer.data_collator, N, rows=9)
     assert losses.shape == (12, N)
     for expert in range(N):
         plain = PeftModel.from_pretrained(tiny_llama(), loras[expert]).eval()
@@ -273,11 +274,16 @@ def test_expert_losses_fall_on_their_buckets(loras, tokenizer, tmp_path):
     trainer = SFTTrainer(
         model=model, args=arguments(tmp_path / "after"), train_dataset=data, processing_class=tokenizer
     )
-    losses, counts = example_losses(trainer, trainer.train_dataset, N)
+    losses, counts = example_losses(trainer.model, trainer.train_dataset, trainer.data_collator, N)
     after = (losses / counts.unsqueeze(1)).exp()
     for expert, bucket in enumerate(result.buckets):
         ratio = after[bucket, expert] / result.perplexity[bucket, expert]
         assert (ratio < 1).all() and ratio.mean() < 0.85
+
+
+def test_an_unknown_objective_is_refused_before_any_training(loras, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="objective='bce': must be one of positive, one_vs_rest, softmax"):
+        init_router(moe(loras), Dataset.from_list(rows(8)), arguments(tmp_path), tokenizer, objective="bce")
 
 
 def test_packing_is_refused(loras, tokenizer, tmp_path):

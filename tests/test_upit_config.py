@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from moe_peft.upit import load_recipe, recipe_from_dict
-from moe_peft.upit.pipeline import budget
+from moe_peft.upit import load_recipe, passthrough, recipe_from_dict
+from moe_peft.upit.run import budget
 
 MINIMAL = {"output_dir": "out", "model": {"name_or_path": "base"}, "data": {"train": "train.jsonl"}}
 
@@ -21,22 +21,46 @@ def recipe(**settings):
         ({"num_expert": 4}, "num_expert: unknown key; did you mean 'num_experts'?"),
         ({"prepare": {"selectoin": "uniform"}}, "prepare.selectoin: unknown key; did you mean 'selection'?"),
         ({"sft": {"learning_rat": 1}}, "sft.learning_rat: unknown key; did you mean 'learning_rate'?"),
-        ({"post_train": {"sft": {"foo": 1}}}, "post_train.sft.foo: unknown key"),
+        ({"post_train": {"sft": {"foo": 1}}}, "^post_train.sft.foo: unknown key; see TRL's SFTConfig$"),
+        (
+            {"sft": {"router_aux_loss_coef": 0.1}},
+            "sft.router_aux_loss_coef: set adapter.router_aux_loss_coef in the mode 'lora', "
+            "moe.router_aux_loss_coef in the mode 'ffn'",
+        ),
         (
             {"post_train": {"sft": {"max_steps": 9}}},
             "post_train.sft.max_steps: the recipe's budget and resuming decide",
         ),
         ({"adapter": {"rank": 3}}, "adapter.rank: unknown key"),
+        ({"adapter": {"num_experts": 3}}, "adapter.num_experts: set the recipe's num_experts"),
+        ({"adapter": {"target_modules": ["mlp"]}}, "adapter.target_modules: a recipe adapts the FFNs of all layers"),
+        ({"adapter": {"peft_type": "LORA"}}, "adapter.peft_type: PEFT sets this"),
+        ({"moe": {"top_k": 1}}, "moe.top_k: unknown key in the mode 'lora', which has the section `adapter`"),
+        ({"mode": "dense"}, "mode='dense': must be one of lora, ffn"),
+        ({"prepare": {"selection": "best"}}, "prepare.selection='best': must be one of back_half, uniform, front_half"),
+        (
+            {"router_init": {"buckets": "domain"}},
+            "router_init.buckets='domain': must be one of perplexity, relative, label, random, none",
+        ),
+        (
+            {"router_init": {"objective": "bce"}},
+            "router_init.objective='bce': must be one of positive, one_vs_rest, softmax",
+        ),
         ({"adapter": {"r": 0}}, "r=0"),
         ({"adapter": {"top_k": 9}}, "top_k=9"),
-        ({"method": "mola"}, "method='mola': Input should be 'upit', 'self_moe', 'lora'"),
-        ({"num_experts": "many"}, "num_experts='many': Input should be a valid integer"),
+        ({"method": "mola"}, "method='mola': must be one of lora, loramoe_pt, loramoe_sft, upit, self_moe"),
+        ({"num_experts": "many"}, "num_experts='many': must be a valid integer"),
         ({"num_experts": 1}, "num_experts=1: must be at least 2"),
-        ({"prepare_share": 1.0}, "prepare_share=1.0: must be above 0 and below 1"),
-        ({"router_init": {"seed_fraction": 0}}, "router_init.seed_fraction=0.0: must be above 0, at most 1"),
+        ({"prepare_share": 1.0}, "prepare_share=1.0: must be less than 1"),
+        ({"prepare_share": 0.0}, "prepare_share=0.0: must be greater than 0"),
+        ({"num_train_epochs": 0}, "num_train_epochs=0: must be greater than 0"),
+        ({"prepare": {"num_checkpoints": 0}}, "prepare.num_checkpoints=0: must be greater than or equal to 1"),
+        ({"router_init": {"alpha": 1.1}}, "router_init.alpha=1.1: must be less than or equal to 1"),
+        ({"expand": {"drop_rate": 1.0}}, "expand.drop_rate=1.0: must be less than 1"),
+        ({"router_init": {"seed_fraction": 0}}, "router_init.seed_fraction=0: must be greater than 0"),
         ({"router_init": {"buckets": "label"}}, "data.label_column=None"),
         ({"prepare": {"order": "blocks"}}, "data.label_column=None"),
-        ({"prepare": {"adapters": []}}, r"prepare.adapters=\[\]: must be one folder at least"),
+        ({"prepare": {"adapters": []}}, r"prepare.adapters=\[\]: must have at least 1 item"),
         ({"prepare": {"num_experts": 4}, "expand": {"method": "none"}}, "stage 1 gives 4, expand.method='none'"),
         ({"prepare": {"num_experts": 9}}, "num_experts=8: stage 1 gives 9; ask for that many or more"),
         ({"prepare": {"num_experts": 1}}, "stage 1 gives 1, expansion needs two"),
@@ -44,7 +68,7 @@ def recipe(**settings):
             {"method": "self_moe", "prepare": {"num_experts": 4}, "expand": {"method": "none"}},
             "stage 1 gives 4, expand.method='none'",
         ),
-        ({"router_init": {"capacity": 0}}, "router_init.capacity=0: must be at least 1"),
+        ({"router_init": {"capacity": 0}}, "router_init.capacity=0: must be greater than or equal to 1"),
         ({"sft": {"save_steps": 0.1}}, "sft.save_steps=0.1: must be a whole number of at least 1"),
         ({"prepare": {"sft": {"save_steps": 0}}}, "sft.save_steps=0: must be"),
         ({"model": {"name_or_path": "m", "dtype": "bf16"}}, "model.dtype='bf16': must be one of auto, float32"),
@@ -63,6 +87,18 @@ def test_wrong_settings_are_refused_by_name_in_one_line(settings, message):
     assert "\n" not in str(raised.value)
 
 
+def test_an_adapter_may_set_every_field_that_the_recipe_does_not_decide():
+    """A new field of the adapter's configuration is known at once; these are today's."""
+    assert passthrough.ADAPTER.fields - passthrough.ADAPTER.decided.keys() == {
+        "r", "lora_alpha", "lora_dropout", "use_rslora", "top_k", "normalize_top_k", "mixing", "target_projections",
+        "router_type", "router_threshold", "router_capacity_factor", "router_num_heads", "router_mixture",
+        "router_jitter_noise", "router_aux_loss_coef", "init_lora_weights",
+    }  # fmt: skip
+    for section in (passthrough.ADAPTER, passthrough.MOE, passthrough.SFT):
+        assert section.decided.keys() <= section.fields
+    assert passthrough.ADAPTER.fields >= passthrough.FROM_EXPERTS
+
+
 def test_yaml_and_overrides(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({**MINIMAL, "sft": {"packing": False}}) + "num_train_epochs: 2e0\n")
@@ -74,10 +110,12 @@ def test_yaml_and_overrides(tmp_path):
         "lora",
         6,
     )
-    for override, message in (("foo", "an override is key=value"), ("method.x=1", "'method' is no section")):
+    for override, message in (("foo", "an override is key=value"), ("method.x=1", "'method' is not a section")):
         path.write_text(yaml.safe_dump({**MINIMAL, "method": "upit"}))
         with pytest.raises(ValueError, match=message):
             load_recipe(path, [override])
+    with pytest.raises(ValueError, match=r"'method=\[': while parsing a flow"):
+        load_recipe(path, ["method=["])
     path.write_text("a: [1\n")
     with pytest.raises(ValueError, match="while parsing a flow sequence") as raised:
         load_recipe(path)

@@ -20,9 +20,13 @@ from trl import SFTConfig
 from upit_case import make_case, rows, run, run_as_two_processes, run_in_process
 
 from moe_peft.models.view import router_parameters
+from moe_peft.training.scoring import score_checkpoints
+from moe_peft.training.tokenizing import tokenized
 from moe_peft.upit import UpIT, recipe_from_dict
-from moe_peft.upit.ffn_stages import ExpertTrainer, RoutingVectors, init_expert_routers, score_checkpoints
+from moe_peft.upit.dense_experts import ExpertTrainer, init_expert_routers
+from moe_peft.upit.inputs import load_checkpoint
 from moe_peft.upit.plan import plan
+from moe_peft.upit.routing_vectors import RoutingVectors
 
 # Stage 1 has 24 steps; stage 3's four buckets of three seeds have 2 each; stage 4 has 18.
 STEPS = 24 + 8 + 18
@@ -43,6 +47,10 @@ def case(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def upit(case, tmp_path_factory):
     return run(case, tmp_path_factory.mktemp("upit"))
+
+
+def stage_of(pipeline, name):
+    return next(stage for stage in pipeline.stages if stage.name == name)
 
 
 def weights(folder):
@@ -123,7 +131,7 @@ def test_stage_3_trains_ffns_and_vectors_of_each_expert_by_itself(upit):
 def test_perplexities_are_each_models(upit):
     found = torch.tensor(json.loads((upit.root / "router_init/buckets.json").read_text())["perplexity"])
     tokenizer = AutoTokenizer.from_pretrained(upit.root / "model")
-    seeds = upit.mode.seed_data()
+    seeds = stage_of(upit, "router_init").seed_data()
     for i in (0, 3):
         model = AutoModelForCausalLM.from_pretrained(upit.root / "expand/experts" / str(i))
         for example in (0, 7):
@@ -171,7 +179,7 @@ def test_loss_and_gradients_of_stage_3(case, tokenizer, tmp_path):
 
 
 def test_assembly_stacks_experts_and_averages_the_rest(upit, tmp_path):
-    upit.mode._assemble(tmp_path / "moe")
+    stage_of(upit, "post_train").assemble(tmp_path / "moe")
     moe = weights(tmp_path / "moe")
     experts = [weights(upit.root / "router_init/experts" / str(i)) for i in range(4)]
     vectors = load_file(upit.root / "router_init/routers.safetensors")
@@ -208,7 +216,7 @@ def test_methods_share_a_budget(method, own, stages, case, tmp_path):
     assert model.config.model_type == ("llama" if method == "sft" else "mixtral")
     base = AutoModelForCausalLM.from_pretrained(case["model"]["name_or_path"]).state_dict()
     if method == "self_moe":
-        before = pipeline.mode._assemble(tmp_path / "moe") or weights(tmp_path / "moe")
+        before = stage_of(pipeline, "post_train").assemble(tmp_path / "moe") or weights(tmp_path / "moe")
         after = weights(pipeline.root / "model")
         assert {name for name in after if not torch.equal(after[name], before[name])} == {
             f"model.layers.{i}.block_sparse_moe.gate.weight" for i in range(2)
@@ -247,21 +255,22 @@ def test_a_changed_moe_redoes_stage_4_alone(upit, case, tmp_path):
 
 def test_one_model_at_a_time(upit, tmp_path):
     """Models that are alive while the next one is loaded."""
-    mode, alive = upit.mode, []
+    stage, alive = stage_of(upit, "router_init"), []
 
     def load(folder):
         alive.append(sum(isinstance(x, LlamaForCausalLM) for x in gc.get_objects()))
-        return mode._load(folder)
+        return load_checkpoint(upit.recipe.model, folder)
 
-    args = upit.sft_config("router_init", tmp_path, num_train_epochs=1)
+    args = stage.arguments(tmp_path, num_train_epochs=1)
+    data, collator = tokenized(stage.seed_data(), upit.context.tokenizer, args)
     gc.collect()
     before = sum(isinstance(x, LlamaForCausalLM) for x in gc.get_objects())
-    found = score_checkpoints(load, upit.mode.experts()[:3], mode.seed_data(), args, upit.tokenizer)
+    found = score_checkpoints(load, stage.given.experts[:3], data, collator)
     assert found.shape == (12, 3) and alive == [before] * 3
     alive.clear()
     folders = [upit.root / "expand/experts" / str(i) for i in range(3)]
     init_expert_routers(
-        load, folders, [[0, 1], [2, 3], [4]], mode.seed_data(), args, upit.tokenizer, output_dir=tmp_path
+        load, folders, [[0, 1], [2, 3], [4]], stage.seed_data(), args, upit.context.tokenizer, output_dir=tmp_path
     )
     assert alive == [before] * 3
 

@@ -22,7 +22,7 @@ from moe_peft.adapter.layer import MoELoraLayer
 from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.plan import plan
-from moe_peft.upit.prepare import checkpoint_steps, select_checkpoints
+from moe_peft.upit.selection import checkpoint_steps, select_checkpoints
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WEIGHTS = "adapter_model.safetensors"
@@ -277,7 +277,7 @@ def test_experts_that_exist_already(case, upit, tmp_path):
     pipeline = run(case, tmp_path, prepare={"adapters": adapters})
     assert list(pipeline.records) == ["expand", "router_init", "post_train", "evaluate"]
     assert pipeline.records["expand"]["files"] == upit.records["expand"]["files"]
-    with pytest.raises(ValueError, match=r"prepare\.adapters: 'nowhere' is no folder with adapter_config.json"):
+    with pytest.raises(ValueError, match=r"prepare\.adapters: 'nowhere' is not a folder with adapter_config.json"):
         run(case, tmp_path, prepare={"adapters": ["nowhere", "nowhere"]})
 
 
@@ -306,7 +306,7 @@ def test_blocks_show_one_domain_after_the_other(case, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": {"name_or_path": "nowhere/model"}}, "model.name_or_path='nowhere/model': no model folder"),
+        ({"model": {"name_or_path": "nowhere/model"}}, "model.name_or_path='nowhere/model': neither a model folder"),
         ({"data": {"train": "nowhere.jsonl"}}, "data.train='nowhere.jsonl': no such file"),
         ({"data": {"train": "strange.jsonl"}}, "needs messages, prompt and completion, or text"),
         (
@@ -361,6 +361,9 @@ def test_plan_finds_what_cannot_be_done(case):
     impossible = recipe_from_dict({**case, "num_train_epochs": 0.5, "router_init": {"buckets": "none"}})
     with pytest.raises(ValueError, match="num_checkpoints=6: must be from 1 to the number of steps, 3"):
         plan(UpIT(impossible))
+    incomplete = {**case["router_init"], "buckets": "label", "expert_map": {"a": [0], "b": [1]}}
+    with pytest.raises(ValueError, match="no experts for the label 'c' of example 2"):
+        plan(UpIT(recipe_from_dict({**case, "router_init": incomplete})))
 
 
 def test_command_line(case, tmp_path, capsys):

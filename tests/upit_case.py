@@ -115,9 +115,9 @@ def _points() -> dict[str, tuple[Any, str]]:
     """Where a process can be killed: just before the n-th call of one of these."""
     from transformers import Trainer
 
-    import moe_peft.upit.expand
-    import moe_peft.upit.mode
+    import moe_peft.upit.files
     import moe_peft.upit.router_init
+    import moe_peft.upit.shared_stages
     import moe_peft.upit.stages
     from moe_peft.training.checkpoints import _Checkpoints
 
@@ -126,10 +126,10 @@ def _points() -> dict[str, tuple[Any, str]]:
         "within a checkpoint": (Trainer, "_save_rng_state"),
         "before a checkpoint is marked": (_Checkpoints, "on_save"),
         "scoring": (moe_peft.upit.router_init, "_perplexities"),
-        "writing an expert": (moe_peft.upit.expand, "save_file"),
+        "writing an expert": (moe_peft.upit.files, "save_file"),
         "writing json": (moe_peft.upit.stages, "write_json"),
         "renaming a stage": (Path, "rename"),
-        "evaluating": (moe_peft.upit.mode, "plot_shares"),
+        "evaluating": (moe_peft.upit.shared_stages, "plot_shares"),
         "removing": (moe_peft.upit.stages.shutil, "rmtree"),
     }
 

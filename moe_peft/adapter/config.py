@@ -15,6 +15,9 @@ from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 
+# What follows from the experts where LoRA adapters are stacked to a MoE adapter.
+EXPERT_FIELDS = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections")
+
 CARD_SECTION = """
 ## How to load this adapter
 

@@ -16,11 +16,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..compat import private
-from .config import MoELoraConfig
+from .config import EXPERT_FIELDS, MoELoraConfig
 from .ffn import find_layout
 from .layer import MoELoraLayer, MoELoraLinear
 
-_DERIVED = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections")
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 _PREFIX = "base_model.model."
 
@@ -67,7 +66,7 @@ def lora_to_moe(
         ValueError: an adapter is no plain LoRA, does not fit the base, or holds NaN; or `settings` names a field that
             the adapters decide.
     """
-    for name in _DERIVED:
+    for name in EXPERT_FIELDS:
         if name in settings:
             raise ValueError(f"lora_to_moe: {name}={settings[name]!r}: this follows from the adapters; leave it out")
     if not adapters:

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
+from ..messages import one_line
 from ..training.data import load_data
 from ..training.tokenizing import tokenized
 from .record import RoutingStatistics, record_routing
@@ -80,7 +81,7 @@ def _load(path: str) -> tuple[Any, Any]:
         source = path if (Path(path) / "tokenizer_config.json").is_file() else model.config._name_or_path
         return model, AutoTokenizer.from_pretrained(source)
     except OSError as error:
-        raise ValueError(f"--model {path!r}: {' '.join(str(error).split())[:200]}") from error
+        raise ValueError(f"--model {path!r}: {one_line(error)}") from error
 
 
 def _print(statistics: RoutingStatistics, files: list[Path]) -> None:

@@ -6,7 +6,7 @@ import argparse
 
 from accelerate import PartialState
 
-from ..upit.config import load_recipe
+from ..upit.parsing import load_recipe
 from ..upit.pipeline import UpIT
 from ..upit.summary import print_plan, print_summary
 

@@ -10,6 +10,7 @@ from peft import PeftConfig
 from peft.utils import load_peft_weights
 
 from ..adapter.config import MoELoraConfig
+from ..messages import one_line
 from .adapted import adapted_content
 from .moe_config import moe_config
 from .writing import open_dense, parse_dtype, parse_size, write_moe
@@ -80,7 +81,7 @@ def read_adapter_config(adapter: str | os.PathLike) -> MoELoraConfig:
     try:
         config = PeftConfig.from_pretrained(os.fspath(adapter))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"export: adapter {str(adapter)!r}: {' '.join(str(error).split())[:200]}") from error
+        raise ValueError(f"export: adapter {str(adapter)!r}: {one_line(error)}") from error
     if not isinstance(config, MoELoraConfig):
         raise ValueError(f"export: adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
     return config

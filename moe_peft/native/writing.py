@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig
 
+from ..messages import one_line
 from .checkpoint import Checkpoint, ShardedWriter, whole_folder
 from .families import Content, DenseFamily, MoEFamily, find_families
 from .initialise import FFN
@@ -74,7 +75,7 @@ def open_dense(model: str, family: str | None, caller: str, revision: str | None
             wanted = ["*.json", "*.safetensors", *_COMPANIONS]
             folder = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{caller}: model {model!r}: {' '.join(str(error).split())[:200]}") from error
+        raise ValueError(f"{caller}: model {model!r}: {one_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{caller}: {model} is quantized; give the full-precision model it was made from")
     families = find_families(config.model_type, family, caller)

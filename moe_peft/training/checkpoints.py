@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Collection
@@ -14,6 +13,7 @@ from accelerate import PartialState
 from peft import PeftModel, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
@@ -109,9 +109,9 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
             set_peft_model_state_dict(trainer.model, load_peft_weights(str(before[latest]), device="cpu"))
     PartialState().wait_for_everyone()
     checkpoints = _whole_checkpoints(folder)
-    state = json.loads((checkpoints[steps] / "trainer_state.json").read_text())
+    state = TrainerState.load_from_json(str(checkpoints[steps] / TRAINER_STATE_NAME))
     # `num_tokens` counts from the last start of the process.
-    history = [{k: v for k, v in record.items() if k != "num_tokens"} for record in state["log_history"]]
+    history = [{k: v for k, v in record.items() if k != "num_tokens"} for record in state.log_history]
     return Trained(history, checkpoints)
 
 

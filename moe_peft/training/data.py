@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from datasets import Dataset, load_dataset
 
+from ..messages import one_line
+
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -28,7 +30,7 @@ def load_data(source: str | dict[str, Any], field: str, label_column: str | None
     try:
         dataset = load_dataset(**{"split": "train", **arguments})
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{field}={source!r}: {' '.join(str(error).split())[:200]}") from error
+        raise ValueError(f"{field}={source!r}: {one_line(error)}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise ValueError(f"{field}={source!r}: no examples; name one split that has some")
     known = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})

@@ -64,6 +64,17 @@ class LabelCollator:
         return {**batch, COLUMN: whole}
 
 
+class RowCollator:
+    """Adds a column with one number per row, [B], to what another collator makes."""
+
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], column: str) -> None:
+        self.collator, self.column = collator, column
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        values = torch.tensor([example[self.column] for example in examples])
+        return {**self.collator(examples), self.column: values}
+
+
 def real_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """
     1 for tokens, 0 for padding, [B, S]; None for a batch without token ids. Padding-free batches have no mask; they are

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from trl import SFTTrainer
 
 from ..models.view import native_routers
 from ..native.checkpoint import Checkpoint
@@ -36,10 +35,6 @@ class NativeResumeMixin:
         """Whether whole native MoEs are saved, by their own `save_pretrained`."""
         native = bool(native_routers(self.model)) and not isinstance(self.model, PeftModel)
         return native and not self.is_fsdp_enabled  # type: ignore[attr-defined]
-
-
-class ResumingTrainer(NativeResumeMixin, SFTTrainer):
-    """`SFTTrainer` that resumes native MoEs, too."""
 
 
 def _load_native(model: Any, folder: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from ..compat import private
-from ..contexts import evaluating
+from ..contexts import evaluating, free_memory
 from ..models.steering import force_experts
 from ..models.view import base_model
 
+Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
 
 
@@ -31,7 +34,7 @@ def make_scorable(model: Any) -> None:
 def example_losses(
     model: Any,
     dataset: Dataset,
-    collator: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    collator: Collator,
     num_experts: int | None = None,
     rows: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,3 +78,18 @@ def example_losses(
     losses = [row for _, rows_, _ in found for row in rows_]
     counts = [count for _, _, counts_ in found for count in counts_]
     return torch.tensor(losses, dtype=torch.float64).view(-1, copies), torch.tensor(counts)
+
+
+def score_checkpoints(
+    load: Callable[[Path], PreTrainedModel], experts: Sequence[Path], dataset: Dataset, collator: Collator
+) -> torch.Tensor:
+    """Every model's perplexity on each tokenized example [S, n], one model after the other."""
+    columns = []
+    for folder in experts:
+        model = load(folder)
+        make_scorable(model)
+        losses_S1, counts_S = example_losses(model, dataset, collator)
+        columns.append((losses_S1.squeeze(1) / counts_S).exp())
+        del model
+        free_memory()
+    return torch.stack(columns, dim=1)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
+from .scoring import Collator
 
 
 def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[Dataset, Collator]:

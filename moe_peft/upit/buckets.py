@@ -1,5 +1,5 @@
 """
-Seed examples to experts: UpIT's expert-specific data selection (Algorithm 3) and what it is compared with.
+Rules that give seed examples to experts: UpIT's expert-specific data selection (Algorithm 3) and its alternatives.
 
 A bucket is the list of an expert's example indices. S seed examples, n experts.
 """
@@ -7,25 +7,73 @@ A bucket is the list of an expert's example indices. S seed examples, n experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from datasets import Dataset
 
-BucketKind = Literal["perplexity", "relative", "label", "random", "none"]
+from ..messages import one_of
+
 Buckets = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """
+    What a rule may use.
+
+    Args:
+        count: S.
+        num_experts: n.
+        seed: of everything random.
+        capacity: the most examples a bucket takes; None leaves that to the rule.
+        perplexity_SN: every expert's perplexity on every example, for rules that need it.
+        labels: one per example, for rules that need them.
+        expert_map: label → experts, if the user gave it.
+    """
+
+    count: int
+    num_experts: int
+    seed: int
+    capacity: int | None = None
+    perplexity_SN: torch.Tensor | None = None
+    labels: Sequence[Any] | None = None
+    expert_map: Mapping[Any, Sequence[int]] | None = None
+
+
+@dataclass(frozen=True)
+class BucketRule:
+    """
+    A way to fill buckets.
+
+    Args:
+        fill: seeds → n buckets.
+        needs_perplexities: `fill` reads `perplexity_SN`: all experts are scored on all examples first.
+        needs_labels: `fill` reads `labels`: the data need a column of them.
+    """
+
+    fill: Callable[[Seeds], Buckets]
+    needs_perplexities: bool = False
+    needs_labels: bool = False
+
+
+def draw_seeds(dataset: Dataset, count: int, seed: int) -> Dataset:
+    """The seed set: `count` of the examples, drawn at random and kept in order."""
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    return dataset.select(sorted(order[:count].tolist()))
 
 
 def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None) -> Buckets:
     """
-    Algorithm 3: example after example goes to the expert of lowest perplexity whose bucket has room.
+    Algorithm 3: each example in turn goes to the expert of lowest perplexity whose bucket has room.
 
     Args:
         perplexity_SN: perplexity of every expert on every example, [S, n].
         capacity: C, the most examples a bucket takes; `ceil(S / n)` if None, so that every example finds one.
 
     Returns:
-        n buckets. Of equal perplexities the earlier expert comes first. An example that finds no room is left out.
+        n buckets. Between equal perplexities the earlier expert wins. An example that finds no room is left out.
 
     Raises:
         ValueError: a perplexity is not a number, or the capacity not positive.
@@ -47,14 +95,14 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
 
 def relative_perplexity(perplexity_SN: torch.Tensor) -> torch.Tensor:
     """
-    Perplexities divided by each expert's geometric mean over the examples, [S, n]: which examples an expert is
-    *unusually* good at. Where later checkpoints are better throughout, the plain perplexity only tells the latest.
+    Perplexities divided by each expert's geometric mean over the examples, [S, n]. They show on which examples an
+    expert is *unusually* good, even where later checkpoints are better on all of them.
     """
     return perplexity_SN / perplexity_SN.log().mean(dim=0, keepdim=True).exp()
 
 
 def random_buckets(examples: int, num_experts: int, seed: int) -> Buckets:
-    """Examples dealt out at random, `ceil(S / n)` to a bucket at most."""
+    """Examples dealt out at random, at most `ceil(S / n)` to a bucket."""
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed)).tolist()
     return [sorted(order[i::num_experts]) for i in range(num_experts)]
 
@@ -66,12 +114,13 @@ def label_buckets(
     Examples by their label: each goes to the emptiest of its label's experts.
 
     Args:
-        labels: one per example, [S]; compared as text, as YAML and data sets may differ in types.
+        labels: one per example, [S]; compared as text, because YAML and data sets may give them different types.
         num_experts: n.
-        expert_map: label → experts. If None, the labels in sorted order take experts in turn, i ≡ j (mod labels).
+        expert_map: label → experts. If None, the sorted labels take experts in turn (label j
+            those with i ≡ j modulo the number of labels).
 
     Raises:
-        ValueError: a label that the map lacks, an expert out of range, or more labels than experts.
+        ValueError: the map lacks a label or names an expert out of range, or there are more labels than experts.
     """
     labels = [str(label) for label in labels]
     if expert_map is None:
@@ -91,10 +140,37 @@ def label_buckets(
     return buckets
 
 
+def _by_perplexity(seeds: Seeds) -> Buckets:
+    assert seeds.perplexity_SN is not None
+    return perplexity_buckets(seeds.perplexity_SN, seeds.capacity)
+
+
+def _by_relative_perplexity(seeds: Seeds) -> Buckets:
+    assert seeds.perplexity_SN is not None
+    return perplexity_buckets(relative_perplexity(seeds.perplexity_SN), seeds.capacity)
+
+
+def _by_label(seeds: Seeds) -> Buckets:
+    assert seeds.labels is not None
+    return label_buckets(seeds.labels, seeds.num_experts, seeds.expert_map)
+
+
+def _at_random(seeds: Seeds) -> Buckets:
+    return random_buckets(seeds.count, seeds.num_experts, seeds.seed)
+
+
+BUCKETS: dict[str, BucketRule] = {
+    "perplexity": BucketRule(_by_perplexity, needs_perplexities=True),
+    "relative": BucketRule(_by_relative_perplexity, needs_perplexities=True),
+    "label": BucketRule(_by_label, needs_labels=True),
+    "random": BucketRule(_at_random),
+}
+
+
 def fill_buckets(
     seeds: Dataset,
     num_experts: int,
-    kind: BucketKind,
+    rule: str,
     perplexities: Callable[[], torch.Tensor],
     *,
     seed: int,
@@ -107,28 +183,30 @@ def fill_buckets(
 
     Args:
         seeds: tokenized, as they are trained on.
-        perplexities: finds the experts' [S, n]; called only where they decide.
+        rule: a name in `BUCKETS`.
+        perplexities: finds the experts' [S, n]; called only if the rule needs them.
 
     Returns:
-        the buckets, and the perplexities where they decided.
+        the buckets, and the perplexities if the rule needed them.
+
+    Raises:
+        ValueError: the rule is unknown, needs labels that the data lack, or cannot place an example.
     """
-    if kind in ("perplexity", "relative"):
-        perplexity_SN = perplexities()
-        ranked_SN = relative_perplexity(perplexity_SN) if kind == "relative" else perplexity_SN
-        return perplexity_buckets(ranked_SN, capacity), perplexity_SN
-    if kind == "label":
-        if label_column is None or label_column not in seeds.column_names:
-            raise ValueError(f"label_column={label_column!r}: buckets='label' needs a column of the data")
-        return label_buckets(seeds[label_column], num_experts, expert_map), None
-    if kind == "random":
-        return random_buckets(len(seeds), num_experts, seed), None
-    raise ValueError(f"buckets={kind!r}: use 'perplexity', 'relative', 'label' or 'random', or leave this stage out")
+    if rule not in BUCKETS:
+        raise ValueError(f"{one_of('buckets', rule, BUCKETS)}, or leave this stage out")
+    needs = BUCKETS[rule]
+    if needs.needs_labels and (label_column is None or label_column not in seeds.column_names):
+        raise ValueError(f"label_column={label_column!r}: buckets={rule!r} needs a column of labels in the data")
+    perplexity_SN = perplexities() if needs.needs_perplexities else None
+    labels = seeds[label_column] if needs.needs_labels else None
+    found = Seeds(len(seeds), num_experts, seed, capacity, perplexity_SN, labels, expert_map)
+    return needs.fill(found), perplexity_SN
 
 
 def bucket_schedule(buckets: Buckets, epochs: int, seed: int) -> list[tuple[int, int]]:
     """
-    The (example, expert) pairs of a training over all buckets, in order: in every epoch each bucket is shuffled, then
-    the buckets take turns, so that any stretch of the schedule serves the experts alike.
+    The (example, expert) pairs of a training over all buckets, in order. In every epoch each bucket is shuffled, then
+    the buckets take turns, so that any stretch of the schedule trains all experts alike.
     """
     generator = torch.Generator().manual_seed(seed)
     schedule: list[tuple[int, int]] = []

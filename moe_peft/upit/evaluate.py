@@ -1,4 +1,4 @@
-"""Held-out loss by domain, and where the tokens of each domain go."""
+"""Held-out losses by domain, and where the tokens of each domain go."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections import defaultdict
 from contextlib import nullcontext
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from ..analysis.record import RoutingStatistics, record_routing
 from ..models.view import adapter_layers, native_routers
-from ..training.scoring import example_losses
+from ..training.scoring import example_losses, make_scorable
+from ..training.tokenizing import tokenized
 
 
 def evaluate(
@@ -30,19 +32,19 @@ def evaluate(
     Losses of the model and of its base, and routing shares.
 
     Args:
-        dataset: held-out examples, prepared as `args` says.
+        dataset: held-out examples; `args` says how they are prepared.
         label_column: a column of domains.
-        base: what to compare with; None takes the model without its adapter.
+        base: the model to compare with; None takes the model without its adapter.
 
     Returns:
-        `{"base": {domain: loss}, "adapted": {…}}`, mean loss per scored token of each domain and, as `"mean"`, the mean
-        over domains; and for each domain the share of token assignments of every layer and expert, [L, n] (none without
-        routers).
+        `{"base": {domain: loss}, "adapted": {…}}`: the mean loss per scored token of each domain and, as `"mean"`, the
+        mean over domains. And for each domain the share of token assignments of every layer and expert, [L, n]; none
+        without routers.
     """
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one
-    trainer = SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=processing_class)
-    data = trainer.train_dataset
+    data, collator = tokenized(dataset, processing_class, args)
+    make_scorable(model)
     labels = [str(label) for label in data[label_column]] if label_column else ["all"] * len(data)
     domains = sorted(set(labels))
     routed = bool(adapter_layers(model) or native_routers(model))
@@ -52,14 +54,14 @@ def evaluate(
             part = data.select([i for i, label in enumerate(labels) if label == domain])
             if statistics is not None:
                 statistics.current = domain
-            losses["adapted"][domain] = _mean(*example_losses(trainer, part))
+            losses["adapted"][domain] = _mean(*example_losses(model, part, collator))
     if base is not None:
-        trainer = SFTTrainer(model=base, args=args, train_dataset=data, processing_class=processing_class)
+        make_scorable(base)
     with model.disable_adapter() if base is None else nullcontext():
         for domain in domains:
             part = data.select([i for i, label in enumerate(labels) if label == domain])
-            losses["base"][domain] = _mean(*example_losses(trainer, part))
-    shares = {} if statistics is None else _gathered(trainer, statistics)
+            losses["base"][domain] = _mean(*example_losses(base or model, part, collator))
+    shares = {} if statistics is None else _gathered(statistics)
     for result in losses.values():
         result["mean"] = sum(result.values()) / len(result)
     return {name: losses[name] for name in ("base", "adapted")}, shares
@@ -69,9 +71,9 @@ def _mean(losses_S1: torch.Tensor, counts_S: torch.Tensor) -> float:
     return float(losses_S1.sum() / counts_S.sum())
 
 
-def _gathered(trainer: SFTTrainer, statistics: RoutingStatistics) -> dict[str, torch.Tensor]:
+def _gathered(statistics: RoutingStatistics) -> dict[str, torch.Tensor]:
     """Shares over the batches of all processes."""
-    if trainer.accelerator.num_processes > 1:
+    if PartialState().num_processes > 1:
         statistics.counts = sum(gather_object([statistics.counts]))
         statistics.tokens = sum(gather_object([statistics.tokens]))
     return statistics.shares()

@@ -1,17 +1,15 @@
-"""Stage 2, expert expansion: LoRA adapter folders in, more of them out. No base model is needed."""
+"""Stage 2, expert expansion: merges LoRA adapter folders into further ones. No base model is needed."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from peft import LoraConfig, PeftConfig
 from peft.utils import load_peft_weights
-from safetensors.torch import save_file
 
 from ..merging import Descent, Expansion, Similarity, expand
-from .prepare import ADAPTER_FILES
+from .files import copy_adapter, expert_folders, write_adapter
 
 
 def expand_experts(
@@ -31,13 +29,13 @@ def expand_experts(
     Args:
         experts: LoRA adapter folders, all of one configuration.
         output_dir: gets `experts/0` … `experts/n-1`, the given ones first.
-        initial: the adapter from which they were trained, for `similarity="displacement"`.
+        initial: the untrained adapter that they all started from, for `similarity="displacement"`.
 
     Returns:
         the n folders, and the descent of each new expert.
 
     Raises:
-        ValueError: an adapter is no LoRA, adapters differ in rank, scaling or modules, or a setting is out of range.
+        ValueError: an adapter is not a LoRA, adapters differ in rank, scaling or modules, or a setting is out of range.
     """
     configs = [_config(folder) for folder in experts]
     for folder, config in zip(experts, configs, strict=True):
@@ -52,22 +50,17 @@ def expand_experts(
     family, descents = expand(
         weights, num_experts, method=method, similarity=similarity, drop_rate=drop_rate, seed=seed, initial=start
     )
-    folders = []
-    for i, expert in enumerate(family):
-        folder = Path(output_dir) / "experts" / str(i)
-        folder.mkdir(parents=True, exist_ok=True)
+    folders = expert_folders(Path(output_dir), len(family))
+    for i, (expert, folder) in enumerate(zip(family, folders, strict=True)):
         if i < len(experts):
-            for name in ADAPTER_FILES:
-                shutil.copy(Path(experts[i]) / name, folder / name)
+            copy_adapter(Path(experts[i]), folder)
         else:
-            shutil.copy(Path(experts[0]) / ADAPTER_FILES[0], folder / ADAPTER_FILES[0])
-            save_file(dict(expert), folder / ADAPTER_FILES[1], metadata={"format": "pt"})
-        folders.append(folder)
+            write_adapter(expert, Path(experts[0]), folder)
     return folders, descents
 
 
 def _config(folder: str | Path) -> LoraConfig:
     config = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"expand_experts: {folder} is no LoRA adapter; give plain LoRA adapters")
+        raise ValueError(f"expand_experts: {folder} is not a LoRA adapter; give plain LoRA adapters")
     return config

@@ -1,270 +1,180 @@
-"""
-Stages 2 and 3 for experts that are whole models: dense checkpoints, whose FFNs become the experts of a native MoE and
-whose other weights, the backbone, are averaged (UpIT, section 2.2 and Algorithms 2 and 3, FFN mode).
-
-Checkpoints are read tensor by tensor; one model is in memory at a time.
-"""
+"""The stages of the mode `ffn`, whose experts are whole FFNs: the result is a native MoE checkpoint."""
 
 from __future__ import annotations
 
-import copy
-import gc
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from trl import SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..merging import Descent, Expansion, dare_tensor, expand
-from ..native.checkpoint import Checkpoint, ShardedWriter
-from ..native.families import DENSE_NAME, PROJECTIONS
-from ..training.checkpoints import Trained, step_rows, train
-from ..training.scoring import example_losses
-from .buckets import Buckets, bucket_schedule
-from .prepare import link_model
-from .router_init import RouterInitTrainer
+from ..models.view import router_parameters
+from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
+from ..native.writing import open_dense
+from ..training.scoring import Collator, score_checkpoints
+from ..training.tokenizing import tokenized
+from .buckets import fill_buckets
+from .dense_experts import init_expert_routers
+from .expand_checkpoints import expand_checkpoints
+from .files import expert_folders, finish_native, read_perplexity, write_buckets, write_perplexity, write_vectors
+from .inputs import load_checkpoint, load_config, load_model, model_folder
+from .post_train import post_train
+from .shared_stages import Evaluate, Expand, PostTrain, Prepare, RouterInit, metrics
+from .stages import STATE, Artefacts, Stage
 
-_VECTORS = "routing_vectors.weight"
-
-
-class _Displacements(Mapping[str, torch.Tensor]):
-    """A checkpoint's FFN weights less the base's, float32, each computed when asked for."""
-
-    def __init__(self, folder: Path, base: Checkpoint, layers: int) -> None:
-        self.folder, self.own, self.base = folder, Checkpoint(folder, "expand_checkpoints"), base
-        self.names = sorted(DENSE_NAME.format(layer=i, projection=p) for i in range(layers) for p in PROJECTIONS)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.own.tensor(name).float() - self.base.tensor(name).float()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+_MODEL, _ROUTERS = "model", "routers.safetensors"
 
 
-def expand_checkpoints(
-    experts: Sequence[str | Path],
-    base: str | Path,
-    *,
-    output_dir: str | Path,
-    num_experts: int,
-    num_layers: int,
-    method: Expansion = "genetic",
-    drop_rate: float = 0.9,
-    seed: int = 0,
-) -> tuple[list[Path], list[Descent]]:
-    """
-    Merge dense checkpoints into further ones until there are `num_experts`: FFNs by DARE of their displacements from
-    the base's, all else by the parents' average. Similarity is the cosine of the displacements of all FFNs.
+class FFNPrepare(Prepare):
+    output = _MODEL
 
-    Args:
-        experts: model folders, fine-tuned from `base`.
-        output_dir: gets `experts/0` … `experts/n-1`, the given ones first.
-
-    Returns:
-        the n folders, and the descent of each new expert.
-    """
-    origin = Checkpoint(Path(base), "expand_checkpoints")
-    root = Path(output_dir) / "experts"
-    given = [_Displacements(Path(folder), origin, num_layers) for folder in experts]
-    made: list[Path] = []
-
-    def merge(a: Any, b: Any, alpha: float, rate: float, generator: torch.Generator) -> _Displacements:
-        folder = root / str(len(given) + len(made))
-        folder.mkdir(parents=True)
-        link_model(a.folder, folder, weights=False)
-        plan = {name: (a.own.dtype(name), a.own.shape(name)) for name in a.own}
-        with ShardedWriter(folder, plan) as writer:
-            for name in a.names:
-                moved = dare_tensor(a[name], b[name], alpha, rate, generator)
-                writer.write(name, origin.tensor(name).float() + moved)
-            for name in set(a.own) - set(a.names):
-                writer.write(name, (a.own.tensor(name).double() + b.own.tensor(name).double()) / 2)
-        made.append(folder)
-        return _Displacements(folder, origin, num_layers)
-
-    for i, folder in enumerate(experts):
-        (root / str(i)).mkdir(parents=True)
-        link_model(Path(folder), root / str(i))
-    descents = expand(
-        given, num_experts, method=method, similarity="values", drop_rate=drop_rate, seed=seed, merge=merge
-    )[1]
-    return [root / str(i) for i in range(num_experts)], descents
+    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+        return 0, model.num_parameters()
 
 
-# --- routing vectors --------------------------------------------------------------------------------------------------
+class FFNExpand(Expand):
+    def run(self, folder: Path) -> dict[str, Any]:
+        section, descents = self.recipe.expand, []
+        if PartialState().is_main_process:
+            descents = expand_checkpoints(
+                self.given.experts,
+                model_folder(self.recipe.model),
+                output_dir=folder,
+                num_experts=self.recipe.num_experts,
+                num_layers=load_config(self.recipe.model).num_hidden_layers,
+                method=section.method,
+                drop_rate=0.9 if section.drop_rate is None else section.drop_rate,
+                seed=self.seed,
+            )[1]
+        PartialState().wait_for_everyone()
+        return {"descents": [descent.as_dict() for descent in descents]}
 
 
-class RoutingVectors(nn.Module):
-    """One vector per layer; records `x·r` of each FFN's input while the model runs."""
+class FFNRouterInit(RouterInit):
+    @property
+    def result(self) -> Artefacts:
+        experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
+        return replace(self.given, experts=experts, routers=self.folder / _ROUTERS)
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        config = model.config
-        weight = torch.empty(config.num_hidden_layers, config.hidden_size)
-        self.weight = nn.Parameter(nn.init.normal_(weight, std=0.02).to(model.device))
-        self.scores: list[torch.Tensor] = []
-        for layer in range(config.num_hidden_layers):
-            model.get_submodule(f"model.layers.{layer}.mlp").register_forward_pre_hook(self._recorder(layer))
-
-    def _recorder(self, layer: int) -> Callable[[nn.Module, tuple], tuple]:
-        def record(ffn: nn.Module, args: tuple) -> tuple:
-            # No matrix product: autocast would make it one in half precision.
-            score = (args[0].float() * self.weight[layer].float()).sum(-1, keepdim=True)
-            self.scores.append(score.reshape(-1, 1))
-            # The same input, but tied to the score: DistributedDataParallel takes what no output depends on for unused.
-            return (args[0] + 0 * score.to(args[0].dtype),)
-
-        return record
-
-
-class ExpertTrainer(RouterInitTrainer):
-    """Trains one dense model's FFNs and its routing vectors: the one expert of `RouterInitTrainer`'s losses."""
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        return SFTTrainer.training_step(self, model, inputs, *args, **kwargs)
-
-    def run_model(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, Sequence[torch.Tensor]]:
-        vectors: RoutingVectors = self.model.routing_vectors
-        vectors.scores = []
-        outputs = model(**inputs, fused_lm_head=True)
-        layers = len(vectors.weight)  # with checkpointing, layers run again later
-        return outputs, vectors.scores[:layers]
-
-
-@dataclass(frozen=True)
-class ExpertRouters:
-    """The trained experts' folders, their routing vectors by layer [n, d], and the trainings' logs."""
-
-    experts: list[Path]
-    vectors: dict[int, torch.Tensor]
-    trained: list[Trained]
-
-
-def tokenize(
-    load: Callable[[Path], PreTrainedModel],
-    expert: Path,
-    dataset: Dataset,
-    args: SFTConfig,
-    processing_class: PreTrainedTokenizerBase,
-) -> Dataset:
-    """The examples as TRL prepares them, which drops those without anything to learn."""
-    trainer = SFTTrainer(
-        model=load(expert), args=copy.copy(args), train_dataset=dataset, processing_class=processing_class
-    )
-    return trainer.train_dataset
-
-
-def score_checkpoints(
-    load: Callable[[Path], PreTrainedModel],
-    experts: Sequence[Path],
-    dataset: Dataset,
-    args: SFTConfig,
-    processing_class: PreTrainedTokenizerBase,
-) -> torch.Tensor:
-    """Every model's perplexity on each example [S, n], one model after the other."""
-    columns = []
-    for folder in experts:
-        trainer = SFTTrainer(
-            model=load(folder), args=copy.copy(args), train_dataset=dataset, processing_class=processing_class
+    def run(self, folder: Path) -> dict[str, Any]:
+        r, section, experts = self.recipe, self.recipe.router_init, self.given.experts
+        args, load = self.seed_arguments(folder), partial(load_checkpoint, r.model)
+        data, collator = tokenized(self.seed_data(), self.context.tokenizer, args)
+        buckets, perplexity = fill_buckets(
+            data,
+            r.num_experts,
+            section.buckets,
+            partial(self._perplexities, folder, load, data, collator),
+            seed=args.seed,
+            capacity=section.capacity,
+            label_column=r.data.label_column,
+            expert_map=section.expert_map,
         )
-        losses_S1, counts_S = example_losses(trainer, trainer.train_dataset)
-        columns.append((losses_S1.squeeze(1) / counts_S).exp())
-        del trainer
-        _free()
-    return torch.stack(columns, dim=1)
-
-
-def init_expert_routers(
-    load: Callable[[Path], PreTrainedModel],
-    experts: Sequence[Path],
-    buckets: Buckets,
-    dataset: Dataset,
-    args: SFTConfig,
-    processing_class: PreTrainedTokenizerBase,
-    *,
-    output_dir: str | Path,
-    alpha: float = 0.5,
-    train_experts: bool = True,
-) -> ExpertRouters:
-    """
-    Train each expert's FFNs and routing vectors on its bucket, its backbone frozen, with the loss
-    `α·L_lm + (1-α)·BCE(sigmoid(x·r), 1)`.
-
-    Run again after having been stopped, it goes on where it was.
-
-    Args:
-        load: makes a model of a folder.
-        buckets: of each expert, indices into `dataset`. An expert without examples keeps its values.
-        dataset: tokenized examples.
-        args: how to train each; its `num_train_epochs` counts passes over a bucket, its `output_dir` gets a folder for
-            each.
-        output_dir: gets `experts/0`, …: model folders.
-        train_experts: False trains the routing vectors alone.
-    """
-    root = Path(output_dir) / "experts"
-    vectors, logs = [], []
-    for i, folder in enumerate(experts):
-        own = copy.copy(args)
-        own.output_dir = str(Path(str(args.output_dir)) / f"expert-{i}")
-        own.remove_unused_columns, own.train_sampling_strategy = False, "sequential"
-        schedule = bucket_schedule([buckets[i]], max(1, round(args.num_train_epochs)), args.seed + i)
-        set_seed(args.seed + i)
-        model = load(folder)
-        model.routing_vectors = RoutingVectors(model)
-        target = root / str(i)
-        if not schedule:
-            vectors.append(model.routing_vectors.weight.detach().float().cpu())
-            if args.should_save:
-                target.mkdir(parents=True)
-                link_model(folder, target)
-            continue
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name == _VECTORS or (train_experts and ".mlp." in name))
-        trainer = ExpertTrainer(
-            model=model, args=own, train_dataset=dataset, processing_class=processing_class, alpha=alpha
+        found = init_expert_routers(
+            load,
+            experts,
+            buckets,
+            data,
+            args,
+            self.context.tokenizer,
+            output_dir=folder,
+            objective=section.objective,
+            alpha=section.alpha,
+            train_experts=section.train_experts,
         )
-        trained = _train_on(trainer, [example for example, _ in schedule])
-        last = Checkpoint(trained.checkpoints[max(trained.checkpoints)], "router_init")
-        vectors.append(last.tensor(_VECTORS).float())
         if args.should_save:
-            _write_expert(last, folder, target)
-        trainer.accelerator.wait_for_everyone()
-        logs.append(trained)
-        del trainer, model
-        _free()
-    by_layer = torch.stack(vectors, dim=1)  # [L, n, d]
-    return ExpertRouters([root / str(i) for i in range(len(experts))], dict(enumerate(by_layer)), logs)
+            write_vectors(folder / _ROUTERS, found.vectors)
+            write_buckets(folder, buckets, perplexity)
+        PartialState().wait_for_everyone()
+        result: dict[str, Any] = {"bucket_sizes": [len(bucket) for bucket in buckets]}
+        if found.trained:  # losses of the last expert, steps of all
+            result |= {**metrics(found.trained[-1]), "steps": sum(max(t.checkpoints) for t in found.trained)}
+        return result
+
+    def steps(self, rows: int, batch: int) -> int:
+        """Experts are trained one after the other, each on its bucket."""
+        bucket = -(-self.recipe.seed_count(rows) // self.recipe.num_experts)
+        return self.recipe.num_experts * -(-bucket * self.recipe.router_init.num_train_epochs // batch)
+
+    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+        vectors = model.config.num_hidden_layers * model.config.hidden_size
+        ffns = sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
+        return vectors, vectors + (ffns if self.recipe.router_init.train_experts else 0)
+
+    def _perplexities(
+        self, folder: Path, load: Callable[[Path], PreTrainedModel], data: Dataset, collator: Collator
+    ) -> torch.Tensor:
+        """[S, n]; kept until the stage is done."""
+        path = folder / STATE / "perplexity.safetensors"
+        kept = read_perplexity(path)
+        if kept is not None:
+            return kept
+        found = score_checkpoints(load, self.given.experts, data, collator)
+        if PartialState().is_main_process:
+            write_perplexity(path, found)
+        return found
 
 
-def _train_on(trainer: ExpertTrainer, examples: list[int]) -> Trained:
-    """Train on examples in the given order."""
-    trainer.set_experts(trainer.train_dataset.select(examples), [0] * len(examples))
-    trainer.args.max_steps = -(-len(examples) // step_rows(trainer.args))
-    return train(trainer)
+class FFNPostTrain(PostTrain):
+    output = _MODEL
+
+    def check_base(self) -> None:
+        r = self.recipe
+        upcycled_config(load_config(r.model), r.upcycle_config())
+        base = open_dense(str(model_folder(r.model)), r.moe.get("family"), "upit")
+        for folder in r.prepare.given or []:
+            check_same_architecture(open_dense(folder, r.moe.get("family"), "upit"), base, "prepare.checkpoints")
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "moe": self.recipe.moe}
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        r = self.recipe
+        assembled = folder / STATE / "assembled"
+        if PartialState().is_main_process and not assembled.exists():
+            self.assemble(assembled)
+        PartialState().wait_for_everyone()
+        model = load_checkpoint(r.model, assembled)
+        model.config.router_aux_loss_coef = r.moe_aux_loss_coef
+        trained = post_train(
+            model,
+            self.context.train_data,
+            self.arguments(folder, num_train_epochs=self.epochs),
+            self.context.tokenizer,
+            output_dir=folder / self.output,
+            train_experts=r.trains_experts,
+        )
+        if PartialState().is_main_process:
+            finish_native(folder / self.output, model.config)
+        PartialState().wait_for_everyone()
+        return metrics(trained)
+
+    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+        with torch.device("meta"):
+            native = AutoModelForCausalLM.from_config(upcycled_config(model.config, self.recipe.upcycle_config())[1])
+        moe, routers = native.num_parameters(), sum(p.numel() for p in router_parameters(native).values())
+        return moe - model.num_parameters(), moe if self.recipe.trains_experts else routers
+
+    def assemble(self, folder: Path) -> None:
+        """Write the native MoE that is trained: of the experts that there are, or of copies of the base's FFNs."""
+        r = self.recipe
+        if not r.facts.prepares:
+            upcycle(model_folder(r.model), folder, r.upcycle_config(seed=self.seed))
+            return
+        experts, own = list(self.given.experts), {}
+        if self.given.routers is not None:
+            own = {"router_init": "given", "router_weights": str(self.given.routers)}
+        upcycle(experts[:1] if r.copies else experts, folder, r.upcycle_config(seed=self.seed, **own))
 
 
-def _free() -> None:
-    """Trainers and models refer to each other; the next one needs the room."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+class FFNEvaluate(Evaluate):
+    def load(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+        return load_checkpoint(self.recipe.model, folder), load_model(self.recipe.model)
 
 
-def _write_expert(trained: Checkpoint, source: Path, target: Path) -> None:
-    """A trained checkpoint as a plain model folder, without its routing vectors."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    link_model(source, target, weights=False)
-    names = [name for name in trained if name != _VECTORS]
-    with ShardedWriter(target, {name: (trained.dtype(name), trained.shape(name)) for name in names}) as writer:
-        for name in names:
-            writer.write(name, trained.tensor(name))
+FFN_STAGES: tuple[type[Stage], ...] = (FFNPrepare, FFNExpand, FFNRouterInit, FFNPostTrain, FFNEvaluate)

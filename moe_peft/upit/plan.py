@@ -1,4 +1,4 @@
-"""What a run will take, found without loading a weight: steps, tokens, trainable parameters, memory."""
+"""What a run will need, found without loading weights: steps, tokens, trainable parameters, memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from . import inputs
-from .config import Recipe
+from .inputs import load_config
 from .pipeline import UpIT
+from .recipe import Recipe
+from .shared_stages import TrainingStage
 
 _SAMPLED_ROWS = 500  # for the mean length
 _STATE_BYTES = 16  # of a trainable parameter: weight, gradient and Adam's two moments in float32
@@ -23,8 +24,8 @@ _STATE_BYTES = 16  # of a trainable parameter: weight, gradient and Adam's two m
 @dataclass(frozen=True)
 class StagePlan:
     """
-    One stage. `memory` is an estimate for one device in bytes: base weights, 16 bytes per trainable parameter, and
-    activations of one batch (what gradient checkpointing keeps, or all of them). Nothing is sharded in it.
+    One stage. `memory` estimates the bytes on one device, without sharding: base weights, 16 bytes per trainable
+    parameter, and the activations of one batch (those that gradient checkpointing keeps, or all).
     """
 
     name: str
@@ -41,40 +42,39 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
 
     Steps are exact unless packing or truncation to `max_length` changes the number of rows; tokens come from the mean
     length of up to 500 rows.
+
+    Raises:
+        ValueError: the recipe, its base or its data do not fit together.
     """
     r = pipeline.recipe
     # A plan may be made on a machine without the accelerator that the run will have.
     own = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
     pipeline.join_processes(**own)
-    tokenizer = _with_template(pipeline.tokenizer, r.sft.get("chat_template_path"))
-    config = inputs.load_config(r.model)
+    data = pipeline.context.train_data
+    tokenizer = _with_template(pipeline.context.tokenizer, r.sft.get("chat_template_path"))
+    config = load_config(r.model)
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(config)
     base = _base_bytes(r, empty)
-    sizes = pipeline.mode.sizes(empty)
     found = []
-    for name in pipeline.stage_names():
-        if name not in ("prepare", "router_init", "post_train"):
+    for stage in pipeline.stages:
+        stage.check()
+        if not isinstance(stage, TrainingStage):
             continue
-        args = pipeline.sft_config(name, pipeline.root, **own)
-        rows, length = _rows_and_length(pipeline.train_data, tokenizer, args)
-        epochs = getattr(pipeline.budget, name)
+        args = stage.arguments(pipeline.root, **own)
+        rows, length = _rows_and_length(data, tokenizer, args)
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
-        if name == "router_init":
-            seen = inputs.seed_count(r, rows) * r.router_init.num_train_epochs
-            steps = -(-seen // batch)
-            if r.mode == "ffn":  # experts train one by one
-                bucket = -(-inputs.seed_count(r, rows) // r.num_experts)
-                steps = r.num_experts * -(-bucket * r.router_init.num_train_epochs // batch)
-        else:
-            steps = max(1, round(epochs * rows / batch))
-            if name == "prepare":
-                pipeline.mode.checkpoints(steps)  # a choice that cannot be made should be known now
-        held, trainable = sizes[name]
+        steps = stage.steps(rows, batch)
+        held, trainable = stage.sizes(empty)
         memory = base + 4 * held + (_STATE_BYTES - 4) * trainable
-        memory += _activation_bytes(config, args, length, 2 if pipeline.half_precision(name) else 4)
-        found.append(StagePlan(name, epochs, steps, round(steps * batch * length), trainable, memory))
+        memory += _activation_bytes(config, args, length, 2 if _half_precision(stage) else 4)
+        found.append(StagePlan(stage.name, stage.epochs, steps, round(steps * batch * length), trainable, memory))
     return found
+
+
+def _half_precision(stage: TrainingStage) -> bool:
+    """Whether the stage will train in mixed precision; TRL's default is bf16."""
+    return bool(stage.sft.get("bf16", True) or stage.sft.get("fp16"))
 
 
 def _with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTrainedTokenizerBase:
@@ -84,7 +84,7 @@ def _with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreT
         try:
             own = Path(path).read_text() if is_file else AutoTokenizer.from_pretrained(path).chat_template
         except OSError as error:
-            raise ValueError(f"sft.chat_template_path={path!r}: no file, nor a tokenizer in reach") from error
+            raise ValueError(f"sft.chat_template_path={path!r}: neither a file nor a reachable tokenizer") from error
         tokenizer.chat_template = own
     return tokenizer
 

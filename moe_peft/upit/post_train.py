@@ -12,7 +12,8 @@ from trl import SFTConfig
 
 from ..models.view import router_parameters
 from ..training.checkpoints import Trained, copy_result, train
-from ..training.resuming import ResumingTrainer
+from ..training.sft import MoESFTTrainer
+from .files import last_checkpoint
 
 
 def post_train(
@@ -26,13 +27,14 @@ def post_train(
     eval_dataset: Dataset | None = None,
 ) -> Trained:
     """
-    Fine-tune a MoE-LoRA adapter, or a native MoE, with TRL, which adds the balancing loss, and save it.
+    Fine-tune a MoE-LoRA adapter, or a native MoE, with the losses on its routers, and save it.
 
-    Run again after having been stopped, it goes on from the last checkpoint in `args.output_dir`.
+    If it was stopped and is run again, it goes on from the last checkpoint in `args.output_dir`.
 
     Args:
-        model: a base with a MoE-LoRA adapter; or a native MoE, whose config asks for router logits.
-        args: how to train; its `num_train_epochs` or `max_steps` is this stage's whole training.
+        model: a base with a MoE-LoRA adapter; or a native MoE. The balancing loss has its config's coefficient.
+        args: how to train, a `MoESFTConfig` if other losses are wanted; its `num_train_epochs` or `max_steps` is the
+            whole training of this stage.
         output_dir: for the adapter or the model.
         train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
 
@@ -40,13 +42,13 @@ def post_train(
         the training's log and checkpoints.
     """
     if isinstance(model, PeftModel):
-        model.set_adapter(model.active_adapter)  # whatever was frozen before
+        model.set_adapter(model.active_adapter)  # trainable again, whatever was frozen before
     if not train_experts:
         routers = router_parameters(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in routers)
     set_seed(args.seed)
-    trainer = ResumingTrainer(
+    trainer = MoESFTTrainer(
         model=model,
         args=copy.copy(args),
         train_dataset=dataset,
@@ -55,6 +57,6 @@ def post_train(
     )
     trained = train(trainer)
     if trainer.args.should_save:
-        copy_result(trained.checkpoints[max(trained.checkpoints)], Path(output_dir))
+        copy_result(last_checkpoint(trained), Path(output_dir))
     trainer.accelerator.wait_for_everyone()
     return trained

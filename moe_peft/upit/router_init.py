@@ -1,9 +1,9 @@
 """
-Stage 3, router initialisation: seed examples go to the expert that knows them best, then each expert and its routing
-vector learn from their bucket (UpIT, section 2.2, Equations 1 and 2, Algorithm 3).
+Stage 3, router initialisation: each seed example goes to the expert that knows it best, then every expert and its
+routing vector learn from their bucket (UpIT, section 2.2, Equations 1 and 2, Algorithm 3).
 
-All n experts train at once in one model: every row of a batch is forced to its own expert with gate 1, so a row's loss
-has a gradient for its expert alone, the one it would have in a model with that expert only.
+All n experts train at once in one model. Every row of a batch is forced to its own expert with gate 1, so that the
+row's loss has the gradient that it would have in a model with this expert only.
 
 Legend: B rows, S positions, L layers, n experts.
 """
@@ -13,111 +13,80 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..adapter.layer import MoELoraLayer
+from ..messages import one_of
 from ..models.steering import force_experts
+from ..models.view import RoutedPass, observed_routing, router_parameters, router_sizes
 from ..training.checkpoints import Trained, step_rows, train
+from ..training.labels import RowCollator
 from ..training.scoring import example_losses
-from .buckets import BucketKind, Buckets, bucket_schedule, fill_buckets
-
-Objective = Literal["positive", "one_vs_rest", "softmax"]
+from .buckets import Buckets, bucket_schedule, fill_buckets
+from .objectives import OBJECTIVES, routing_loss
 
 
 @dataclass(frozen=True)
 class RouterInit:
-    """The buckets (indices into the tokenized seed set), the experts' perplexities [S, n] if asked for, and the log."""
+    """
+    The buckets (indices into the tokenized seed set), the experts' perplexities [S, n] if the rule needed them, and
+    the training's log.
+    """
 
     buckets: Buckets
     perplexity: torch.Tensor | None
     trained: Trained
 
 
-def routing_loss(
-    router_logits: Sequence[torch.Tensor], experts_B: torch.Tensor, mask_BS: torch.Tensor, objective: Objective
-) -> torch.Tensor:
-    """
-    The auxiliary loss of each row, averaged over its real tokens and the layers, [B].
-
-    Args:
-        router_logits: one [B·S, n] per layer.
-        experts_B: the expert of each row.
-        mask_BS: 1 for real tokens, 0 for padding.
-        objective: `"positive"`: `BCE(sigmoid(x·r_i), 1)` of the row's own expert (the paper's Equation 2).
-            `"one_vs_rest"`: the BCE of all experts, the others' target 0, averaged over experts. `"softmax"`: the
-            cross-entropy of the softmax over experts (label-supervised routing with the bucket as the label).
-    """
-    rows, length = mask_BS.shape
-    logits_LBSN = torch.stack([logits.view(rows, length, -1) for logits in router_logits])
-    own_LBS1 = experts_B.view(1, rows, 1, 1).expand(*logits_LBSN.shape[:3], 1)
-    if objective == "positive":
-        loss_LBS = F.softplus(-logits_LBSN.gather(-1, own_LBS1).squeeze(-1))
-    elif objective == "one_vs_rest":
-        target = torch.zeros_like(logits_LBSN).scatter_(-1, own_LBS1, 1.0)
-        loss_LBS = F.binary_cross_entropy_with_logits(logits_LBSN, target, reduction="none").mean(-1)
-    else:
-        loss_LBS = -logits_LBSN.log_softmax(-1).gather(-1, own_LBS1).squeeze(-1)
-    mask_BS = mask_BS.to(loss_LBS.dtype)
-    return (loss_LBS.mean(0) * mask_BS).sum(-1) / mask_BS.sum(-1)
-
-
-class _ExpertCollator:
-    """Adds the forced expert of every row to what another collator makes."""
-
-    def __init__(self, collator: Any) -> None:
-        self.collator = collator
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self.collator(examples), "expert": torch.tensor([example["expert"] for example in examples])}
-
-
 class RouterInitTrainer(SFTTrainer):
     """
-    Trains experts and routing vectors under forced routing, `α·L_lm + (1-α)·L_aux` averaged over rows.
+    Trains experts and routing vectors under forced routing with `α·L_lm + (1-α)·L_aux`, averaged over rows.
 
-    A row's two losses are means over its own tokens, so that it does not matter how rows are dealt out to batches,
-    accumulation steps and processes.
+    Both losses of a row are means over its own tokens, so the result does not depend on how rows are shared out among
+    batches, accumulation steps and processes.
 
     Args:
         alpha: α.
-        objective: see `routing_loss`.
+        objective: a name in `OBJECTIVES`.
+
+    Raises:
+        ValueError: the objective is unknown.
     """
 
     data_collator: Any
     train_dataset: Any
 
-    def __init__(self, *args: Any, alpha: float = 0.5, objective: Objective = "positive", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, alpha: float = 0.5, objective: str = "positive", **kwargs: Any) -> None:
+        if objective not in OBJECTIVES:
+            raise ValueError(one_of("objective", objective, OBJECTIVES))
         super().__init__(*args, **kwargs)
         self.alpha, self.objective = alpha, objective
-        self.aux_loss_enabled = False  # here loads follow from the buckets; the model's own setting stays for later
+        self.aux_loss_enabled = False  # the buckets decide the experts' loads; the model's own setting stays for later
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        with force_experts(self.model, inputs["expert"].to(self.args.device)):  # around backward: checkpointing
+        with force_experts(
+            self.model, inputs["expert"].to(self.args.device)
+        ):  # around backward, too: checkpointing runs layers again
             return super().training_step(model, inputs, *args, **kwargs)
 
     def set_experts(self, dataset: Dataset, experts: Sequence[int]) -> None:
         """Train on these rows, each forced to its expert."""
-        if "expert" in dataset.column_names:  # the user's, of which no trainer knows
+        if "expert" in dataset.column_names:  # a column of the user's, which no trainer reads
             dataset = dataset.remove_columns("expert")
         self.train_dataset = dataset.add_column("expert", list(experts))
-        self.data_collator = _ExpertCollator(self.data_collator)
+        self.data_collator = RowCollator(self.data_collator, "expert")
 
     def run_model(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[Any, Sequence[torch.Tensor]]:
         """The model's outputs, with TRL's log-probabilities, and router logits, one [B·S, n] per layer."""
-        recorded: list[Sequence[torch.Tensor]] = []  # the fused head's output has none, the backbone's has
-        backbone = self.model.get_base_model().base_model
-        hook = backbone.register_forward_hook(lambda module, args, output: recorded.append(output.router_logits))
-        try:
-            return model(**inputs, fused_lm_head=True, output_router_logits=True), recorded[0]
-        finally:
-            hook.remove()
+        passes: list[RoutedPass] = []
+        with observed_routing(self.model, passes.append):
+            outputs = model(**inputs, fused_lm_head=True)
+        return outputs, passes[0].router_logits
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Of a batch under forced routing: language-modelling loss [B], routing loss [B], and the model's outputs."""
@@ -149,8 +118,8 @@ def init_router(
     args: SFTConfig,
     processing_class: PreTrainedTokenizerBase,
     *,
-    buckets: BucketKind = "perplexity",
-    objective: Objective = "positive",
+    buckets: str = "perplexity",
+    objective: str = "positive",
     alpha: float = 0.5,
     train_experts: bool = True,
     capacity: int | None = None,
@@ -162,31 +131,29 @@ def init_router(
 
     Args:
         model: a base with the experts as one MoE-LoRA adapter (`moe_peft.lora_to_moe`).
-        dataset: the seed examples (the paper: a random 1 % of the data).
+        dataset: the seed examples (in the paper a random 1 % of the data).
         args: how to train; its `num_train_epochs` counts passes over the seed set. No packing.
-        buckets: how examples are given to experts: by `"perplexity"` (Algorithm 3), by perplexity `"relative"` to the
-            expert's mean, by `"label"`, at `"random"`.
+        buckets: how examples are given to experts, a name in `BUCKETS`: by `"perplexity"` (Algorithm 3), by perplexity
+            `"relative"` to the expert's mean, by `"label"`, at `"random"`.
         objective, alpha: see `RouterInitTrainer`.
-        train_experts: train the experts along (the paper), or routing vectors only.
-        capacity: most examples of a bucket (perplexity, relative); `ceil(S / n)` if None.
+        train_experts: also train the experts (as in the paper), or the routing vectors only.
+        capacity: the most examples in a bucket (perplexity, relative); `ceil(S / n)` if None.
         label_column, expert_map: for `"label"`, see `label_buckets`.
 
     Returns:
-        the buckets, the perplexities if they were asked for, and the training's log.
+        the buckets, the perplexities if the rule needed them, and the training's log.
 
     Raises:
-        ValueError: settings that do not go together, or labels without experts.
+        ValueError: settings that do not go together, an unknown name, or labels without experts.
     """
     if args.packing or args.padding_free:
-        raise ValueError("router_init: packing and padding_free must be off: every example has an expert of its own")
-    num_experts = min(
-        layer.moe_lora_spec[model.active_adapter].num_experts
-        for layer in model.modules()
-        if isinstance(layer, MoELoraLayer) and model.active_adapter in layer.moe_lora_router
-    )
-    model.requires_grad_(False)
+        raise ValueError(
+            "router_init: packing and padding_free must be off, because every example has an expert of its own"
+        )
+    num_experts = min(n for n, _ in router_sizes(model, "router_init"))
+    routers = router_parameters(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("moe_lora_router" in name or (train_experts and "moe_lora_" in name))
+        parameter.requires_grad_(name in routers or (train_experts and "moe_lora_" in name))
     set_seed(args.seed)
     args = copy.copy(args)  # the caller's stay as they are
     args.remove_unused_columns, args.train_sampling_strategy = False, "sequential"
@@ -218,5 +185,5 @@ def init_router(
 def _perplexities(trainer: RouterInitTrainer, num_experts: int) -> torch.Tensor:
     """[S, n]"""
     rows = max(trainer.args.per_device_eval_batch_size, num_experts)
-    losses_SN, counts_S = example_losses(trainer, trainer.train_dataset, num_experts, rows)
+    losses_SN, counts_S = example_losses(trainer.model, trainer.train_dataset, trainer.data_collator, num_experts, rows)
     return (losses_SN / counts_S.unsqueeze(1)).exp()

@@ -1,18 +1,22 @@
-"""The stages of a run, each done once: killed, it goes on; changed, it is done again, and so is what follows."""
+"""Stages, each done once: a killed one goes on, a changed one is done again, and so is what follows it."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate import PartialState
 
-from .inputs import hash_folder
+from ..messages import one_line
+from .files import read_json, write_json
+from .hashing import hash_folder, hash_json
+from .recipe import Recipe, as_dict
+from .run import RunContext
 
 logger = logging.getLogger("moe_peft")
 
@@ -21,79 +25,179 @@ _IDENTITY, _RECORD = "identity.json", "stage.json"
 
 
 @dataclass(frozen=True)
-class Stage:
+class Artefacts:
+    """
+    What stages hand on to later ones.
+
+    Args:
+        experts: folders of the experts: LoRA adapters, or in the mode `ffn` dense models.
+        initial: the LoRA adapter from which the experts were trained.
+        routers: the adapter whose routers are initialised, or in the mode `ffn` the file of routing vectors.
+        model: the trained adapter or model.
+    """
+
+    experts: tuple[Path, ...] = ()
+    initial: Path | None = None
+    routers: Path | None = None
+    model: Path | None = None
+
+
+class Stage(ABC):
     """
     One stage of a run.
 
     Args:
-        name: its folder.
-        identity: everything that decides its result: settings, seed, hashes of inputs.
-        run: does it. Gets the folder to write to, whose `state` is kept when a run is stopped, and returns metrics.
+        context: the run.
+        given: what the stages before it hand on.
     """
 
-    name: str
-    identity: dict[str, Any]
-    run: Callable[[Path], dict[str, Any]]
+    name: ClassVar[str]  # of its folder and of its section in the recipe
+    seed_offset: ClassVar[int] = 0  # from the recipe's seed, where the section has none
+    inputs: ClassVar[tuple[str, ...]] = ("model", "train", "adapters", "chat_template")  # whose hashes identify it
+
+    def __init__(self, context: RunContext, given: Artefacts) -> None:
+        self.context, self.recipe, self.given = context, context.recipe, given
+
+    @classmethod
+    @abstractmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        """Whether the stage is part of a recipe's run."""
+
+    @abstractmethod
+    def run(self, folder: Path) -> dict[str, Any]:
+        """
+        Do the work.
+
+        Args:
+            folder: to write to; its `state` is kept when a run is stopped.
+
+        Returns:
+            metrics, for the record.
+        """
+
+    @property
+    def result(self) -> Artefacts:
+        """What there is for later stages when this one is done."""
+        return self.given
+
+    def check(self) -> None:  # noqa: B027  (most stages have nothing to check)
+        """
+        Before any stage runs, and for a plan.
+
+        Raises:
+            ValueError: the recipe does not fit the data.
+        """
+
+    def check_base(self) -> None:  # noqa: B027
+        """
+        Before any stage runs; may read weights.
+
+        Raises:
+            ValueError: the recipe does not fit the base.
+        """
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        """What it made, in a few words."""
+        return ""
+
+    def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
+        """Held-out losses by model and domain, if it measured them."""
+        return None
+
+    @property
+    def folder(self) -> Path:
+        return self.context.root / self.name
+
+    @property
+    def section(self) -> Any:
+        """Its section of the recipe, if it has one."""
+        return getattr(self.recipe, self.name, None)
+
+    @property
+    def seed(self) -> int:
+        own = getattr(self.section, "seed", None)
+        return self.recipe.seed + self.seed_offset if own is None else own
+
+    @property
+    def num_experts(self) -> int:
+        """The experts that there are when it is done."""
+        return self.recipe.num_experts
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that decide its result."""
+        return {} if self.section is None else {**as_dict(self.section), "seed": self.seed}
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides its result. Earlier stages' files are inputs, so a change is passed on."""
+        r = self.recipe
+        settings = {
+            **self.settings(),
+            "mode": r.mode,
+            "method": r.method,
+            "num_experts": self.num_experts,
+            "label_column": r.data.label_column,
+        }
+        found = {
+            "settings": settings,
+            "processes": PartialState().num_processes,
+            "model": as_dict(r.model),
+            "inputs": {key: self.context.hashes[key] for key in self.inputs},
+            "earlier_stages": {name: hash_json(record["files"]) for name, record in self.context.records.items()},
+        }
+        return json.loads(json.dumps(found, default=str))  # as it will be read again
 
 
 def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
     """
     Do a stage unless it is done already, and return its record: identity, metrics, hashes of its files.
 
-    It is done in `<name>.partial`, which is renamed when whole.
+    The work is done in `<name>.partial`, which is renamed when it is whole.
     """
     folder, partial = root / stage.name, root / f"{stage.name}.partial"
+    identity = stage.identity()
     main = PartialState().is_main_process
-    done = _read(folder / _RECORD)
-    if done is not None and _same_result(done["identity"], stage.identity):
+    done = read_json(folder / _RECORD)
+    if done is not None and _same_result(done["identity"], identity):
         if main:
             logger.info("%s: done already", stage.name)
         return done
-    whole = _read(partial / _RECORD)
-    begun = _read(partial / _IDENTITY) or (whole and whole["identity"])
+    whole = read_json(partial / _RECORD)
+    begun = read_json(partial / _IDENTITY) or (whole and whole["identity"])
     PartialState().wait_for_everyone()  # all have read before anything is removed
     if main:
         if done is not None:
-            logger.warning(
-                "%s: done again, as it changed: %s", stage.name, _difference(done["identity"], stage.identity)
-            )
-        if begun is not None and begun != stage.identity:
-            logger.warning("%s: begun anew, as it changed: %s", stage.name, _difference(begun, stage.identity))
-        _remove(folder)
-        if begun != stage.identity:
-            _remove(partial)
-            partial.mkdir(parents=True)
-            write_json(partial / _IDENTITY, stage.identity)
-        elif whole is None:
+            logger.warning("%s: done again, as it changed: %s", stage.name, _difference(done["identity"], identity))
+        if begun is not None and begun != identity:
+            logger.warning("%s: begun anew, as it changed: %s", stage.name, _difference(begun, identity))
+        elif begun is not None and whole is None:
             logger.info("%s: going on", stage.name)
-            for path in partial.iterdir():
-                if path.name not in (STATE, _IDENTITY):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _remove(folder)
+        _begin(partial, identity, anew=begun != identity, whole=whole is not None)
     PartialState().wait_for_everyone()
-    if whole is None or begun != stage.identity:
+    if whole is None or begun != identity:
         if main:
             logger.info("%s: running", stage.name)
         metrics = stage.run(partial)
         if main:
             files = hash_folder(partial, leave_out=(STATE, _IDENTITY))
-            write_json(partial / _RECORD, {"identity": stage.identity, "metrics": metrics, "files": files})
+            write_json(partial / _RECORD, {"identity": identity, "metrics": metrics, "files": files})
     if main:
         shutil.rmtree(partial / STATE, ignore_errors=True)
         (partial / _IDENTITY).unlink(missing_ok=True)  # the record has it
         partial.rename(folder)
     PartialState().wait_for_everyone()
-    record = _read(folder / _RECORD)
+    record = read_json(folder / _RECORD)
     assert record is not None
     return record
 
 
 def _same_result(done: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether a finished stage serves. How many processes made it matters only for going on with one half done."""
+    """Whether a finished stage serves. How many processes made it matters only for going on with a half-done one."""
     return {**done, "processes": None} == {**wanted, "processes": None}
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder under another name, so that what is left of it after a kill is not taken for the whole."""
+    """Remove a folder under another name, so that what a kill leaves of it is not taken for the whole."""
     removed = folder.with_name(f"{folder.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)
     if folder.exists():
@@ -101,15 +205,16 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(removed)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write under a temporary name first: a reader never meets half a file."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def _begin(partial: Path, identity: dict[str, Any], *, anew: bool, whole: bool) -> None:
+    """Make room for a stage's files. One that goes on keeps its state; one that is whole keeps all."""
+    if anew:
+        _remove(partial)
+        partial.mkdir(parents=True)
+        write_json(partial / _IDENTITY, identity)
+    elif not whole:
+        for path in partial.iterdir():
+            if path.name not in (STATE, _IDENTITY):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _difference(before: Any, after: Any, path: str = "") -> str:
@@ -117,5 +222,4 @@ def _difference(before: Any, after: Any, path: str = "") -> str:
     if isinstance(before, dict) and isinstance(after, dict):
         keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
         return "; ".join(_difference(before.get(key), after.get(key), f"{path}.{key}".lstrip(".")) for key in keys)
-    shown = [str(value)[:40] for value in (before, after)]
-    return f"{path} {shown[0]} → {shown[1]}"
+    return f"{path} {one_line(before, 40)} → {one_line(after, 40)}"

@@ -15,36 +15,31 @@ def print_summary(pipeline: UpIT) -> None:
     if not PartialState().is_main_process:
         return
     console = Console()
+    records = pipeline.records
     table = Table("stage", "steps", "loss", "what it made", title=f"{pipeline.recipe.method}: {pipeline.root}")
-    for name, record in pipeline.records.items():
-        metrics = record["metrics"]
+    for stage in pipeline.stages:
+        metrics = records[stage.name]["metrics"]
         loss = metrics.get("loss")
         table.add_row(
-            name,
+            stage.name,
             str(int(metrics["steps"])) if "steps" in metrics else "",
             f"{loss:.3f}" if isinstance(loss, float) else "",
-            _made(name, metrics),
+            stage.describe(metrics),
         )
     console.print(table)
-    evaluation = pipeline.records.get("evaluate")
-    if evaluation is not None:
-        losses = evaluation["metrics"]["loss"]
-        domains = list(losses["adapted"])
-        table = Table("held-out loss", *domains)
-        for who, row in losses.items():
-            table.add_row(who, *(f"{row[domain]:.3f}" for domain in domains))
-        console.print(table)
-    console.print(f"{pipeline.mode.result}: {pipeline.result}", highlight=False, soft_wrap=True)
+    for stage in pipeline.stages:
+        losses = stage.losses(records[stage.name]["metrics"])
+        if losses is not None:
+            console.print(_loss_table(losses))
+    console.print(f"{pipeline.result.name}: {pipeline.result}", highlight=False, soft_wrap=True)
 
 
-def _made(name: str, metrics: dict) -> str:
-    if name == "prepare":
-        return f"experts from steps {', '.join(map(str, metrics['checkpoint_steps']))}"
-    if name == "expand":
-        return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
-    if name == "router_init":
-        return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
-    return {"post_train": "the MoE", "evaluate": "routing.png" if metrics.get("shares") else ""}[name]
+def _loss_table(losses: dict[str, dict[str, float]]) -> Table:
+    domains = list(next(reversed(losses.values())))
+    table = Table("held-out loss", *domains)
+    for who, row in losses.items():
+        table.add_row(who, *(f"{row[domain]:.3f}" for domain in domains))
+    return table
 
 
 def print_plan(pipeline: UpIT) -> None:
@@ -54,7 +49,7 @@ def print_plan(pipeline: UpIT) -> None:
         return
     console = Console()
     r = pipeline.recipe
-    title = f"{r.method}: {len(pipeline.train_data):,} examples, {r.num_train_epochs:g} passes, seed {r.seed}"
+    title = f"{r.method}: {len(pipeline.context.train_data):,} examples, {r.num_train_epochs:g} passes, seed {r.seed}"
     table = Table("stage", title=title)
     for column in ("passes", "steps", "tokens", "trainable parameters", "memory, about"):
         table.add_column(column, justify="right")

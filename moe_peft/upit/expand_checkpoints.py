@@ -1,0 +1,84 @@
+"""
+Stage 2 for experts that are whole models (UpIT, section 2.2, Algorithm 2): merges dense checkpoints into further ones.
+
+Checkpoints are read and written tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..merging import Descent, Expansion, dare_tensor, expand
+from ..native.checkpoint import Checkpoint, ShardedWriter
+from ..native.families import DENSE_NAME, PROJECTIONS
+from .files import expert_folders, link_model
+
+
+class _Displacements(Mapping[str, torch.Tensor]):
+    """A checkpoint's FFN weights minus the base's, in float32, each computed when it is asked for."""
+
+    def __init__(self, folder: Path, base: Checkpoint, layers: int) -> None:
+        self.folder, self.own, self.base = folder, Checkpoint(folder, "expand_checkpoints"), base
+        self.names = sorted(DENSE_NAME.format(layer=i, projection=p) for i in range(layers) for p in PROJECTIONS)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.own.tensor(name).float() - self.base.tensor(name).float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def expand_checkpoints(
+    experts: Sequence[str | Path],
+    base: str | Path,
+    *,
+    output_dir: str | Path,
+    num_experts: int,
+    num_layers: int,
+    method: Expansion = "genetic",
+    drop_rate: float = 0.9,
+    seed: int = 0,
+) -> tuple[list[Path], list[Descent]]:
+    """
+    Merge dense checkpoints into further ones until there are `num_experts`. FFNs are merged by DARE of their
+    displacements from the base's, all other weights by averaging the parents'. The similarity of two experts is the
+    cosine of the displacements of all FFNs.
+
+    Args:
+        experts: model folders, fine-tuned from `base`.
+        output_dir: gets `experts/0` … `experts/n-1`, the given ones first.
+
+    Returns:
+        the n folders, and the descent of each new expert.
+    """
+    origin = Checkpoint(Path(base), "expand_checkpoints")
+    folders = expert_folders(Path(output_dir), num_experts)
+    given = [_Displacements(Path(folder), origin, num_layers) for folder in experts]
+    made: list[Path] = []
+
+    def merge(a: Any, b: Any, alpha: float, rate: float, generator: torch.Generator) -> _Displacements:
+        folder = folders[len(given) + len(made)]
+        link_model(a.folder, folder, weights=False)
+        plan = {name: (a.own.dtype(name), a.own.shape(name)) for name in a.own}
+        with ShardedWriter(folder, plan) as writer:
+            for name in a.names:
+                moved = dare_tensor(a[name], b[name], alpha, rate, generator)
+                writer.write(name, origin.tensor(name).float() + moved)
+            for name in set(a.own) - set(a.names):
+                writer.write(name, (a.own.tensor(name).double() + b.own.tensor(name).double()) / 2)
+        made.append(folder)
+        return _Displacements(folder, origin, num_layers)
+
+    for folder, target in zip(experts, folders, strict=False):
+        link_model(Path(folder), target)
+    descents = expand(
+        given, num_experts, method=method, similarity="values", drop_rate=drop_rate, seed=seed, merge=merge
+    )[1]
+    return folders, descents

@@ -1,0 +1,69 @@
+"""Hashes of everything that decides the result of a stage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from .inputs import load_config
+from .recipe import ModelSection, PrepareSection
+
+_BLOCK = 1 << 20  # bytes read at a time
+
+
+def hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_folder(folder: Path, leave_out: tuple[str, ...] = ()) -> dict[str, str]:
+    """Relative path → sha256, sorted by path."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    relative = ((path.relative_to(folder), path) for path in files)
+    return {str(name): hash_file(path) for name, path in relative if name.parts[0] not in leave_out}
+
+
+def hash_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def hash_model(section: ModelSection) -> str:
+    """Of a model folder the hash of its files; of a hub's model the commit."""
+    folder = Path(section.name_or_path)
+    if folder.is_dir():
+        return hash_json(hash_folder(folder))
+    return str(getattr(load_config(section), "_commit_hash", None) or section.revision)
+
+
+def hash_data(dataset: Dataset) -> str:
+    """Hash of the rows, in order."""
+    digest = hashlib.sha256(json.dumps(dataset.column_names).encode())
+    for row in dataset:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def hash_template(path: str | None) -> str | None:
+    """Hash of a chat template's file; the name of a tokenizer instead of a file stands for itself."""
+    return hash_file(Path(path)) if path is not None and Path(path).is_file() else path
+
+
+def hash_experts(section: PrepareSection) -> list[str]:
+    """
+    One hash for each of the given adapter or model folders.
+
+    Raises:
+        ValueError: a folder lacks its config.
+    """
+    for field, name in (("adapters", "adapter_config.json"), ("checkpoints", "config.json")):
+        for folder in getattr(section, field) or []:
+            if not (Path(folder) / name).is_file():
+                raise ValueError(f"prepare.{field}: {folder!r} is not a folder with {name}")
+    return [hash_json(hash_folder(Path(folder))) for folder in section.given or []]

@@ -1,0 +1,157 @@
+"""The stages of the mode `lora`, whose experts are LoRA matrices: the result is a MoE-LoRA adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel, set_seed
+
+from ..adapter.convert import lora_to_moe
+from ..models.view import router_parameters
+from .expand import expand_experts
+from .files import copy_adapter, last_checkpoint, write_buckets
+from .inputs import ffn_projections, load_model
+from .passthrough import FROM_EXPERTS
+from .post_train import post_train
+from .recipe import Recipe
+from .router_init import init_router
+from .shared_stages import Evaluate, Expand, PostTrain, Prepare, RouterInit, metrics
+from .stages import Artefacts, Stage
+
+_ADAPTER = "adapter"
+
+
+class LoraPrepare(Prepare):
+    output = _ADAPTER
+
+    @property
+    def result(self) -> Artefacts:
+        return replace(super().result, initial=self.folder / "initial")
+
+    def lora_config(self, model: PreTrainedModel) -> LoraConfig:
+        """What one expert of the MoE adapter is."""
+        moe = self.recipe.moe_config()
+        return LoraConfig(
+            r=moe.r,
+            lora_alpha=moe.lora_alpha,
+            lora_dropout=moe.lora_dropout,
+            use_rslora=moe.use_rslora,
+            init_lora_weights=moe.init_lora_weights,
+            target_modules=ffn_projections(model, moe.target_projections),
+            task_type="CAUSAL_LM",
+        )
+
+    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+        with torch.device("meta"):
+            adapted = get_peft_model(model, self.lora_config(model))
+        lora = adapted.get_nb_trainable_parameters()[0]
+        adapted.unload()
+        return lora, lora
+
+
+class LoraExpand(Expand):
+    def run(self, folder: Path) -> dict[str, Any]:
+        section, descents = self.recipe.expand, []
+        if PartialState().is_main_process:
+            descents = expand_experts(
+                self.given.experts,
+                output_dir=folder,
+                num_experts=self.recipe.num_experts,
+                method=section.method,
+                similarity=section.similarity or "update",
+                drop_rate=0.2 if section.drop_rate is None else section.drop_rate,
+                seed=self.seed,
+                initial=self.given.initial,
+            )[1]
+        PartialState().wait_for_everyone()
+        return {"descents": [descent.as_dict() for descent in descents]}
+
+
+class LoraRouterInit(RouterInit):
+    @property
+    def result(self) -> Artefacts:
+        return replace(self.given, routers=self.folder / _ADAPTER)
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        r, section = self.recipe, self.recipe.router_init
+        model = _assemble(r, self.given.experts, self.seed)
+        args = self.seed_arguments(folder)
+        found = init_router(
+            model,
+            self.seed_data(),
+            args,
+            self.context.tokenizer,
+            buckets=section.buckets,
+            objective=section.objective,
+            alpha=section.alpha,
+            train_experts=section.train_experts,
+            capacity=section.capacity,
+            label_column=r.data.label_column,
+            expert_map=section.expert_map,
+        )
+        if args.should_save:
+            copy_adapter(last_checkpoint(found.trained), folder / _ADAPTER)
+            write_buckets(folder, found.buckets, found.perplexity)
+        PartialState().wait_for_everyone()
+        return {"bucket_sizes": [len(bucket) for bucket in found.buckets], **metrics(found.trained)}
+
+    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+        return _moe_sizes(self.recipe, model, self.recipe.router_init.train_experts)
+
+
+class LoraPostTrain(PostTrain):
+    output = _ADAPTER
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        r = self.recipe
+        if self.given.routers is not None:
+            model = PeftModel.from_pretrained(load_model(r.model), self.given.routers, is_trainable=True)
+        else:
+            model = _assemble(r, self.given.experts, self.seed)
+        trained = post_train(
+            model,
+            self.context.train_data,
+            self.arguments(folder, num_train_epochs=self.epochs),
+            self.context.tokenizer,
+            output_dir=folder / self.output,
+            train_experts=r.trains_experts,
+        )
+        return metrics(trained)
+
+    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+        return _moe_sizes(self.recipe, model, self.recipe.trains_experts)
+
+
+class LoraEvaluate(Evaluate):
+    def load(self, folder: Path) -> tuple[PeftModel, None]:
+        return PeftModel.from_pretrained(load_model(self.recipe.model), folder), None
+
+
+LORA_STAGES: tuple[type[Stage], ...] = (LoraPrepare, LoraExpand, LoraRouterInit, LoraPostTrain, LoraEvaluate)
+
+
+def _assemble(recipe: Recipe, experts: Sequence[Path], seed: int) -> PeftModel:
+    """The base with all experts in one MoE adapter and random routers; with new experts if stage 1 trains none."""
+    model = load_model(recipe.model)
+    set_seed(seed)
+    if not recipe.facts.prepares:
+        return get_peft_model(model, recipe.moe_config())
+    settings = {key: value for key, value in recipe.adapter.items() if key not in FROM_EXPERTS}
+    return lora_to_moe(model, experts, task_type="CAUSAL_LM", **settings)
+
+
+def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> tuple[int, int]:
+    """Parameters of the MoE adapter, and those of it that are trained."""
+    with torch.device("meta"):
+        adapted = get_peft_model(model, recipe.moe_config())
+    routers = router_parameters(adapted)
+    sizes = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
+    adapted.unload()
+    moe = sum(sizes.values())
+    return moe, moe if train_experts else sum(sizes[name] for name in routers)

@@ -1,0 +1,112 @@
+"""Sections of a recipe whose keys are fields of other configurations: which ones it may set, and why not the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from peft import PeftConfig
+from transformers import BitsAndBytesConfig
+from trl import SFTConfig
+
+from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
+from ..messages import unknown_key
+from ..native.upcycle import UpcycleConfig
+from ..training.sft import MoESFTConfig
+
+
+@dataclass(frozen=True)
+class Passthrough:
+    """
+    The keys of one section.
+
+    Args:
+        fields: all fields of the configuration that gets them.
+        decided: field → what to do instead, for fields that the recipe decides.
+        documented: where the fields are documented, if they are too many to list.
+    """
+
+    fields: frozenset[str]
+    decided: Mapping[str, str]
+    documented: str | None = None
+
+    def check(self, path: str, keys: Iterable[str]) -> None:
+        """
+        Raises:
+            ValueError: a key is no field, or the recipe decides it.
+        """
+        for key in keys:
+            if key in self.decided:
+                raise ValueError(f"{path}.{key}: {self.decided[key]}")
+            if key not in self.fields:
+                raise ValueError(unknown_key(f"{path}.{key}", self.fields - self.decided.keys(), self.documented))
+
+
+def _names(configuration: Any) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(configuration))
+
+
+def _for_each(fields: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(fields.split(), reason)
+
+
+ADAPTER = Passthrough(
+    _names(MoELoraConfig),
+    {
+        **dict.fromkeys(_names(PeftConfig), "PEFT sets this"),
+        "num_experts": "set the recipe's num_experts",
+        **_for_each(
+            "target_modules exclude_modules layers_to_transform layers_pattern",
+            "a recipe adapts the FFNs of all layers; choose their projections with target_projections",
+        ),
+        **_for_each(
+            "num_experts_pattern rank_pattern alpha_pattern", "the experts of a recipe are alike in all layers"
+        ),
+        "modules_to_save": "an expert cannot hold whole modules; leave it out",
+    },
+)
+# What `lora_to_moe` reads off the LoRA adapters that it stacks; their values are given, so they need no initial ones.
+FROM_EXPERTS = frozenset({*EXPERT_FIELDS, "init_lora_weights"})
+
+MOE = Passthrough(
+    _names(UpcycleConfig) | {"router_aux_loss_coef"},
+    {
+        "num_experts": "set the recipe's num_experts",
+        "router_weights": "stage 3 makes the routers; `router_init` says how",
+        "seed": "set post_train.seed",
+    },
+)
+
+_BUDGET = "the recipe's budget and resuming decide this; use num_train_epochs, prepare_share and seed"
+SFT = Passthrough(
+    _names(SFTConfig),
+    {
+        **_for_each(
+            "output_dir max_steps num_train_epochs save_strategy save_total_limit save_only_model seed data_seed "
+            "resume_from_checkpoint load_best_model_at_end remove_unused_columns train_sampling_strategy",
+            _BUDGET,
+        ),
+        "router_aux_loss_coef": (
+            "set adapter.router_aux_loss_coef in the mode 'lora', moe.router_aux_loss_coef in the mode 'ffn'"
+        ),
+        "model_init_kwargs": "set the fields of the section `model`",
+        "push_to_hub": "push the result's folder when the run is done",
+    },
+    documented="TRL's SFTConfig",
+)
+
+# Stage 4 also takes the routers' losses.
+POST_TRAIN = Passthrough(
+    SFT.fields | _names(MoESFTConfig),
+    {
+        **SFT.decided,
+        "label_column": "set data.label_column",
+        "training_stage": "set post_train.train_experts",
+    },
+    documented="TRL's SFTConfig and moe_peft's MoESFTConfig",
+)
+
+QUANTIZATION = Passthrough(frozenset(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}, {})

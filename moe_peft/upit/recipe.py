@@ -1,0 +1,324 @@
+"""
+The recipe of a run: one YAML file, one section per stage. What a field means is said here, beside it.
+
+Unknown keys and wrong values are refused with the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass as validated
+from pydantic_core import PydanticCustomError
+
+from ..adapter.config import MoELoraConfig
+from ..merging import Expansion, Similarity
+from ..messages import one_of
+from ..native.upcycle import UpcycleConfig
+from ..routing.expert_map import read_expert_map
+from . import passthrough
+from .buckets import BUCKETS, BucketRule
+from .methods import METHODS, Method
+from .objectives import OBJECTIVES
+from .selection import SELECTIONS
+
+_NONE = "none"  # leaves a stage out
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_strict = ConfigDict(extra="forbid", frozen=True)
+
+Count = Annotated[int, Field(ge=1)]
+Folders = Annotated[list[str], Field(min_length=1)]
+
+
+def _name_in(table: Collection[str], *others: str) -> AfterValidator:
+    """A name in a table, as the table is when a recipe is read: what users add to it is known at once."""
+
+    def check(name: str) -> str:
+        if name not in table and name not in others:
+            raise PydanticCustomError("name", "must be one of {known}", {"known": ", ".join([*table, *others])})
+        return name
+
+    return AfterValidator(check)
+
+
+@validated(config=_strict)
+class ModelSection:
+    """The base model."""
+
+    name_or_path: str
+    revision: str | None = None
+    dtype: Annotated[str, _name_in(_DTYPES)] = "auto"
+    attn_implementation: str | None = None
+    # Fields of transformers' BitsAndBytesConfig, e.g. {load_in_4bit: true}.
+    quantization: dict[str, Any] | None = None
+
+
+@validated(config=_strict)
+class DataSection:
+    """Training and held-out data: a .json, .jsonl, .csv or .parquet file, or arguments of `datasets.load_dataset`."""
+
+    train: str | dict[str, Any]
+    eval: str | dict[str, Any] | None = None
+    # A column whose values are the examples' domains: for results by domain, label buckets, `order: blocks`.
+    label_column: str | None = None
+
+
+@validated(config=_strict)
+class PrepareSection:
+    """Stage 1: ordinary LoRA fine-tuning, whose checkpoints become experts."""
+
+    # Experts to take from checkpoints; `num_experts` of the recipe if null.
+    num_experts: Count | None = None
+    # Checkpoints at equal intervals. If null: as many as experts for `uniform`, else twice as many.
+    num_checkpoints: Count | None = None
+    # Which checkpoints become experts: a name in `SELECTIONS`.
+    selection: Annotated[str, _name_in(SELECTIONS)] = "back_half"
+    # Experts that exist already: LoRA adapter folders, or in the mode `ffn` dense model folders, as `checkpoints`.
+    # This stage is then skipped and stage 4 gets the whole budget.
+    adapters: Folders | None = None
+    checkpoints: Folders | None = None
+    # `checkpoints`: different ones; `copies`: every expert is the last one (LoRAMoE-SFT, Upcycle-SFT).
+    experts: Literal["checkpoints", "copies"] = "checkpoints"
+    # `blocks`: the domains of `data.label_column` one after the other.
+    order: Literal["shuffled", "blocks"] = "shuffled"
+    seed: int | None = None
+    sft: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def given(self) -> list[str] | None:
+        """The folders of experts that exist already."""
+        return self.adapters if self.adapters is not None else self.checkpoints
+
+
+@validated(config=_strict)
+class ExpandSection:
+    """Stage 2: makes further experts from those of stage 1."""
+
+    method: Expansion = "genetic"
+    # Null: `update` of LoRA experts; whole FFNs are compared by their `displacement` from the base model's.
+    similarity: Similarity | None = None
+    # Null: 0.2 for the values of LoRAs, 0.9 for the displacements of whole FFNs.
+    drop_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
+    seed: int | None = None
+
+
+@validated(config=_strict)
+class RouterInitSection:
+    """Stage 3: seed examples are given to experts; experts and routing vectors then learn from their buckets."""
+
+    # How seed examples are given to experts: a name in `BUCKETS`, or `none` to leave this stage out.
+    buckets: Annotated[str, _name_in(BUCKETS, _NONE)] = "perplexity"
+    # What routing vectors learn: a name in `OBJECTIVES`.
+    objective: Annotated[str, _name_in(OBJECTIVES)] = "positive"
+    # Weight of the language-modelling loss; the routing loss has 1 - alpha.
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    train_experts: bool = True
+    # Share of the data in the seed set, which is drawn at random.
+    seed_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    # Passes over the seed set. They count towards the budget.
+    num_train_epochs: Count = 4
+    # The most examples in a bucket, for the perplexity rules; null shares the seed set out evenly.
+    capacity: Count | None = None
+    # Label → experts, for `buckets: label`.
+    expert_map: dict[str, list[int]] | None = None
+    seed: int | None = None
+    sft: dict[str, Any] = field(default_factory=dict)
+
+
+@validated(config=_strict)
+class PostTrainSection:
+    """Stage 4: fine-tuning of the assembled MoE."""
+
+    # False trains the routers alone (Self-MoE).
+    train_experts: bool = True
+    seed: int | None = None
+    sft: dict[str, Any] = field(default_factory=dict)
+
+
+@validated(config=_strict)
+class Recipe:
+    """A whole run. A stage without a seed of its own uses `seed` (stage 1), `seed + 1` (stage 2), and so on."""
+
+    output_dir: str
+    model: ModelSection
+    data: DataSection
+    # What an expert is: `lora` (the result is an adapter) or `ffn`, a whole FFN (the result is a native MoE).
+    mode: Annotated[str, _name_in(METHODS)] = "lora"
+    # A name in the table `METHODS` of the mode: which stages run and how the budget is split.
+    method: str = "upit"
+    num_experts: Count = 8
+    # The whole budget, in passes over the data.
+    num_train_epochs: Annotated[float, Field(gt=0)] = 4.0
+    # Stage 1's share of it.
+    prepare_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    seed: int = 0
+    # Mode `lora`: fields of MoELoraConfig. Stage 1's LoRA takes its rank, alpha, dropout and projections from them.
+    adapter: dict[str, Any] = field(default_factory=dict)
+    # Mode `ffn`: fields of UpcycleConfig for the native MoE, and `router_aux_loss_coef`.
+    moe: dict[str, Any] = field(default_factory=dict)
+    # Fields of TRL's SFTConfig for all stages; a stage's own `sft` overrides them.
+    sft: dict[str, Any] = field(default_factory=dict)
+    prepare: PrepareSection = field(default_factory=PrepareSection)
+    expand: ExpandSection = field(default_factory=ExpandSection)
+    router_init: RouterInitSection = field(default_factory=RouterInitSection)
+    post_train: PostTrainSection = field(default_factory=PostTrainSection)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS[self.mode]:
+            raise ValueError(one_of("method", self.method, METHODS[self.mode]))
+        self._check_passed_on()
+        {"lora": self._check_lora, "ffn": self._check_ffn}[self.mode]()
+        self._check_labels()
+        self._check_number_of_experts()
+
+    def _check_passed_on(self) -> None:
+        """Keys that are fields of other configurations."""
+        passthrough.SFT.check("sft", self.sft)
+        passthrough.QUANTIZATION.check("model.quantization", self.model.quantization or {})
+        steps = {"sft.save_steps": self.sft.get("save_steps", 1)}
+        for section in dataclasses.fields(self):
+            own = getattr(getattr(self, section.name), "sft", {})
+            known = passthrough.POST_TRAIN if section.name == "post_train" else passthrough.SFT
+            known.check(f"{section.name}.sft", own)
+            steps[f"{section.name}.sft.save_steps"] = own.get("save_steps", 1)
+        for path, value in steps.items():
+            _require(path, value, type(value) is int and value >= 1, "a whole number of at least 1")
+
+    def _check_lora(self) -> None:
+        _require_no_keys("moe", self.moe, "lora", "adapter")
+        passthrough.ADAPTER.check("adapter", self.adapter)
+        given = self.prepare.checkpoints
+        _require("prepare.checkpoints", given, given is None, "null in the mode 'lora'; use prepare.adapters")
+        self.moe_config()
+
+    def _check_ffn(self) -> None:
+        _require_no_keys("adapter", self.adapter, "ffn", "moe")
+        passthrough.MOE.check("moe", self.moe)
+        coef, init, given = self.moe_aux_loss_coef, self.moe.get("init"), self.prepare.adapters
+        objective, similarity = self.router_init.objective, self.expand.similarity
+        apart = [name for name, other in OBJECTIVES.items() if other.own_logit_only]
+        several = init != "checkpoints" or self.facts.specialises
+        unquantized = not self.model.quantization
+        for path, value, good, allowed in (
+            ("moe.router_aux_loss_coef", coef, type(coef) in (int, float) and coef >= 0, "0 or a positive number"),
+            ("moe.init", init, several, "another: this method has one checkpoint"),
+            ("prepare.adapters", given, given is None, "null in the mode 'ffn'; use prepare.checkpoints"),
+            ("model.quantization", self.model.quantization, unquantized, "null: all weights are trained"),
+            (
+                "router_init.objective",
+                objective,
+                objective in apart,
+                f"{' or '.join(map(repr, apart))}: experts are trained apart",
+            ),
+            ("expand.similarity", similarity, similarity in (None, "displacement"), "'displacement', or null"),
+        ):
+            _require(path, value, good, allowed)
+        self.upcycle_config()
+
+    def _check_labels(self) -> None:
+        rule = self.bucket_rule
+        needed = self.prepare.order == "blocks" or (rule is not None and rule.needs_labels)
+        if needed and self.data.label_column is None:
+            raise ValueError(
+                f"data.label_column=None: prepare.order={self.prepare.order!r} with "
+                f"router_init.buckets={self.router_init.buckets!r} needs a column of labels"
+            )
+
+        expert_map = self.post_train.sft.get("expert_map")
+        if expert_map is not None:
+            _require("data.label_column", None, self.data.label_column is not None, "set for post_train.sft.expert_map")
+            read_expert_map(expert_map, self.num_experts, "post_train.sft.expert_map")
+
+    def _check_number_of_experts(self) -> None:
+        n, given, method = self.num_experts, self.given_experts(), self.expand.method
+        _require("num_experts", n, n >= 2 or not self.facts.assembles, "at least 2")
+        if not self.facts.specialises or self.copies:
+            return
+        if given > n:
+            raise ValueError(f"num_experts={n}: stage 1 gives {given}; ask for that many or more")
+        if given < n and (method == _NONE or given < 2):
+            why = f"expand.method={method!r} adds none" if method == _NONE else "expansion needs two"
+            raise ValueError(f"num_experts={n}: stage 1 gives {given}, {why}")
+
+    # --- what follows from the fields -------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> Method:
+        """What the method does."""
+        return METHODS[self.mode][self.method]
+
+    @property
+    def bucket_rule(self) -> BucketRule | None:
+        """How stage 3 gives examples to experts; None leaves the stage out."""
+        return None if self.router_init.buckets == _NONE else BUCKETS[self.router_init.buckets]
+
+    @property
+    def copies(self) -> bool:
+        """Whether all experts are copies of the last one that stage 1 gives."""
+        return self.facts.copies or self.prepare.experts == "copies"
+
+    @property
+    def prepares(self) -> bool:
+        """Whether stage 1 runs: it is not needed for a MoE whose experts are given."""
+        return self.facts.prepares and (self.prepare.given is None or not self.facts.assembles)
+
+    @property
+    def expands(self) -> bool:
+        """Whether stage 2 runs."""
+        return self.facts.specialises and not self.copies and self.given_experts() < self.num_experts
+
+    @property
+    def initialises_routers(self) -> bool:
+        """Whether stage 3 runs."""
+        return self.facts.initialises_routers and self.bucket_rule is not None
+
+    @property
+    def trains_experts(self) -> bool:
+        """Whether stage 4 trains more than the routers."""
+        return self.post_train.train_experts and self.facts.trains_experts
+
+    def given_experts(self) -> int:
+        """m, the number of experts that stage 1 gives."""
+        if self.prepare.given is not None:
+            return len(self.prepare.given)
+        return self.prepare.num_experts or self.num_experts
+
+    def seed_count(self, rows: int) -> int:
+        """Examples in the seed set: its share of the data, and at least one per expert."""
+        return min(rows, max(self.num_experts, round(self.router_init.seed_fraction * rows)))
+
+    def moe_config(self) -> MoELoraConfig:
+        """The MoE adapter's configuration."""
+        return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", **self.adapter)
+
+    def upcycle_config(self, **own: Any) -> UpcycleConfig:
+        """The native MoE's configuration."""
+        settings = {key: value for key, value in self.moe.items() if key != "router_aux_loss_coef"}
+        if self.model.dtype != "auto":
+            settings.setdefault("dtype", self.model.dtype)
+        return UpcycleConfig(**{"num_experts": max(self.num_experts, 2), "seed": self.seed, **settings, **own})
+
+    @property
+    def moe_aux_loss_coef(self) -> float:
+        """The native MoE's coefficient of the load-balancing loss."""
+        return self.moe.get("router_aux_loss_coef", 0.01)
+
+
+def as_dict(settings: Any) -> dict[str, Any]:
+    """A section or recipe as plain dictionaries."""
+    return dataclasses.asdict(settings)
+
+
+def _require(path: str, value: Any, good: bool, allowed: str) -> None:
+    if not good:
+        raise ValueError(f"{path}={value!r}: must be {allowed}")
+
+
+def _require_no_keys(section: str, keys: dict[str, Any], mode: str, other: str) -> None:
+    for key in keys:
+        raise ValueError(f"{section}.{key}: unknown key in the mode {mode!r}, which has the section `{other}` instead")

@@ -1,0 +1,94 @@
+"""What the stages of a run share: the recipe, its data, the budget, and the records of the stages that are done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..training.data import load_data
+from . import hashing
+from .inputs import load_tokenizer
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Passes over the training data that each training stage gets; 0 where it does not run."""
+
+    prepare: float
+    router_init: float
+    post_train: float
+
+
+def budget(recipe: Recipe, rows: int) -> Budget:
+    """
+    How the recipe's passes over `rows` examples are split. Stage 3's passes are taken from stage 4's.
+
+    Raises:
+        ValueError: stage 4 would get none.
+    """
+    total = recipe.num_train_epochs
+    if not recipe.facts.assembles:
+        return Budget(total, 0, 0)
+    first = total * recipe.prepare_share if recipe.prepares else 0.0
+    seeds = 0.0
+    if recipe.initialises_routers:
+        seeds = recipe.seed_count(rows) / rows * recipe.router_init.num_train_epochs
+    if first + seeds >= total:
+        raise ValueError(
+            f"router_init: {seeds:g} passes over the data, stage 1 {first:g} of {total:g}: stage 4 is left with none"
+        )
+    return Budget(first, seeds, total - first - seeds)
+
+
+@dataclass
+class RunContext:
+    """
+    A run, as its stages see it. Inputs are read when they are first needed.
+
+    Args:
+        recipe: what to do.
+        records: of the stages that are done, by name: identity, metrics, hashes of files.
+    """
+
+    recipe: Recipe
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def root(self) -> Path:
+        """The folder of the run."""
+        return Path(self.recipe.output_dir)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """A new one for each stage, because trainers change theirs (padding, chat template)."""
+        return load_tokenizer(self.recipe.model)
+
+    @cached_property
+    def train_data(self) -> Dataset:
+        return load_data(self.recipe.data.train, "data.train", self.recipe.data.label_column)
+
+    @cached_property
+    def eval_data(self) -> Dataset | None:
+        source = self.recipe.data.eval
+        return None if source is None else load_data(source, "data.eval", self.recipe.data.label_column)
+
+    @cached_property
+    def hashes(self) -> dict[str, Any]:
+        """Of the inputs."""
+        return {
+            "model": hashing.hash_model(self.recipe.model),
+            "train": hashing.hash_data(self.train_data),
+            "eval": None if self.eval_data is None else hashing.hash_data(self.eval_data),
+            "adapters": hashing.hash_experts(self.recipe.prepare),
+            "chat_template": hashing.hash_template(self.recipe.sft.get("chat_template_path")),
+        }
+
+    @cached_property
+    def budget(self) -> Budget:
+        return budget(self.recipe, len(self.train_data))

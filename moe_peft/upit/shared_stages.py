@@ -1,0 +1,287 @@
+"""What the stages of both modes have in common: their data, their training arguments, and what the plan asks for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accelerate import PartialState
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from transformers import PreTrainedModel
+from trl import SFTConfig
+
+from ..analysis.figures import plot_shares
+from ..messages import one_line
+from ..training.checkpoints import Trained, copy_result
+from ..training.data import in_blocks
+from ..training.sft import MoESFTConfig
+from .buckets import Seeds, draw_seeds
+from .evaluate import evaluate
+from .files import expert_folders, last_checkpoint
+from .inputs import load_model
+from .prepare import prepare_experts
+from .recipe import Recipe
+from .selection import chosen_steps
+from .stages import STATE, Artefacts, Stage
+
+
+class TrainerStage(Stage):
+    """A stage that makes a trainer."""
+
+    config: ClassVar[type[SFTConfig]] = SFTConfig  # of its training arguments
+
+    @property
+    def sft(self) -> dict[str, Any]:
+        """The recipe's training arguments, overridden by the stage's own."""
+        return {**self.recipe.sft, **getattr(self.section, "sft", {})}
+
+    def arguments(self, folder: Path, **own: Any) -> SFTConfig:
+        """
+        The training arguments: the recipe's, then the stage's, then what the pipeline decides.
+
+        Raises:
+            ValueError: the recipe's are not what `SFTConfig` takes.
+        """
+        settings = {"report_to": "none", "run_name": f"{self.context.root.name}-{self.name}", **self.sft, **own}
+        # The last part of the path becomes the title of the model card.
+        output_dir = str(folder / STATE / self.context.root.name)
+        try:
+            return self.config(
+                output_dir=output_dir, save_strategy="no", seed=self.seed, data_seed=self.seed, **settings
+            )
+        except (ValueError, TypeError, ImportError) as error:
+            raise ValueError(f"{self.name}.sft: {one_line(error)}") from error
+
+    def settings(self) -> dict[str, Any]:
+        experts = "copies" if self.recipe.copies else "checkpoints"
+        return {**super().settings(), "sft": self.sft, "adapter": self.recipe.adapter, "experts": experts}
+
+
+class TrainingStage(TrainerStage):
+    """A stage that trains, and so has a share of the budget."""
+
+    @property
+    @abstractmethod
+    def epochs(self) -> float:
+        """Passes over the training data that it takes."""
+
+    @abstractmethod
+    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+        """
+        The parameters in memory beside the base's, and those that are trained.
+
+        Args:
+            model: the base, without weights.
+
+        Raises:
+            ValueError: the recipe does not fit the base.
+        """
+
+    def steps(self, rows: int, batch: int) -> int:
+        """Optimizer steps for `rows` training rows, `batch` of them in each."""
+        return max(1, round(self.epochs * rows / batch))
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "epochs": self.epochs}
+
+
+class Prepare(TrainingStage):
+    """Stage 1: fine-tuning whose checkpoints become experts, or whose last one is the result."""
+
+    name = "prepare"
+    output: ClassVar[str]  # the folder of the result
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.prepares
+
+    @property
+    def epochs(self) -> float:
+        return self.context.budget.prepare
+
+    @property
+    def num_experts(self) -> int:
+        return self.recipe.given_experts()
+
+    @property
+    def result(self) -> Artefacts:
+        if not self.recipe.facts.assembles:
+            return replace(self.given, model=self.folder / self.output)
+        experts = expert_folders(self.folder, self._selection()[0])
+        return replace(self.given, experts=shared_out(self.recipe, experts))
+
+    def lora_config(self, model: PreTrainedModel) -> LoraConfig | None:
+        """What is trained; None trains all weights."""
+        return None
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        data, order = self._data()
+        model = load_model(self.recipe.model)
+        num_experts, num_checkpoints, selection = self._selection()
+        prepared = prepare_experts(
+            model,
+            data,
+            self.arguments(folder, **order),
+            self.lora_config(model),
+            self.context.tokenizer,
+            output_dir=folder,
+            num_experts=num_experts,
+            num_checkpoints=num_checkpoints,
+            selection=selection,
+        )
+        if not self.recipe.facts.assembles and PartialState().is_main_process:
+            copy_result(last_checkpoint(prepared.trained), folder / self.output)
+        PartialState().wait_for_everyone()
+        return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
+
+    def steps(self, rows: int, batch: int) -> int:
+        steps = super().steps(rows, batch)
+        chosen_steps(steps, *self._selection())  # a choice that cannot be made should be known before the run
+        return steps
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return f"experts from steps {', '.join(map(str, metrics['checkpoint_steps']))}"
+
+    def _selection(self) -> tuple[int, int | None, str]:
+        """How many experts, from how many checkpoints, chosen how."""
+        if not self.recipe.facts.assembles or self.recipe.copies:
+            return 1, 1, "uniform"
+        section = self.recipe.prepare
+        return self.recipe.given_experts(), section.num_checkpoints, section.selection
+
+    def _data(self) -> tuple[Dataset, dict[str, Any]]:
+        """The data, and the training arguments that follow from their order."""
+        data = self.context.train_data
+        if self.recipe.prepare.order != "blocks":
+            return data, {"num_train_epochs": self.epochs}
+        data = in_blocks(data, str(self.recipe.data.label_column), self.epochs, self.seed)
+        return data, {"num_train_epochs": 1.0, "train_sampling_strategy": "sequential"}
+
+
+class Expand(Stage):
+    """Stage 2: further experts are merged from those of stage 1."""
+
+    name = "expand"
+    seed_offset = 1
+    inputs = ("model", "adapters")
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.expands
+
+    @property
+    def result(self) -> Artefacts:
+        return replace(self.given, experts=tuple(expert_folders(self.folder, self.recipe.num_experts)))
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
+
+
+class RouterInit(TrainingStage):
+    """Stage 3: seed examples are given to experts, which learn from them with their routing vectors."""
+
+    name = "router_init"
+    seed_offset = 2
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.initialises_routers
+
+    @property
+    def epochs(self) -> float:
+        return self.context.budget.router_init
+
+    def check(self) -> None:
+        rule, r = self.recipe.bucket_rule, self.recipe
+        if rule is not None and rule.needs_labels and not rule.needs_perplexities:
+            labels = self.context.train_data[r.data.label_column]
+            rule.fill(Seeds(len(labels), r.num_experts, self.seed, labels=labels, expert_map=r.router_init.expert_map))
+
+    def seed_data(self) -> Dataset:
+        """The seed set."""
+        data = self.context.train_data
+        return draw_seeds(data, self.recipe.seed_count(len(data)), self.seed)
+
+    def seed_arguments(self, folder: Path) -> SFTConfig:
+        """The training arguments for passes over the seed set."""
+        epochs = self.recipe.router_init.num_train_epochs
+        return self.arguments(folder, num_train_epochs=epochs, packing=False, padding_free=False)
+
+    def steps(self, rows: int, batch: int) -> int:
+        return -(-self.recipe.seed_count(rows) * self.recipe.router_init.num_train_epochs // batch)
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
+
+
+class PostTrain(TrainingStage):
+    """Stage 4: the assembled MoE is fine-tuned."""
+
+    name = "post_train"
+    seed_offset = 3
+    config = MoESFTConfig
+    output: ClassVar[str]  # the folder of the result
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.facts.assembles
+
+    @property
+    def epochs(self) -> float:
+        return self.context.budget.post_train
+
+    @property
+    def result(self) -> Artefacts:
+        return replace(self.given, model=self.folder / self.output)
+
+    def arguments(self, folder: Path, **own: Any) -> SFTConfig:
+        if "expert_map" in self.sft:
+            own["label_column"] = self.recipe.data.label_column
+        return super().arguments(folder, **own)
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return "the MoE"
+
+
+class Evaluate(TrainerStage):
+    """Held-out losses by domain, and where the tokens of each domain go."""
+
+    name = "evaluate"
+    inputs = ("model", "eval", "chat_template")
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.data.eval is not None
+
+    @abstractmethod
+    def load(self, folder: Path) -> tuple[PeftModel | PreTrainedModel, PreTrainedModel | None]:
+        """The trained model, and its base if the model does not hold that itself."""
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        r, data = self.recipe, self.context.eval_data
+        assert data is not None and self.given.model is not None
+        model, base = self.load(self.given.model)
+        args = self.arguments(folder)
+        losses, shares = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base)
+        if args.should_save and shares:
+            plot_shares(shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
+        return {"loss": losses, "shares": {domain: share.tolist() for domain, share in shares.items()}}
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return "routing.png" if metrics["shares"] else ""
+
+    def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
+        return metrics["loss"]
+
+
+def shared_out(recipe: Recipe, experts: list[Path]) -> tuple[Path, ...]:
+    """The experts that a MoE is assembled from, where those of stage 1 are `experts`: all, or copies of the last."""
+    return (experts[-1],) * recipe.num_experts if recipe.copies and experts else tuple(experts)
+
+
+def metrics(trained: Trained) -> dict[str, Any]:
+    """What a stage's record holds of a training."""
+    return {**trained.metrics(), "history": trained.history}

@@ -1,0 +1,117 @@
+"""Stages: what identifies them, which ones a recipe has, what they hand on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from moe_peft.upit import UpIT, recipe_from_dict
+from moe_peft.upit.methods import METHODS
+from moe_peft.upit.pipeline import MODES
+from moe_peft.upit.stages import Stage, run_stage
+
+# Written by the first version of the pipeline; a run that it finished must not be done again.
+GOLDEN = json.loads((Path(__file__).parent / "data" / "stage_identities.json").read_text())
+MINIMAL = {"output_dir": "out", "model": {"name_or_path": "base"}, "data": {"train": "train.jsonl"}}
+
+
+def pipeline_of(settings):
+    """A pipeline that needs no files."""
+    pipeline = UpIT(recipe_from_dict(settings))
+    rows = [{"text": "w", "domain": "abc"[i % 3]} for i in range(48)]
+    pipeline.context.__dict__["train_data"] = Dataset.from_list(rows)
+    names = ("model", "train", "eval", "adapters", "chat_template")
+    pipeline.context.__dict__["hashes"] = {name: f"hash of {name}" for name in names}
+    return pipeline
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_identities_are_those_of_finished_runs(name):
+    pipeline = pipeline_of(GOLDEN[name]["recipe"])
+    found = {}
+    for stage in pipeline.stages:
+        found[stage.name] = stage.identity()
+        pipeline.records[stage.name] = {"files": {"file": stage.name}}
+    assert found == GOLDEN[name]["identities"]
+    assert list(found) == list(GOLDEN[name]["identities"])
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_stage_whose_record_has_the_golden_identity_is_done_already(name, tmp_path):
+    pipeline = pipeline_of(GOLDEN[name]["recipe"])
+    for stage in pipeline.stages:
+        stage.run = lambda folder: pytest.fail(f"done again in {folder}")
+        record = {"identity": GOLDEN[name]["identities"][stage.name], "metrics": {}, "files": {"file": stage.name}}
+        (tmp_path / stage.name).mkdir()
+        (tmp_path / stage.name / "stage.json").write_text(json.dumps(record))
+        pipeline.records[stage.name] = run_stage(tmp_path, stage)
+        assert pipeline.records[stage.name] == record
+
+
+def test_every_mode_has_methods_and_stages():
+    assert METHODS.keys() == MODES.keys()
+    for mode, methods in METHODS.items():
+        for method, facts in methods.items():
+            settings = {**MINIMAL, "mode": mode, "method": method, "num_experts": 4}
+            stages = UpIT(recipe_from_dict(settings)).stage_names()
+            assert ("prepare" in stages, "post_train" in stages) == (facts.prepares, facts.assembles)
+            assert ("router_init" in stages) == facts.initialises_routers
+
+
+def handed(**settings):
+    """Stage → what it is given, as paths relative to the run."""
+    pipeline = UpIT(recipe_from_dict({**MINIMAL, "num_experts": 4, **settings}))
+    return {stage.name: stage.given for stage in pipeline.stages}, pipeline
+
+
+def experts(stage, *indices):
+    return tuple(Path("out", stage, "experts", str(i)) for i in indices)
+
+
+def test_stages_hand_on_the_latest_experts():
+    given, pipeline = handed(prepare={"num_experts": 2})
+    assert given["prepare"].experts == ()
+    assert given["expand"].experts == experts("prepare", 0, 1)
+    assert given["expand"].initial == Path("out/prepare/initial")
+    assert given["router_init"].experts == given["post_train"].experts == experts("expand", 0, 1, 2, 3)
+    assert given["post_train"].routers == Path("out/router_init/adapter")
+    assert pipeline.stages[-1].result.model == Path("out/post_train/adapter") and pipeline.result == Path("out/adapter")
+    given, pipeline = handed(mode="ffn")
+    assert given["post_train"].experts == experts("router_init", 0, 1, 2, 3)
+    assert given["post_train"].routers == Path("out/router_init/routers.safetensors")
+    assert pipeline.result == Path("out/model")
+
+
+def test_copies_and_given_experts_are_handed_on():
+    given, _ = handed(method="loramoe_sft")
+    assert given["post_train"].experts == experts("prepare", 0) * 4
+    given, _ = handed(prepare={"adapters": ["x", "y"], "experts": "copies"}, router_init={"buckets": "none"})
+    assert list(given) == ["post_train"] and given["post_train"].experts == (Path("y"),) * 4
+    assert given["post_train"].initial is None and given["post_train"].routers is None
+    _, pipeline = handed(method="lora", prepare={"adapters": ["x"]})
+    assert pipeline.stage_names() == ["prepare"] and pipeline.stages[0].result.model == Path("out/prepare/adapter")
+
+
+def test_a_stage_is_one_class_and_one_entry(monkeypatch):
+    class Note(Stage):
+        """Needs no section of the recipe."""
+
+        name = "note"
+
+        @classmethod
+        def wanted(cls, recipe):
+            return True
+
+        def run(self, folder):
+            return {"model": str(self.given.model)}
+
+    monkeypatch.setitem(MODES, "lora", (*MODES["lora"], Note))
+    pipeline = pipeline_of({**MINIMAL, "method": "lora"})
+    assert pipeline.stage_names() == ["prepare", "note"]
+    note = pipeline.stages[-1]
+    assert note.run(Path()) == {"model": str(Path("out/prepare/adapter"))}
+    assert note.identity()["settings"].keys() == {"mode", "method", "num_experts", "label_column"}
+    assert pipeline.result == Path("out/adapter")

@@ -1,6 +1,6 @@
 # make demo   sets up and runs the main job on data every machine has
 # make test   sets up and runs the tests
-# make check  sets up and runs the linters and the type checker
+# make check  sets up and runs the linters, the type checker and the check of imports
 # make docs   sets up and builds the documentation in .cache/site
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)
 
@@ -27,6 +27,7 @@ check: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
 
 format: setup
 	$(RUN) -m ruff format .

@@ -1,8 +1,8 @@
 """
 MoE-LoRA against plain PEFT LoRA of the same active rank (top_k·r) on the same projections.
 
-    python benchmarks/adapter.py                       # hidden 256 and 768, 8 experts; and 64 experts at hidden 256
-    python benchmarks/adapter.py --hidden 256 --experts 8 --rounds 40
+    python -m benchmarks.adapter                       # hidden 256 and 768, 8 experts; and 64 experts at hidden 256
+    python -m benchmarks.adapter --hidden 256 --experts 8 --rounds 40
 
 A Llama-shaped model, batch 4×256, fp32 on the CPU or bf16 on CUDA. All methods run interleaved in one process, in an
 order that changes every round; a row gives the median of the per-round ratios to LoRA. Memory is measured in a fresh

@@ -1,7 +1,7 @@
 """
 Which way of computing the experts wins where: the crossovers behind `moe_peft.adapter.choosing.choose_method`.
 
-    python benchmarks/dispatch.py
+    python -m benchmarks.dispatch
 
 One FFN layer (hidden 256, or --hidden), fp32 on the CPU or bf16 on CUDA. Per number of tokens, experts and mixing the
 median times of all methods, interleaved, as multiples of the fastest; "auto" is what the library chooses.
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig, pin_dispatch
 
-METHODS = ("dense", "blocks", "sorted", "gather", "auto")
+METHODS = ("dense", "blocks", "sorted", "gather", "dense-blocks", "auto")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 

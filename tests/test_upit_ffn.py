@@ -15,7 +15,16 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from test_upit_resume import contents
 from torch.nn.functional import cross_entropy, softplus
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 from trl import SFTConfig
 from upit_case import make_case, rows, run, run_as_two_processes, run_in_process
 
@@ -24,6 +33,7 @@ from moe_peft.training.scoring import score_checkpoints
 from moe_peft.training.tokenizing import tokenized
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.dense_experts import ExpertTrainer, init_expert_routers
+from moe_peft.upit.expand_checkpoints import expand_checkpoints
 from moe_peft.upit.inputs import load_checkpoint
 from moe_peft.upit.plan import plan
 from moe_peft.upit.routing_vectors import RoutingVectors
@@ -359,3 +369,25 @@ def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
     assert found.keys() == files.keys()
     assert [name for name in files if found[name] != files[name]] == []
     assert STEPS <= len((tmp_path / "steps").read_bytes()) <= STEPS + 5
+
+
+def test_fused_ffns_are_merged_as_they_lie_on_disk(tmp_path):
+    """Phi-3 has gate and up in one tensor."""
+    config = Phi3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, pad_token_id=0,
+    )  # fmt: skip
+    for seed, name in enumerate(("base", "one", "two")):
+        torch.manual_seed(seed)
+        Phi3ForCausalLM(config).save_pretrained(tmp_path / name)
+    folders = expand_checkpoints(
+        [tmp_path / "one", tmp_path / "two"], tmp_path / "base", output_dir=tmp_path, num_experts=3, drop_rate=0.0
+    )[0]
+    base, one, two, made = (weights(folder) for folder in (tmp_path / "base", *folders))
+    name = "model.layers.1.mlp.gate_up_proj.weight"
+    a, b, c = ((x[name] - base[name]).flatten().double() for x in (one, two, made))
+    alpha = torch.linalg.lstsq(torch.stack([a, b], 1), c).solution
+    assert alpha.sum() == pytest.approx(1, abs=1e-4)
+    torch.testing.assert_close(alpha[0] * a + alpha[1] * b, c, rtol=0, atol=1e-5)
+    other = "model.layers.1.self_attn.qkv_proj.weight"
+    torch.testing.assert_close(made[other], (one[other] + two[other]) / 2)

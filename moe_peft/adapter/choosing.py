@@ -1,4 +1,15 @@
-"""Which way of computing a batch takes (see `dispatch.py` for the legend)."""
+"""
+Which way of computing a batch takes (see `dispatch.py` for the legend). `choose_method` decides, once for a layer
+and batch:
+
+    method         products of tokens              products of pairs (hidden part of mixing "output")
+    dense          all experts' columns, masked    all experts' columns, masked
+    dense-blocks   all experts' columns, masked    blocks of one expert each
+    dense-sorted   all experts' columns, masked    torch's grouped products
+    blocks         blocks of one expert each       blocks of one expert each
+    sorted         torch's grouped products        torch's grouped products
+    gather         a copy of each pair's matrices  a copy of each pair's matrices
+"""
 
 from __future__ import annotations
 

@@ -21,9 +21,6 @@ from .initialise import FFN
 
 # The FFN block of a layer, in every dense family of the table.
 DENSE_BLOCK = "model.layers.{layer}.mlp"
-# The FFN weights of the dense families that store gate and up separately.
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-DENSE_NAME = DENSE_BLOCK + ".{projection}.weight"
 
 Reader = Callable[[str], torch.Tensor]  # a tensor by its name on disk
 Refuse = Callable[[str, str], NoReturn]  # raises a ValueError: the field, why the MoE cannot hold it

@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from ..merging import Descent, Expansion, dare_tensor, expand
 from ..native.checkpoint import Checkpoint, ShardedWriter
-from ..native.families import DENSE_NAME, PROJECTIONS
+from ..native.families import find_families
 from .files import expert_folders, link_model
 
 
 class _Displacements(Mapping[str, torch.Tensor]):
     """A checkpoint's FFN weights minus the base's, in float32, each computed when it is asked for."""
 
-    def __init__(self, folder: Path, base: Checkpoint, layers: int) -> None:
+    def __init__(self, folder: Path, base: Checkpoint, names: list[str]) -> None:
         self.folder, self.own, self.base = folder, Checkpoint(folder, "expand_checkpoints"), base
-        self.names = sorted(DENSE_NAME.format(layer=i, projection=p) for i in range(layers) for p in PROJECTIONS)
+        self.names = names
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.own.tensor(name).float() - self.base.tensor(name).float()
@@ -41,7 +42,6 @@ def expand_checkpoints(
     *,
     output_dir: str | Path,
     num_experts: int,
-    num_layers: int,
     method: Expansion = "genetic",
     drop_rate: float = 0.9,
     seed: int = 0,
@@ -58,9 +58,10 @@ def expand_checkpoints(
     Returns:
         the n folders, and the descent of each new expert.
     """
-    origin = Checkpoint(Path(base), "expand_checkpoints")
+    origin, config = Checkpoint(Path(base), "expand_checkpoints"), AutoConfig.from_pretrained(base)
+    names = sorted(find_families(config.model_type, None, "expand_checkpoints")[0].ffn_shapes(config))
     folders = expert_folders(Path(output_dir), num_experts)
-    given = [_Displacements(Path(folder), origin, num_layers) for folder in experts]
+    given = [_Displacements(Path(folder), origin, names) for folder in experts]
     made: list[Path] = []
 
     def merge(a: Any, b: Any, alpha: float, rate: float, generator: torch.Generator) -> _Displacements:
@@ -74,7 +75,7 @@ def expand_checkpoints(
             for name in set(a.own) - set(a.names):
                 writer.write(name, (a.own.tensor(name).double() + b.own.tensor(name).double()) / 2)
         made.append(folder)
-        return _Displacements(folder, origin, num_layers)
+        return _Displacements(folder, origin, names)
 
     for folder, target in zip(experts, folders, strict=False):
         link_model(Path(folder), target)

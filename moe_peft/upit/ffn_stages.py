@@ -46,7 +46,6 @@ class FFNExpand(Expand):
                 model_folder(self.recipe.model),
                 output_dir=folder,
                 num_experts=self.recipe.num_experts,
-                num_layers=load_config(self.recipe.model).num_hidden_layers,
                 method=section.method,
                 drop_rate=0.9 if section.drop_rate is None else section.drop_rate,
                 seed=self.seed,

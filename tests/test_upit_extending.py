@@ -12,7 +12,7 @@ from peft import AutoPeftModelForCausalLM
 from upit_case import DOMAINS, make_case, rows
 
 from moe_peft.cli import main
-from moe_peft.upit import load_recipe, recipe_from_dict
+from moe_peft.upit import UpIT, load_recipe, recipe_from_dict
 from moe_peft.upit.buckets import BUCKETS, BucketRule, draw_seeds
 from moe_peft.upit.objectives import OBJECTIVES, Objective
 from moe_peft.upit.selection import SELECTIONS, Selection
@@ -83,3 +83,45 @@ def test_recipes_check_the_tables_as_they_are(extended, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     loaded = load_recipe(tmp_path / "recipe.yaml", ["router_init.objective=hinge"])
     assert loaded.router_init.objective == "hinge"
+
+
+def test_stage_4_trains_with_the_losses_on_routers_that_a_recipe_names(tokenizer, tmp_path):
+    case = make_case(tmp_path, tokenizer)
+    case |= {"output_dir": str(tmp_path / "out"), "method": "loramoe_pt", "num_train_epochs": 3}
+    case["adapter"] |= {"top_k": 1}
+    own = {
+        "expert_map": {"a": [0], "b": [1, 2], "c": [3]}, "router_z_loss_coef": 0.01, "router_balancing": "layer",
+        "router_schedule": "three_phase", "lr_scheduler_type": "constant", "learning_rate": 2e-2, "logging_steps": 1,
+    }  # fmt: skip
+    pipeline = UpIT(recipe_from_dict({**case, "post_train": {"sft": own}}))
+    pipeline.run()
+    history = [r for r in pipeline.records["post_train"]["metrics"]["history"] if "loss" in r]
+    assert history[0]["compliance"] < 0.5 < history[-1]["compliance"]
+    assert {"aux_loss", "router_z_loss", "router_label_loss"} <= history[0].keys()
+    assert history[0]["learning_rate"] == pytest.approx(2e-3) and history[10]["learning_rate"] == pytest.approx(2e-2)
+
+
+@pytest.mark.parametrize(
+    ("own", "label_column", "message"),
+    [
+        ({"expert_map": {"a": [9]}}, "domain", r"^post_train.sft.expert_map: 'a': \[9\]: name experts from 0 to 3"),
+        ({"expert_map": {"a": [0]}}, None, r"^data.label_column=None: must be set for post_train.sft.expert_map"),
+        ({"training_stage": "routers"}, None, r"^post_train.sft.training_stage: set post_train.train_experts"),
+        ({"router_z_los_coef": 1}, None, r"^post_train.sft.router_z_los_coef: .* did you mean 'router_z_loss_coef'"),
+        (
+            {"router_aux_loss_coef": 1.0},
+            None,
+            r"^post_train.sft.router_aux_loss_coef: set adapter.router_aux_loss_coef",
+        ),
+    ],
+)
+def test_wrong_losses_on_routers_are_refused(own, label_column, message):
+    settings = {
+        "output_dir": "out",
+        "model": {"name_or_path": "b"},
+        "data": {"train": "t", "label_column": label_column},
+    }
+    with pytest.raises(ValueError, match=message):
+        recipe_from_dict({**settings, "num_experts": 4, "post_train": {"sft": own}})
+    with pytest.raises(ValueError, match=r"^prepare.sft.router_z_loss_coef: unknown key"):
+        recipe_from_dict({**settings, "prepare": {"sft": {"router_z_loss_coef": 0.1}}})

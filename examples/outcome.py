@@ -27,7 +27,7 @@ def show_outcome(outcome: Outcome, out: Path, fast: bool) -> None:
         console.print(Text(answer or "(an empty answer)", "cyan"))
     console.print(loss_table(outcome.losses))
     even = 1 / len(next(iter(outcome.shares.values()))[0])
-    console.print(f"Where UpIT sends each domain's tokens: % per expert, mean of the layers (even: {100 * even:.0f})")
+    console.print(f"Where UpIT sends each domain's tokens, % per expert, layers averaged (even: {100 * even:.0f})")
     console.print(routing_table(outcome.shares))
     console.print(f"the same for each layer: {outcome.figure}", highlight=False, soft_wrap=True)
     console.print()

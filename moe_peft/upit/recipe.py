@@ -70,7 +70,7 @@ class DataSection:
 
 @validated(config=_strict)
 class PrepareSection:
-    """Stage 1: ordinary LoRA fine-tuning, whose checkpoints become experts."""
+    """Stage 1: ordinary fine-tuning, of LoRAs or all weights, whose checkpoints become experts."""
 
     # Experts to take from checkpoints; `num_experts` of the recipe if null.
     num_experts: Count | None = None

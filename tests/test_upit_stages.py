@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import tiny_llama
 from datasets import Dataset
+from upit_case import make_case
 
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.methods import METHODS
@@ -14,7 +16,7 @@ from moe_peft.upit.pipeline import MODES
 from moe_peft.upit.stages import Stage, run_stage
 
 # Written by the first version of the pipeline; a run that it finished must not be done again.
-GOLDEN = json.loads((Path(__file__).parent / "data" / "stage_identities.json").read_text())
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "stage_identities.json").read_text())
 MINIMAL = {"output_dir": "out", "model": {"name_or_path": "base"}, "data": {"train": "train.jsonl"}}
 
 
@@ -115,3 +117,27 @@ def test_a_stage_is_one_class_and_one_entry(monkeypatch):
     assert note.run(Path()) == {"model": str(Path("out/prepare/adapter"))}
     assert note.identity()["settings"].keys() == {"mode", "method", "num_experts", "label_column"}
     assert pipeline.result == Path("out/adapter")
+
+
+def test_stage_1_saves_the_same_bytes_whatever_the_hash_seed(tmp_path, tokenizer):
+    recipe = recipe_from_dict(make_case(tmp_path, tokenizer))
+    config = UpIT(recipe).stages[0].lora_config(tiny_llama(vocab=128))
+    saved = config.to_dict()["target_modules"]
+    assert saved == sorted(saved) and len(saved) == 3
+
+
+def test_labels_of_an_expert_map_may_be_numbers(tmp_path, tokenizer):
+    case = make_case(tmp_path, tokenizer)
+    case["router_init"] |= {"buckets": "label", "expert_map": {0: [0, 1], 1: [2, 3]}}
+    assert recipe_from_dict(case).router_init.expert_map == {0: [0, 1], 1: [2, 3]}
+
+
+def test_copies_that_stage_3_trained_are_all_assembled(tmp_path, tokenizer, monkeypatch):
+    """Stage 3 gives every copy a bucket of its own, so they are no copies any more."""
+    case = {**make_case(tmp_path, tokenizer), "mode": "ffn", "prepare": {"experts": "copies"}}
+    del case["adapter"]
+    stage = UpIT(recipe_from_dict(case)).stages[-2]
+    given = []
+    monkeypatch.setattr("moe_peft.upit.ffn_stages.upcycle", lambda models, *args: given.append(list(models)))
+    stage.assemble(tmp_path / "assembled")
+    assert stage.name == "post_train" and len(set(given[0])) == 4

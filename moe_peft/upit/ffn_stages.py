@@ -168,7 +168,8 @@ class FFNPostTrain(PostTrain):
         experts, own = list(self.given.experts), {}
         if self.given.routers is not None:
             own = {"router_init": "given", "router_weights": str(self.given.routers)}
-        upcycle(experts[:1] if r.copies else experts, folder, r.upcycle_config(seed=self.seed, **own))
+        same = r.copies and self.given.routers is None  # stage 3 makes even copies differ
+        upcycle(experts[:1] if same else experts, folder, r.upcycle_config(seed=self.seed, **own))
 
 
 class FFNEvaluate(Evaluate):

@@ -27,6 +27,14 @@ from .stages import Artefacts, Stage
 _ADAPTER = "adapter"
 
 
+class _LoraConfig(LoraConfig):
+    """A `LoraConfig` that every process saves as the same bytes: PEFT writes sets in an order that hashing decides."""
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
+
+
 class LoraPrepare(Prepare):
     output = _ADAPTER
 
@@ -37,7 +45,7 @@ class LoraPrepare(Prepare):
     def lora_config(self, model: PreTrainedModel) -> LoraConfig:
         """What one expert of the MoE adapter is."""
         moe = self.recipe.moe_config()
-        return LoraConfig(
+        return _LoraConfig(
             r=moe.r,
             lora_alpha=moe.lora_alpha,
             lora_dropout=moe.lora_dropout,

@@ -125,7 +125,7 @@ class RouterInitSection:
     # The most examples in a bucket, for the perplexity rules; null shares the seed set out evenly.
     capacity: Count | None = None
     # Label → experts, for `buckets: label`.
-    expert_map: dict[str, list[int]] | None = None
+    expert_map: dict[str | int, list[int]] | None = None
     seed: int | None = None
     sft: dict[str, Any] = field(default_factory=dict)
 

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import resource
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
-import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig
+
+from .processes import peak_growth, run_module
+from .timing import interleave, median_ratio
 
 BATCH, LENGTH, K, R, DECODED = 4, 256, 2, 8, 16
 METHODS = ("lora", "output", "projection", "base")
@@ -115,47 +113,32 @@ def time_ratios(hidden: int, experts: int, layers: int, rounds: int) -> dict[str
     """Per task and method: the median over rounds of the time, as a multiple of LoRA's in the same round."""
     models = {method: build(method, hidden, experts, layers) for method in METHODS}
     ids = token_ids()
-    ratios: dict[str, dict[str, float]] = {}
+    ratios = {}
     for task, run in TASKS.items():
-        for model in models.values():
-            for _ in range(3):
-                run(model, ids)
-        samples: dict[str, list[float]] = {method: [] for method in METHODS}
-        for seed in range(rounds):
-            for method in random.Random(seed).sample(METHODS, len(METHODS)):
-                samples[method].append(run(models[method], ids))
-        ratios[task] = {
-            method: statistics.median(a / b for a, b in zip(times, samples["lora"], strict=True))
-            for method, times in samples.items()
-        }
+        seconds = interleave({method: partial(run, model, ids) for method, model in models.items()}, rounds)
+        ratios[task] = {method: median_ratio(times, seconds["lora"]) for method, times in seconds.items()}
     return ratios
 
 
 def memory_growth(method: str, hidden: int, experts: int, layers: int) -> int:
     """Bytes by which three training steps raise the peak above what the process held before."""
     model, ids = build(method, hidden, experts, layers), token_ids()
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        before = psutil.Process().memory_info().rss
-    for _ in range(3):
-        train_step(model, ids)
-    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else _peak_rss()
-    return peak - before
 
+    def train() -> None:
+        for _ in range(3):
+            train_step(model, ids)
 
-def _peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if DEVICE == "cpu":
+        return peak_growth(train)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    train()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def memory_ratios(hidden: int, experts: int, layers: int) -> dict[str, float]:
-    def measure(method: str) -> int:
-        arguments = ["--memory-of", method, "--hidden", str(hidden), "--experts", str(experts), "--layers", str(layers)]
-        command = [sys.executable, __file__, *arguments]
-        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-    growth = {method: measure(method) for method in METHODS}
+    sizes = ("--hidden", hidden, "--experts", experts, "--layers", layers)
+    growth = {method: int(run_module("benchmarks.adapter", "--memory-of", method, *sizes)) for method in METHODS}
     return {method: value / growth["lora"] for method, value in growth.items()}
 
 

@@ -10,15 +10,17 @@ median times of all methods, interleaved, as multiples of the fastest; "auto" is
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
+from functools import partial
 
 import torch
 from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig, pin_dispatch
+
+from .timing import interleave
 
 METHODS = ("dense", "blocks", "sorted", "gather", "dense-blocks", "auto")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,11 +68,8 @@ def main() -> None:
                 for tokens in args.tokens:
                     x = torch.randn(tokens, args.hidden, device=DEVICE, dtype=DTYPE, requires_grad=train)
                     methods = [m for m in METHODS if m != "gather" or tokens <= 64]
-                    times: dict[str, list[float]] = {m: [] for m in methods}
-                    for seed in range(args.rounds + 2):
-                        for m in random.Random(seed).sample(methods, len(methods)):
-                            times[m].append(seconds(layer, x, m, train))
-                    medians = {m: statistics.median(t[2:]) for m, t in times.items()}
+                    jobs = {m: partial(seconds, layer, x, m, train) for m in methods}
+                    medians = {m: statistics.median(t) for m, t in interleave(jobs, args.rounds).items()}
                     best = min(medians.values())
                     cells = [f"{medians[m] / best:.2f}" if m in medians else "–" for m in METHODS]
                     mode = "training" if train else "inference"

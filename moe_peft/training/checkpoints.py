@@ -34,6 +34,11 @@ class Trained:
     history: list[dict[str, Any]]
     checkpoints: dict[int, Path]
 
+    @property
+    def last(self) -> Path:
+        """The last checkpoint."""
+        return self.checkpoints[max(self.checkpoints)]
+
     def metrics(self) -> dict[str, float]:
         """The last record's losses, and the number of steps."""
         last = (

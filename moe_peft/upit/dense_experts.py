@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from ..contexts import free_memory
 from ..training.checkpoints import Trained, step_rows, train
 from .buckets import Buckets, bucket_schedule
-from .files import expert_folders, last_checkpoint, link_model, read_tensor, write_without
+from .files import expert_folders, link_model, read_tensor, write_without
 from .router_init import RouterInitTrainer
 from .routing_vectors import RoutingVectors, router_weights
 
@@ -122,7 +122,7 @@ def _train_on(trainer: ExpertTrainer, examples: list[int]) -> Trained:
 
 def _keep_expert(trainer: ExpertTrainer, trained: Trained, source: Path, target: Path) -> torch.Tensor:
     """Write the trained expert as a model folder, and return its routing vectors [L, d]."""
-    last = last_checkpoint(trained)
+    last = trained.last
     if trainer.args.should_save:
         write_without(last, _VECTORS, source, target)
     trainer.accelerator.wait_for_everyone()

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from ..native.checkpoint import Checkpoint, ShardedWriter
 from ..native.families import FAMILIES
 from ..native.writing import add_older_names
-from ..training.checkpoints import Trained, link_folder, link_weights
+from ..training.checkpoints import link_folder, link_weights
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MODEL_FILES = ("config.json", "generation_config.json")
@@ -25,11 +25,6 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 def expert_folders(root: Path, count: int) -> list[Path]:
     """Where a stage puts its experts."""
     return [root / "experts" / str(i) for i in range(count)]
-
-
-def last_checkpoint(trained: Trained) -> Path:
-    """The folder of a training's last checkpoint."""
-    return trained.checkpoints[max(trained.checkpoints)]
 
 
 def copy_adapter(source: Path, target: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, set_seed
 from ..adapter.convert import lora_to_moe
 from ..models.view import router_parameters
 from .expand import expand_experts
-from .files import copy_adapter, last_checkpoint, write_buckets
+from .files import copy_adapter, write_buckets
 from .inputs import ffn_projections, load_model
 from .passthrough import FROM_EXPERTS
 from .post_train import post_train
@@ -104,7 +104,7 @@ class LoraRouterInit(RouterInit):
             expert_map=section.expert_map,
         )
         if args.should_save:
-            copy_adapter(last_checkpoint(found.trained), folder / _ADAPTER)
+            copy_adapter(found.trained.last, folder / _ADAPTER)
             write_buckets(folder, found.buckets, found.perplexity)
         PartialState().wait_for_everyone()
         return {"bucket_sizes": [len(bucket) for bucket in found.buckets], **metrics(found.trained)}

@@ -13,7 +13,6 @@ from trl import SFTConfig
 from ..models.view import router_parameters
 from ..training.checkpoints import Trained, copy_result, train
 from ..training.sft import MoESFTTrainer
-from .files import last_checkpoint
 
 
 def post_train(
@@ -57,6 +56,6 @@ def post_train(
     )
     trained = train(trainer)
     if trainer.args.should_save:
-        copy_result(last_checkpoint(trained), Path(output_dir))
+        copy_result(trained.last, Path(output_dir))
     trainer.accelerator.wait_for_everyone()
     return trained

@@ -20,7 +20,7 @@ from ..training.data import in_blocks
 from ..training.sft import MoESFTConfig
 from .buckets import Seeds, draw_seeds
 from .evaluate import evaluate
-from .files import expert_folders, last_checkpoint
+from .files import expert_folders
 from .inputs import load_model
 from .prepare import prepare_experts
 from .recipe import Recipe
@@ -133,7 +133,7 @@ class Prepare(TrainingStage):
             selection=selection,
         )
         if not self.recipe.facts.assembles and PartialState().is_main_process:
-            copy_result(last_checkpoint(prepared.trained), folder / self.output)
+            copy_result(prepared.trained.last, folder / self.output)
         PartialState().wait_for_everyone()
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 

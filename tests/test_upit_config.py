@@ -21,7 +21,10 @@ def recipe(**settings):
         ({"num_expert": 4}, "num_expert: unknown key; did you mean 'num_experts'?"),
         ({"prepare": {"selectoin": "uniform"}}, "prepare.selectoin: unknown key; did you mean 'selection'?"),
         ({"sft": {"learning_rat": 1}}, "sft.learning_rat: unknown key; did you mean 'learning_rate'?"),
-        ({"post_train": {"sft": {"foo": 1}}}, "^post_train.sft.foo: unknown key; see TRL's SFTConfig$"),
+        (
+            {"post_train": {"sft": {"foo": 1}}},
+            "^post_train.sft.foo: unknown key; see TRL's SFTConfig and moe_peft's MoESFTConfig$",
+        ),
         (
             {"sft": {"router_aux_loss_coef": 0.1}},
             "sft.router_aux_loss_coef: set adapter.router_aux_loss_coef in the mode 'lora', "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from .initialise import Init, RouterInit
+from .initialise import INITIALISATIONS, RouterInit
 from .writing import parse_dtype, parse_size
 
 # What a field may hold, by its default's type.
@@ -42,7 +42,7 @@ class UpcycleConfig:
     num_experts: int = field(default=8, metadata={"help": "Experts per layer."})
     top_k: int = field(default=2, metadata={"help": "Experts per token."})
     family: str | None = field(default=None, metadata={"help": "Model type of the MoE, e.g. mixtral."})
-    init: str = field(default="copy", metadata={"help": f"Initial values of the experts: {', '.join(Init.__args__)}."})  # type: ignore[attr-defined]
+    init: str = field(default="copy", metadata={"help": f"Initial experts: {', '.join(INITIALISATIONS)}."})
     noise_scale: float = field(
         default=0.01, metadata={"help": "noise: standard deviation, in multiples of the weight's."}
     )
@@ -72,9 +72,9 @@ class UpcycleConfig:
                 self._refuse(name, "use a whole number of at least 1")
         if self.top_k > self.num_experts:
             self._refuse("top_k", f"use at most num_experts={self.num_experts}")
-        for name, allowed in (("init", Init), ("router_init", RouterInit)):
-            if getattr(self, name) not in allowed.__args__:  # type: ignore[attr-defined]
-                self._refuse(name, f"use one of {', '.join(allowed.__args__)}")  # type: ignore[attr-defined]
+        for name, allowed in (("init", INITIALISATIONS), ("router_init", RouterInit.__args__)):  # type: ignore[attr-defined]
+            if getattr(self, name) not in allowed:
+                self._refuse(name, f"use one of {', '.join(allowed)}")
         for name in ("drop_rate", "noise_share"):
             if not 0 <= getattr(self, name) <= 1:
                 self._refuse(name, "use a number from 0 to 1")

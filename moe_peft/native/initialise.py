@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Init = Literal["copy", "noise", "random_noise", "subset", "permute", "drop", "checkpoints"]
 RouterInit = Literal["normal", "uniform", "zeros", "given"]
 
 
@@ -52,7 +51,7 @@ class ExpertInit:
             others in each (the paper's released code).
     """
 
-    method: Init = "copy"
+    method: str = "copy"
     noise_scale: float = 0.01
     noise_std: float = 0.02
     noise_share: float = 0.5
@@ -61,7 +60,7 @@ class ExpertInit:
 
     def make(self, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
         """Expert `expert` of `n`."""
-        return _METHODS[self.method](self, ffn, expert, n, generator)
+        return INITIALISATIONS[self.method](self, ffn, expert, n, generator)
 
 
 def generator_for(seed: int, *place: int | str) -> torch.Generator:
@@ -139,7 +138,7 @@ def _normal(w: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.empty(w.shape).normal_(generator=generator)
 
 
-_METHODS: dict[str, Callable[[ExpertInit, FFN, int, int, torch.Generator], FFN]] = {
+INITIALISATIONS: dict[str, Callable[[ExpertInit, FFN, int, int, torch.Generator], FFN]] = {
     "copy": _copy,
     "noise": _noise,
     "random_noise": _random_noise,

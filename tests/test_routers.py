@@ -12,13 +12,15 @@ from peft import AutoPeftModelForCausalLM, get_peft_model
 from reference import assert_same, reference, run
 from test_numerics import D, dense_ffn, tensors
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from moe_peft import MoELoraConfig, allow_experts, fold_routers, force_experts
 from moe_peft.adapter.ffn import find_layout
 from moe_peft.adapter.ffn_layer import MoELoraFFN
 from moe_peft.adapter.layer import MoELoraLayer
-from moe_peft.routing.gates import sigmoid_gates, switch_gates, threshold_gates, top_p_gates
-from moe_peft.routing.routers import ROUTERS, RouterSettings, make_router
+from moe_peft.native import export_adapter
+from moe_peft.routing.gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
+from moe_peft.routing.routers import ROUTERS, LinearRouter, RouterSettings, make_router
 
 N = 4
 IDS = torch.randint(3, 128, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -283,3 +285,61 @@ def test_attention_routers_that_do_not_fit_are_refused_before_anything_is_touche
 
 def test_settings_hold_a_table_of_their_own():
     assert make_router(8, 3, RouterSettings("mlp"))(torch.zeros(2, 8)).shape == (2, 3)
+
+
+# --- a router that somebody adds --------------------------------------------------------------------------------------
+
+
+class Tempered(LinearRouter):
+    """Divides the logits by 2, and says nothing about folding."""
+
+    def logits(self, x_TD):
+        return super().logits(x_TD) / 2
+
+
+class Shifted(LinearRouter):
+    """Not linear in its input, though its parent is, and says nothing about it."""
+
+    def logits(self, x_TD):
+        return super().logits(x_TD) + torch.arange(self.num_experts).to(x_TD)
+
+
+class Squared(LinearRouter):
+    """Linear logits; gates that no softmax gives."""
+
+    def choose(self, logits_TN, k, normalize):
+        gates_TK, experts_TK = top_k_gates(logits_TN, k, normalize)
+        return gates_TK**2, experts_TK
+
+
+@pytest.fixture
+def added(monkeypatch):
+    for cls in (Tempered, Shifted, Squared):
+        monkeypatch.setitem(ROUTERS, cls.__name__.lower(), cls)
+        monkeypatch.setitem(KINDS, cls.__name__.lower(), {"router_type": cls.__name__.lower()})
+
+
+def test_an_added_router_folds_saves_loads_and_exports_without_its_class(added, monkeypatch, tmp_path):
+    adapted = model("tempered")
+    expected = adapted(input_ids=IDS).logits
+    tiny_llama(attn_implementation="eager").save_pretrained(tmp_path / "base")
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "own")
+    own = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "own", attn_implementation="eager").eval()
+    torch.testing.assert_close(own(input_ids=IDS).logits, expected, rtol=0, atol=0)
+    exported = export_adapter(tmp_path / "own", tmp_path / "moe")
+    fold_routers(adapted)
+    adapted.save_pretrained(tmp_path / "folded")
+    monkeypatch.delitem(ROUTERS, "tempered")
+    folded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "folded", attn_implementation="eager").eval()
+    native = AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager").eval()
+    for loaded in (folded, native):
+        torch.testing.assert_close(loaded(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["shifted", "squared"])
+def test_a_router_that_only_inherits_from_a_linear_one_does_not_count_as_folded(kind, added):
+    adapted = model(kind)
+    with pytest.raises(ValueError, match=f"router_type='{kind}' does not fold .*: the gate routes differently"):
+        fold_routers(adapted)
+    assert adapted.peft_config["default"].router_type == kind

@@ -40,6 +40,8 @@ def set_output(verbose: bool) -> None:
 
 
 def main() -> None:
+    if not __package__:
+        sys.exit("error: run this as a module, from the repository's root: python -m examples.demo")
     parser = argparse.ArgumentParser(description="LoRA, LoRAMoE-SFT and UpIT on three domains.")
     parser.add_argument("--out", type=Path, default=Path(".cache/demo"), help="for adapters and results")
     parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="the base model; trained if missing")

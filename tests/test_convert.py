@@ -1,4 +1,4 @@
-"""Experts ⇄ plain LoRA adapters."""
+"""Plain LoRA adapters to experts and back."""
 
 from __future__ import annotations
 

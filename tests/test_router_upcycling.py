@@ -1,4 +1,4 @@
-"""Routers from attention heads, on adapters and native MoEs, against computations of the test's own."""
+"""Routers from attention heads, on adapters and native MoEs, against independent computations."""
 
 from __future__ import annotations
 

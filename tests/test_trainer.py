@@ -1,4 +1,4 @@
-"""`MoESFTTrainer`: what it adds to TRL's loss, and that it does not depend on how a step is cut up."""
+"""`MoESFTTrainer`: what it adds to TRL's loss, however a step is split."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """
-LoRA-expert Mixture-of-Experts for PEFT, UpIT, routers, native MoE checkpoints.
+Mixture-of-Experts with LoRA experts for PEFT, UpIT, routers, native MoE checkpoints.
 
-Importing the package adds the adapter type `MOE_LORA` to PEFT, at once where PEFT is loaded already, else as soon as it
-is. The public names (`__init__.pyi` lists them) are imported when they are first used.
+Importing the package adds the adapter type `MOE_LORA` to PEFT: at once if PEFT is already loaded, otherwise as soon as
+it is. The public names (listed in `__init__.pyi`) are imported on first use.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """
 Every private name of peft, trl and transformers that this package overrides, calls or reads, in one place.
 
-`PRIVATE` lists them; a test looks each one up and names those that a new version has moved. What is called by its
-import path is taken through `private`.
+`PRIVATE` lists them; a test looks each one up and names those that a new version has moved. `private` looks up those
+that are called by their import path.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_remove_adapter_name_from_key",
         "_remap_adapter_state_dict_for_load",
     ),
-    # `PeftModel` enters it where a tuner has it.
+    # `PeftModel` enters it if the tuner has it.
     "peft.tuners.lora.LoraModel": ("_enable_peft_forward_hooks",),
-    # The layers, in `adapter.layer`.
+    # The tuner layers, in `adapter.layer`.
     "peft.tuners.tuners_utils.BaseTunerLayer": (
         "_active_adapter",
         "_disable_adapters",
@@ -56,10 +56,10 @@ PRIVATE: dict[str, tuple[str, ...]] = {
 
 def private(module: str, name: str) -> Any:
     """
-    The object of a name in `PRIVATE`.
+    The object that a name in `PRIVATE` refers to.
 
     Raises:
-        ImportError: the installed version has it no more.
+        ImportError: the installed version no longer has it.
     """
     found = getattr(import_module(module), name, None) if name in PRIVATE[module] else None
     if found is None:
@@ -72,8 +72,8 @@ def private(module: str, name: str) -> Any:
 
 def loss_is_of_whole_step(trainer: Any, num_items_in_batch: Any) -> bool:
     """
-    Whether a trainer's micro-batch losses add up to the optimizer step's, rather than being averaged over accumulation
-    steps afterwards: what `Trainer.training_step` decides by these attributes (they are public, but undocumented).
+    Whether a trainer's micro-batch losses add up to that of the optimizer step, rather than being averaged over
+    accumulation steps afterwards. `Trainer.training_step` decides this by the same attributes (public, undocumented).
     """
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
     if own is not None:

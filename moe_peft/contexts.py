@@ -1,4 +1,4 @@
-"""Evaluation that leaves a model trainable, products in the dtypes they are given, and memory made free."""
+"""Contexts for evaluation and for products without autocast, and a function that frees memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """
-    Evaluation mode inside the block, but for quantized linears: one of bitsandbytes, run in evaluation mode on a CPU,
-    repacks its 4-bit weight for inference, and no gradient passes it any more.
+    Set evaluation mode inside the block, except for quantized linears: a 4-bit linear of bitsandbytes that runs in
+    evaluation mode on a CPU repacks its weight for inference, and gradients no longer pass through it.
     """
     modes = [(part, part.training) for part in module.modules()]
     for part, _ in modes:
@@ -27,13 +27,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:
-    """Inside the block, autocast leaves the dtypes of products on the tensor's device alone."""
+    """Disable autocast on the tensor's device inside the block, so that products keep the dtypes of their inputs."""
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def free_memory() -> None:
-    """Let go of what is no longer used: trainers and models refer to each other, and the next model needs the room."""
+    """Free unused memory for the next model: trainers and models refer to each other, so they are not freed at once."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

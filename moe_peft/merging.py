@@ -1,8 +1,8 @@
 """
 Pure functions on expert weights: similarity, DARE merge, expansion to more experts.
 
-An expert is a mapping of names to tensors, the same names in every expert. LoRA experts have PEFT's names, `lora_A`
-[r, in] and `lora_B` [out, r] of each module.
+An expert is a mapping of names to tensors, with the same names in every expert. LoRA experts have PEFT's names:
+`lora_A` [r, in] and `lora_B` [out, r] of each module.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Expansion = Literal["genetic", "random", "none"]
 
 @dataclass(frozen=True)
 class Descent:
-    """Where an expert made by expansion comes from."""
+    """The origin of an expert that expansion made."""
 
     expert: int
     parents: tuple[int, int]
     alpha: float  # weight of the first parent; the second has 1 - alpha
     drop_rate: float
-    similarity: float | None  # of the parents; None where the pair was drawn
+    similarity: float | None  # of the parents; None if the pair was drawn at random
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,8 +51,8 @@ def displacement_inner(initial: Expert) -> Inner:
 
 def update_inner(a: Expert, b: Expert) -> float:
     """
-    Inner product of the LoRA updates B A over all modules: Σ ⟨B_a A_a, B_b A_b⟩ = Σ sum((B_aᵀ B_b) ∘ (A_a A_bᵀ)), which
-    needs r×r matrices and no out×in one. In float64.
+    Inner product of the LoRA updates B A over all modules, in float64: Σ ⟨B_a A_a, B_b A_b⟩ = Σ sum((B_aᵀ B_b) ∘
+    (A_a A_bᵀ)), which needs only r×r matrices, none of out×in.
     """
     total = 0.0
     for name in sorted(name for name in a if ".lora_A." in name):
@@ -78,11 +78,12 @@ def dare_merge(
     a: Expert, b: Expert, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """
-    `DARE(α a, (1-α) b)`: of each parent every entry is dropped with probability `drop_rate` and the rest divided by
-    `1 - drop_rate`, then both are added (Yu et al., 2024, as UpIT's Algorithm 2 uses it).
+    `DARE(α a, (1-α) b)`: every entry of each parent is dropped with probability `drop_rate` and the rest are divided by
+    `1 - drop_rate`; then both parents are added (Yu et al., 2024, as UpIT's Algorithm 2 uses it).
 
     Args:
-        a, b: experts of equal names and shapes.
+        a: an expert.
+        b: an expert with the same names and shapes.
         alpha: the weight of `a`, in [0, 1].
         drop_rate: p, in [0, 1).
         generator: a CPU generator; the only source of randomness.
@@ -105,27 +106,27 @@ def expand(
     merge: Merge = dare_merge,
 ) -> tuple[list[Expert], list[Descent]]:
     """
-    Make more experts out of given ones (UpIT, Algorithm 2): over all experts so far, the least similar pair is merged
-    by DARE with random weights, until there are `num_experts`.
+    Make more experts from the given ones (UpIT, Algorithm 2): merge the least similar pair of all experts so far by
+    DARE with random weights, until there are `num_experts`.
 
-    Each step computes the similarities of the newest expert only.
+    Each step computes similarities for the newest expert only.
 
     Args:
-        experts: m ≥ 2 experts (m ≥ 1 if none are to be made).
+        experts: m ≥ 2 experts (m ≥ 1 if no more are needed).
         num_experts: n ≥ m.
         method: `"genetic"`: the least similar pair. `"random"`: a random pair. `"none"`: refuse to make any.
         similarity: the cosine of `"update"` B A, of the parameters' `"values"`, or of their `"displacement"` from
             `initial`.
         drop_rate: DARE's p.
-        seed: the same seed gives the same experts, to the bit.
-        initial: the LoRA from which training began, for `"displacement"`.
-        merge: makes a new expert of two; for experts that are not in memory.
+        seed: the same seed gives the same experts, bit for bit.
+        initial: the LoRA from which training started, for `"displacement"`.
+        merge: makes a new expert from two; replace it for experts that are not in memory.
 
     Returns:
-        all n experts, the given ones first, and for each new one its descent.
+        all n experts, the given ones first, and the descent of each new one.
 
     Raises:
-        ValueError: a setting out of range, or experts that differ in names or shapes.
+        ValueError: a setting is out of range, or the experts differ in names or shapes.
     """
     _check(experts, num_experts, method, similarity, drop_rate, initial)
     family, descents = list(experts), list[Descent]()
@@ -148,7 +149,7 @@ def expand(
 
 def _cosine(gram: list[list[float]], j: int, k: int) -> float:
     norms = (gram[j][j] * gram[k][k]) ** 0.5
-    return gram[k][j] / norms if norms else 0.0  # an expert that is zero is like none
+    return gram[k][j] / norms if norms else 0.0  # a zero expert is similar to none
 
 
 def _check(

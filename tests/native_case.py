@@ -1,4 +1,4 @@
-"""What the tests of native checkpoints share: tiny dense models of every family, saved in float32."""
+"""Helpers for the tests of native checkpoints: tiny dense models of every family, saved in float32."""
 
 from __future__ import annotations
 

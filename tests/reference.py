@@ -1,8 +1,8 @@
 """
-The adapter's mathematics as plain loops over tokens and experts, in float64: what the library's layers are held to.
+The adapter's mathematics as plain loops over tokens and experts, in float64: the reference for the library's layers.
 
-Nothing of the library's compute code is called. Of a layer only its values are read: parameters, the layout's names of
-the FFN's parts, the activation module, and the settings of an adapter (`moe_lora_spec`).
+It calls none of the library's compute code and reads only a layer's values: parameters, the layout's names of the FFN's
+parts, the activation module, and the settings of an adapter (`moe_lora_spec`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports flow one way, files are small, and none knows two of trainers, disk formats and tensor mathematics."""
+"""Imports flow one way, files are small, and none deals with two of trainers, disk formats and tensor mathematics."""
 
 from __future__ import annotations
 

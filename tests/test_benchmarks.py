@@ -1,4 +1,4 @@
-"""Every benchmark starts, and what they share does what it says."""
+"""Every benchmark starts, and their shared code works."""
 
 from __future__ import annotations
 

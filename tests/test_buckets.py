@@ -1,4 +1,4 @@
-"""Seed examples to experts."""
+"""Bucket rules, which assign seed examples to experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line itself: what answers without loading anything heavy, and how wrong input ends."""
+"""The command line: help and version load nothing heavy, and invalid input ends with one line."""
 
 from __future__ import annotations
 

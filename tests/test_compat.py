@@ -1,4 +1,4 @@
-"""Every private name of peft, trl and transformers that we use is listed in `moe_peft.compat`, and is still there."""
+"""Every private name of peft, trl and transformers that we use is listed in `moe_peft.compat` and still exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile: the same results, no graph break in the layers."""
+"""torch.compile: the same results, and no graph breaks in the layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts ⇄ plain LoRA adapters."""
+"""Plain LoRA adapters to experts and back."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ def test_bad_inputs_are_one_clear_line_and_leave_the_base_alone(folders, tmp_pat
         assert "\n" not in str(error.value).split("(")[0]
         assert list(base.state_dict()) == keys
 
-    refused(tiny_llama(), folders, "num_experts=5: this follows", num_experts=5)
+    refused(tiny_llama(), folders, "num_experts=5: the adapters determine this", num_experts=5)
     refused(tiny_llama(), [], "at least one")
-    refused(tiny_llama(hidden=32), folders, "another")
+    refused(tiny_llama(hidden=32), folders, "trained on a different base")
     refused(tiny_llama(layers=1), folders, "no module 'model.layers.1")
     state = load_file(folders[1] / "adapter_model.safetensors")
     state[next(iter(state))][0, 0] = float("nan")

@@ -1,7 +1,7 @@
 """
-The documentation keeps its promises. On every page, Python snippets and `moe-peft` commands run in the page's order,
-where a user would have a model and data; diffs fit the package and do what the page says. The site builds, loads
-nothing from the net, and its API page has every public name.
+The documentation works. On every page, Python snippets and `moe-peft` commands run in the page's order, in a folder
+with a model and data as a user has them; diffs apply to the package and do what the page says. The site builds, loads
+nothing from the network, and its API page has every public name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say, and the demo shows its result and nothing else."""
+"""The examples run as their docstrings say, and the demo prints only its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every supported model family: all FFNs are found, nothing changes at first, experts compute what they should."""
+"""Every supported model family: all FFNs are found, outputs do not change at first, experts are correct."""
 
 from __future__ import annotations
 

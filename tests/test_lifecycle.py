@@ -1,4 +1,4 @@
-"""A MoE-LoRA adapter lives like a LoRA adapter: saved, loaded, switched, copied, refused, removed without a trace."""
+"""A MoE-LoRA adapter is saved, loaded, switched, copied and removed like a LoRA adapter; wrong use is refused."""
 
 from __future__ import annotations
 

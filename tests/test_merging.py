@@ -1,4 +1,4 @@
-"""Similarity, DARE and expansion against plain transcriptions."""
+"""Similarity, DARE and expansion against plain reimplementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wording that error messages share."""
+"""The shared wording of error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trained adapters as native MoEs: the same logits in every family; what cannot be exported."""
+"""Trained adapters as native MoEs: the same logits in every family; others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that earlier versions saved load, and compute what they computed when they were saved."""
+"""Adapters that earlier versions saved can be loaded and compute the same as when they were saved."""
 
 from __future__ import annotations
 

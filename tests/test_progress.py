@@ -1,4 +1,4 @@
-"""The bar that training shows, and what it logs where there is none."""
+"""The progress bar of training, and what is logged if there is no bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapted model speaks transformers' MoE protocol: every trainer trains the routers, once, without padding."""
+"""Every trainer trains an adapted model's routers with the balancing loss, added once and without padding."""
 
 from __future__ import annotations
 

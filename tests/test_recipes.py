@@ -1,4 +1,4 @@
-"""Every recipe parses and can be planned, on a model of its family made from a config."""
+"""Every recipe parses and can be planned, on a model of its family built from a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training all experts at once under forced routing gives what training each by itself gives."""
+"""Training all experts at once under forced routing gives the same as training each separately."""
 
 from __future__ import annotations
 

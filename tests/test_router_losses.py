@@ -1,4 +1,4 @@
-"""`RouterLossesMixin` on TRL's trainers: what it adds, and that it adds it once, however a step is cut up."""
+"""`RouterLossesMixin` on TRL's trainers: what it adds, and that it adds it once, however a step is split."""
 
 from __future__ import annotations
 

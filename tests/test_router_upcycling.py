@@ -1,4 +1,4 @@
-"""Routers from attention heads, on adapters and native MoEs, against computations of the test's own."""
+"""Routers from attention heads, on adapters and native MoEs, against independent computations."""
 
 from __future__ import annotations
 
@@ -321,8 +321,8 @@ def phi3():
     (lambda: tiny_llama(vocab=64), BATCHES, "LlamaForCausalLM has no router"),
     (lambda: adapter(base=gpt2()), BATCHES, "no attention with q_proj, k_proj"),
     (lambda: adapter(base=phi3()), BATCHES, "no attention with q_proj, k_proj"),
-    (lambda: adapter("mlp"), BATCHES, "router_type='mlp' cannot take an attention's values"),
-    (lambda: adapter("linear", target_modules=["v_proj"]), BATCHES, "no routers at FFNs"),
+    (lambda: adapter("mlp"), BATCHES, "router_type='mlp' cannot be initialised from an attention"),
+    (lambda: adapter("linear", target_modules=["v_proj"]), BATCHES, "no routers on FFNs"),
     (adapter, [], "batches: no tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_initialised_says_so(make, batches, message):

@@ -1,4 +1,4 @@
-"""Losses and statistics on router logits, against plain loops in float64 and transformers' own."""
+"""Losses and statistics on router logits, against plain loops in float64 and transformers."""
 
 from __future__ import annotations
 

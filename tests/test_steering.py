@@ -145,7 +145,7 @@ def test_gradients_of_masked_experts_are_zero():
 @pytest.mark.parametrize(
     ("allowed", "message"),
     [
-        ([1], "1 experts are allowed to some row; a token gets top_k=2"),
+        ([1], "some row allows only 1 of the experts; allow at least top_k=2"),
         ([1, 6], "the model has experts 0 to 5"),
         (torch.ones(2, 4, dtype=torch.bool), r"give bool \[rows, 6\]"),
         (torch.ones(2, 6), r"give bool \[rows, 6\]"),

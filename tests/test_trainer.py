@@ -1,4 +1,4 @@
-"""`MoESFTTrainer`: what it adds to TRL's loss, and that it does not depend on how a step is cut up."""
+"""`MoESFTTrainer`: what it adds to TRL's loss, however a step is split."""
 
 from __future__ import annotations
 
@@ -266,12 +266,15 @@ def test_every_token_keeps_its_label(how, tokenizer, tmp_path):
         ({"expert_map": {"a": [0], "b": [1]}}, r"no experts for the labels \['c'\] of the train dataset"),
         ({"expert_map": {**EXPERTS, "c": [6]}}, "'c': \\[6\\]: name experts from 0 to 5"),
         ({"expert_map": {**EXPERTS, "c": []}}, "'c': \\[\\]: name experts from 0 to 5"),
-        ({"expert_map": None}, "give both or none"),
+        ({"expert_map": None}, "set both or neither"),
         ({"expert_map": None, "label_column": None, "training_stage": "routers"}, "needs label_column and expert_map"),
         ({"training_stage": "all"}, "training_stage='all': use one of"),
         ({"router_balancing": "token"}, "router_balancing='token'"),
         ({"router_z_loss_coef": -1.0}, "router_z_loss_coef=-1.0: must not be negative"),
-        ({"router_schedule": "three_phase", "lr_scheduler_type": "cosine"}, "the schedule 'three_phase' sets the rate"),
+        (
+            {"router_schedule": "three_phase", "lr_scheduler_type": "cosine"},
+            "router_schedule='three_phase' sets the rate",
+        ),
     ],
 )
 def test_wrong_settings(own, message, tokenizer, tmp_path):

@@ -1,4 +1,4 @@
-"""Recipes: what is refused, and how."""
+"""Recipes: which ones are refused, and with which message."""
 
 from __future__ import annotations
 

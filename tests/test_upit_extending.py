@@ -1,4 +1,4 @@
-"""A new bucket rule, objective and selection, each one function and one entry in a table, in a whole run."""
+"""A new bucket rule, objective and selection, each one function and one table entry, in a whole run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UpIT for whole FFNs: full fine-tuning checkpoints to a native MoE, its baselines, and runs that are killed."""
+"""UpIT for whole FFNs: full fine-tuning checkpoints to a native MoE, its baselines, and killed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline: stages, presets, what a changed setting redoes, given experts, several processes, the command line."""
+"""The pipeline: stages, presets, what a changed setting repeats, given experts, several processes, the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was killed goes on and ends with the bytes of one that was not."""
+"""A killed run resumes and ends with the same bytes as an uninterrupted one."""
 
 from __future__ import annotations
 

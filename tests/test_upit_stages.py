@@ -1,4 +1,4 @@
-"""Stages: what identifies them, which ones a recipe has, what they hand on."""
+"""Stages: what identifies them, which ones a recipe has, what they pass on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A UpIT run small enough for tests, and a process that may kill itself in the middle of it."""
+"""A UpIT run small enough for tests, and a process that can kill itself in the middle of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Which way of computing a batch takes (see `dispatch.py` for the legend). `choose_method` decides, once for a layer
+How the experts of a batch are computed (see `dispatch.py` for the legend). `choose_method` decides once for each layer
 and batch:
 
     method         products of tokens              products of pairs (hidden part of mixing "output")
@@ -23,15 +23,15 @@ import torch
 from .dispatch import Dense, Dispatch, Gather
 from .sorting import Blocks, InParts, Sorted
 
-# Up to this many columns n·r, one product of the tokens with all experts costs less than finding each pair's own.
+# With at most this many columns n·r, one product of the tokens with all experts is cheaper than products pair by pair.
 DENSE_COLUMNS = 128
-# Up to this many pairs (decoding), sorting costs more than it saves …
+# With at most this many pairs (decoding), sorting costs more than it saves.
 FEW_PAIRS = 32
-# … and up to this many, copying even a few experts' matrices costs less than products with all.
+# With at most this many pairs, copying their experts' matrices is cheaper than even narrow products with all experts.
 VERY_FEW_PAIRS = 4
 
 Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
-# One name says everything: how products of pairs go, and whether those of tokens take all columns ("dense").
+# A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
 _METHODS: dict[str, Callable[..., Dispatch]] = {
     "dense": partial(Dense, all_columns=True),
     "blocks": partial(InParts, Blocks),
@@ -46,13 +46,14 @@ _pinned: Method = "auto"
 @contextmanager
 def pin_dispatch(method: Method) -> Iterator[None]:
     """
-    Compute the experts by one fixed method inside the block, whatever the number of tokens.
+    Inside the block, compute the experts by one fixed method, whatever the number of tokens.
 
     `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks, batched
-    products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: each pair's own copy of its
-    expert's matrices (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's input or output is
-    multiplied, blocks or sorted for the hidden activations of mixing "output". `"auto"`: by measured crossover (the
-    default). All agree up to rounding. Pin one for `torch.compile` with changing lengths, or to compare them.
+    products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: a copy of the expert's
+    matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's input or output is
+    multiplied, blocks or sorted for the hidden activations of mixing "output". `"auto"` (the default): chosen by
+    measured crossover points. All methods agree up to rounding. Pin one for `torch.compile` with varying lengths, or to
+    compare methods.
 
     Raises:
         ValueError: there is no such method.
@@ -78,12 +79,13 @@ def choose_method(
     device: torch.device,
 ) -> Method:
     """
-    The fastest method for a batch, by the crossovers of `benchmarks/dispatch.py`. Nothing is decided after this.
+    The fastest method for a batch, by the crossover points that `benchmarks/dispatch.py` measures. All decisions are
+    made here.
 
-    With mixing "projection" a pair's own rows are never needed (`update`), so products with all experts win as long as
-    they are narrow. With "output", few pairs (decoding) are best served by copies of their experts; many by blocks or,
-    where an expert gets so few tokens that blocks would be mostly padding, by the grouped products of a GPU (on a CPU
-    they are loops over experts).
+    Mixing "projection" never needs the rows of single pairs (`update`), so products with all experts are fastest as
+    long as they are narrow. With mixing "output", copies of the experts are fastest for few pairs (decoding), and
+    blocks for many. Where an expert gets so few tokens that blocks would be mostly padding, the grouped products of a
+    GPU are fastest (on a CPU they loop over the experts).
 
     Args:
         unit: a common divisor of the rank and all widths.
@@ -110,7 +112,10 @@ def choose_method(
 
 
 def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
-    """It wants rows of a multiple of 16 bytes and no float64; its shape function, for torch.compile, bfloat16."""
+    """
+    Whether torch's grouped product supports these sizes. Rows must be a multiple of 16 bytes and not float64; under
+    torch.compile, its shape function requires bfloat16.
+    """
     known = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
     return known and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
 
@@ -124,7 +129,7 @@ def make_dispatch(
     scaling: float,
     mixes_outputs: bool,
 ) -> Dispatch:
-    """The dispatch of a batch, computing in the way that suits its size (or that `pin_dispatch` asks for)."""
+    """The dispatch of a batch, by the method that suits its size (or that `pin_dispatch` sets)."""
     tokens, k = experts_TK.shape
     method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
     return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

@@ -1,4 +1,4 @@
-"""`MoELoraConfig`: what a MoE-LoRA adapter is made of, in the words of `LoraConfig` and transformers' MoE configs."""
+"""`MoELoraConfig`: the configuration of a MoE-LoRA adapter, named after `LoraConfig` and transformers' MoE configs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 
-# What follows from the experts where LoRA adapters are stacked to a MoE adapter.
+# Fields that the LoRA adapters determine when they are stacked into a MoE adapter.
 EXPERT_FIELDS = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections")
 
 CARD_SECTION = """
@@ -73,34 +73,37 @@ class MoELoraConfig(PeftConfig):
         num_experts: Experts in every targeted module.
         top_k: Experts per token. A module with one expert has no router and is an ordinary, always active LoRA.
         normalize_top_k: Divide the gates of the chosen experts by their sum (as Mixtral does).
-        mixing: `"output"`: `y = Σ g_i FFN_i(x)`, a native MoE block of whole FFNs, exportable as one. `"projection"`:
-            `Wx + s Σ g_i B_i A_i x` at every projection, one set of gates per FFN; cheaper, not a native MoE.
-        target_modules: FFN blocks and/or single linear layers: names (matched by suffix) or one regex. `None` finds
-            every FFN of the language model. A single linear always mixes as "projection".
+        mixing: `"output"`: `y = Σ g_i FFN_i(x)`, which is a native MoE block of whole FFNs and can be exported as one.
+            `"projection"`: `Wx + s Σ g_i B_i A_i x` at every projection, with one set of gates per FFN; cheaper, but
+            not a native MoE.
+        target_modules: FFN blocks or single linear layers, or both: names (matched by suffix) or one regex. `None`
+            finds every FFN of the language model. A single linear always mixes as "projection".
         target_projections: The FFN projections that get experts, e.g. `["gate_proj", "up_proj"]`; `None` takes all.
         exclude_modules: Names or a regex of modules to leave alone.
         layers_to_transform: Layer index or indices to adapt; only with a list of `target_modules`.
         layers_pattern: Name of the model's layer list, with `layers_to_transform`.
-        modules_to_save: Further modules to train and save whole.
-        num_experts_pattern: Module name or regex to number of experts, where it differs from `num_experts` (as MoLA).
-        rank_pattern: Module name or regex to rank, where it differs from `r`.
-        alpha_pattern: Module name or regex to alpha, where it differs from `lora_alpha`.
-        router_type: How tokens are routed; see `moe_peft.routing.routers`. `"linear"`: softmax over a linear gate's
-            logits, the top k. `"mlp"`: two layers. `"attention"`: a mixture of routers like attention heads, see
-            `moe_peft.init_attention_routers`. `"switch"`: top-1 with the probability as gate; only with mixing
-            "projection". `"sigmoid"`: each expert's score for itself. `"soft"`: all experts. `"top_p"`, `"threshold"`:
-            of the top k those that `router_threshold` leaves. `"locmoe"`: means of parts of the hidden state.
-        router_threshold: With `"top_p"` the probability that the chosen experts reach (None: 0.8), with `"threshold"`
-            the one that an expert must have (None: 1/n).
-        router_capacity_factor: With `"switch"`: in training an expert takes at most this times its even share of a
-            batch's tokens (padding counts: pack, or pad on the right); the rest get no update. None: no limit.
-        router_num_heads: With `"attention"`: routers in the mixture. None: as many as experts.
-        router_mixture: With `"attention"`: `"sum"` of the routers' scores, which can be folded into a linear gate, or
-            `"max"`.
-        router_jitter_noise: In training the router's input is multiplied by U(1 - ε, 1 + ε).
+        modules_to_save: Other modules to train in full and save with the adapter.
+        num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
+        rank_pattern: Maps a module name or regex to a rank other than `r`.
+        alpha_pattern: Maps a module name or regex to an alpha other than `lora_alpha`.
+        router_type: How tokens are routed; see `moe_peft.routing.routers`. `"linear"`: the top k of a softmax over a
+            linear gate's logits. `"mlp"`: the same with a gate of two layers. `"attention"`: a mixture of routers in
+            the form of attention heads, see `moe_peft.init_attention_routers`. `"switch"`: top-1 with the probability
+            as gate; only with mixing "projection". `"sigmoid"`: an independent score for each expert. `"soft"`: all
+            experts. `"top_p"`, `"threshold"`: those of the top k that `router_threshold` keeps. `"locmoe"`: means of
+            equal parts of the hidden state.
+        router_threshold: With `"top_p"`, the probability that the chosen experts must reach together (None: 0.8). With
+            `"threshold"`, the probability that each chosen expert must have (None: 1/n).
+        router_capacity_factor: With `"switch"`, limits the tokens that an expert takes in training to this multiple of
+            an even share of the batch. Padding counts, so pack or pad on the right. Tokens over the limit get no
+            update. None: no limit.
+        router_num_heads: With `"attention"`, the number of routers in the mixture. None: the number of experts.
+        router_mixture: With `"attention"`, how the routers' scores are combined: `"sum"`, which can be folded into a
+            linear gate, or `"max"`.
+        router_jitter_noise: ε. In training, the router's input is multiplied by noise from U(1 - ε, 1 + ε).
         router_aux_loss_coef: Coefficient of the load-balancing loss; 0 turns it off.
-        init_lora_weights: `True`: A uniform as in LoRA, B zero (the model is unchanged at first). `"gaussian"`: A
-            normal with std 1/r, B zero. `False`: B random too.
+        init_lora_weights: `True`: A is uniform as in LoRA and B is zero, so the model's output does not change at
+            first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too.
 
     Raises:
         ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
@@ -127,7 +130,9 @@ class MoELoraConfig(PeftConfig):
     )
     layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Layer indices to adapt."})
     layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the layer list."})
-    modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules to train and save whole."})
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Other modules to train in full and save."}
+    )
     num_experts_pattern: dict[str, int] = field(
         default_factory=dict, metadata={"help": "Number of experts by module name or regex."}
     )
@@ -137,7 +142,7 @@ class MoELoraConfig(PeftConfig):
     router_threshold: float | None = field(default=None, metadata={"help": "Probability for 'top_p' and 'threshold'."})
     router_capacity_factor: float | None = field(default=None, metadata={"help": "Capacity of experts for 'switch'."})
     router_num_heads: int | None = field(default=None, metadata={"help": "Routers in an attention router's mixture."})
-    router_mixture: Mixture = field(default="sum", metadata={"help": "How these are mixed, 'sum' or 'max'."})
+    router_mixture: Mixture = field(default="sum", metadata={"help": "How their scores combine: 'sum' or 'max'."})
     router_jitter_noise: float = field(default=0.0, metadata={"help": "Training noise on the router's input."})
     router_aux_loss_coef: float = field(default=0.01, metadata={"help": "Load-balancing loss coefficient."})
     init_lora_weights: bool | Literal["gaussian"] = field(default=True, metadata={"help": "True, False or 'gaussian'."})
@@ -153,7 +158,7 @@ class MoELoraConfig(PeftConfig):
         self._check()
         if self.router_class.all_experts:
             self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
-            self.router_aux_loss_coef = 0.0  # it would be a constant
+            self.router_aux_loss_coef = 0.0  # the balancing loss would be a constant
 
     @property
     def router_class(self) -> type[Router]:
@@ -185,13 +190,14 @@ class MoELoraConfig(PeftConfig):
 
     def expert_spec(self, module_name: str, model_config: Any = None) -> ExpertSpec:
         """
-        The settings of the module `module_name`, by `num_experts_pattern`, `rank_pattern` and `alpha_pattern`.
+        The settings of one module, with `num_experts_pattern`, `rank_pattern` and `alpha_pattern` applied.
 
         Args:
-            model_config: the base's text config; routers that need its attention get their size from it.
+            module_name: the module's name in the model.
+            model_config: the base's text config, which gives the size of routers that depend on its attention.
 
         Raises:
-            ValueError: the router needs an attention, and the config names no number of heads.
+            ValueError: the router's size depends on the attention, and the config has no number of heads.
         """
 
         def by_pattern(pattern: dict[str, Any], default: Any) -> Any:
@@ -225,12 +231,12 @@ class MoELoraConfig(PeftConfig):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, sets as sorted lists: one config is saved as the same bytes by every process."""
+        """The fields, with sets as sorted lists, so that every process saves the same bytes."""
         fields = super().to_dict()
         return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the config, and say in the folder's model card that loading needs `import moe_peft`."""
+        """Save the config, and state in the folder's model card that loading needs `import moe_peft`."""
         super().save_pretrained(save_directory, **kwargs)
         path = Path(save_directory) / "README.md"
         card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData())
@@ -240,7 +246,7 @@ class MoELoraConfig(PeftConfig):
 
 
 def _attention_size(config: Any) -> int:
-    """Width of a layer's queries, all heads together, in a model with that text config."""
+    """Total width of a layer's queries over all heads, from the model's text config."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         raise ValueError(
@@ -269,7 +275,7 @@ def _maps_to(allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(isinstance(k, str) and allowed(v) for k, v in value.items())
 
 
-# Fields, what they may hold, and what to do otherwise.
+# Fields, the check of their values, and the remedy for a value that fails it.
 _ALLOWED: list[tuple[str, Callable[[Any], bool], str]] = [
     ("r num_experts top_k", _is_count, "use a whole number of at least 1"),
     ("num_experts_pattern rank_pattern", _maps_to(_is_count), "use a dict of module name to a whole number above 0"),

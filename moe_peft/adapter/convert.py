@@ -1,4 +1,4 @@
-"""Experts ⇄ plain PEFT LoRA adapters: LoRA adapters stack into a MoE adapter, an expert comes out as a LoRA adapter."""
+"""Stacks plain PEFT LoRA adapters into a MoE adapter, and extracts an expert as a plain LoRA adapter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class _Lora:
-    """One LoRA adapter: per linear module A [r, in], B [out, r] and its scaling."""
+    """One LoRA adapter: A [r, in], B [out, r] and the scaling of each linear module."""
 
     name: str
     config: LoraConfig
@@ -49,9 +49,10 @@ def lora_to_moe(
     """
     Build a MoE adapter whose experts are the given plain LoRA adapters.
 
-    FFN projections become FFN experts; other linears (attention, say) get experts and a router of their own. Smaller
-    ranks are padded with zeros. Where scalings differ, B takes up the difference; where they agree, A and B are kept
-    to the bit. A module that an adapter lacks is a zero update in its expert. Routers are new.
+    FFN projections become FFN experts; other linears, such as those of attention, get their own experts and router.
+    Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B; where they agree, A and
+    B are kept bit for bit. A module that an adapter lacks gets a zero update in its expert. Routers are newly
+    initialised.
 
     Args:
         model: the base model, without adapters.
@@ -63,12 +64,12 @@ def lora_to_moe(
         The base model with the MoE adapter, trainable.
 
     Raises:
-        ValueError: an adapter is no plain LoRA, does not fit the base, or holds NaN; or `settings` names a field that
-            the adapters decide.
+        ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; or `settings` has a field that
+            the adapters determine.
     """
     for name in EXPERT_FIELDS:
         if name in settings:
-            raise ValueError(f"lora_to_moe: {name}={settings[name]!r}: this follows from the adapters; leave it out")
+            raise ValueError(f"lora_to_moe: {name}={settings[name]!r}: the adapters determine this; leave it out")
     if not adapters:
         raise ValueError("lora_to_moe: adapters=[]: give at least one LoRA adapter")
     loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
@@ -97,7 +98,7 @@ def lora_to_moe(
 def _fill_experts(
     model: PeftModel, adapter_name: str, loras: Sequence[_Lora], places: dict[str, tuple[str, str]], scaling: float
 ) -> None:
-    """Expert i is LoRA i, padded with zeros; B takes up what its scaling differs."""
+    """Fill expert i with LoRA i, padded with zeros. A difference in scaling is folded into B."""
     layers = {name: m for name, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
     for layer in layers.values():
         for weights in layer.expert_parameters(adapter_name):
@@ -120,21 +121,22 @@ def expert_to_lora(
     adapter_name: str | None = None,
 ) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """
-    Take one expert out of a MoE adapter as a plain LoRA adapter.
+    Extract one expert of a MoE adapter as a plain LoRA adapter.
 
     Modules with a single expert, which is always active, are part of every expert's LoRA.
 
     Args:
         model: the model with the MoE adapter.
         expert: its index, from 0.
-        save_directory: a folder to write, as `PeftModel.from_pretrained` reads it; it must not exist yet.
+        save_directory: a folder to write, which `PeftModel.from_pretrained` can load; it must not exist yet.
         adapter_name: the MoE adapter; the active one if None.
 
     Returns:
-        The LoRA's config and its state dict, in PEFT's names.
+        The LoRA's config and its state dict, with PEFT's key names.
 
     Raises:
-        ValueError: the adapter has no such expert; FileExistsError: `save_directory` is there already.
+        ValueError: the adapter has no such expert.
+        FileExistsError: `save_directory` already exists.
     """
     adapter_name = adapter_name or model.active_adapter
     source = model.peft_config[adapter_name]
@@ -183,13 +185,15 @@ def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
         raise ValueError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
     for field, plain in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None)):
         if getattr(config, field, plain) != plain:
-            raise ValueError(f"lora_to_moe: {name}: {field}={getattr(config, field)!r}: an expert cannot hold this")
+            raise ValueError(
+                f"lora_to_moe: {name}: {field}={getattr(config, field)!r}: an expert cannot have this; leave it out"
+            )
     try:
         if isinstance(source, PeftModel):
             state = get_peft_model_state_dict(source, adapter_name=source.active_adapter)
         else:
             state = load_peft_weights(str(source), device="cpu")
-    except Exception as error:  # safetensors has an exception type of its own for a truncated file
+    except Exception as error:  # safetensors has its own exception type for a truncated file
         raise ValueError(
             f"lora_to_moe: {name}: its weights cannot be read ({error}); save the adapter again"
         ) from error
@@ -209,16 +213,21 @@ def _check_fits(lora: _Lora, model: nn.Module) -> None:
     modules = dict(model.named_modules())
     for name, A in lora.A.items():
         if name not in modules:
-            raise ValueError(f"lora_to_moe: {lora.name}: the base model has no module {name!r}; is it another base's?")
+            raise ValueError(
+                f"lora_to_moe: {lora.name}: the base model has no module {name!r}; was it trained on a different base?"
+            )
         module = modules[name]
         features = (getattr(module, "in_features", A.shape[1]), getattr(module, "out_features", lora.B[name].shape[0]))
         if features != (A.shape[1], lora.B[name].shape[0]):
             shape = (A.shape[1], lora.B[name].shape[0])
-            raise ValueError(f"lora_to_moe: {lora.name}: {name} maps {shape}, the base's {features}; is it another's?")
+            raise ValueError(
+                f"lora_to_moe: {lora.name}: {name} has in and out features {shape}, the base model's has {features}; "
+                "was it trained on a different base?"
+            )
 
 
 def _place(model: nn.Module, module: str) -> tuple[str, str]:
-    """The MoE layer that takes the LoRA of a linear module, and the projection's name there."""
+    """The MoE layer that receives the LoRA of a linear module, and the projection's name in it."""
     owner, _, projection = module.rpartition(".")
     layout = find_layout(model.get_submodule(owner))
     if layout is not None and projection in layout.projections:
@@ -227,7 +236,7 @@ def _place(model: nn.Module, module: str) -> tuple[str, str]:
 
 
 def _short_names(model: PeftModel, names: set[str]) -> list[str]:
-    """The last parts of module names if they match no other module, else the names whole."""
+    """The last parts of module names if they match no other module, else the full names."""
     short = {name.rsplit(".", 1)[-1] for name in names}
     every = {n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n}
     matched = {name for name in every if name.rsplit(".", 1)[-1] in short}
@@ -235,7 +244,7 @@ def _short_names(model: PeftModel, names: set[str]) -> list[str]:
 
 
 def _save_whole(folder: Path, config: LoraConfig, state: dict[str, torch.Tensor]) -> None:
-    """Write an adapter folder under a temporary name and rename it when it is whole."""
+    """Write an adapter folder under a temporary name and rename it when it is complete."""
     if folder.exists():
         raise FileExistsError(f"expert_to_lora: save_directory={str(folder)!r} exists; choose another name")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,23 @@
 """
-How tokens meet their experts: the same five linear maps in several ways of computing.
+How the experts of tokens are computed: the same five linear maps by several methods.
 
-A *pair* is a (token, slot): token t with the j-th of its k experts, P pairs in all. A dispatch knows, for one batch,
-which expert and which gate each pair has. It offers
+A *pair* is a (token, slot): token t with the j-th of its k experts; there are P pairs. For one batch, a dispatch knows
+the expert and the gate of each pair. It provides
 
-    spread   [T, m] → [P, m]            each token's row to its pairs (a new tensor)
-    collect  [P, m] → [T, m]            sum of a token's pairs, gated if asked (the transpose of spread)
-    shrink   [P, m], [n, r, m] → [P, r]  y A_iᵀ, i the pair's expert
-    expand   [P, r], [n, r, m] → [P, m]  h B_i, added in place to another [P, m] if asked (the transpose of shrink)
+    spread   [T, m] → [P, m]             copies each token's row to its pairs (a new tensor)
+    collect  [P, m] → [T, m]             sums a token's pairs, gated on request (the transpose of spread)
+    shrink   [P, m], [n, r, m] → [P, r]  y A_iᵀ, where i is the pair's expert
+    expand   [P, r], [n, r, m] → [P, m]  h B_i, on request added in place to another [P, m] (the transpose of shrink)
     outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
 
-and what layers use: `shrink_tokens`, `expand_collect` and, with the gates between, `update`. A dispatch may consist of
-`parts` of some slots each, which are worked off one after the other: temporary memory is then that of one part,
-whatever k. No way of computing loops over experts or tokens, or waits for the device; all shapes are static.
+and the operations that layers call: `shrink_tokens`, `expand_collect` and `update`, which is both with the gates in
+between. A dispatch may consist of several `parts` with some of the slots each, which are computed one after another:
+temporary memory is then that of one part, whatever k is. No method loops over experts or tokens or waits for the
+device; all shapes are static.
 
-Products of tokens (`shrink_tokens`, `expand_collect`, `update`) may take all experts' matrices at once, n·r columns,
-and mask those of other experts, or go pair by pair; products of pairs go the way of the class. Here are the classes
-that keep pairs in the order of (token, slot); `sorting.py` has those that sort them, `choosing.py` decides.
+Products of tokens (`shrink_tokens`, `expand_collect`, `update`) either use the matrices of all experts at once, n·r
+columns, and mask those of other experts, or go pair by pair. Products of pairs are up to the class. The classes here
+keep pairs in the order of (token, slot); those in `sorting.py` sort them, and `choosing.py` chooses.
 
 Legend: T tokens, n experts, k slots, P = T·k pairs, r rank, m a width (in or out features).
 """
@@ -36,14 +37,14 @@ from ..contexts import without_autocast
 
 class Dispatch:
     """
-    The part all methods share: pairs in the order of (token, slot), and products with all experts at once.
+    What all methods share: pairs in the order of (token, slot), and products with all experts at once.
 
     Args:
         experts_TK: each token's experts, int64 [T, k].
         gates_TK: their gates [T, k], in the dtype of the products.
         num_experts: n.
         scaling: s, the factor of every expert's update.
-        all_columns: whether products of tokens take all experts' matrices at once.
+        all_columns: whether products of tokens use all experts' matrices at once.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class Dispatch:
         self.scaling, self.all_columns = scaling, all_columns
         self.tokens, self.k = experts_TK.shape
         self.n = num_experts
-        # Filled when first asked for (torch.compile does not trace `functools.cached_property`).
+        # Computed on first use (torch.compile does not trace `functools.cached_property`).
         self._scaled_gates: torch.Tensor | None = None
         self._gate_table: torch.Tensor | None = None
         self._pair_rows: torch.Tensor | None = None
 
     @property
     def parts(self) -> Sequence[Dispatch]:
-        """Dispatches that together have all pairs."""
+        """Dispatches that together cover all pairs."""
         return [self]
 
     def pair_gates(self) -> torch.Tensor:
@@ -73,7 +74,7 @@ class Dispatch:
         return self.gates.reshape(-1, 1)
 
     def scaled_gates(self) -> torch.Tensor:
-        """`s·g` as a column [P, 1]; made once for all projections."""
+        """`s·g` as a column [P, 1]; computed once for all projections."""
         if self._scaled_gates is None:
             self._scaled_gates = self.pair_gates() * self.scaling
         return self._scaled_gates
@@ -91,13 +92,13 @@ class Dispatch:
         return torch.arange(self.tokens, device=self.experts.device).repeat_interleave(self.k)
 
     def pair_rows(self) -> torch.Tensor:
-        """[P]: the row of each pair in a table of (token, expert), [T·n, …]; made once for all projections."""
+        """The row of each pair in a table of (token, expert) [T·n, …], [P]; computed once for all projections."""
         if self._pair_rows is None:
             self._pair_rows = self.pair_tokens() * self.n + self.pair_experts()
         return self._pair_rows
 
     def gate_table(self) -> torch.Tensor:
-        """`s·g` of every expert, zero for those a token does not have, [T, n, 1]; made once for all projections."""
+        """`s·g` of every expert, zero if a token did not choose it, [T, n, 1]; computed once for all projections."""
         if self._gate_table is None:
             gates_TK = self.gates * self.scaling
             empty = gates_TK.new_zeros(self.tokens, self.n)
@@ -125,7 +126,7 @@ class Dispatch:
     # --- on tokens ----------------------------------------------------------------------------------------------------
 
     def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """`shrink(spread(x), A)` [P, r] of each part, for each x [T, m] and its A. One x for all is spread once."""
+        """`shrink(spread(x), A)` [P, r] of each part, for each x [T, m] and its A. A shared x is spread once."""
         if not A:
             return []
         if self.all_columns:
@@ -144,10 +145,10 @@ class Dispatch:
         """`base + s Σ g B h`, [T, m], from h [P, r] of each part; with `in_place`, base may be overwritten."""
         weighted = [(h_PR * part.scaled_gates()).to(B.dtype) for h_PR, part in zip(h, self.parts, strict=True)]
         if self.all_columns:
-            # A token's experts differ, so its pairs share one row [n·r], and one product gives their sum.
+            # A token's experts are distinct, so its pairs share one row [n·r], and one product gives their sum.
             table = base_TM.new_zeros(self.tokens * self.n, B.shape[1])
             for h_PR, part in zip(weighted, self.parts, strict=True):
-                table.index_add_(0, part.pair_rows(), h_PR)  # not a copy: padding adds its zeros
+                table.index_add_(0, part.pair_rows(), h_PR)  # not a copy, as padding adds zeros
             return _plus_product(base_TM, table.view(self.tokens, self.n * B.shape[1]), B.flatten(0, 1), in_place)
         for h_PR, part in zip(weighted, self.parts, strict=True):
             base_TM = _apply(_ExpandCollect, part, base_TM, h_PR, B)
@@ -177,7 +178,7 @@ def _plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor,
 
 
 class Dense(Dispatch):
-    """Products of pairs, too, take the matrices of all experts at once; the columns of other experts are masked."""
+    """Products of pairs also use the matrices of all experts at once; the columns of other experts are masked."""
 
     def _mask(self, h_PR: torch.Tensor) -> torch.Tensor:
         """[P, r] → [P, n·r], zero outside the pair's expert."""
@@ -198,7 +199,7 @@ class Dense(Dispatch):
 
 
 class Gather(Dispatch):
-    """Each pair takes a copy of its expert's matrices: for few tokens and many experts."""
+    """Copies the expert's matrices for each pair: for few tokens and many experts."""
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return torch.bmm(A.index_select(0, self.pair_experts()), y_PM.unsqueeze(-1)).squeeze(-1)
@@ -215,11 +216,11 @@ class Gather(Dispatch):
         return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
 
 
-# --- what autograd does not find by itself: the backward of spread is collect, not a sum by index ---------------------
+# --- backward passes that autograd would not derive: that of spread is collect, not an indexed sum --------------------
 
 
 def without_autocast_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For a backward that is not differentiable again and whose products keep their dtypes, like those of forward."""
+    """Decorates a backward that is differentiable once and whose products keep their dtypes, as those of forward do."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -230,14 +231,14 @@ def without_autocast_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(function: Any, part: Dispatch, *tensors: torch.Tensor) -> Any:
-    """The function with its backward; just its value without gradients, and for torch.compile, which makes its own."""
+    """Apply the function with its backward; without gradients, or if torch.compile derives them, only compute it."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function.compute(part, *tensors)
     return function.apply(part, *tensors)
 
 
 class _ShrinkTokens(torch.autograd.Function):
-    """`shrink(spread(x), A)` of one part for each A; tokens are spread again in backward rather than kept."""
+    """`shrink(spread(x), A)` of one part for each A; backward spreads the tokens again instead of keeping them."""
 
     @staticmethod
     def compute(part: Dispatch, x_TM: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -261,7 +262,7 @@ class _ShrinkTokens(torch.autograd.Function):
             for d_h_PR, A in zip(d_h[1:], matrices[1:], strict=True):
                 d_x_PM = part.expand(d_h_PR, A, onto_PM=d_x_PM)
             d_x_TM = part.collect(d_x_PM)
-            del d_x_PM  # before the next tensor of its size is made
+            del d_x_PM  # before the next tensor of its size is allocated
         if not any(ctx.needs_input_grad[2:]):
             return None, d_x_TM, *(None for _ in matrices)
         x_PM = part.spread(x_TM)

@@ -21,9 +21,9 @@ class FFNLayout:
         up: the projection d → f (d → 2f, gate first, when `fused`).
         down: the projection f → d.
         act: the activation.
-        gate: the gate projection d → f, if it has one of its own.
+        gate: the gate projection d → f, if it is separate.
         fused: whether `up` computes gate and up in one product.
-        dropout: a module, or a probability, of dropout on the block's output.
+        dropout: the dropout on the block's output, a module or a probability.
     """
 
     up: str
@@ -48,7 +48,7 @@ class FFNLayout:
         return all(hasattr(module, part) for part in parts)
 
     def split(self, pre: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The activation's input and, in gated FFNs, its factor, from the outputs of `inputs` in their order."""
+        """The activation's input and, in gated FFNs, the factor of its output, from the outputs of `inputs`."""
         if self.fused:
             gate, up = pre[0].chunk(2, dim=-1)
             return gate, up
@@ -61,7 +61,7 @@ class FFNLayout:
         return [torch.cat([gate, up], dim=-1)] if self.fused else [gate, up]
 
     def activation(self, ffn: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The block's activation, as a function that leaves its input alone."""
+        """The block's activation, as a function that does not change its input."""
         act = getattr(ffn, self.act)
         return (lambda x: act(x.clone())) if getattr(act, "inplace", False) else act
 
@@ -81,7 +81,7 @@ class FFNLayout:
         return nn.functional.dropout(output, p=dropout, training=ffn.training)
 
 
-# The first layout whose parts a module has is taken, so a layout stands before those that name fewer of its parts.
+# The first layout whose parts a module has is used, so a layout comes before those that name fewer of its parts.
 _LAYOUTS: list[FFNLayout] = [
     FFNLayout(gate="gate_proj", up="up_proj", down="down_proj", act="act_fn"),  # Llama, Qwen, Gemma, OLMo2, Granite, …
     FFNLayout(up="gate_up_proj", down="down_proj", act="activation_fn", fused=True),  # Phi-3, GLM
@@ -115,7 +115,7 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
     """
     Whether the layout computes what the block's own forward computes, on a few random tokens.
 
-    Blocks with weights that are not there (meta device, sharded by ZeRO-3 or FSDP2) cannot run; they pass.
+    Blocks whose weights are not available (on the meta device, or sharded by ZeRO-3 or FSDP2) cannot run; they pass.
     """
     if device.type == "meta" or any(_is_sharded(p) for p in ffn.parameters()):
         return True
@@ -123,7 +123,7 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
     try:
         with evaluating(ffn):
             own, ours = ffn(x), dense_forward(layout, ffn, x)
-    except TypeError:  # the block wants other arguments than its input
+    except TypeError:  # the block needs more arguments than its input
         return False
     if not isinstance(own, torch.Tensor) or own.shape != ours.shape:
         return False

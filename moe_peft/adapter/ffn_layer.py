@@ -1,8 +1,8 @@
 """
-The tuner layer around one FFN block. `MoELoraFFN.forward` tells the whole way of a batch, step by step.
+The tuner layer around one FFN block. `MoELoraFFN.forward` shows the whole computation of a batch, step by step.
 
 Legend: T tokens, n experts, k active experts, P = T·k pairs of (token, expert), r rank, d hidden size, f the FFN's
-intermediate size (f' that of one input projection's output: 2f where gate and up are fused).
+intermediate size (f' the output size of one input projection: 2f where gate and up are fused).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .mixing import PairInputs, mixed_hidden
 
 
 class _Branch(NamedTuple):
-    """What one adapter has made of the FFN's input when the down projection begins."""
+    """What one adapter has computed before the down projection."""
 
     z_TF: torch.Tensor  # its hidden activation
-    dispatch: Dispatch | None  # None: one expert
+    dispatch: Dispatch | None  # None: a single expert
     weights: Weights
     mixes_outputs: bool
-    low: list[torch.Tensor] | None = None  # where outputs are mixed: A_down a of each part's pairs, [P, r]
+    low: list[torch.Tensor] | None = None  # with mixing "output": A_down a of each part's pairs, [P, r]
 
 
 class MoELoraFFN(nn.Module, MoELoraLayer):
     """
     An FFN block with LoRA experts.
 
-    Several active adapters add their displacements of the block's output. Base projections run once per token,
-    whatever top_k, the mixing and the number of active adapters.
+    With several active adapters, the changes that each makes to the block's output add up. Base projections run once
+    per token, whatever top_k, the mixing and the number of active adapters.
     """
 
     def __init__(self, base_layer: nn.Module, layout: FFNLayout, adapter_name: str) -> None:
@@ -55,13 +55,13 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         inputs = [self._projection(name) for name in self.layout.inputs]
         pre = [projection(x_TD) for projection in inputs]
 
-        # 2. Each adapter routes the tokens and makes a hidden activation of its own. With a single adapter nobody else
+        # 2. Each adapter routes the tokens and computes its own hidden activation. With a single adapter, nothing else
         #    reads the base's outputs, so updates may be added in place.
         in_place = len(adapters) == 1 and all(map(may_overwrite, inputs))
         branches = [self._hidden(adapter, x_TD, pre, in_place) for adapter in adapters]
 
-        # 3. The base's down projection. It is linear, so the experts' activations are summed with their gates before
-        #    it and it, too, runs once. Several adapters add what each changes about the base's activation.
+        # 3. The base's down projection. It is linear, so it is applied to the gated sum of the experts' activations and
+        #    also runs once. With several adapters, the changes that each makes to the base's activation add up.
         z_TF = branches[0].z_TF
         for branch in branches[1:]:
             z_TF = z_TF + branch.z_TF - self.layout.hidden(self.base_layer, pre)
@@ -75,11 +75,11 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         return self.layout.drop(self.base_layer, y_TD).view(x.shape)
 
     def _hidden(self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor], in_place: bool) -> _Branch:
-        """Step 2: one adapter's way from the FFN's input and the base's `pre` [T, f'] to its hidden activation."""
+        """Step 2: one adapter's hidden activation, from the FFN's input and the base's `pre` [T, f']."""
         layout, weights, dtype = self.layout, self._weights(adapter_name), pre[0].dtype
         mixes_outputs = self._mixes_outputs(adapter_name, weights)
 
-        # 2a. Router logits, gates and experts of each token, and the way in which this batch is computed.
+        # 2a. Router logits, gates and experts of each token, and the method by which this batch is computed.
         dispatch = self._route(adapter_name, x_TD, dtype, mixes_outputs)
 
         # 2b. Mixing "projection" (and a single expert): `Wx + s Σ g_i B_i A_i x` on each projection, then the
@@ -89,15 +89,15 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             updated = self._updated(adapter_name, dispatch, weights, x_TD, base, in_place)
             return _Branch(layout.hidden(self.base_layer, updated), dispatch, weights, mixes_outputs)
 
-        # 2c. Mixing "output": a non-linearity stands between the projections, so every pair has an activation a_i of
-        #     its own. First its low-rank inputs `s A_i x` [P, r], on all projections that have experts …
+        # 2c. Mixing "output": there is a non-linearity between the projections, so every pair has its own activation
+        #     a_i. First come its low-rank inputs `s A_i x` [P, r], on all projections that have experts …
         names = [name for name in layout.inputs if name in weights]
         x = self._dropped(adapter_name, x_TD.to(dtype), len(names))
         with without_autocast(x_TD):
             low = dispatch.shrink_tokens(x, [weights[name][0].to(dtype) for name in names])
 
-            # 2d. … then, in one step that keeps little for backward, `a_i = act(pre + B_i h)`, their gated sum
-            #     `z = Σ g_i a_i`, and `A_down a_i`, which the down projection's experts need of each pair (step 4).
+            # 2d. … then, in one step that saves little for backward, `a_i = act(pre + B_i h)`, their gated sum
+            #     `z = Σ g_i a_i`, and `A_down a_i`, which the down projection's experts need for each pair (step 4).
             B = {name: weights[name][1].to(dtype) for name in names}
             A_down = weights[layout.down][0].to(dtype) if layout.down in weights else None
             inputs = []
@@ -109,7 +109,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         return _Branch(z_TF, dispatch, weights, mixes_outputs, low_down)
 
     def _after_down(self, adapter_name: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
-        """Step 4: add what an adapter changes about the down projection's output."""
+        """Step 4: add an adapter's change to the down projection's output."""
         name, dispatch = self.layout.down, branch.dispatch
         down = self._projection(name)
         in_place = may_overwrite(down)
@@ -125,18 +125,18 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         return y_TD
 
     def _mixes_outputs(self, adapter_name: str, weights: Weights) -> bool:
-        """Whether whole outputs are mixed, and not the updates of single projections."""
+        """Whether whole outputs are mixed, rather than the updates of single projections."""
         spec = self.moe_lora_spec[adapter_name]
         if spec.num_experts == 1 or spec.mixing == "projection":
             return False
-        # With experts on the down projection alone, all hidden activations are the base's: both mixings are one.
+        # With experts on the down projection alone, all hidden activations are the base's: both mixings are the same.
         return not spec.normalize_top_k or any(name in weights for name in self.layout.inputs)
 
-    # --- what PEFT asks of a layer ----------------------------------------------------------------------------------
+    # --- what PEFT needs of a layer ----------------------------------------------------------------------------------
 
     @property
     def weight(self) -> torch.Tensor:
-        """The down projection's weight (some models read the dtype there)."""
+        """The down projection's weight (some models read their dtype from it)."""
         return cast(torch.Tensor, self._projection(self.layout.down).weight)
 
     def _projection(self, name: str) -> nn.Module:
@@ -147,7 +147,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
     ) -> nn.Module:
         if merge:
             self.merge()
-        for name in self.layout.projections:  # PEFT does not look inside for layers of adapters that came first
+        for name in self.layout.projections:  # PEFT does not look inside for layers of earlier adapters
             projection = self._projection(name)
             if isinstance(projection, MoELoraLinear):
                 setattr(self.base_layer, name, cast(MoELoraLayer, projection).get_base_layer())

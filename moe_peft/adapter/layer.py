@@ -1,4 +1,4 @@
-"""What both tuner layers share, and the one around a single linear; `ffn_layer.py` has the one around an FFN block."""
+"""The base class of the tuner layers and the layer around a single linear; `ffn_layer.py` has that around an FFN."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _get_in_out_features = private("peft.tuners.tuners_utils", "_get_in_out_features
 Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 MERGE_REFUSAL = (
-    "MoE-LoRA cannot merge: which experts are added depends on the token, so no single weight equals them. Export the "
-    "model to a native MoE checkpoint, or take one expert out with `moe_peft.expert_to_lora` and merge that."
+    "MoE-LoRA cannot merge: each token has its own experts, so no single weight can replace them. Export the model to "
+    "a native MoE checkpoint, or extract one expert with `moe_peft.expert_to_lora` and merge that."
 )
 
 
 class MoELoraLayer(BaseTunerLayer):
     """
-    State that FFN and linear layers share. Per adapter and projection, A is [n, r, in] and B is [n, r, out] (rows of
-    `out`, not of r: the products read it as it lies).
+    State that FFN and linear layers share. For each adapter and projection, A is [n, r, in] and B is [n, r, out] (with
+    rows of `out`, not of r, so that products read B in memory order).
     """
 
     adapter_layer_names = ("moe_lora_A", "moe_lora_B", "moe_lora_router", "moe_lora_dropout")
@@ -56,7 +56,7 @@ class MoELoraLayer(BaseTunerLayer):
         self.moe_lora_spec: dict[str, ExpertSpec] = {}
 
     def update_layer(self, adapter_name: str, spec: ExpertSpec, inference_mode: bool = False) -> None:
-        """Add (or make anew) the experts and the router of `adapter_name`."""
+        """Add (or re-create) the experts and the router of `adapter_name`."""
         chosen = spec.target_projections
         names = [p for p in self._shapes if chosen is None or p in chosen or isinstance(self, MoELoraLinear)]
         n, r = spec.num_experts, spec.r
@@ -71,18 +71,18 @@ class MoELoraLayer(BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def put_router(self, adapter_name: str) -> None:
-        """Give the adapter a new router, as its spec says."""
+        """Give the adapter a new router according to its spec."""
         spec = self.moe_lora_spec[adapter_name]
         router = make_router(self.in_features, spec.num_experts, spec.router)
         router.register_forward_hook(record_router_logits)
         self.moe_lora_router[adapter_name] = router
 
     def router(self, adapter_name: str) -> Router:
-        """The adapter's router; only where it has more than one expert."""
+        """The adapter's router, which exists only if it has more than one expert."""
         return cast(Router, self.moe_lora_router[adapter_name])
 
     def reset_parameters(self, adapter_name: str) -> None:
-        """Initial values of the experts as `LoraConfig.init_lora_weights` has them, each expert by itself."""
+        """Initialise each expert separately, as `LoraConfig.init_lora_weights` describes."""
         spec = self.moe_lora_spec[adapter_name]
         A_all, B_all = self.expert_parameters(adapter_name)
         for A in A_all.values():
@@ -117,8 +117,8 @@ class MoELoraLayer(BaseTunerLayer):
         self, adapter_name: str, x_TD: torch.Tensor, dtype: torch.dtype, mixes_outputs: bool = False
     ) -> Dispatch | None:
         """
-        From hidden states to the batch's dispatch, which knows each (token, expert) pair and its gate. None where the
-        adapter has one expert, which every token gets.
+        Route hidden states. Returns the batch's dispatch, which knows each (token, expert) pair and its gate, or None
+        if the adapter has a single expert, which every token gets.
         """
         spec = self.moe_lora_spec[adapter_name]
         if spec.num_experts == 1:
@@ -135,7 +135,7 @@ class MoELoraLayer(BaseTunerLayer):
         )
 
     def _weights(self, adapter_name: str) -> Weights:
-        """As they are stored, in float32 as a rule."""
+        """The experts' weights as they are stored, usually in float32."""
         A_all, B_all = self.expert_parameters(adapter_name)
         return {name: (A, B_all[name]) for name, A in A_all.items()}
 
@@ -149,10 +149,11 @@ class MoELoraLayer(BaseTunerLayer):
         in_place: bool,
     ) -> list[torch.Tensor]:
         """
-        `base + s Σ_i g_i B_i A_i x` for projections of x by name; base itself where one has no experts.
+        `base + s Σ_i g_i B_i A_i x` for each named projection of x; `base` itself if it has no experts.
 
-        Everything happens in the dtype of the base's output, also under autocast (whose dtype that is, but for
-        quantized linears, which give back what they get); with `in_place` that output may be overwritten.
+        Everything is computed in the dtype of the base's output, also under autocast. There it is autocast's dtype,
+        except for quantized linears, which return the dtype they are given. With `in_place` that output may be
+        overwritten.
         """
         names = [name for name in base if name in weights]
         if not names:
@@ -170,7 +171,7 @@ class MoELoraLayer(BaseTunerLayer):
         return list({**base, **dict(zip(names, updated, strict=True))}.values())
 
     def _dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """An input for each of some projections: with dropout each has a mask of its own, as with LoRA."""
+        """An input for each of `count` projections: with dropout, each has its own mask, as in LoRA."""
         if not self.training or not self.moe_lora_spec[adapter_name].lora_dropout:
             return [x_TM] * count
         return [self.moe_lora_dropout[adapter_name](x_TM) for _ in range(count)]
@@ -186,14 +187,14 @@ class MoELoraLayer(BaseTunerLayer):
 
 
 def linear_features(module: nn.Module) -> tuple[int, int]:
-    """In and out features of any linear that PEFT knows, quantized ones and ones already adapted included."""
+    """In and out features of any linear that PEFT knows, including quantized and already adapted ones."""
     return _get_in_out_features(module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
 
 
 def may_overwrite(projection: nn.Module) -> bool:
     """
-    Whether a base projection's output is ours alone: a plain linear's that no hook has seen, nor a forward put in its
-    place; and outside training, where hooks of backward and checkpoints may hold it.
+    Whether nothing else uses a base projection's output. The projection must be a plain linear without forward hooks or
+    a replaced forward, and gradients must be off: in training, backward hooks and checkpoints may hold the output.
     """
     replaced = projection._forward_hooks or "forward" in vars(projection)
     return type(projection) is nn.Linear and not replaced and not torch.is_grad_enabled()

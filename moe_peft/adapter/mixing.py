@@ -2,8 +2,8 @@
 The hidden part of mixing "output" (see `dispatch.py` for the legend; f is the FFN's intermediate size).
 
 `y = Σ_i g_i FFN_i(x)` needs each base projection once: gate and up of x are common to all experts, and down is linear,
-`Σ g_i (W_d a_i + s B_i A_i a_i) = W_d (Σ g_i a_i) + s Σ g_i B_i A_i a_i`. What lies between works on [P, f] tensors
-and decides speed and memory.
+`Σ g_i (W_d a_i + s B_i A_i a_i) = W_d (Σ g_i a_i) + s Σ g_i B_i A_i a_i`. The part in between works on [P, f] tensors
+and determines speed and memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .ffn import FFNLayout
 
 
 class PairInputs(NamedTuple):
-    """What the pre-activations of a part's pairs are made of, by input projection in the layout's order."""
+    """The terms of the pre-activations of a part's pairs, by input projection in the layout's order."""
 
     pre: Sequence[Any]  # base outputs [T, f']
     h: Sequence[Any]  # scaled low-rank inputs [P, r]; None where a projection has no experts
     B: Sequence[Any]  # second matrices [n, r, f'], or None
 
     def flat(self) -> tuple[Any, ...]:
-        """Everything in a row: autograd functions take no nested tensors."""
+        """All tensors in one tuple: autograd functions do not accept nested ones."""
         return (*self.pre, *self.h, *self.B)
 
     @classmethod
@@ -56,10 +56,12 @@ def mixed_hidden(
     From the base's pre-activations to the mixed hidden activation.
 
     Args:
-        layout, ffn: the block, for its activation.
-        inputs: of each part of the dispatch.
+        dispatch: the batch's dispatch.
+        layout: the block's layout.
+        ffn: the block, for its activation.
+        inputs: the terms of the pre-activations, for each part of the dispatch.
         A_down: the first matrices of the down projection [n, r, f], or None.
-        dropout: its probability on the input of `A_down`.
+        dropout: the probability of dropout on the input of `A_down`.
 
     Returns:
         `z = Σ_i g_i a_i` [T, f], and `A_down a` of the pairs of each part [P, r] (not yet weighted), or None.
@@ -93,9 +95,9 @@ def _activate(layout: FFNLayout, act: Any, pairs: Sequence[torch.Tensor]) -> tor
 
 class _MixedHidden(torch.autograd.Function):
     """
-    One part's hidden activation, with a backward that keeps little and works in place: with `keep` the pairs' two
-    [P, f] tensors (for k = 2 as many bytes as plain LoRA keeps in an FFN), else only the [T, f] pre-activations, from
-    which the pairs are computed again.
+    One part's hidden activation, with a backward that saves little and works in place. With `keep` it saves the pairs'
+    two [P, f] tensors (for k = 2 as many bytes as plain LoRA saves in an FFN). Otherwise it saves only the [T, f]
+    pre-activations and recomputes the pairs from them.
     """
 
     @staticmethod
@@ -129,11 +131,11 @@ class _MixedHidden(torch.autograd.Function):
             graph_PF = ctx.act(leaf_PF)
         act_PF = graph_PF.detach()
         a_PF = act_PF if up_PF is None else act_PF * up_PF
-        # Of the gated sum: to the gates and to each pair's activation.
+        # Backward of the gated sum, to the gates and to each pair's activation.
         da_PF = part.spread(dz_TF)
         d_gates = part.to_slots(torch.linalg.vecdot(a_PF, da_PF))
         da_PF.mul_(part.pair_gates())
-        # Of `A_down a`, through the dropout if there is one.
+        # Backward of `A_down a`, through the dropout if there is one.
         d_A_down = None
         if d_low_PR is not None:
             if mask_PF is None:
@@ -142,14 +144,14 @@ class _MixedHidden(torch.autograd.Function):
             else:
                 d_A_down = part.outer(d_low_PR, a_PF * mask_PF * ctx.scale)
                 da_PF.add_(part.expand(d_low_PR, A_down).mul_(mask_PF).mul_(ctx.scale))
-        # Of the activation, to the pairs' pre-activations.
+        # Backward of the activation, to the pairs' pre-activations.
         d_up_PF = None
         if up_PF is not None:
             d_up_PF = torch.mul(da_PF, act_PF, out=a_PF)
             da_PF.mul_(up_PF)
         (d_gate_PF,) = torch.autograd.grad(graph_PF, leaf_PF, da_PF)
         d_pairs = ctx.layout.join(d_gate_PF, d_up_PF)
-        # Of the pre-activations; not to those of a first layer on a frozen embedding.
+        # Backward of the pre-activations, except to those of a first layer on a frozen embedding.
         wanted = PairInputs.of(ctx.needs_input_grad[-len(flat) :]).pre
         d_inputs = PairInputs(
             [part.collect(d_PF) if want else None for d_PF, want in zip(d_pairs, wanted, strict=True)],

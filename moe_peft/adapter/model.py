@@ -25,7 +25,7 @@ _maybe_include_all_linear_layers = private("peft.tuners.tuners_utils", "_maybe_i
 
 class MoELoraModel(BaseTuner):
     """
-    Puts LoRA experts and routers into the FFNs (or single linears) of a model; see [`MoELoraConfig`].
+    Puts LoRA experts and routers into the FFNs (or single linears) of a model; see `MoELoraConfig`.
 
     Args:
         model: the model to adapt.
@@ -37,7 +37,7 @@ class MoELoraModel(BaseTuner):
     tuner_layer_cls = MoELoraLayer
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
 
-    # --- before anything is touched ---------------------------------------------------------------------------------
+    # --- checks before anything is changed --------------------------------------------------------------------------
 
     def _prepare_adapter_config(self, peft_config: MoELoraConfig, model_config: dict) -> MoELoraConfig:
         return peft_config  # `target_modules=None` is resolved by `_prepare_model`, which has the model
@@ -57,7 +57,7 @@ class MoELoraModel(BaseTuner):
             outer = next((n for n in names if name.startswith(f"{n}.")), None)
             if outer is not None:
                 raise ValueError(
-                    f"MoELoraConfig: target_modules takes both {outer!r} and {name!r} inside it; name one of them"
+                    f"MoELoraConfig: target_modules matches both {outer!r} and {name!r} inside it; name one of them"
                 )
             if ".base_layer." in name:
                 raise ValueError(
@@ -99,7 +99,7 @@ class MoELoraModel(BaseTuner):
         self._replace_module(parent, target_name, layer, target)
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        if isinstance(child, MoELoraFFN):  # unloading; PEFT's own would look for the FFN's weight
+        if isinstance(child, MoELoraFFN):  # unloading; PEFT's method would look for the FFN's weight
             setattr(parent, child_name, new_module)
         else:
             super()._replace_module(parent, child_name, new_module, child)
@@ -111,7 +111,7 @@ class MoELoraModel(BaseTuner):
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         if not self.active_adapters and self.peft_config:
-            # PEFT asks the first layer what is active now; the deleted adapter may have been the only one there.
+            # PEFT asks the first layer which adapter is active now; the deleted one may have been the only one there.
             self.set_adapter(sorted(self.peft_config)[0])
         protocol.sync_config(self.model, self.peft_config)
 
@@ -165,7 +165,7 @@ class MoELoraModel(BaseTuner):
                 has = f"shape {tuple(found[key].shape)}" if key in found else "no such weight"
                 wants = f"shape {tuple(expected[key])}" if key in expected else "no such weight"
                 raise ValueError(
-                    f"{key}: the adapter has {has}, this model {wants}; load it on the base it was made for"
+                    f"{key}: the adapter has {has}, this model has {wants}; load it on the base that it was trained on"
                 )
             if not found[key].isfinite().all():
                 raise ValueError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
@@ -173,11 +173,11 @@ class MoELoraModel(BaseTuner):
 
 
 def find_ffns(model: nn.Module) -> set[str]:
-    """Every FFN of the language model, as a set of name endings that match nothing else (as a rule `{"mlp"}`)."""
+    """Every FFN of the language model, as a set of name endings that match nothing else (usually `{"mlp"}`)."""
     found = [
         name
         for name, module in _language_modules(model)
-        # OPT's decoder layers hold an FFN's parts themselves, but are no FFN.
+        # OPT's decoder layers hold an FFN's parts directly, but are not FFNs.
         if _ffn_layout(module) is not None and not isinstance(module, GradientCheckpointingLayer)
     ]
     if not found:
@@ -212,7 +212,7 @@ def _ffn_layout(module: nn.Module) -> FFNLayout | None:
 
 
 def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn.Module) -> None:
-    """Raise if `module` is neither an FFN of a layout that computes what it computes, nor a linear."""
+    """Raise if `module` is neither a linear nor an FFN whose layout computes what its forward computes."""
     spec = _spec(config, name, model)
     layout = _ffn_layout(module)
     if config.router_class.needs_attention and spec.num_experts > 1:
@@ -246,6 +246,6 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
     features, dtype = linear_features(getattr(module, layout.up))[0], next(floating, torch.float32)
     if not probe_ffn(layout, module, features, parameter.device, dtype):
         raise ValueError(
-            f"MoELoraConfig: target module {name!r}: the forward of {type(module).__name__} computes something else "
-            f"than {layout}; name single linears inside it instead, or describe it with moe_peft.register_ffn_layout"
+            f"MoELoraConfig: target module {name!r}: the forward of {type(module).__name__} does not compute what "
+            f"{layout} does; name single linears inside it instead, or describe it with moe_peft.register_ffn_layout"
         )

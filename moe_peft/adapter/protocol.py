@@ -1,12 +1,12 @@
 """
-The adapted model speaks transformers' MoE protocol.
+Gives an adapted model the config fields and outputs of transformers' MoE models.
 
-The model's config carries `num_experts`, `num_experts_per_tok`, `output_router_logits` and `router_aux_loss_coef`. With
+The model's config has `num_experts`, `num_experts_per_tok`, `output_router_logits` and `router_aux_loss_coef`. With
 `output_router_logits` the backbone's output has `router_logits`, a tuple of float32 [tokens, n], one per router in the
-order of the forward pass. TRL's trainers read these and add the balancing loss themselves; for everyone else (the plain
-`Trainer`, a loop of one's own) the model adds it to `outputs.loss` and sets `outputs.aux_loss`, as a native MoE does.
+order of the forward pass. TRL's trainers read these and add the balancing loss themselves. For all other code (the
+plain `Trainer`, a custom loop) the model adds it to `outputs.loss` and sets `outputs.aux_loss`, as a native MoE does.
 
-Everything is done by forward hooks that are module-level functions, so that models deepcopy and pickle.
+All of this is done by forward hooks that are module-level functions, so that models can be deep-copied and pickled.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_
 
 
 def refuse_native_moe(model: nn.Module) -> None:
-    """Raise if the model has routed experts of its own, whose protocol fields the adapter's would overwrite."""
+    """Raise if the model already has routed experts: the adapter would overwrite their config fields."""
     config = text_config(model)
     if config is None or _is_installed(model):
         return
-    # The class is asked, not the object: a dense model's config may hold the fields of an adapter it once had.
+    # Check the class, not the object: a dense model's config may hold the fields of an adapter that it once had.
     if hasattr(type(config), "num_experts_per_tok"):
         raise ValueError(
             f"MoELoraConfig: the base model {config.model_type!r} already has routed experts; adapt it with a plain "
@@ -46,9 +46,10 @@ def refuse_native_moe(model: nn.Module) -> None:
 
 def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     """
-    Make the model config's fields those of the active adapters; remove them where no router is left.
+    Set the model config's fields to those of the active adapters; remove them if no router is left.
 
-    What a user or a trainer set (`output_router_logits`, `router_aux_loss_coef`) stays until other adapters are active.
+    Values that a user or a trainer set (`output_router_logits`, `router_aux_loss_coef`) stay until other adapters are
+    active.
     """
     if not _is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
         return
@@ -89,10 +90,10 @@ def text_config(model: nn.Module) -> Any:
 
 def install(model: nn.Module) -> None:
     """
-    Register the hooks on a transformers model, once, and note its layers. Other modules speak no protocol.
+    Register the hooks on a transformers model, once, and note its layers. Other modules are left as they are.
 
-    Some causal LMs call a part of their backbone (OPT its decoder), some trainers the backbone alone: both are hooked,
-    and whichever runs first collects for both.
+    Some causal LMs call only a part of their backbone (OPT its decoder), and some trainers call only the backbone. So
+    both model and backbone have hooks, and whichever runs first collects for both.
     """
     if not isinstance(model, PreTrainedModel):
         return
@@ -111,7 +112,7 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Take the hooks and the config's fields away."""
+    """Remove the hooks and the config's fields."""
     if not _is_installed(model):
         return
     for handle in model.__dict__.pop("_moe_lora_handles"):
@@ -125,16 +126,16 @@ def _is_installed(model: nn.Module) -> bool:
 
 
 def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Begin a collection, unless the model around this backbone has begun it already."""
-    # transformers' own `set_adapter` and `delete_adapter` speak to the layers alone: look at them each time.
+    """Start a collection, unless the model around this backbone has already started one."""
+    # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
     sync_config(module, getattr(module, "peft_config", {}))
     outer = state.collection
     if outer is not None and module is getattr(outer.owner, "base_model", None):
-        # A dense backbone does not know the argument. Who gives it to the backbone alone, as `models.view` does, gets
-        # the backbone's router logits and leaves the outer model's output and loss as they are.
+        # A dense backbone does not know the argument. A caller that passes it to the backbone alone, as `models.view`
+        # does, gets the backbone's router logits and leaves the outer model's output and loss as they are.
         outer.enabled |= bool(kwargs.pop("output_router_logits", False))
         return args, kwargs
-    # TRL's fused forward reads the argument, too, and hands it on to the backbone.
+    # TRL's fused forward also reads the argument and passes it on to the backbone.
     asked = (kwargs.get if kwargs.get("fused_lm_head") else kwargs.pop)("output_router_logits", None)
     enabled = getattr(text_config(module), "output_router_logits", False) if asked is None else bool(asked)
     state.collection = Collection(module, enabled, enabled, bool(asked), outer)
@@ -142,7 +143,7 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-    """Give the output its router logits and, in a model with a loss, the balancing loss."""
+    """Add the router logits to the output and, if the model computes a loss, the balancing loss."""
     collection = state.collection
     if collection is None or module not in (collection.owner, getattr(collection.owner, "base_model", None)):
         return None
@@ -154,7 +155,7 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     n = max((logits.shape[-1] for logits in collection.logits), default=0)
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
     if kwargs.get("fused_lm_head") and module is not module.base_model:
-        return None  # TRL computes the loss by itself, from the backbone's output
+        return None  # TRL computes the loss itself, from the backbone's output
     if isinstance(output, dict):
         output = _moe_output_class(type(output))(**{**output, "router_logits": router_logits})
     if module is module.base_model or router_logits is None:
@@ -165,8 +166,8 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
 @functools.cache
 def _moe_output_class(cls: Any) -> Any:
     """
-    A dense model's output class with the fields of a MoE's. Keys that are no fields would do for most readers, but not
-    for those that take outputs apart and build them again (DistributedDataParallel).
+    A dense model's output class with the added fields of a MoE's. Keys that are not fields would suffice for most
+    readers, but not for those that take outputs apart and rebuild them (DistributedDataParallel).
     """
     missing = [name for name in ("router_logits", "aux_loss") if name not in {f.name for f in dataclasses.fields(cls)}]
     if not missing:

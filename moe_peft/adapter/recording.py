@@ -1,9 +1,9 @@
 """
-Recording of router logits while a backbone runs; `protocol.py` starts and ends it.
+Records router logits while a backbone runs; `protocol.py` starts and ends the recording.
 
-A forward hook of every router appends its logits to the running collection. The collection is thread-local: two
-threads may generate with one model, and CUDA runs backward, with the second runs of checkpointed layers, in a thread of
-its own.
+A forward hook on every router appends its logits to the current collection. The collection is thread-local: two threads
+may generate with one model, and CUDA runs backward, including the second runs of checkpointed layers, in a separate
+thread.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import nn
 class Collection:
     """Router logits of one forward pass."""
 
-    owner: nn.Module  # whose forward began it and will end it
+    owner: nn.Module  # the module whose forward starts and ends it
     enabled: bool  # whether routers record
     attached: bool  # whether the owner's output gets the logits, and its loss the balancing loss
-    explicit: bool  # asked for by an argument of the call, not by the config
-    outer: Collection | None  # of the pass that this one runs inside of
+    explicit: bool  # requested by an argument of the call, not by the config
+    outer: Collection | None  # that of the pass around this one
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     logits: list[torch.Tensor] = field(default_factory=list)
 
@@ -38,7 +38,7 @@ state = State()
 
 
 def record_router_logits(router: nn.Module, args: tuple, logits_TN: torch.Tensor) -> torch.Tensor | None:
-    """Forward hook of every router. It returns other logits only as told below."""
+    """Forward hook of every router. It replaces the logits only under reentrant checkpointing (below)."""
     collection = state.collection
     if collection is None:
         return _add_pending_gradient(router, logits_TN)
@@ -52,11 +52,11 @@ def record_router_logits(router: nn.Module, args: tuple, logits_TN: torch.Tensor
 
 # --- reentrant gradient checkpointing -------------------------------------------------------------------------------
 #
-# In reentrant mode a layer runs without a graph first and again during backward. What it records in the first run has
-# no graph, so a loss on router logits would reach no router. Therefore: in the first run the recorded logits are made a
-# leaf. The loss is computed above all layers, so autograd has filled the leaf's gradient before it comes to the layer's
-# second run; there it is added to the gradient of the new logits. Which leaf belongs to a second run: the youngest with
-# a gradient, as autograd takes the forward passes of one backward in reverse order.
+# In reentrant mode a layer first runs without a graph and runs again during backward. Logits recorded in the first run
+# have no graph, so a loss on them would not reach the router. Therefore the first run records its logits as a leaf. The
+# loss is computed after all layers, so autograd has filled the leaf's gradient before it reaches the layer's second
+# run, which adds it to the gradient of the new logits. The leaf of a second run is the most recent one with a gradient,
+# because autograd goes through the forward passes of one backward in reverse order.
 
 _leaves: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
 

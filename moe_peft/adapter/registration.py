@@ -11,7 +11,7 @@ NAME = "MOE_LORA"
 
 
 def register() -> None:
-    """Make `PeftType.MOE_LORA` a member of PEFT's enum and register the method. Doing it again does nothing."""
+    """Add `MOE_LORA` to the enum `PeftType` and register the method. A second call does nothing."""
     if NAME not in PeftType.__members__:
         extend_enum(PeftType, NAME, NAME)
     if PeftType[NAME] in PEFT_TYPE_TO_CONFIG_MAPPING:

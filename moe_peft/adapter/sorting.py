@@ -1,4 +1,4 @@
-"""Ways of computing that sort pairs by their expert (maps and legend: `dispatch.py`; j: the slots of a part)."""
+"""Methods that sort pairs by their expert (maps and legend: `dispatch.py`; j is the number of slots in a part)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 from .dispatch import Dispatch
 
-# Slots of one part: two for the usual top_k at once; more would need more memory than plain LoRA of the same rank.
+# Slots per part. Two cover the usual top_k in one part; more would need more memory than plain LoRA of the same rank.
 PART_SLOTS = 2
 
 
 class _Part(Dispatch):
-    """Some slots whose pairs are in an order of their own: `rows` [T, j] of the tokens' pairs, rows' `tokens` [P]."""
+    """Some slots with pairs in another order: `_rows` [T, j] of each token's pairs, `_tokens` [P] of each row."""
 
     _rows: torch.Tensor
     _tokens: torch.Tensor
@@ -29,7 +29,7 @@ class _Part(Dispatch):
         return x_TM.index_select(0, self._tokens)
 
     def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        if not self.tokens or torch.compiler.is_compiling():  # a compiler fuses these, and finds their backward
+        if not self.tokens or torch.compiler.is_compiling():  # a compiler fuses these and derives their backward
             y_TJM = y_PM.index_select(0, self._rows.flatten()).view(self.tokens, self.k, y_PM.shape[1])
             return (y_TJM * self.gates.unsqueeze(-1) if gated else y_TJM).sum(1)
         # A gather, the gates and the sum in one pass.
@@ -38,17 +38,17 @@ class _Part(Dispatch):
 
 class Blocks(_Part):
     """
-    Pairs sorted by their expert and padded to blocks of one expert each: batched products of blocks.
+    Sorts pairs by their expert and pads them to blocks of one expert each, for batched products.
 
-    The number of blocks depends on the sizes alone, whatever the routing, and every dtype and width will do. Padding
-    consists of copies of some token with gate 0, so that they neither reach an output nor a gradient.
+    The number of blocks depends on the sizes alone, not on the routing, and any dtype and width is supported. Padding
+    rows are copies of some token with gate 0, so they affect neither outputs nor gradients.
     """
 
     def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
         super().__init__(experts_TJ, gates_TJ, num_experts, scaling)
         pairs, n, device = experts_TJ.numel(), num_experts, experts_TJ.device
         self._size = size = _block_size(pairs, n)
-        blocks = (pairs + n * (size - 1)) // size if pairs else 0  # of the worst routing
+        blocks = (pairs + n * (size - 1)) // size if pairs else 0  # enough for the worst routing
         sorted_P, order_P = experts_TJ.flatten().sort(stable=True)
         edges_N = torch.searchsorted(sorted_P, torch.arange(n + 1, device=device))
         blocks_N = (edges_N.diff() + size - 1) // size
@@ -82,7 +82,7 @@ class Blocks(_Part):
 
     def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         products = torch.bmm(self._blocks(h_PR).transpose(1, 2), self._blocks(y_PM))
-        # An expert's blocks follow one another. Unlike `index_add`, this gives the same bits on every run of a GPU.
+        # An expert's blocks are contiguous. Unlike `index_add`, this gives the same bits in every run on a GPU.
         sums = F.embedding_bag(self._block_range, products.flatten(1), self._first_blocks, mode="sum")
         return sums.view(self.n, *products.shape[1:])
 
@@ -94,7 +94,7 @@ class Blocks(_Part):
 
 
 def _block_size(pairs: int, num_experts: int) -> int:
-    """A power of two from 8 to 128: padding adds about an eighth of many pairs, and up to a half of few per expert."""
+    """A power of two from 8 to 128: padding adds about an eighth for many pairs, up to a half for few per expert."""
     size = 8 if pairs < 32 * num_experts else 16
     while size < 128 and 16 * size * num_experts <= pairs:
         size *= 2
@@ -102,7 +102,7 @@ def _block_size(pairs: int, num_experts: int) -> int:
 
 
 class Sorted(_Part):
-    """Pairs sorted by their expert: grouped products, without padding but with demands (`choosing.py`)."""
+    """Sorts pairs by their expert for grouped products: no padding, but not for all sizes (see `choosing.py`)."""
 
     def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
         super().__init__(experts_TJ, gates_TJ, num_experts, scaling)

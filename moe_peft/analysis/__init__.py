@@ -1,4 +1,4 @@
-"""Where tokens go: recording, reports, figures."""
+"""Routing statistics: recording, reports, figures."""
 
 from .callback import LoadCallback
 from .record import RoutingStatistics, record_routing

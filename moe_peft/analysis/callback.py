@@ -1,4 +1,4 @@
-"""The experts' load over a training."""
+"""The load of the experts during training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .report import write_load_over_time
 
 class LoadCallback(TrainerCallback):
     """
-    Draws the load of the experts over a training, of any `Trainer`: `load.png`, and `load.json` with the numbers,
+    Plots the load of the experts during training with any `Trainer`: `load.png`, and `load.json` with the numbers,
     written at each save and at the end.
 
     Args:
-        output_dir: for the files.
-        every: steps that one point of the figure stands for.
+        output_dir: the folder for the files.
+        every: the number of steps in each point of the figure.
 
     Raises:
-        ValueError: as training begins, the model has no routers.
+        ValueError: the model has no routers (raised when training begins).
     """
 
     def __init__(self, output_dir: str | Path, every: int = 10) -> None:

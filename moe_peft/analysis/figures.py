@@ -10,7 +10,7 @@ import torch
 
 from .token_classes import TOKEN_CLASSES
 
-_CELLS_WITH_NUMBERS = 16  # more experts or layers than this, and numbers in the cells could not be read
+_CELLS_WITH_NUMBERS = 16  # with more experts or layers, numbers in the cells would be unreadable
 
 
 def plot_shares(shares: Mapping[str, torch.Tensor], path: str | Path, title: str = "") -> None:
@@ -18,7 +18,9 @@ def plot_shares(shares: Mapping[str, torch.Tensor], path: str | Path, title: str
     Heat maps of the share of assignments per expert (columns) and layer (rows), one panel per domain, as a PNG.
 
     Args:
-        shares: domain → [L, n], each layer's sum 1.
+        shares: domain → [L, n]; each layer sums to 1.
+        path: the file to write.
+        title: the figure's title.
     """
     layers, n = next(iter(shares.values())).shape
     cell = min(0.55, 6.0 / n)
@@ -45,10 +47,11 @@ def plot_shares(shares: Mapping[str, torch.Tensor], path: str | Path, title: str
 
 def plot_coactivation(counts_NN: torch.Tensor, path: str | Path) -> None:
     """
-    Which experts serve the same tokens: of the tokens that have the row's expert, the share that has the column's too.
+    Which experts serve the same tokens: of the tokens of the row's expert, the share that the column's also serves.
 
     Args:
-        counts_NN: tokens that have both experts; the diagonal has each expert's tokens, [n, n].
+        counts_NN: number of tokens that both experts serve, [n, n]; the diagonal has each expert's tokens.
+        path: the file to write.
     """
     n = counts_NN.shape[0]
     share = counts_NN / counts_NN.diagonal().clamp(min=1).unsqueeze(1)
@@ -66,7 +69,7 @@ def plot_coactivation(counts_NN: torch.Tensor, path: str | Path) -> None:
 
 
 def plot_token_classes(counts_CN: torch.Tensor, path: str | Path) -> None:
-    """Share of the assignments of each class of tokens per expert, over all layers; counts [C, n]."""
+    """Each token class's share of assignments per expert, over all layers; counts are [C, n]."""
     seen = [i for i in range(len(TOKEN_CLASSES)) if counts_CN[i].sum() > 0]
     share = counts_CN[seen] / counts_CN[seen].sum(1, keepdim=True)
     n = counts_CN.shape[1]
@@ -81,7 +84,7 @@ def plot_token_classes(counts_CN: torch.Tensor, path: str | Path) -> None:
 
 
 def plot_compliance(compliance_LP: torch.Tensor, path: str | Path) -> None:
-    """Mean compliance over the position in the text, one line per layer; buckets of doubling width, [L, P]."""
+    """Mean compliance by position in the text, one line per layer; buckets of doubling width, [L, P]."""
     figure = _figure(6.5, 4.0)
     axis = figure.subplots()
     seen = [p for p in range(compliance_LP.shape[1]) if not compliance_LP[0, p].isnan()]
@@ -104,7 +107,7 @@ def plot_compliance(compliance_LP: torch.Tensor, path: str | Path) -> None:
 def plot_load_over_time(
     steps: Sequence[int], loads: Sequence[Sequence[float]] | torch.Tensor, path: str | Path
 ) -> None:
-    """Share of assignments per expert over the training, all layers; [steps, n]."""
+    """Share of assignments per expert during training, over all layers; [steps, n]."""
     load_SN = torch.as_tensor(loads, dtype=torch.float64)
     n = load_SN.shape[1]
     figure = _figure(7.0, 4.0)
@@ -138,7 +141,7 @@ def _figure(width: float, height: float) -> Any:
 def _save(figure: Any, path: str | Path, title: str) -> None:
     if title:
         figure.suptitle(title)
-    figure.savefig(path, dpi=150, metadata={"Software": None})  # the same bytes with every version
+    figure.savefig(path, dpi=150, metadata={"Software": None})  # every matplotlib version writes the same bytes
 
 
 def _ticks(n: int, most: int = 16) -> list[int]:

@@ -34,17 +34,20 @@ def inspect_model(
     max_examples: int | None = None,
 ) -> RoutingStatistics:
     """
-    Report the routing of an adapter or a native MoE over a data set: tables, figures and a printed summary.
+    Report the routing of an adapter or a native MoE on a data set: tables, figures and a printed summary.
 
     Args:
-        model_path: an adapter folder, or a native MoE's.
-        data: a .json, .jsonl, .csv or .parquet file, or a data set's name; in the formats that TRL takes.
-        output_dir: for the files of `write_report`.
-        label_column: a column of domains.
+        model_path: the folder of an adapter or a native MoE.
+        data: a .json, .jsonl, .csv or .parquet file, or a data set's name; in a format that TRL accepts.
+        output_dir: the folder for the files of `write_report`.
+        label_column: the column that holds the domains.
         expert_map: domain → experts, for compliance.
+        batch_size: examples per forward pass.
+        max_length: tokens per example; longer ones are truncated.
+        max_examples: how many examples to use, from the first on; None: all.
 
     Raises:
-        ValueError: the model or the data is not there, or the model has no routers.
+        ValueError: the model or the data does not exist, or the model has no routers.
     """
     model, tokenizer = _load(model_path)
     dataset = load_data(data, "--data", label_column)

@@ -1,5 +1,5 @@
 """
-Where tokens go: statistics of routing, gathered while a model runs.
+Routing statistics, collected while a model runs.
 
 Legend: B rows, S positions, T = B·S tokens, L layers, n experts, D domains, C token classes, P position buckets.
 """
@@ -22,21 +22,22 @@ POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
 
 class RoutingStatistics:
     """
-    Sums over all tokens seen; memory does not grow with their number.
+    Sums over all tokens seen; memory does not grow with the number of tokens.
 
     Args:
         sizes: experts of each layer.
         k: experts per token.
-        domains: names of the domains, D.
+        domains: the names of the D domains.
         expert_map: domain → experts that should serve it, for compliance.
         token_classes: the class (index into `TOKEN_CLASSES`) of every token of the vocabulary, [V].
 
     Attributes:
-        counts: (token, slot) assignments, float64 [D, L, n].
-        tokens: tokens, [D].
-        coactivation: tokens that have both experts, [L, n, n].
-        class_counts: assignments by token class, [C, L, n].
-        compliance_sums, compliance_tokens: by layer and position bucket, [L, P] and [P].
+        counts: number of (token, slot) assignments, float64 [D, L, n].
+        tokens: number of tokens, [D].
+        coactivation: number of tokens that both experts serve, [L, n, n].
+        class_counts: number of assignments by token class, [C, L, n].
+        compliance_sums: sum of compliance by layer and position bucket, [L, P].
+        compliance_tokens: number of tokens by position bucket, [P].
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class RoutingStatistics:
     @torch.no_grad()
     def update(self, router_logits: Sequence[torch.Tensor], mask_BS: torch.Tensor, ids_BS: torch.Tensor | None) -> None:
         """
-        Add a batch, whose domain (or whose rows' domains) is `current`.
+        Add a batch; `current` is its domain, or the list of its rows' domains.
 
         Args:
             router_logits: one [T, n] per layer.
-            mask_BS: 1 for real tokens. Where the batch continues a cache it is longer than S; its end counts.
+            mask_BS: 1 for real tokens. If the batch continues a cache, the mask is longer than S; its end is used.
             ids_BS: the tokens, for token classes.
         """
         logits_LTN = torch.stack([logits.detach() for logits in router_logits]).float()
@@ -104,24 +105,24 @@ class RoutingStatistics:
             self.compliance_tokens += bucket_TP.sum(0).double().cpu()
 
     def shares(self) -> dict[str, torch.Tensor]:
-        """Domain → share of each layer's assignments that an expert gets, [L, n]; only domains that had tokens."""
+        """Domain → each expert's share of its layer's assignments, [L, n]; only for domains with tokens."""
         seen = [i for i in range(len(self.domains)) if self.tokens[i]]
         return {self.domains[i]: self.counts[i] / self.counts[i].sum(1, keepdim=True) for i in seen}
 
     def compliance(self) -> torch.Tensor:
-        """Mean compliance by layer and position bucket, [L, P]; NaN where no token was."""
+        """Mean compliance by layer and position bucket, [L, P]; NaN for buckets without tokens."""
         if self.allowed is None:
             raise ValueError("RoutingStatistics: compliance needs an expert_map")
         return self.compliance_sums / self.compliance_tokens
 
     def mean_compliance(self) -> float:
-        """Over all tokens and layers."""
+        """Mean compliance over all tokens and layers."""
         if self.allowed is None:
             raise ValueError("RoutingStatistics: compliance needs an expert_map")
         return float(self.compliance_sums.sum() / self.compliance_tokens.sum() / len(self.sizes))
 
     def warnings(self) -> list[str]:
-        """Layers whose routing has collapsed: an expert with less than 1 %, or one with most of the assignments."""
+        """Layers with collapsed routing: an expert gets less than 1 % of the assignments, or one gets most of them."""
         found = []
         for layer, (counts_N, n) in enumerate(zip(self.counts.sum(0), self.sizes, strict=True)):
             health = load_health(counts_N.unsqueeze(0), [n])
@@ -132,7 +133,7 @@ class RoutingStatistics:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as plain lists; JSON can hold it."""
+        """All statistics as plain lists, ready for JSON."""
         health = load_health(self.counts.sum(0), self.sizes)
         return {
             "experts": self.sizes,
@@ -156,13 +157,15 @@ def record_routing(
     token_classes: torch.Tensor | None = None,
 ) -> Iterator[RoutingStatistics]:
     """
-    Gather routing statistics of every forward pass inside the block; afterwards nothing stays on the model.
+    Collect routing statistics of every forward pass inside the block. Nothing stays on the model afterwards.
 
-    Set `statistics.current` to the domain of the coming batch, or to one domain per row.
+    Set `statistics.current` to the domain of the next batch, or to one domain per row.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
-        domains, expert_map, token_classes: see [`RoutingStatistics`].
+        domains: the names of the domains.
+        expert_map: domain → experts that should serve it, for compliance.
+        token_classes: the class of every token of the vocabulary, see `RoutingStatistics`.
 
     Raises:
         ValueError: the model has no router, or a domain has no experts in `expert_map`.

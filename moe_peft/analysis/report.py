@@ -17,7 +17,7 @@ def write_report(statistics: RoutingStatistics, folder: str | Path) -> list[Path
     allow: `load.png`, `coactivation.png`, `token_classes.png`, `compliance.png`.
 
     Returns:
-        the files.
+        the paths of the files.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,10 +43,12 @@ def write_report(statistics: RoutingStatistics, folder: str | Path) -> list[Path
 
 def write_load_over_time(steps: Sequence[int], loads: Sequence[Sequence[float]], folder: Path) -> None:
     """
-    Write `load.json` and `load.png`: the experts' share of assignments over a training.
+    Write `load.json` and `load.png`: the experts' shares of assignments during training.
 
     Args:
-        loads: the share of each expert at each of the steps.
+        steps: the steps.
+        loads: each expert's share at each of the steps.
+        folder: where to write the files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "load.json").write_text(json.dumps({"steps": list(steps), "loads": list(loads)}) + "\n")

@@ -16,10 +16,11 @@ _PATTERNS = (
 
 def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> torch.Tensor:
     """
-    The class of every token by its text, without the spaces around it: int64 [V], indices into `TOKEN_CLASSES`.
+    The class of every token by its text without surrounding spaces: int64 [V], indices into `TOKEN_CLASSES`.
 
     Args:
-        size: V, if the model's vocabulary is larger than the tokenizer's; the rest is "other".
+        tokenizer: the tokenizer.
+        size: V, if the model's vocabulary is larger than the tokenizer's; the additional tokens are "other".
     """
     size = size or len(tokenizer)
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))

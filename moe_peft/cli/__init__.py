@@ -1,6 +1,6 @@
 """
-`moe-peft COMMAND …`. Each command is a module with `parser(prog)` and `run(options)`, imported when it is asked for, so
-that help and version answer at once.
+`moe-peft COMMAND …`. Each command is a module with `parser(prog)` and `run(options)`. It is imported only when it runs,
+so that `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from importlib import import_module
 from .. import __version__
 
 COMMANDS = {
-    "upit": "run a recipe: UpIT, or a method that it is compared with",
+    "upit": "run a recipe: UpIT or one of its baselines",
     "inspect": "report where a model's tokens go",
-    "upcycle": "make a native MoE of dense models",
-    "export": "make a native MoE of a MoE-LoRA adapter and its base",
+    "upcycle": "make a native MoE from dense models",
+    "export": "make a native MoE from a MoE-LoRA adapter and its base",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. Wrong input ends it with one line and exit code 2."""
+    """Run a command. Invalid input ends it with a one-line message and exit code 2."""
     options, rest = _parser().parse_known_args(arguments)
     try:
         try:

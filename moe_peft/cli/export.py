@@ -10,13 +10,13 @@ from ..native import export_adapter, verify_export
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog, description="Make a native MoE of a MoE-LoRA adapter and its base.")
+    parser = argparse.ArgumentParser(prog, description="Make a native MoE from a MoE-LoRA adapter and its base.")
     parser.add_argument("--adapter", required=True, metavar="FOLDER")
     parser.add_argument("--base", help="the base in full precision; default: the one that the adapter names")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="for the MoE; it must not exist yet")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; must not exist yet")
     parser.add_argument("--family", help="model type of the MoE, e.g. mixtral; default: the one that fits")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16; default: the base's")
-    parser.add_argument("--max-shard-size", default="5GB", help="size of the output's files")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest size of an output file")
     parser.add_argument("--verify", metavar="TEXT", help="compare logits on a text, or on each line of a text file")
     return parser
 

@@ -10,14 +10,14 @@ from ..analysis.inspect import inspect_model
 
 def parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog, description="Report where a model's tokens go: tables and figures.")
-    parser.add_argument("--model", required=True, help="an adapter folder, or a native MoE's")
+    parser.add_argument("--model", required=True, help="folder of an adapter or a native MoE")
     parser.add_argument("--data", required=True, help="a .jsonl, .json, .csv or .parquet file, or a data set's name")
-    parser.add_argument("--output", default="routing", metavar="FOLDER", help="for tables and figures")
-    parser.add_argument("--label-column", help="the data's column of domains")
-    parser.add_argument("--expert-map", metavar="JSON", help='domain → experts, e.g. {"code": [0, 1]}: compliance')
+    parser.add_argument("--output", default="routing", metavar="FOLDER", help="folder for tables and figures")
+    parser.add_argument("--label-column", help="column that holds the domains")
+    parser.add_argument("--expert-map", metavar="JSON", help='domain → experts, for compliance, e.g. {"code": [0, 1]}')
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens of an example")
-    parser.add_argument("--max-examples", type=int, help="only the first so many")
+    parser.add_argument("--max-length", type=int, default=1024, help="maximum tokens per example")
+    parser.add_argument("--max-examples", type=int, help="maximum number of examples")
     return parser
 
 

@@ -11,9 +11,9 @@ from ..native import UpcycleConfig, upcycle
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    parser = HfArgumentParser(UpcycleConfig, prog=prog, description="Make a native MoE of dense models.")
-    parser.add_argument("--model", required=True, nargs="+", help="a dense model's folder or name, or several")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="for the MoE; it must not exist yet")
+    parser = HfArgumentParser(UpcycleConfig, prog=prog, description="Make a native MoE from dense models.")
+    parser.add_argument("--model", required=True, nargs="+", help="folders or names of one or more dense models")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; must not exist yet")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`moe-peft upit`, also under `accelerate launch -m moe_peft upit …`."""
+"""`moe-peft upit`, also with `accelerate launch -m moe_peft upit …`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..upit.summary import print_plan, print_summary
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog, description="Run a recipe: UpIT, or a method that it is compared with.")
+    parser = argparse.ArgumentParser(prog, description="Run a recipe: UpIT or one of its baselines.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. post_train.seed=1"

@@ -1,1 +1,1 @@
-"""The routed parts of a model, whether it has a MoE-LoRA adapter or is a native MoE of transformers."""
+"""The routed parts of a model, either with a MoE-LoRA adapter or a native transformers MoE."""

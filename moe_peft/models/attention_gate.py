@@ -1,4 +1,4 @@
-"""The gate of a native MoE as a function of queries and keys, which are what is trained."""
+"""The gate of a native MoE as a function of trainable queries and keys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..routing.routers import folded_weight
 
 class AttentionGate:
     """
-    What makes a native MoE's gate a function of queries and keys: a class in between, whose `weight` is computed. The
-    state dict has `weight` beside them, so that a checkpoint is the right model for those who know nothing of this.
+    Mixin for the gate class of a native MoE, which computes `weight` from queries and keys. The state dict has `weight`
+    beside them, so that other software loads the right model from a checkpoint.
     """
 
     attention_query: nn.Parameter
@@ -33,7 +33,7 @@ class AttentionGate:
             state_dict.pop(f"{prefix}weight", None)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:  # the class has no name to be found by
+    def __reduce_ex__(self, protocol: Any) -> tuple:  # pickle cannot find the class by a name
         return _new_gate, (type(self).__bases__[1],), self.__dict__
 
 

@@ -1,6 +1,6 @@
 """
-Router Upcycling: routers whose initial values are a base model's attention heads (the paper's sections 3.2
-and 5.2.1), and back from them to plain linear gates.
+Router Upcycling: initialises routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1), and
+folds them back into plain linear gates.
 
 Legend: H query heads of width w, d hidden size, m routers, n experts, d' = H·w/m the width of a router.
 """
@@ -34,29 +34,30 @@ def init_attention_routers(
     seed: int = 0,
 ) -> None:
     """
-    Give the routers initial values from the attention of their layers: queries from the query projection, one key per
-    expert from the mean keys of calibration data, heads grouped by the similarity of their mean keys.
+    Initialise the routers from the attention of their layers. Queries come from the query projection, and one key per
+    expert from the mean keys on calibration data. Heads are grouped by the similarity of their mean keys.
 
-    Keys are those of the key projection, before a norm and before rotation, as the router's queries have neither. Its
-    query projection may be quantized; a bias there is left out. Where two experts get the same key, as heads that share
-    a key head do, each further one is moved by a random hundredth: equal keys would route alike for ever.
+    Keys are the outputs of the key projection, before any norm or rotation, because the router's queries have neither.
+    The query projection may be quantized; its bias is ignored. Where experts would get the same key, as with heads that
+    share a key head, noise of a hundredth of the key's size is added to all but the first: experts with equal keys
+    would always get identical logits.
 
     - Adapters with `router_type="attention"` get queries and keys. Those with a linear gate ("linear", "sigmoid", …)
       get the linear gate that the mixture "sum" folds into.
-    - The gates of a native MoE become functions of queries and keys, which are then what is trained. A model saved so
-      has them beside the gates, for going on; `fold_routers` makes the gates plain weights again.
+    - The gates of a native MoE become functions of queries and keys, which are trained in their place. A saved model
+      has them beside the gates, so that training can continue; `fold_routers` turns the gates into plain weights again.
 
     Args:
-        model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are off while data runs through it.
-        batches: calibration data, as a data loader yields it: `input_ids` [B, S] and, where there is padding,
+        model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are disabled while the data runs.
+        batches: calibration data, as a data loader yields it: `input_ids` [B, S] and, if there is padding,
             `attention_mask` [B, S].
-        num_heads: m, for routers that are no attention routers yet. None: n.
+        num_heads: m, for routers that are not attention routers yet. None: n.
         adapter_name: the adapter; the active one if None.
-        seed: of the random part.
+        seed: the seed of the noise.
 
     Raises:
-        ValueError: the model has no router, no attention with `q_proj` and `k_proj` stands before one, the sizes do not
-            fit, or there is no data.
+        ValueError: the model has no router, a router has no attention with `q_proj` and `k_proj` before it, the sizes
+            do not fit, or there is no data.
     """
     router_sizes(model, "init_attention_routers")
     places = _adapter_places(model, adapter_name) if adapter_layers(model) else _native_places(model)
@@ -69,7 +70,8 @@ def init_attention_routers(
         weight_HD, head_dim = _weight(_linear(attention.q_proj)), int(attention.head_dim)
         if weight_HD.shape[0] != attention.config.num_attention_heads * head_dim:
             raise ValueError(
-                f"init_attention_routers: q_proj of {type(attention).__name__} gives more than queries; use random ones"
+                f"init_attention_routers: q_proj of {type(attention).__name__} returns more than queries; use random "
+                "routers"
             )
         weights.append(attention_weights(weight_HD, mean_keys_K, head_dim, m, n, place.mixture, generator))
     for place, (query, key) in zip(places.values(), weights, strict=True):
@@ -79,14 +81,18 @@ def init_attention_routers(
 @torch.no_grad()
 def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     """
-    Replace routers by the linear gates that route in the same way: attention routers (mixture "sum", one key per
-    expert), LocMoE's, Switch's (its capacity goes with it), and any other router that folds.
+    Replace routers with equivalent linear gates: attention routers (mixture "sum", one key per expert), LocMoE's,
+    Switch's (without its capacity limit), and any other router that folds.
 
-    In an adapter the routers and the config's `router_type` change; in a native MoE the gates that
+    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates that
     `init_attention_routers` replaced become plain weights again. Linear gates stay as they are.
 
+    Args:
+        model: a model with a MoE-LoRA adapter, or a native MoE.
+        adapter_name: the adapter; the active one if None.
+
     Raises:
-        ValueError: a router does not fold; the message says why. Nothing has been changed then.
+        ValueError: a router does not fold; the message says why, and nothing is changed.
     """
     router_sizes(model, "fold_routers")
     if not adapter_layers(model):
@@ -113,7 +119,7 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
         router = cast(LinearRouter, layer.router(name))
         router.weight.data = weight_ND.to(expert.device, torch.float32)
         router.requires_grad_(trained).train(old.training)
-    config = copy.copy(cast(Any, model).peft_config[name])  # another adapter may have the same object
+    config = copy.copy(cast(Any, model).peft_config[name])  # another adapter may share the object
     if not config.router_class.linear_gate:
         for field in fields(RouterSettings):
             if field.name not in ("jitter_noise", "attention_size"):
@@ -138,7 +144,7 @@ def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
 
 
 class _AdapterPlace:
-    """A router of an adapter, which takes the heads that its own settings name."""
+    """An adapter's router. An attention router's own settings give its number of heads."""
 
     def __init__(self, router: Router) -> None:
         self.router, self.num_experts = router, router.num_experts
@@ -184,11 +190,11 @@ def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, Any
     for path, place in places.items():
         if not place.router.takes_attention:
             raise ValueError(
-                f"init_attention_routers: {path}: router_type={place.router.settings.type!r} cannot take an "
-                "attention's values; use 'attention', or one with a linear gate"
+                f"init_attention_routers: {path}: router_type={place.router.settings.type!r} cannot be "
+                "initialised from an attention; use 'attention', or a router with a linear gate"
             )
     if not places:
-        raise ValueError(f"init_attention_routers: adapter {name!r} has no routers at FFNs; target FFN blocks")
+        raise ValueError(f"init_attention_routers: adapter {name!r} has no routers on FFNs; target FFN blocks")
     return places
 
 
@@ -200,7 +206,7 @@ def _native_places(model: nn.Module) -> dict[str, Any]:
 
 
 def _attention_before(model: nn.Module, path: str) -> Any:
-    """The attention of the layer that the FFN or gate at `path` is part of."""
+    """The attention of the layer that the FFN or gate at `path` belongs to."""
     while path:
         path = path.rpartition(".")[0]
         found = [m for m in model.get_submodule(path).modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")]
@@ -221,7 +227,7 @@ def _linear(module: nn.Module) -> Any:
 
 
 def _weight(linear: Any) -> torch.Tensor:
-    """The weight [out, in] that a linear stands for, float32. A quantized one is asked for its products."""
+    """The weight [out, in] of a linear, float32. For a quantized one it is computed from its outputs."""
     if type(linear.weight) is nn.Parameter and linear.weight.is_floating_point():
         return linear.weight.float()
     bias = getattr(linear, "bias", None)

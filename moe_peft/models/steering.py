@@ -1,4 +1,4 @@
-"""Routing steered from outside, alike on a MoE-LoRA adapter and on a native MoE of transformers."""
+"""Steers the routing of a MoE-LoRA adapter or a native transformers MoE from outside."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
     """
     Send every row of a batch through one expert, with gate 1, in all MoE layers.
 
-    Routers still run, so `router_logits` are what they would be. With gradient checkpointing the backward pass belongs
-    inside the block, too: it runs the layers again.
+    Routers still run, so `router_logits` are recorded as usual. With gradient checkpointing, run the backward pass
+    inside the block too, because it runs the layers again.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
-        experts_B: the expert of each row, integers [B]; or of each token, [B·S], where there are no rows
+        experts_B: the expert of each row, integers [B]; or of each token, [B·S], if the batch has no rows
             (padding-free).
 
     Raises:
@@ -39,14 +39,15 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
 @contextmanager
 def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> Iterator[None]:
     """
-    Let routers choose among some experts only, in training and in `generate`.
+    Restrict routers to some of the experts, in training and in `generate`.
 
-    The others' logits count as minus infinity; `router_logits` are recorded as the router gives them. With gradient
-    checkpointing the backward pass belongs inside the block, too.
+    The logits of the other experts count as minus infinity; `router_logits` are recorded without the mask. With
+    gradient checkpointing, run the backward pass inside the block too.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
-        allowed: experts for all rows, a list; or for each row (or token, where there are no rows) a mask, bool [B, n].
+        allowed: a list of experts for all rows; or a mask for each row (for each token if the batch has no rows), bool
+            [B, n].
 
     Raises:
         ValueError: the model has no router, the mask's n is not the model's, or fewer experts are allowed than a token
@@ -59,7 +60,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
         k = 1
     if len({n for n, _ in sizes}) > 1:
         raise ValueError(
-            f"allow_experts: layers have {sorted({n for n, _ in sizes})} experts; one mask fits one number"
+            f"allow_experts: layers have {sorted({n for n, _ in sizes})} experts; one mask needs the same number in all"
         )
     if not isinstance(allowed, torch.Tensor):
         if not all(0 <= i < n for i in allowed):
@@ -71,9 +72,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
         raise ValueError(f"allow_experts: a mask {allowed.dtype} {tuple(allowed.shape)}; give bool [rows, {n}]")
     fewest = int(allowed.sum(1).min())
     if fewest < k:
-        raise ValueError(
-            f"allow_experts: {fewest} experts are allowed to some row; a token gets top_k={k}, allow as many"
-        )
+        raise ValueError(f"allow_experts: some row allows only {fewest} of the experts; allow at least top_k={k}")
     with _steered(model, Steering(allowed=allowed)):
         yield
 

@@ -1,6 +1,6 @@
 """
-A routed model as the rest of the package sees it, be it a MoE-LoRA adapter on its base or a native MoE of transformers:
-its backbone and config, its routers and their sizes, and the router logits of its forward passes.
+Access to a routed model, either a MoE-LoRA adapter on its base or a native transformers MoE: its backbone and config,
+its routers and their sizes, and the router logits of its forward passes.
 
 No other module knows where router logits come from. Legend: B rows, S positions, T = B·S tokens, n experts.
 """
@@ -21,7 +21,7 @@ from ..adapter.layer import MoELoraLayer
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside a `PeftModel`; any other model itself."""
+    """The transformers model inside a `PeftModel`; any other model is returned as it is."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -42,9 +42,9 @@ class RoutedPass:
 
     Args:
         router_logits: one [T, n] per router, in the order of the forward pass.
-        mask: 1 for real tokens, [B, S]; longer than S where the pass continues a cache, whose tokens come first.
-        input_ids: the tokens [B, S], where they were given by name.
-        trains: whether gradients were on.
+        mask: 1 for real tokens, [B, S]; longer than S if the pass continues a cache, whose tokens come first.
+        input_ids: the tokens [B, S], if they were passed by keyword.
+        trains: whether gradients were enabled.
     """
 
     router_logits: tuple[torch.Tensor, ...]
@@ -56,8 +56,8 @@ class RoutedPass:
 @contextmanager
 def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Iterator[None]:
     """
-    Call `observe` after each forward pass of the model's backbone inside the block. Outputs, losses and configs are
-    left alone, and passes in which no router ran (adapters may be off) are left out.
+    Call `observe` after each forward pass of the model's backbone inside the block. Outputs, losses and configs do not
+    change. Passes in which no router ran (adapters may be disabled) are skipped.
     """
     module = backbone(model)
     handles = [
@@ -94,9 +94,9 @@ class _Observer:
 
 
 def native_routers(model: nn.Module) -> list[nn.Module]:
-    """The router modules of a native MoE of transformers, as its class declares them; none in a dense model."""
+    """The router modules of a native transformers MoE, as its class declares them; none in a dense model."""
     found: dict[nn.Module, None] = {}
-    idle: set[nn.Module] = set()  # what PEFT keeps beside the module that runs
+    idle: set[nn.Module] = set()  # copies that PEFT keeps beside the active module
     for module in model.modules():
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         if recorder is not None:
@@ -115,10 +115,10 @@ def adapter_layers(model: nn.Module) -> list[MoELoraLayer]:
 
 def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     """
-    (n, k) of every router that runs, in the order of a pass's router logits.
+    (n, k) of every active router, in the order of a pass's router logits.
 
     Raises:
-        ValueError: the model has none; `caller` is named in the message.
+        ValueError: the model has no router; the message begins with `caller`.
     """
     sizes = [
         (layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
@@ -133,7 +133,7 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
 
 
 def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The routers' parameters by name: of the MoE-LoRA adapters, else of the native MoE."""
+    """The routers' parameters by name: those of the MoE-LoRA adapters, or else of the native MoE."""
     if adapter_layers(model):
         return {name: p for name, p in model.named_parameters() if ".moe_lora_router." in name}
     own = {id(p) for router in native_routers(model) for p in router.parameters()}

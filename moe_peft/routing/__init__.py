@@ -1,4 +1,4 @@
-"""What a router is and what is computed from its logits: gates, losses, statistics. Needs nothing but torch."""
+"""Routers and what is computed from their logits: gates, losses, statistics. Needs only torch."""
 
 from .gates import Steering, pad_logits, sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 from .losses import balancing_loss, label_losses, z_losses

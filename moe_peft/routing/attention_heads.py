@@ -1,5 +1,5 @@
 """
-Queries and keys of an attention router from the heads of an attention (Router Upcycling, sections 3.2 and 5.2.1).
+Computes an attention router's queries and keys from attention heads (Router Upcycling, sections 3.2 and 5.2.1).
 
 Legend: H query heads of width w, d hidden size, m routers, n experts, d' = H·w/m the width of a router.
 """
@@ -27,13 +27,13 @@ def attention_weights(
     """
     Queries and keys of an attention router (Router Upcycling, equations 4 and 5; section 5.2.1 for m ≠ n).
 
-    Heads are concatenated to m groups. Where m does not divide H, each head is first split into as many parts as it
-    takes. With fewer routers than experts, the heads' keys are repeated n/m times and grouped to n; with more, an
-    expert has m/n keys.
+    Heads are concatenated into m groups. If m does not divide H, each head is first split into as many parts as needed.
+    With fewer routers than experts, the heads' keys are repeated n/m times and grouped into n; with more, each expert
+    has m/n keys.
 
     Args:
         weight_HD: the query projection [H·w, d].
-        mean_keys_K: mean keys [H'·w], H' key heads; each serves H/H' query heads.
+        mean_keys_K: mean keys [H'·w] of H' key heads, each of which serves H/H' query heads.
 
     Returns:
         query [m, d', d] (with the mixture "sum" their sum, [1, d', d]) and key [n, max(1, m/n), d'].
@@ -63,15 +63,15 @@ def attention_weights(
 
 def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
     """
-    Heads in groups of one size, most similar first: the most similar free pair begins a group, and the free head that
-    is most similar to the group's heads, on average, joins it until it is full.
+    Group heads by similarity, in groups of equal size. The most similar pair of free heads starts a group; then the
+    free head with the highest mean similarity to the group joins it, until the group is full.
 
     Args:
         keys_HW: mean keys [H, w].
     """
     size = keys_HW.shape[0] // groups
     unit_HW = nn.functional.normalize(keys_HW.double().cpu(), dim=1)
-    similarity = (unit_HW @ unit_HW.T).round(decimals=9)  # equal heads are equal, whatever the order of summation
+    similarity = (unit_HW @ unit_HW.T).round(decimals=9)  # equal heads compare equal, however summed
     heads = keys_HW.shape[0]
     if size == 1:
         return [[head] for head in range(heads)]
@@ -91,7 +91,7 @@ def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
 
 
 def _separation(keys_NK: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Noise of a hundredth of their size for keys that another expert has already, zero for the rest."""
+    """Noise of a hundredth of their size for keys that an earlier expert already has, zero for the rest."""
     near_NN = torch.cdist(keys_NK.double(), keys_NK.double()) <= 1e-6 * keys_NK.double().norm(dim=1, keepdim=True)
     again_N1 = near_NN.tril(-1).any(1, keepdim=True)
     noise_NK = torch.randn(keys_NK.shape, generator=generator).to(keys_NK)

@@ -10,7 +10,7 @@ import torch
 
 def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, caller: str) -> dict[str, list[int]]:
     """
-    Label → experts, with labels as text: YAML, JSON and data sets may write one label as a number or as text.
+    Label → experts, with labels as text, because YAML, JSON and data sets may write a label as a number or as text.
 
     Raises:
         ValueError: a label has no experts, or one out of range; the message begins with `caller`.
@@ -23,7 +23,7 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
 
 
 def expert_masks(expert_map: Mapping[str, Sequence[int]], num_experts: int) -> torch.Tensor:
-    """m, bool [labels, n]: the experts of each label, in the map's order."""
+    """The experts of each label, m, bool [labels, n], in the map's order."""
     allowed = torch.zeros(len(expert_map), num_experts, dtype=torch.bool)
     for row, experts in enumerate(expert_map.values()):
         allowed[row, list(experts)] = True

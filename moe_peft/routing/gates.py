@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-# From logits [T, n], k and whether to normalise, to gates and experts, each [T, k].
+# Takes logits [T, n], k and whether to normalise; returns gates and experts, each [T, k].
 Choose = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
 def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The k experts with the largest logits and their gates (as in Mixtral: softmax over all experts, keep k,
-    divide by their sum, which equals the softmax over the k logits alone).
+    The k experts with the largest logits and their gates, as in Mixtral: softmax over all experts, keep k, divide by
+    their sum (which equals the softmax over the k logits alone).
 
     Args:
         logits_TN: router logits, float32 [T, n].
@@ -40,7 +40,7 @@ def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[
     The best expert with its probability as gate (Fedus et al., 2021, equations 1 and 2), each [T, 1].
 
     Args:
-        capacity: tokens that an expert takes, in their order; the gate of the others is 0. None: all.
+        capacity: how many tokens an expert takes, in order; the gate of any further ones is 0. None: all.
     """
     gates_T1, experts_T1 = logits_TN.softmax(-1).max(dim=-1, keepdim=True)
     if capacity is not None:
@@ -56,14 +56,14 @@ def sigmoid_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tu
 
 
 def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `top_k_gates`, with gate 0 for experts after those whose probabilities sum to `p`."""
+    """Like `top_k_gates`, with gate 0 for the experts that follow once probabilities sum to `p`."""
     probabilities_TK, experts_TK = logits_TN.softmax(-1).topk(k, dim=-1)
     before_TK = probabilities_TK.detach().cumsum(-1) - probabilities_TK.detach()
     return _kept_gates(probabilities_TK, before_TK < p, normalize), experts_TK
 
 
 def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `top_k_gates`, with gate 0 for experts of a probability below `p`, except for the best one."""
+    """Like `top_k_gates`, with gate 0 for experts whose probability is below `p`, except the best one."""
     probabilities_TK, experts_TK = logits_TN.softmax(-1).topk(k, dim=-1)
     kept_TK = probabilities_TK >= p
     kept_TK[:, 0] = True
@@ -78,11 +78,11 @@ def _kept_gates(probabilities_TK: torch.Tensor, kept_TK: torch.Tensor, normalize
 @dataclass(frozen=True)
 class Steering:
     """
-    A choice of experts from outside, for each row of a batch or for each token; one of
+    Experts chosen from outside, for each row of a batch or for each token. One of the two is given.
 
     Args:
-        experts: the one expert, integers [B].
-        allowed: which may be chosen, bool [B, n].
+        experts: the one expert to use, integers [B].
+        allowed: the experts that may be chosen, bool [B, n].
     """
 
     experts: torch.Tensor | None = None
@@ -91,17 +91,17 @@ class Steering:
     def route(
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and experts as `choose` has them; with forced experts k is 1 and the gates are 1."""
+        """Gates and experts as `choose` returns them; with forced experts, k is 1 and the gates are 1."""
         if self.experts is not None:
             experts_T1 = _per_token(self.experts, logits_TN).unsqueeze(1)
-            # 1, but tied to the logits: reentrant checkpointing brings their gradient back through the layer's output.
+            # 1, but connected to the logits, whose gradient comes through the output under reentrant checkpointing.
             return logits_TN.gather(1, experts_T1) * 0 + 1, experts_T1
         assert self.allowed is not None
         return choose(logits_TN.masked_fill(~_per_token(self.allowed, logits_TN), -torch.inf), k, normalize)
 
 
 def _per_token(of_rows: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
-    """What is given for each of B rows, for each of their T = B·S tokens."""
+    """Repeat a per-row tensor [B, …] for each of the T = B·S tokens."""
     rows, tokens = of_rows.shape[0], logits_TN.shape[0]
     if tokens % rows:
         raise ValueError(f"steered routing: {rows} rows are steered, the batch has {tokens} tokens; give one per row")

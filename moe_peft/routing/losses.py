@@ -1,7 +1,7 @@
 """
 Losses on router logits, and the table of those that trainers add.
 
-A new loss is one function of a `RouterBatch` and one line in `ROUTER_LOSSES`: training configs then have the field
+A new loss is one function of a `RouterBatch` and one line in `ROUTER_LOSSES`. Training configs then have the field
 `router_<name>_loss_coef`, recipes and commands accept it, and trainers log `router_<name>_loss`.
 
 Legend: T tokens, L layers, n experts, k active experts. Where layers differ in n, logits are padded (`pad_logits`).
@@ -25,13 +25,14 @@ def balancing_loss(
     scope: Scope = "global",
 ) -> torch.Tensor:
     """
-    `n Σ_i f_i P_i`, f_i the share of assignments times k, P_i the mean probability (Fedus et al., 2021, equation 4,
-    summed over the k slots as transformers does): k where loads are even.
+    `n Σ_i f_i P_i`, where f_i is expert i's share of assignments times k and P_i its mean probability (Fedus et al.,
+    2021, equation 4, summed over the k slots as in transformers). With even loads it is k.
 
     Args:
         router_logits: one [T, n] per layer.
+        k: active experts per token.
         mask_T: 1 for tokens that count; all if None.
-        scope: `"global"` pools the tokens of all layers (as transformers), `"layer"` averages the layers' losses.
+        scope: `"global"` pools the tokens of all layers (as in transformers), `"layer"` averages the layers' losses.
     """
     probabilities_LTN = _stacked(router_logits).softmax(-1)
     n = probabilities_LTN.shape[-1]
@@ -63,12 +64,12 @@ def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor
 
 
 def _stacked(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[L, T, n] in float32, on the first layer's device (layers may lie on several)."""
+    """[L, T, n] in float32, on the first layer's device (layers may be on different ones)."""
     return torch.stack([logits_TN.to(router_logits[0].device) for logits_TN in router_logits]).float()
 
 
 def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None) -> torch.Tensor:
-    """Each token's share in a mean, [T]."""
+    """Each token's weight in a mean, [T]."""
     tokens = probabilities_LTN.shape[1]
     if mask_T is None:
         return probabilities_LTN.new_full((tokens,), 1 / tokens)
@@ -82,13 +83,13 @@ def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None) -> to
 @dataclass(frozen=True)
 class RouterBatch:
     """
-    What a loss on routers may depend on.
+    The inputs of a loss on routers.
 
     Args:
         router_logits: one float32 [T, n] per layer.
         mask: 1 for real tokens, 0 for padding, [T].
         k: active experts per token.
-        scope: of the balancing loss, see `balancing_loss`.
+        scope: the scope of the balancing loss, see `balancing_loss`.
         allowed: the experts that may serve each token according to its label, bool [T, n]; None without labels.
     """
 
@@ -105,13 +106,13 @@ class RouterLoss:
     One entry of `ROUTER_LOSSES`.
 
     Args:
-        function: the loss of each token [T], of which trainers take the mean over the real tokens of an optimizer step;
+        function: returns the loss of each token [T], which trainers average over the real tokens of an optimizer step;
             or a scalar, the loss of a whole micro-batch.
-        help: what it is for, in a few words.
-        coefficient: the default; None leaves it to the trainer's own config or the model's.
-        stages: the values of `training_stage` in which it counts.
+        help: its purpose in a few words.
+        coefficient: the default coefficient; None takes it from the trainer's own config or the model's.
+        stages: the values of `training_stage` in which it is added.
         phases: its factors in the three phases of `router_schedule="three_phase"`.
-        needs_labels: whether it is left out where tokens have no labels.
+        needs_labels: whether it is skipped if tokens have no labels.
         always_logged: whether it is computed and logged even while its coefficient is 0.
     """
 
@@ -141,7 +142,7 @@ ROUTER_LOSSES: dict[str, RouterLoss] = {
     ),
     "label": RouterLoss(
         lambda batch: label_losses(batch.router_logits, cast(torch.Tensor, batch.allowed)),
-        "Label-supervised routing; counts where expert_map is set.",
+        "Label-supervised routing; needs expert_map.",
         coefficient=1.0,
         needs_labels=True,
         always_logged=True,

@@ -1,8 +1,8 @@
 """
-Router modules: hidden states [..., d] to float32 router logits [T, n], T the number of tokens, and logits to gates.
+Router modules, which map hidden states [..., d] to float32 router logits [T, n] (T tokens), and logits to gates.
 
-`ROUTERS` is the table of them; a new router is one class and one line there. What the rest of the package has to know
-of a router are its traits, the class attributes of `Router`: no other file compares names of routers.
+`ROUTERS` is the table of routers; a new router is one class and one line there. The rest of the package only reads a
+router's traits, the class attributes of `Router`: no other file compares router names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Mixture = Literal["sum", "max"]
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """What a router is made of; the fields are `MoELoraConfig`'s, without their prefix."""
+    """The settings of a router: the fields of `MoELoraConfig` without the prefix `router_`."""
 
     type: str = "linear"
     jitter_noise: float = 0.0
@@ -31,30 +31,30 @@ class RouterSettings:
     capacity_factor: float | None = None
     num_heads: int | None = None
     mixture: Mixture = "sum"
-    attention_size: int = 0  # width of the base's queries, all heads together
+    attention_size: int = 0  # total width of the base's queries over all heads
 
 
 class Router(nn.Module):
     """
-    What routers share. They compute in float32 (float64, if their input is) whatever the storage type or the autocast
-    context.
+    The base class of routers. They compute in float32 (in float64 if their input is), whatever the storage dtype and
+    the autocast context.
 
     Args:
         hidden_size: d, the size of the router's input.
         num_experts: n.
-        settings: see [`RouterSettings`]. With `jitter_noise` ε the input is multiplied by U(1 - ε, 1 + ε) in training
-            (Fedus et al., 2021, section 2.4).
+        settings: see `RouterSettings`. With `jitter_noise` ε, the input is multiplied by noise from U(1 - ε, 1 + ε) in
+            training (Fedus et al., 2021, section 2.4).
     """
 
-    # --- traits: what the rest of the package asks for ---
+    # --- traits: what the rest of the package reads ---
     no_fold: ClassVar[str] = ""  # why no linear gate with a softmax over the top k equals this router; "": one does
-    linear_gate: ClassVar[bool] = False  # whether it is such a gate already (each class says so for itself)
+    linear_gate: ClassVar[bool] = False  # whether it is such a gate already (not inherited)
     leaves_out: ClassVar[bool] = False  # whether a token may get fewer experts than top_k
-    all_experts: ClassVar[bool] = False  # whether each token gets all experts; a balancing loss is a constant then
-    only_top_k: ClassVar[int | None] = None  # the one top_k that it knows; its gates are not normalised then
+    all_experts: ClassVar[bool] = False  # whether each token gets all experts; a balancing loss is then constant
+    only_top_k: ClassVar[int | None] = None  # the only top_k that it supports; its gates are then not normalised
     no_output_mixing: ClassVar[str] = ""  # why it cannot be used with mixing="output"
-    needs_attention: ClassVar[bool] = False  # whether its size follows from the base's attention
-    takes_attention: ClassVar[bool] = False  # whether `set_heads` can give it initial values from the base's attention
+    needs_attention: ClassVar[bool] = False  # whether its size depends on the base's attention
+    takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialise it from the base's attention
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -67,14 +67,14 @@ class Router(nn.Module):
         self.make()
 
     def make(self) -> None:
-        """Create the parameters, at their initial values."""
+        """Create and initialise the parameters."""
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Router logits [T, n] of float32 (or float64) inputs [T, d]."""
         raise NotImplementedError
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and experts [T, k] as `top_k_gates` has them. A gate of 0 leaves an expert out."""
+        """Gates and experts [T, k] as `top_k_gates` returns them. A gate of 0 leaves an expert out."""
         return top_k_gates(logits_TN, k, normalize)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -90,13 +90,14 @@ class Router(nn.Module):
     @torch.no_grad()
     def fold(self, k: int = 1, normalize: bool = False) -> torch.Tensor:
         """
-        The weight of the linear gate that routes in the same way, float64 [n, d].
+        The weight of the equivalent linear gate, float64 [n, d].
 
         Args:
-            k, normalize: top_k and normalize_top_k, with which both are compared on random tokens.
+            k: top_k, used to compare both on random tokens.
+            normalize: normalize_top_k, used likewise.
 
         Raises:
-            ValueError: no linear gate with a softmax over the top k does the same; the message says why.
+            ValueError: no linear gate with a softmax over the top k is equivalent; the message says why.
         """
         if self.no_fold:
             raise ValueError(f"router_type={self.settings.type!r} does not fold into a linear gate: {self.no_fold}")
@@ -116,13 +117,13 @@ class Router(nn.Module):
         return weight_ND
 
     def _folded(self) -> torch.Tensor:
-        """The folded weight; here that of any router whose logits are linear in its input."""
+        """The folded weight. This version works for any router whose logits are linear in its input."""
         like = next(self.parameters(), torch.empty(()))
         unit_DD = torch.eye(self.hidden_size, dtype=torch.float64, device=like.device)
         return self.logits(unit_DD).T.contiguous()
 
     def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
-        """Take initial values from an attention's queries [m, d', d] and mean keys [n, c, d'] (`takes_attention`)."""
+        """Initialise from an attention's queries [m, d', d] and mean keys [n, c, d'] (if `takes_attention`)."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -152,9 +153,9 @@ class SwitchRouter(LinearRouter):
     """
     Top-1 with the probability as gate (Fedus et al., 2021, section 2.1).
 
-    In training an expert takes at most `capacity_factor · T / n` of a batch's T tokens, the first ones, padding among
-    them; the others pass the layer by. In evaluation no token is dropped, so that an output does not depend on the
-    batch it is in; in evaluation it is therefore a linear gate with top_k=1 and normalize_top_k=False.
+    In training, an expert takes at most `capacity_factor · T / n` of a batch's T tokens: the first ones, including
+    padding. The experts do not change the others. In evaluation no token is dropped, so that an output does not depend
+    on the rest of the batch; the router is then a linear gate with top_k=1 and normalize_top_k=False.
     """
 
     only_top_k = 1
@@ -166,9 +167,9 @@ class SwitchRouter(LinearRouter):
 
 
 class SigmoidRouter(LinearRouter):
-    """A linear gate whose scores are sigmoids, each expert's for itself (DeepSeek-V3, section 2.1.2)."""
+    """A linear gate with an independent sigmoid score for each expert (DeepSeek-V3, section 2.1.2)."""
 
-    no_fold = "its gates are sigmoids, and a softmax over the chosen logits gives other weights"
+    no_fold = "its gates are sigmoids, and a softmax over the chosen logits gives different weights"
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return sigmoid_gates(logits_TN, k, normalize)
@@ -183,7 +184,7 @@ class SoftRouter(LinearRouter):
 
 
 class TopPRouter(LinearRouter):
-    """As many experts, at most top_k, as it takes to reach a probability of `threshold` (Huang et al., 2024)."""
+    """The fewest experts, at most top_k, that together reach a probability of `threshold` (Huang et al., 2024)."""
 
     no_fold = "the number of experts varies from token to token"
     leaves_out = True
@@ -194,7 +195,7 @@ class TopPRouter(LinearRouter):
 
 
 class ThresholdRouter(LinearRouter):
-    """The experts, at most top_k, whose probability is at least `threshold` (1/n if None); the best one always."""
+    """The experts, at most top_k, whose probability is at least `threshold` (1/n if None), and always the best one."""
 
     no_fold = "the number of experts varies from token to token"
     leaves_out = True
@@ -205,9 +206,9 @@ class ThresholdRouter(LinearRouter):
 
 
 class MLPRouter(Router):
-    """d → d, GELU, → n, without biases (Router Upcycling, section 4.3)."""
+    """Two linear layers, d → d and d → n, without biases and with GELU in between (Router Upcycling, section 4.3)."""
 
-    no_fold = "a non-linearity stands between its two matrices"
+    no_fold = "there is a non-linearity between its two matrices"
 
     def make(self) -> None:
         self.hidden = nn.Parameter(torch.empty(self.hidden_size, self.hidden_size))
@@ -221,13 +222,13 @@ class MLPRouter(Router):
 
 class AttentionRouter(Router):
     """
-    A mixture of m routers in the form of attention heads, `S_i = mix_j (W^j x)·K_i/√d'`, d' the width of the base's
-    queries divided by m (Router Upcycling, section 3.3). Initial values from a base's attention:
-    `init_attention_routers`; until then they are random.
+    A mixture of m routers in the form of attention heads, `S_i = mix_j (W^j x)·K_i/√d'`, where d' is the width of the
+    base's queries divided by m (Router Upcycling, section 3.3). Its initial values are random;
+    `init_attention_routers` takes them from a base's attention.
 
-    `query` is [m, d', d], and with the mixture "sum" [1, d', d], the routers' sum: `Σ_j (W^j x)·K_i` is
-    `((Σ_j W^j) x)·K_i`, so m matrices would learn what their sum learns, m times as fast. `key` is [n, c, d']; of an
-    expert's c keys the best one counts.
+    `query` is [m, d', d]. With the mixture "sum" it is [1, d', d], the sum of the routers: `Σ_j (W^j x)·K_i` is
+    `((Σ_j W^j) x)·K_i`, so m matrices would learn what their sum learns, m times as fast. `key` is [n, c, d']; only the
+    best of an expert's c keys counts.
     """
 
     needs_attention = True
@@ -246,7 +247,7 @@ class AttentionRouter(Router):
         queries = 1 if s.mixture == "sum" else m
         self.query = nn.Parameter(torch.empty(queries, width, self.hidden_size))
         self.key = nn.Parameter(torch.empty(self.num_experts, keys // self.num_experts, width))
-        nn.init.normal_(self.query, std=0.02)  # logits as large as a linear gate's with that deviation
+        nn.init.normal_(self.query, std=0.02)  # as large logits as a linear gate with that deviation
         nn.init.normal_(self.key)
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -281,7 +282,7 @@ def folded_weight(query_1WD: torch.Tensor, key_N1W: torch.Tensor) -> torch.Tenso
 class PooledRouter(Router):
     """
     A gate without parameters: logit i is the mean of the i-th of n equal parts of the hidden state (LocMoE's grouped
-    average pooling). LocMoE's locality loss is about experts on several devices and has no place here.
+    average pooling). LocMoE's locality loss is not implemented: it is about experts on several devices.
     """
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ def entropies(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) -> torch.Tensor:
-    """How many (token, slot) assignments each expert gets, float64 [n]; they sum to k times the tokens that count."""
+    """Number of (token, slot) assignments per expert, float64 [n]; they sum to k times the number of real tokens."""
     chosen_TN = torch.zeros_like(logits_TN, dtype=torch.float64).scatter_(1, logits_TN.topk(k, dim=-1).indices, 1.0)
     return chosen_TN.sum(0) if mask_T is None else (chosen_TN * mask_T.unsqueeze(1)).sum(0)
 
@@ -40,10 +40,10 @@ class LoadHealth:
 
 def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
     """
-    Of the assignments per layer and expert.
+    How evenly the assignments are spread over experts.
 
     Args:
-        counts_LN: [L, n], on the CPU.
+        counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
     """
     shares = [counts_N[:n].double() / counts_N.sum().clamp(min=1) for counts_N, n in zip(counts_LN, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""Data sets as users name them."""
+"""Loads data sets by the names that users give."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 
 def load_data(source: str | dict[str, Any], field: str, label_column: str | None) -> Dataset:
     """
-    A data set as the recipe's `data` section names it.
+    Load a data set as the recipe's `data` section names it.
 
     Raises:
-        ValueError: it is not there, is empty, or lacks the label column.
+        ValueError: the data set does not exist, is empty, or lacks the label column.
     """
     if isinstance(source, str):
         suffix = Path(source).suffix
@@ -32,7 +32,7 @@ def load_data(source: str | dict[str, Any], field: str, label_column: str | None
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{field}={source!r}: {one_line(error)}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
-        raise ValueError(f"{field}={source!r}: no examples; name one split that has some")
+        raise ValueError(f"{field}={source!r}: no examples; name a split that has some")
     known = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
     if not any(columns <= set(dataset.column_names) for columns in known):
         raise ValueError(
@@ -44,7 +44,7 @@ def load_data(source: str | dict[str, Any], field: str, label_column: str | None
 
 
 def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> Dataset:
-    """`epochs` passes over the data with its labels one after the other, shuffled inside each."""
+    """`epochs` passes over the data, label by label and shuffled within each label."""
     generator = torch.Generator().manual_seed(seed)
     labels = dataset[label_column]
     order: list[int] = []

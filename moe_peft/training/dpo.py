@@ -12,8 +12,8 @@ from .router_losses import RouterLossConfig, RouterLossesMixin
 
 @dataclass
 class MoEDPOConfig(RouterLossConfig, DPOConfig):
-    """`DPOConfig` and the routers' losses, see [`RouterLossConfig`]. Losses that need labels do not count."""
+    """`DPOConfig` with the fields of `RouterLossConfig`. Losses that need labels are skipped."""
 
 
 class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
-    """See [`MoEDPOConfig`] and [`RouterLossesMixin`]."""
+    """`DPOTrainer` with losses on the routers; see `MoEDPOConfig` and `RouterLossesMixin`."""

@@ -1,4 +1,4 @@
-"""What each training stage trains."""
+"""Freezes what a training stage does not train."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ _NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the nex
 
 def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str, caller: str) -> None:
     """
-    Freeze what the stage does not train: with "routers" all but the routers, with "rest" the routers. What an earlier
-    stage froze becomes trainable again.
+    Freeze the parameters that the stage does not train: for "routers" all but the routers, for "rest" the routers.
+    Parameters that an earlier stage froze become trainable again.
 
     Args:
-        routers: the routers' parameters by name. They may have been made anew since the earlier stage.
+        model: the model to train.
+        routers: the routers' parameters by name. They may have been re-created since the earlier stage.
+        stage: "joint", "routers" or "rest".
+        caller: the name that begins the error message.
 
     Raises:
         ValueError: nothing is left to train; the message begins with `caller`.
@@ -35,4 +38,4 @@ def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stag
         names = frozen.keys() - routers.keys()
         model.__dict__[_NOTE] = {"names": names, "routers": bool(frozen.keys() & routers.keys())}
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"{caller}: training_stage={stage!r}: nothing is left to train; unfreeze what it trains")
+        raise ValueError(f"{caller}: training_stage={stage!r}: nothing is left to train; unfreeze what it should train")

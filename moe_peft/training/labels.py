@@ -1,6 +1,5 @@
 """
-Labels of examples for label-supervised routing: one label per token, so that labels survive packing and padding-free
-batches.
+Labels for label-supervised routing: one label per token, so that labels survive packing and padding-free batches.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 
 COLUMN = "token_labels"
-NO_LABEL = -1  # of padding
+NO_LABEL = -1  # for padding
 
 
 def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) -> None:
     """
+    Check the labels of a data set, called `name` in messages.
+
     Raises:
-        ValueError: the data set called `name` is streamed, lacks the column, or has a label without experts.
+        ValueError: the data set is streamed, lacks the column, or has a label without experts.
     """
     if not isinstance(dataset, Dataset):
         raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset must be a map-style Dataset")
@@ -35,7 +36,7 @@ def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) ->
 def with_token_labels(
     dataset: Dataset, column: str, labels: Sequence[str], num_proc: int | None, description: str
 ) -> Dataset:
-    """The tokenized data set with `token_labels`, the label's index for each of a row's tokens."""
+    """The tokenized data set with a column `token_labels`: the index of the row's label, once per token."""
     index = {label: i for i, label in enumerate(labels)}
 
     def spread(row: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def with_token_labels(
 
 
 class LabelCollator:
-    """Adds `token_labels` in the shape of `input_ids`, -1 at padding, to what another collator makes."""
+    """Adds `token_labels`, shaped like `input_ids` and -1 at padding, to the batches of another collator."""
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
         self.collator = collator
@@ -65,7 +66,7 @@ class LabelCollator:
 
 
 class RowCollator:
-    """Adds a column with one number per row, [B], to what another collator makes."""
+    """Adds a column with one number per row, [B], to the batches of another collator."""
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], column: str) -> None:
         self.collator, self.column = collator, column
@@ -77,8 +78,8 @@ class RowCollator:
 
 def real_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """
-    1 for tokens, 0 for padding, [B, S]; None for a batch without token ids. Padding-free batches have no mask; they are
-    padded at the end at most.
+    1 for tokens, 0 for padding, [B, S]; None for a batch without token ids. Padding-free batches have no mask; if they
+    have padding, it is at the end.
     """
     for name in ("attention_mask", COLUMN, "input_ids"):
         found = batch.get(name) if isinstance(batch, Mapping) else None

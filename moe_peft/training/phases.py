@@ -1,12 +1,12 @@
-"""The three-phase schedule: a careful start, the main part, a careful end."""
+"""The three-phase schedule: a cautious start, the main part, a cautious end."""
 
 from __future__ import annotations
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-PHASE_ENDS = (0.05, 0.75, 1.0)  # as shares of the training
-LEARNING_RATE = (0.1, 1.0, 0.1)  # factors; those of the losses stand in `routing.losses.ROUTER_LOSSES`
+PHASE_ENDS = (0.05, 0.75, 1.0)  # as shares of the steps
+LEARNING_RATE = (0.1, 1.0, 0.1)  # factors; those of the losses are in `routing.losses.ROUTER_LOSSES`
 
 
 def phase_at(step: int, steps: int) -> int:
@@ -15,12 +15,12 @@ def phase_at(step: int, steps: int) -> int:
 
 
 def three_phase_scheduler(optimizer: Optimizer, steps: int) -> LambdaLR:
-    """The learning rate's schedule over `steps` optimizer steps."""
+    """The learning rate schedule over `steps` optimizer steps."""
     return LambdaLR(optimizer, _Rate(steps))
 
 
 class _Rate:
-    """The learning rate's factor at a step (a class, so that it pickles)."""
+    """The learning rate factor at a step (a class, so that it can be pickled)."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

@@ -1,4 +1,4 @@
-"""Training of native MoEs that goes on from a checkpoint."""
+"""Resumes the training of native MoEs from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..native.checkpoint import Checkpoint
 
 class NativeResumeMixin:
     """
-    Lets a trainer resume native MoEs. transformers' own (5.23) loads a checkpoint's tensors by their names on disk; the
-    experts have other names in memory, so it leaves them as they were.
+    Lets a trainer resume native MoEs. transformers' own method (5.23) loads a checkpoint's tensors by their names on
+    disk. Experts have other names in memory, so it does not load them.
     """
 
     model: Any
@@ -38,7 +38,7 @@ class NativeResumeMixin:
 
 
 def _load_native(model: Any, folder: str) -> None:
-    """Load a checkpoint's weights into a native MoE, queries and keys of attention gates included."""
+    """Load a checkpoint's weights into a native MoE, including queries and keys of attention gates."""
     state = type(model).from_pretrained(folder, dtype="auto").state_dict()
     stored = Checkpoint(Path(folder), "resume")
     for name in model.state_dict().keys() - state.keys():

@@ -1,10 +1,10 @@
 """
-Losses on the routers for any TRL trainer, on a MoE-LoRA adapter and on a native MoE of transformers alike.
+Losses on the routers for any TRL trainer, for a MoE-LoRA adapter or a native transformers MoE.
 
     class MoEDPOTrainer(RouterLossesMixin, DPOTrainer): ...
 
-and a config made likewise of `RouterLossConfig` and `DPOConfig`. Which losses there are is the table
-`moe_peft.routing.losses.ROUTER_LOSSES`; each has a coefficient field and, in the log, an entry of its own.
+with a config that inherits from `RouterLossConfig` and `DPOConfig` in the same way. The table
+`moe_peft.routing.losses.ROUTER_LOSSES` lists the losses; each has its own coefficient field and log entry.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _Coefficients: Any = make_dataclass(
 @dataclass
 class RouterLossConfig(_Coefficients):
     """
-    The fields of the routers' losses, for a config that also inherits from one of TRL's.
+    The fields of the losses on routers, for a config that also inherits from one of TRL's.
 
-    Each loss of `ROUTER_LOSSES` has its coefficient: `router_aux_loss_coef` (load balancing; None takes the model's),
+    Each loss of `ROUTER_LOSSES` has a coefficient: `router_aux_loss_coef` (load balancing; None takes the model's),
     `router_z_loss_coef`, `router_label_loss_coef`, …
 
     Args:
         router_balancing: `"global"` pools the tokens of all layers in the balancing loss, `"layer"` does not.
         training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
-            losses; `"rest"` trains what else is trainable, with the routers frozen and without their losses. The next
-            stage's trainer takes the same model as it is.
+            losses; `"rest"` trains all other trainable parameters, with the routers frozen and without their losses.
+            To train in two stages, pass the same model to the second trainer.
         router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
-            loss and twice the z-loss, 70 % as set, 25 % at a tenth with half of both.
+            loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
 
     Raises:
         ValueError: a field has a value that cannot work.
@@ -60,7 +60,9 @@ class RouterLossConfig(_Coefficients):
 
     router_balancing: Scope = field(default="global", metadata={"help": "Scope of the balancing loss."})
     training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
-    router_schedule: Literal["constant", "three_phase"] = field(default="constant", metadata={"help": "Phases."})
+    router_schedule: Literal["constant", "three_phase"] = field(
+        default="constant", metadata={"help": "Constant or three-phase."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,19 +79,20 @@ class RouterLossConfig(_Coefficients):
                 raise ValueError(f"{name}: {own}={getattr(self, own)}: must not be negative")
         if self.router_schedule == "three_phase" and self.lr_scheduler_type not in ("linear", "constant"):
             raise ValueError(
-                f"{name}: lr_scheduler_type={self.lr_scheduler_type!r}: the schedule 'three_phase' sets the rate"
+                f"{name}: lr_scheduler_type={self.lr_scheduler_type!r}: router_schedule='three_phase' sets the rate; "
+                "leave it out"
             )
 
 
 class RouterLossesMixin:
     """
-    Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them: `aux_loss`, `router_z_loss`, …; and
-    `router_entropy`, `load_cv`, `dead_experts` and, with labels, `compliance`. Its config is a [`RouterLossConfig`].
+    Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
+    `router_entropy`, `load_cv`, `dead_experts` and, with labels, `compliance`. Its config is a `RouterLossConfig`.
 
-    Losses that have a value for each token are means over all real tokens of an optimizer step, whatever the
-    accumulation steps and processes; where a trainer's batches hold no token ids, over those of each micro-batch. The
-    balancing loss is no mean over tokens: as in TRL it is that of each micro-batch, averaged. Where a trainer runs the
-    model several times for one loss, the passes with gradients count.
+    Per-token losses are averaged over all real tokens of an optimizer step, whatever the number of accumulation steps
+    and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The balancing loss is not a
+    mean over tokens: as in TRL, it is computed for each micro-batch and averaged. If a trainer runs the model several
+    times for one loss, only the passes with gradients count.
 
     Raises:
         ValueError: the model has no routers, or nothing is left to train.
@@ -111,7 +114,7 @@ class RouterLossesMixin:
         self._coefficients = {name: getattr(self.args, coefficient_field(name)) for name in ROUTER_LOSSES}
         if self._coefficients["aux"] is None:
             self._coefficients["aux"] = getattr(config, "router_aux_loss_coef", 0.0)
-        # TRL would add a balancing loss of its own.
+        # TRL would add its own balancing loss.
         self.aux_loss_enabled = False
         config.output_router_logits = False
         freeze_for_stage(self.model, routers, self.args.training_stage, caller)
@@ -157,8 +160,8 @@ class RouterLossesMixin:
         return (loss, *rest) if return_outputs else loss
 
     def _router_batch(self, passes: list[RoutedPass], token_labels: torch.Tensor | None) -> RouterBatch:
-        """What the losses are computed from: the passes' tokens one after the other."""
-        device = passes[0].router_logits[0].device  # layers may lie on several
+        """The inputs of the losses: the tokens of all passes, concatenated."""
+        device = passes[0].router_logits[0].device  # layers may be on different ones
         by_layer = zip(*(seen.router_logits for seen in passes), strict=True)
         logits = [torch.cat([logits_TN.to(device) for logits_TN in of_layer]) for of_layer in by_layer]
         mask_T = torch.cat([seen.mask.flatten().to(device) for seen in passes])
@@ -171,7 +174,7 @@ class RouterLossesMixin:
         return RouterBatch(logits, mask_T, k, self.args.router_balancing, allowed_TN)
 
     def _with_router_losses(self, loss: torch.Tensor, batch: RouterBatch, of_step: bool) -> torch.Tensor:
-        """Add what the stage trains with, and note what is logged."""
+        """Add the losses that the stage trains with, and log them."""
         tokens, token_scale, batch_scale = self._averaging(batch, of_step)
         noted: dict[str, torch.Tensor] = {}
         for name, entry in ROUTER_LOSSES.items():
@@ -194,9 +197,9 @@ class RouterLossesMixin:
 
     def _averaging(self, batch: RouterBatch, of_step: bool) -> tuple[torch.Tensor, float, float]:
         """
-        How sums over this micro-batch's tokens become the optimizer step's mean: the number of tokens to divide by, a
-        factor for such sums, and one for losses of a whole micro-batch. DDP averages over processes; unless the loss is
-        `of_step`, the trainer divides it by the accumulation steps.
+        How sums over this micro-batch's tokens become means over the optimizer step. Returns the number of tokens to
+        divide by, a factor for such sums, and one for losses of a whole micro-batch. DDP averages over processes;
+        unless the loss is `of_step`, the trainer divides it by the accumulation steps.
         """
         tokens = batch.mask.sum().clamp(min=1)
         if not self.model.training:
@@ -217,7 +220,7 @@ class RouterLossesMixin:
 
     @torch.no_grad()
     def _note(self, noted: dict[str, torch.Tensor], batch: RouterBatch) -> None:
-        """Log the losses and statistics, of all processes."""
+        """Log the losses and statistics over all processes."""
         tokens = batch.mask.sum().clamp(min=1)
         noted["router_entropy"] = (entropies(batch.router_logits).mean(0) * batch.mask).sum() / tokens
         if batch.allowed is not None:
@@ -234,5 +237,5 @@ class RouterLossesMixin:
 
 
 def _logged(name: str) -> str:
-    """A loss's name in the log; the balancing loss has TRL's."""
+    """A loss's name in the log; that of the balancing loss is TRL's."""
     return "aux_loss" if name == "aux" else f"router_{name}_loss"

@@ -1,4 +1,4 @@
-"""Losses of single examples: of the model as it routes, or of every expert by itself. S examples, n experts."""
+"""Losses of single examples, with the model's own routing or with each expert alone. S examples, n experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
 
 
 def make_scorable(model: Any) -> None:
-    """Give a model that no TRL trainer has prepared TRL's fused head, and this process's device."""
+    """Prepare a model without a TRL trainer: add TRL's fused head and move the model to this process's device."""
     _add_fused_lm_head(base_model(model))
     if not getattr(model, "hf_device_map", None) and not getattr(model, "is_quantized", False):
         model.to(PartialState().device)
@@ -41,15 +41,15 @@ def example_losses(
     """
     Summed loss and number of scored tokens of every example.
 
-    With `num_experts`, every example is repeated n times in its batch and each copy forced to another expert: all
-    experts are scored in one model. Several processes share the work.
+    With `num_experts`, every example is repeated n times in its batch and each copy is forced to a different expert, so
+    that one model scores all experts. Several processes share the work.
 
     Args:
-        model: with TRL's fused head, see `make_scorable`.
-        dataset: tokenized, with `input_ids` and `labels`, as `training.data.tokenized` makes it.
+        model: a model with TRL's fused head, see `make_scorable`.
+        dataset: tokenized, with `input_ids` and `labels`, as returned by `training.tokenizing.tokenized`.
         collator: makes batches of its rows.
         num_experts: n, or None to let the model route.
-        rows: most rows of a forward pass (at least one example's n).
+        rows: the most rows in a forward pass (but at least n, for one example).
 
     Returns:
         losses, float64 [S, n] ([S, 1] without `num_experts`), and token counts, int64 [S].
@@ -83,7 +83,7 @@ def example_losses(
 def score_checkpoints(
     load: Callable[[Path], PreTrainedModel], experts: Sequence[Path], dataset: Dataset, collator: Collator
 ) -> torch.Tensor:
-    """Every model's perplexity on each tokenized example [S, n], one model after the other."""
+    """Each checkpoint's perplexity on each tokenized example, [S, n]; one model is loaded at a time."""
     columns = []
     for folder in experts:
         model = load(folder)

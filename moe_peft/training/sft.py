@@ -1,8 +1,8 @@
 """
-`MoESFTTrainer`: TRL's `SFTTrainer` with losses on the routers, for MoE-LoRA adapters and native MoEs of transformers.
+`MoESFTTrainer`: TRL's `SFTTrainer` with losses on the routers, for MoE-LoRA adapters and native transformers MoEs.
 
-Label-supervised routing: the data carries a label (its domain, say), `expert_map` says which experts may serve it, and
-routers learn to choose among those.
+Label-supervised routing: each example has a label (such as its domain), `expert_map` lists the experts that may serve
+it, and routers learn to choose among those.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .router_losses import RouterLossConfig, RouterLossesMixin
 @dataclass
 class MoESFTConfig(RouterLossConfig, SFTConfig):
     """
-    `SFTConfig`, the routers' losses ([`RouterLossConfig`]) and labels.
+    `SFTConfig` with the fields of `RouterLossConfig` and labels.
 
     Args:
-        label_column: the data's column of labels.
+        label_column: the column of the data that holds the labels.
         expert_map: label → experts that may serve it. Labels are compared as text.
 
     Raises:
         ValueError: a field has a value that cannot work.
     """
 
-    label_column: str | None = field(default=None, metadata={"help": "The data's column of labels."})
+    label_column: str | None = field(default=None, metadata={"help": "The data's label column."})
     expert_map: dict[str, list[int]] | None = field(default=None, metadata={"help": "Label → experts."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.label_column is None) != (self.expert_map is None):
             raise ValueError(
-                f"MoESFTConfig: label_column={self.label_column!r}, expert_map={self.expert_map!r}: give both or none"
+                f"MoESFTConfig: label_column={self.label_column!r}, expert_map={self.expert_map!r}: set both or neither"
             )
         if self.training_stage == "routers" and self.expert_map is None:
             raise ValueError("MoESFTConfig: training_stage='routers' needs label_column and expert_map")
@@ -47,7 +47,8 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
 
 class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     """
-    See [`MoESFTConfig`] and [`RouterLossesMixin`]. An `SFTConfig` will do where no field of `MoESFTConfig` is needed.
+    `SFTTrainer` with losses on the routers; see `MoESFTConfig` and `RouterLossesMixin`. A plain `SFTConfig` suffices if
+    no field of `MoESFTConfig` is needed.
 
     Raises:
         ValueError: the model has no routers; labels are missing or unknown; `expert_map` names experts that the model
@@ -69,7 +70,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
-        """TRL's preparation; before rows are packed, the label of each row becomes one per token."""
+        """TRL's preparation; before packing, each row's label is repeated for its tokens."""
         common = (processing_class, formatting_func, dataset_name)
         column = args.label_column
         if column is None or COLUMN in dataset.column_names:
@@ -77,7 +78,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         check_labels(dataset, column, self._labels, dataset_name)
         unpacked = copy.copy(args)
         if packing:
-            unpacked.max_length = None  # packing cuts
+            unpacked.max_length = None  # packing limits the length
         dataset = super()._prepare_dataset(dataset, common[0], unpacked, False, *common[1:])
         description = f"Labelling tokens of {dataset_name} dataset"
         dataset = with_token_labels(dataset, column, self._labels, args.dataset_num_proc, description)
@@ -93,7 +94,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
 
 
 def _as_moe_config(args: SFTConfig | None) -> MoESFTConfig:
-    """The trainer's config: of a plain `SFTConfig`, one with the same values; of None, the defaults."""
+    """The trainer's config: a plain `SFTConfig` is converted, None gives the defaults."""
     if args is None:
         return MoESFTConfig()
     if isinstance(args, MoESFTConfig):

@@ -1,4 +1,4 @@
-"""TRL's preparation of data sets without training."""
+"""Prepares data sets as TRL does, without training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .scoring import Collator
 
 def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[Dataset, Collator]:
     """
-    The examples as `SFTTrainer` would train on them (without those that have nothing to learn), and what makes batches
-    of them.
+    The examples as `SFTTrainer` would train on them (without those that have no tokens to learn), and the collator that
+    makes batches of them.
 
-    TRL's preparation is a method of its trainer, hence a trainer here, around a model of a few numbers.
+    TRL's preparation is a method of its trainer, so this creates a trainer around a tiny model.
     """
     stand_in = LlamaForCausalLM(
         LlamaConfig(

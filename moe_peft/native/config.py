@@ -22,7 +22,7 @@ class UpcycleConfig:
         num_experts: n, before they are split (`granularity`).
         top_k: experts per token, before they are split.
         family: the MoE's model type; None takes the one that fits.
-        init: initial values of the experts, see [`ExpertInit`].
+        init: initial values of the experts, see `ExpertInit`.
         noise_scale, noise_std, noise_share, drop_rate, shared_indices: its settings.
         granularity: m. Every expert is split into m fine-grained ones of f/m neurons, and m·top_k are active. The m
             parts of an expert share their initial gate, so they are chosen together at first.

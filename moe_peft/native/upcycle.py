@@ -38,7 +38,7 @@ def upcycle(
         models: a dense model's folder (or name on the hub), or several of one architecture. With several, expert i
             comes from the i-th (in turn, where there are fewer than experts), and all other weights are averaged.
         output_dir: a folder that does not exist yet. A killed run leaves none.
-        config: see [`UpcycleConfig`].
+        config: see `UpcycleConfig`.
         router_weights: layer → given gates [n, d], in place of the file that the config names.
 
     Raises:

@@ -1,5 +1,6 @@
 # make demo   sets up and runs the main job on data every machine has
 # make test   sets up and runs the tests
+# make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
 # make check  sets up and runs the linters, the type checker and the check of imports
 # make docs   sets up and builds the documentation in .cache/site
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)
@@ -7,8 +8,10 @@
 VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin/python
+LOWEST ?= .venv-lowest
+LOWEST_PYTHON ?= python3.11
 
-.PHONY: setup demo test check format docs bench clean
+.PHONY: setup demo test test-lowest check format docs bench clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -22,6 +25,17 @@ demo: setup
 # One thread per worker: several workers with several threads each would wait for one another.
 test: setup
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal
+
+$(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
+	$(LOWEST_PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[test]'
+	touch $@
+
+# What other packages' versions decide: their private names, training, files, quantized bases, and UpIT as a whole.
+test-lowest: $(LOWEST)/.ready
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n 2 --dist worksteal $(addprefix tests/test_, \
+		versions.py compat.py lifecycle.py protocol.py trainer.py router_losses.py native_export.py serving.py cli.py \
+		upit_config.py upit_pipeline.py::test_result_is_an_adapter_like_any_other)
 
 check: setup
 	$(RUN) -m ruff format --check .
@@ -41,4 +55,4 @@ bench: setup
 	$(RUN) -m benchmarks.dispatch
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) .cache .pytest_cache .mypy_cache .ruff_cache

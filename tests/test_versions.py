@@ -1,0 +1,67 @@
+"""What the package imports is declared, and what it declares is tested with its lowest versions."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DISTRIBUTIONS = packages_distributions()
+# Packages that need the extra `train`; all others get along with the core.
+TRAIN = ("training", "analysis", "upit", "cli", "trainer.py")
+
+
+def declared(*lists: list[str]) -> dict[str, Requirement]:
+    """Requirements by their distribution's name, without those that name an extra of our own."""
+    found = [Requirement(line) for lines in lists for line in lines]
+    return {canonicalize_name(r.name): r for r in found if r.name != PROJECT["name"]}
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports anywhere, functions included."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import(names=aliases):
+                names |= {alias.name for alias in aliases}
+            case ast.ImportFrom(module=str(module), level=0):
+                names.add(module)
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"moe_peft"}
+
+
+FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "moe_peft").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_what_a_file_imports_is_declared(path: Path):
+    allowed = declared(PROJECT["dependencies"], EXTRAS["train"] if path.parts[1] in TRAIN else [])
+    missing = {
+        package
+        for package in imported(ROOT / path)
+        if not {canonicalize_name(name) for name in DISTRIBUTIONS.get(package, [package])} & allowed.keys()
+    }
+    assert not missing
+
+
+def test_lowest_versions_are_the_lower_bounds():
+    """torch's wheels at its lower bound bring gigabytes of CUDA: a newer one is tested in its place."""
+    requirements = declared(PROJECT["dependencies"], *(EXTRAS[name] for name in ("train", "quant", "demo", "test")))
+    bounds = {
+        name: next(s.version for s in requirement.specifier if s.operator == ">=")
+        for name, requirement in requirements.items()
+        if name not in ("torch", "pydantic-core")  # pydantic sets the version of its core
+    }
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    pins = {canonicalize_name(r.name): r for r in map(Requirement, (x for x in lines if not x.startswith("#")))}
+    torch = pins.pop("torch")
+    assert {name: str(r.specifier) for name, r in pins.items()} == {name: f"=={bounds[name]}" for name in bounds}
+    assert f"{torch}" in (ROOT / "constraints.txt").read_text().splitlines()

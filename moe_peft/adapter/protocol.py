@@ -125,6 +125,7 @@ def _is_installed(model: nn.Module) -> bool:
     return "_moe_lora_handles" in model.__dict__
 
 
+@torch.compiler.disable
 def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
     # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
@@ -142,6 +143,7 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return args, kwargs
 
 
+@torch.compiler.disable
 def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     """Add the router logits to the output and, if the model computes a loss, the balancing loss."""
     collection = state.collection

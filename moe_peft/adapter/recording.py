@@ -31,7 +31,8 @@ class Collection:
 
 
 class State(threading.local):
-    collection: Collection | None = None
+    def __init__(self) -> None:  # in each thread; torch.compile of torch 2.11 takes a class attribute for a constant
+        self.collection: Collection | None = None
 
 
 state = State()

@@ -20,6 +20,7 @@ from moe_peft.models.view import router_parameters
 from moe_peft.training.dpo import MoEDPOConfig, MoEDPOTrainer
 from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
+from moe_peft.training.tokenizing import tokenized
 
 N, K = 6, 2
 
@@ -167,3 +168,31 @@ def test_labels_may_be_numbers_and_a_plain_config_will_do(tokenizer, tmp_path):
     )
     plain.train()
     assert plain.args.output_dir == str(tmp_path / "b") and "aux_loss" in plain.state.log_history[0]
+
+
+@pytest.mark.parametrize("stage", ["rest", "routers"])
+def test_a_stage_stays_frozen_through_reference_passes(stage, tokenizer, tmp_path):
+    """PEFT unfreezes an adapter when it is disabled for the reference's log-probabilities and enabled again."""
+    own = {"training_stage": stage, "router_z_loss_coef": 0.1, "weight_decay": 0.1, "max_steps": 3}
+    trainer = make_trainer("dpo", tmp_path, tokenizer, **own)
+    trainer.eval_dataset = trainer.train_dataset
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if ".default." in n}
+    routers = router_parameters(trainer.model)
+    trainer.evaluate()
+    trainer.train()
+    moved = {n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])}
+    assert moved and all((n in routers) == (stage == "routers") for n in moved)
+
+
+def test_a_loss_before_training_begins(tokenizer, tmp_path):
+    trainer = make_trainer("dpo", tmp_path, tokenizer)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    trainer.model.train()
+    assert trainer.compute_loss(trainer.model, dict(batch)).isfinite()
+
+
+def test_the_config_that_a_moe_was_trained_with_prepares_data_too(tokenizer, tmp_path):
+    args = arguments(tmp_path, MoESFTConfig, router_aux_loss_coef=0.1)
+    rows, collator = tokenized(Dataset.from_list([{"text": words(i, 5)} for i in range(4)]), tokenizer, args)
+    assert collator([rows[0], rows[1]])["input_ids"].shape == (2, 6)  # with the end of the text
+    assert args.router_aux_loss_coef == 0.1

@@ -77,7 +77,8 @@ class RoutingStatistics:
             mask_BS: 1 for real tokens. If the batch continues a cache, the mask is longer than S; its end is used.
             ids_BS: the tokens, for token classes.
         """
-        logits_LTN = torch.stack([logits.detach() for logits in router_logits]).float()
+        first = router_logits[0].device  # layers may be on different ones
+        logits_LTN = torch.stack([logits.detach().to(first) for logits in router_logits]).float()
         device, tokens = logits_LTN.device, logits_LTN.shape[1]
         rows = mask_BS.shape[0]
         positions_BS = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -(tokens // rows) :]

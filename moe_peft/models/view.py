@@ -82,6 +82,7 @@ class _Observer:
     def __init__(self, observe: Callable[[RoutedPass], None]) -> None:
         self.observe = observe
 
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
         router_logits = getattr(outputs, "router_logits", None)
         if not router_logits:

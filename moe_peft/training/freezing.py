@@ -9,7 +9,9 @@ from torch import nn
 _NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the next stage's trainer
 
 
-def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str, caller: str) -> None:
+def freeze_for_stage(
+    model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str, caller: str
+) -> list[nn.Parameter]:
     """
     Freeze the parameters that the stage does not train: for "routers" all but the routers, for "rest" the routers.
     Parameters that an earlier stage froze become trainable again.
@@ -19,6 +21,9 @@ def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stag
         routers: the routers' parameters by name. They may have been re-created since the earlier stage.
         stage: "joint", "routers" or "rest".
         caller: the name that begins the error message.
+
+    Returns:
+        the frozen parameters.
 
     Raises:
         ValueError: nothing is left to train; the message begins with `caller`.
@@ -39,3 +44,4 @@ def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stag
         model.__dict__[_NOTE] = {"names": names, "routers": bool(frozen.keys() & routers.keys())}
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{caller}: training_stage={stage!r}: nothing is left to train; unfreeze what it should train")
+    return list(frozen.values())

@@ -106,6 +106,8 @@ class RouterLossesMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         caller = type(self).__name__
+        if self.args.n_gpu > 1:  # nn.DataParallel would mix up the passes of its replicas
+            raise ValueError(f"{caller}: one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
         config = text_config(self.model)
         self._sizes = [n for n, _ in router_sizes(self.model, caller)]
         routers = router_parameters(self.model)
@@ -117,9 +119,19 @@ class RouterLossesMixin:
         # TRL would add its own balancing loss.
         self.aux_loss_enabled = False
         config.output_router_logits = False
-        freeze_for_stage(self.model, routers, self.args.training_stage, caller)
+        self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage, caller)
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
         self._step_tokens: torch.Tensor | None = None
+
+    def _keep_frozen(self) -> None:
+        """Freeze again what PEFT has unfrozen: it does so when adapters are disabled for a reference pass, say."""
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = super()
+        self._keep_frozen()
+        return trainer.create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         trainer: Any = super()
@@ -145,6 +157,7 @@ class RouterLossesMixin:
         trainer: Any = super()
         inputs = dict(inputs)
         token_labels = inputs.pop(COLUMN, None)
+        self._keep_frozen()
         passes: list[RoutedPass] = []
         with observed_routing(self.model, passes.append):
             result = trainer.compute_loss(
@@ -154,9 +167,15 @@ class RouterLossesMixin:
         if self.args.training_stage == "routers":
             loss = loss.detach() * 0
         counted = [seen for seen in passes if seen.trains] or passes[:1]
-        if counted:
-            batch = self._router_batch(counted, token_labels)
-            loss = self._with_router_losses(loss, batch, loss_is_of_whole_step(self, num_items_in_batch))
+        if not counted:
+            raise RuntimeError(
+                f"{type(self).__name__}: the model ran without its hooks, so there are no router logits; do not run a "
+                "compiled model before training begins"
+            )
+        if len(counted) > 1:
+            self._step_tokens = None  # it counts the tokens of one pass
+        batch = self._router_batch(counted, token_labels)
+        loss = self._with_router_losses(loss, batch, loss_is_of_whole_step(self, num_items_in_batch))
         return (loss, *rest) if return_outputs else loss
 
     def _router_batch(self, passes: list[RoutedPass], token_labels: torch.Tensor | None) -> RouterBatch:
@@ -204,7 +223,7 @@ class RouterLossesMixin:
         tokens = batch.mask.sum().clamp(min=1)
         if not self.model.training:
             return tokens, 1.0, 1.0
-        steps = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        steps = getattr(self, "current_gradient_accumulation_steps", 1)  # set when training begins
         batch_scale = 1 / steps if of_step else 1.0
         if self._step_tokens is None:
             return tokens, batch_scale, batch_scale

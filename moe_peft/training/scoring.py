@@ -26,8 +26,15 @@ _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
 def make_scorable(model: Any) -> None:
     """Prepare a model without a TRL trainer: add TRL's fused head and move the model to this process's device."""
     _add_fused_lm_head(base_model(model))
-    if not getattr(model, "hf_device_map", None) and not getattr(model, "is_quantized", False):
-        model.to(PartialState().device)
+    _place(model)
+
+
+def _place(model: Any) -> None:
+    """Move a model to this process's device, unless its loader has placed it."""
+    inner, device = base_model(model), PartialState().device
+    placed = getattr(inner, "hf_device_map", None) or getattr(inner, "is_quantized", False)
+    if not placed and next(model.parameters()).device.type != device.type:
+        model.to(device)
 
 
 @torch.no_grad()
@@ -60,8 +67,7 @@ def example_losses(
     state = PartialState()
     mine = starts[state.process_index :: state.num_processes]
     found: list[tuple[int, list[list[float]], list[int]]] = []
-    if next(model.parameters()).device != state.device:
-        model.to(state.device)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
+    _place(model)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
     with evaluating(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
             examples = [dataset[i] for i in range(start, min(start + per_batch, len(dataset)))]

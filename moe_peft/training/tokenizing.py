@@ -24,5 +24,7 @@ def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args:
             num_attention_heads=1, num_key_value_heads=1,
         )
     )  # fmt: skip
-    trainer = SFTTrainer(model=stand_in, args=copy.copy(args), train_dataset=dataset, processing_class=processing_class)
+    args = copy.copy(args)
+    args.router_aux_loss_coef = None  # TRL refuses one for a dense model
+    trainer = SFTTrainer(model=stand_in, args=args, train_dataset=dataset, processing_class=processing_class)
     return trainer.train_dataset, trainer.data_collator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig
 
 from moe_peft import MoELoraConfig
-from moe_peft.models.view import router_parameters
+from moe_peft.models.view import observed_routing, router_parameters
 from moe_peft.training.dpo import MoEDPOConfig, MoEDPOTrainer
 from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
@@ -97,7 +98,6 @@ def test_losses_are_those_of_the_trained_passes_and_counted_once(kind, native, t
     trainer = make_trainer(kind, tmp_path, tokenizer, native, router_aux_loss_coef=0.3, router_z_loss_coef=0.02)
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
     with_them = trainer.compute_loss(trainer.model, dict(batch))
     trainer._coefficients = dict.fromkeys(trainer._coefficients, 0.0)
     without = trainer.compute_loss(trainer.model, dict(batch))
@@ -196,3 +196,24 @@ def test_the_config_that_a_moe_was_trained_with_prepares_data_too(tokenizer, tmp
     rows, collator = tokenized(Dataset.from_list([{"text": words(i, 5)} for i in range(4)]), tokenizer, args)
     assert collator([rows[0], rows[1]])["input_ids"].shape == (2, 6)  # with the end of the text
     assert args.router_aux_loss_coef == 0.1
+
+
+def test_a_step_whose_routing_nobody_saw_is_an_error(tokenizer, tmp_path, monkeypatch):
+    trainer = make_trainer("dpo", tmp_path, tokenizer)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    monkeypatch.setattr("moe_peft.training.router_losses.observed_routing", lambda model, observe: nullcontext())
+    with pytest.raises(RuntimeError, match=r"MoEDPOTrainer: .* no router logits"):
+        trainer.compute_loss(trainer.model, dict(batch))
+
+
+def test_several_passes_of_one_loss_count_as_one_batch(tokenizer, tmp_path, monkeypatch):
+    trainer = make_trainer("dpo", tmp_path, tokenizer, router_aux_loss_coef=0.0, router_z_loss_coef=0.5)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    trainer.model.train()
+    trainer._step_tokens = batch["attention_mask"].sum()
+    once = trainer.compute_loss(trainer.model, dict(batch))
+    monkeypatch.setattr(
+        "moe_peft.training.router_losses.observed_routing",
+        lambda model, observe: observed_routing(model, lambda seen: (observe(seen), observe(seen))),
+    )
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, dict(batch)), once)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..models.view import observed_routing, router_sizes, text_config
+from ..routing.expert_map import expert_masks, read_expert_map
 from ..routing.statistics import load_health
 from .token_classes import TOKEN_CLASSES
 
@@ -53,12 +54,11 @@ class RoutingStatistics:
         self.token_classes = token_classes
         self.allowed = None
         if expert_map is not None:
-            missing = [domain for domain in domains if domain not in expert_map]
+            known = read_expert_map(expert_map, n, "expert_map")
+            missing = [domain for domain in domains if domain not in known]
             if missing:
                 raise ValueError(f"expert_map: no experts for the domains {missing}; add them")
-            self.allowed = torch.zeros(D, n, dtype=torch.bool)
-            for row, domain in enumerate(domains):
-                self.allowed[row, list(expert_map[domain])] = True
+            self.allowed = expert_masks({domain: known[domain] for domain in domains}, n)
         self.counts = torch.zeros(D, L, n, dtype=torch.float64)
         self.tokens = torch.zeros(D, dtype=torch.float64)
         self.coactivation = torch.zeros(L, n, n, dtype=torch.float64)

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 
 from ..messages import one_of
+from ..routing.expert_map import read_expert_map
 
 Buckets = list[list[int]]
 
@@ -128,10 +129,7 @@ def label_buckets(
         if len(names) > num_experts:
             raise ValueError(f"label_buckets: {len(names)} labels for {num_experts} experts; give an expert_map")
         expert_map = {name: range(j, num_experts, len(names)) for j, name in enumerate(names)}
-    expert_map = {str(label): experts for label, experts in expert_map.items()}
-    for label, experts in expert_map.items():
-        if not experts or not all(0 <= i < num_experts for i in experts):
-            raise ValueError(f"expert_map: {label!r}: {list(experts)}: name experts from 0 to {num_experts - 1}")
+    expert_map = read_expert_map(expert_map, num_experts, "expert_map")
     buckets: Buckets = [[] for _ in range(num_experts)]
     for example, label in enumerate(labels):
         if label not in expert_map:

@@ -1,147 +1,170 @@
-"""Tables of a study of methods with seeds and orders, from the runs that are finished."""
+"""Table and figure of the UpIT study, from the runs that are finished."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 from .differences import paired_difference
-from .runs import read
+from .runs import Ledger
+from .upit_study import CURVES, IDEAS, MAIN, ORDERS, SEEDS, TUNING_SEED, VARIED
 
-
-@dataclass(frozen=True)
-class Plan:
-    """
-    What a study compares.
-
-    Args:
-        domains: whose losses are reported.
-        seeds: pairs of a paired difference.
-        orders: of the data; each has a table of losses.
-        replicates: runs of a method with one seed and order; their mean counts.
-        methods: fixed before the first run; their learning rates are tuned.
-        added: methods added after the results were seen, with their learning rates.
-        reference: the method that the tables of losses compare with.
-        subject: the method that the primary contrasts are about.
-        primary: the methods it is compared with.
-        post_hoc: pairs of methods, compared after the results were seen.
-        interest: the smallest difference that matters.
-    """
-
-    domains: Sequence[str]
-    seeds: Sequence[int]
-    orders: Sequence[str]
-    replicates: int
-    methods: Sequence[str]
-    added: Mapping[str, float]
-    reference: str
-    subject: str
-    primary: Sequence[str]
-    post_hoc: Sequence[tuple[str, str]]
-    interest: float
+Key = tuple[str, int, str]  # order, seed, method
+PRIMARY = (
+    *(("UpIT", other) for other in MAIN if other != "UpIT" and not other.startswith("UpIT 4→8")),
+    ("UpIT 4→8, genetic", "UpIT 4→8, random"),
+    ("UpIT 4→8, genetic", "UpIT"),
+)
+SWEEPS = {
+    "share of the data": {share: f"{share:g} of the data" for share in (0.125, 0.25, 0.5, 1)},
+    "experts": {n: f"{n} experts" for n in (2, 4, 8, 16)},
+    "active experts": {k: f"{k} active" for k in (1, 2, 4)},
+}
 
 
 class Results:
-    """The losses of all finished runs of a plan."""
+    """Held-out results along stage 4, by order, seed and method."""
 
-    def __init__(self, plan: Plan, out: Path) -> None:
-        self.plan = plan
-        self.records = [read(path) for path in sorted((out / "results").glob("*.json"))]
+    def __init__(self, ledger: Ledger) -> None:
+        self.records = ledger.records()
+        self.points: dict[Key, list[dict[str, Any]]] = {
+            (r["order"], r["seed"], r["method"]): r["points"] for r in self.records if r["seed"] != TUNING_SEED
+        }
 
-    def loss(self, name: str, order: str, seed: int, domain: str = "mean") -> float | None:
-        """A method's loss, averaged over the replicates; None unless all are finished."""
-        wanted = {"method": name, "order": order, "seed": seed}
-        found = [r["loss"][domain] for r in self.records if all(r[key] == value for key, value in wanted.items())]
-        return sum(found) / len(found) if len(found) == self.plan.replicates else None
+    def last(self, order: str, seed: int, method: str, outcome: str) -> float | None:
+        points = self.points.get((order, seed, method))
+        return None if points is None else points[-1][outcome]
 
-    def mean_loss(self, name: str, order: str, domain: str) -> str:
-        values = [value for seed in self.plan.seeds if (value := self.loss(name, order, seed, domain)) is not None]
-        return f"{sum(values) / len(values):.4f}" if values else "–"
+    def mean(self, orders: Sequence[str], method: str, outcome: str, seeds: Sequence[int] = SEEDS) -> float | None:
+        found = [self.last(order, seed, method, outcome) for order in orders for seed in seeds]
+        known = [value for value in found if value is not None]
+        return sum(known) / len(known) if known and len(known) == len(found) else None
 
-    def difference(self, name: str, other: str, orders: Sequence[str]) -> str:
-        """`name` minus `other`, averaged over orders and paired by seed, with its 95 % interval."""
-        pairs = []
-        for seed in self.plan.seeds:
-            losses = [[self.loss(method, order, seed) for order in orders] for method in (name, other)]
-            if all(None not in of_method for of_method in losses):
-                pairs.append([sum(of_method) / len(orders) for of_method in losses])
-        return " ".join(paired_difference(*zip(*pairs, strict=True)).cells()) if len(pairs) > 1 else "–"
+    def difference(
+        self, method: str, other: str, orders: Sequence[str], outcome: str, seeds: Sequence[int] = SEEDS
+    ) -> str:
+        """`method` minus `other`, averaged over orders and paired by seed, with its 95 % interval."""
+        pairs = [[self.mean(orders, name, outcome, [seed]) for name in (method, other)] for seed in seeds]
+        whole = [pair for pair in pairs if None not in pair]
+        return " ".join(paired_difference(*zip(*whole, strict=True)).cells()) if len(whole) > 1 else "–"
 
-    def contrast_rows(self, contrasts: Mapping[str, tuple[str, str]]) -> list[str]:
-        """A table row for each labelled pair of methods: over all orders, and for each."""
-        orders = self.plan.orders
-        return [
-            f"| {label} | {' | '.join(self.difference(*pair, some) for some in (orders, *zip(orders)))} |"
-            for label, pair in contrasts.items()
-        ]
-
-    def loss_rows(self, order: str, rates: Mapping[str, float]) -> list[str]:
-        """A table row for each method: its learning rate, losses, and difference from the reference."""
-        rows = []
-        for name in (*self.plan.methods, *self.plan.added):
-            cells = [self.mean_loss(name, order, domain) for domain in (*self.plan.domains, "mean")]
-            versus = "" if name == self.plan.reference else self.difference(name, self.plan.reference, (order,))
-            rows.append(f"| {name} | {rates[name]:g} | {' | '.join(cells)} | {versus} |")
-        return rows
-
-    def complete_seeds(self) -> int:
-        """How many seeds have all runs of the methods that were planned."""
-        runs = [(name, order) for name in self.plan.methods for order in self.plan.orders]
-        return sum(all(self.loss(name, order, seed) is not None for name, order in runs) for seed in self.plan.seeds)
+    def tuned(self) -> dict[str, dict[float, float]]:
+        """Method → rate → loss on the tuning seed."""
+        found: dict[str, dict[float, float]] = {}
+        for record in self.records:
+            if record["seed"] == TUNING_SEED:
+                found.setdefault(record["method"], {})[record["rate"]] = record["points"][-1]["loss"]
+        return found
 
 
-def tuned_rates(out: Path) -> dict[str, float]:
-    """The learning rate of each method that was tuned."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for record in map(read, (out / "tuning").glob("*.json")):
-        found.setdefault(record["method"], []).append((record["loss"]["mean"], record["rate"]))
-    return {name: min(of_method)[1] for name, of_method in found.items()}
+def report(ledger: Ledger, table: Path) -> None:
+    """Write the tables to `table`, the figure beside it, and print the tables."""
+    results = Results(ledger)
+    text = "\n".join(
+        [*_head(results, table), *_contrasts(results), *_losses(results), *_sweeps(results), *_ideas(results)]
+    )
+    table.write_text(text + "\n")
+    _figure(results, table.with_suffix(".png"))
+    print(text)
 
 
-def report(plan: Plan, out: Path, table: Path) -> None:
-    """
-    Write and print the tables.
+def _head(results: Results, table: Path) -> list[str]:
+    whole = [s for s in SEEDS if all((order, s, name) in results.points for order in ORDERS for name in MAIN)]
+    return [
+        "# When does UpIT pay?", "",
+        "Made by `python -m benchmarks.upit_study run --workers 2` and `… report`. The script's head says what was",
+        f"fixed before the first run. Seeds with all runs of the main table: {len(whole)} of {len(SEEDS)}. Losses are",
+        "per answer token, lower is better; exact matches are shares of 500 held-out answers, higher is better.", "",
+        f"![Loss along stage 4, and over data, experts, active experts]({table.with_suffix('.png').name})", "",
+    ]  # fmt: skip
 
-    Args:
-        plan: what the study compares.
-        out: the study's folder, with records of runs in `results` and of tuning in `tuning`.
-        table: the Markdown file to write.
-    """
-    results, rates = Results(plan, out), {**tuned_rates(out), **plan.added}
-    orders = " | ".join(plan.orders)
-    lines = [
-        "# UpIT against its baselines, small",
+
+def _contrasts(results: Results) -> list[str]:
+    rows = ["## Primary contrasts", "", f"| contrast | loss, both orders | {' | '.join(ORDERS)} | exact, both orders |"]
+    rows.append("|---|---|---|---|---|")
+    for method, other in PRIMARY:
+        cells = [results.difference(method, other, orders, "loss") for orders in (ORDERS, *zip(ORDERS))]
+        cells.append(results.difference(method, other, ORDERS, "exact"))
+        rows.append(f"| {method} minus {other} | {' | '.join(cells)} |")
+    return [*rows, ""]
+
+
+def _losses(results: Results) -> list[str]:
+    tuned = results.tuned()
+    columns = [f"{outcome}, {order}" for outcome in ("loss", "exact") for order in ORDERS]
+    rows = ["## All methods", "", f"| method | rate | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
+    for name, method in MAIN.items():
+        of_rate = tuned.get(method.tuned_as or name, {})
+        rate = f"{min(of_rate, key=of_rate.__getitem__):g}" if of_rate else "–"
+        cells = [_cell(results.mean([order], name, outcome)) for outcome in ("loss", "exact") for order in ORDERS]
+        rows.append(f"| {name} | {rate} | {' | '.join(cells)} |")
+    return [*rows, ""]
+
+
+def _sweeps(results: Results) -> list[str]:
+    rows = ["## Data, experts, active experts (order iid)", ""]
+    for sweep, labels in SWEEPS.items():
+        rows += [f"| {sweep} | {' | '.join(VARIED)} | UpIT minus LoRAMoE-SFT |", f"|---|{'---|' * (len(VARIED) + 1)}"]
+        for value, label in labels.items():
+            names = [_varied(method, label) for method in VARIED]
+            cells = [_cell(results.mean(["iid"], name, "loss")) for name in names]
+            rows.append(f"| {value:g} | {' | '.join(cells)} | {results.difference(*names, ['iid'], 'loss')} |")
+        rows.append("")
+    return rows
+
+
+def _ideas(results: Results) -> list[str]:
+    seeds = [TUNING_SEED + i for i in (1, 2)]
+    rows = [
+        "## Beyond the paper",
         "",
-        "Made by `python -m benchmarks.upit_study run --workers 2` and `… report`; the script's head says what was",
-        f"fixed beforehand. Seeds with all runs: {results.complete_seeds()} of {len(plan.seeds)}. Lower is better.",
-        "",
-        f"## Primary contrasts ({plan.subject} minus the other, both orders)",
-        "",
-        f"| {plan.subject} against | difference | {orders} |",
-        "|---|---|---|---|",
-        *results.contrast_rows({other: (plan.subject, other) for other in plan.primary}),
-        "",
-        f"Smallest difference of interest: {plan.interest}.",
-        "",
-        "Added afterwards, to find the causes of two of these:",
-        "",
-        f"| contrast | difference | {orders} |",
-        "|---|---|---|---|",
-        *results.contrast_rows({f"{name}, against: {other}": (name, other) for name, other in plan.post_hoc}),
-        "",
-        "## Held-out loss",
+        "On two further tuning seeds, both orders: UpIT minus the variant; one part differs.",
         "",
     ]
-    for order in plan.orders:
-        lines += [
-            f"First half {order}:",
-            "",
-            f"| method | rate | {' | '.join(plan.domains)} | mean | mean minus {plan.reference}'s |",
-            f"|---|---|{'---|' * (len(plan.domains) + 2)}",
-            *results.loss_rows(order, rates),
-            "",
-        ]
-    table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text("\n".join(lines))
-    print("\n".join(lines))
+    rows += ["| variant | loss | exact | loss minus UpIT's |", "|---|---|---|---|"]
+    for name in ("UpIT", *IDEAS):
+        cells = [_cell(results.mean(ORDERS, name, outcome, seeds)) for outcome in ("loss", "exact")]
+        versus = "" if name == "UpIT" else results.difference(name, "UpIT", ORDERS, "loss", seeds)
+        rows.append(f"| {name} | {' | '.join(cells)} | {versus} |")
+    return rows
+
+
+def _figure(results: Results, path: Path) -> None:
+    """Loss along stage 4 for each order, and the sweeps."""
+    figure, axes = plt.subplots(1, len(ORDERS) + len(SWEEPS), figsize=(4 * (len(ORDERS) + len(SWEEPS)), 3.6))
+    for axis, order in zip(axes, ORDERS, strict=False):
+        for name in MAIN:
+            curves = [results.points[order, seed, name] for seed in SEEDS if (order, seed, name) in results.points]
+            if curves:
+                shares = [point["share"] for point in curves[0]]
+                means = [sum(curve[i]["loss"] for curve in curves) / len(curves) for i in range(len(shares))]
+                axis.plot(shares, means, label=name, marker=".", linewidth=2 if name == "UpIT" else 1)
+        axis.set(title=f"first half {order}", xlabel="share of stage 4", ylabel="held-out loss", yscale="log")
+    for axis, (sweep, labels) in zip(axes[len(ORDERS) :], SWEEPS.items(), strict=True):
+        for method in VARIED:
+            means = [results.mean(["iid"], _varied(method, label), "loss") for label in labels.values()]
+            known = [(value, mean) for value, mean in zip(labels, means, strict=True) if mean is not None]
+            axis.plot(*zip(*known, strict=True) if known else ((), ()), label=method, marker="o")
+        axis.set(title="order iid", xlabel=sweep, ylabel="held-out loss", xscale="log", xticks=list(labels))
+        axis.set_xticklabels([f"{value:g}" for value in labels])
+        axis.minorticks_off()
+    axes[0].legend(fontsize=6)
+    axes[-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _varied(method: str, label: str) -> str:
+    """A run of a sweep; the method's own setting is its run in the main table."""
+    return f"{method}, {label}" if f"{method}, {label}" in CURVES else method
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

@@ -1,21 +1,26 @@
 """
-UpIT against its baselines and its own variants, small: a 1M-parameter base, three domains, equal data for every method.
+When does UpIT pay, and which parts of it? UpIT, its baselines and its variants on ten learnable tasks.
 
-    python -m benchmarks.upit_study run --workers 2    # two hours on 2 cores; run it again to continue
-    python -m benchmarks.upit_study report             # writes benchmarks/results/upit_study.md
+    python -m benchmarks.upit_study run --workers 2    # hours on 2 cores; run it again to continue
+    python -m benchmarks.upit_study report             # writes the table and the figure below benchmarks/results
+
+Finished runs are lines of `benchmarks/results/upit_study.jsonl`; a run that is there is not done again.
 
 Fixed before the first run:
-- Every method sees the same stream of examples: 2 passes over 720 (240 per domain). Halves are trained like UpIT's
-  stages 1 and 4: the first at a constant rate, the second at a rate that falls to zero. The examples of router
-  initialisation (36 seed examples, 4 passes) are taken from the end of the second half.
-- 5 seeds (data, order, initial values), with two replicates of the second half each (another order and other routers),
-  averaged.
-- Two orders of the first half: "iid", and "blocks", one domain after the other.
-- Learning rates are tuned for each method on another seed (order iid): the best of 2e-3, 4e-3, 8e-3. (The rates of the
-  methods with buckets were chosen while a bug, since fixed, left their second half without the balancing loss.)
-- Outcome: held-out loss per answer token (60 examples per domain), the mean over domains.
-- Primary contrasts: UpIT against LoRAMoE-SFT, against no router initialisation, against random buckets; averages over
-  both orders, paired by seed, 95 % t intervals. Smallest difference of interest: 0.01.
+- Data: ten rules on sequences of digits (`examples/toy/tasks.py`), every row new. Every method sees the same 48,000
+  rows in the same order, 3,000 steps of 16. Stage 1 has the first half, stage 4 the second; the examples of stage 3
+  (240 seeds, 4 passes: 2 %) are taken from the end of stage 4. Methods without stages train once over both halves.
+- Bases of 1M and (`--size 5M`) 5M parameters; they have read inputs and outputs of the rules under other names, but no
+  instructions.
+- Rates are constant, as in the paper. Each method of the main table has its own: the best of `RATES` on the tuning
+  seed, by the mean held-out loss at the end. Variants and curves have the rate of the method that they vary.
+- Held out: 500 rows, 50 a task, sequences that no training row has. Outcomes: loss per answer token and exact matches
+  (every token of the answer is the most probable one), means over tasks.
+- 4 seeds (data, order, initial values), two orders of the first half: "iid", and "blocks", one task after the other.
+- Primary contrasts, paired by seed, 95 % t intervals: UpIT against LoRAMoE-SFT, LoRAMoE-PT, LoRA of rank k·r, PESC, no
+  router initialisation, random buckets, and 4 → 8 experts by genetic against random pairs and against 8 checkpoints.
+- Curves, order iid: share of the data, number of experts, active experts, for UpIT and LoRAMoE-SFT.
+- Beyond the paper (`IDEAS`): compared on the tuning seeds, and the best confirmed on the seeds of the table.
 """
 
 from __future__ import annotations
@@ -27,86 +32,115 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
-from datasets import Dataset, disable_progress_bars
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from datasets import Dataset, concatenate_datasets, disable_progress_bars
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
 
-from examples.toy.base import ensure_base
-from examples.toy.domains import DOMAINS, build
+from examples.toy.base import ensure_base, take
+from examples.toy.tasks import build, documents
 from moe_peft import MoELoraConfig, lora_to_moe
 from moe_peft.training.data import in_blocks
-from moe_peft.training.scoring import example_losses
+from moe_peft.training.tokenizing import tokenized
 from moe_peft.upit import expand_experts, init_router, post_train, prepare_experts
+from moe_peft.upit.buckets import draw_seeds
 
-from .runs import finished, read, slug
-from .toy_training import SFT
-from .upit_report import Plan, report
+from .exact_match import measure
+from .runs import Ledger
 
-SEEDS, REPLICATES, ORDERS = (0, 1, 2, 3, 4), (0, 1), ("iid", "blocks")
-TUNING_SEED, RATES = 100, (2e-3, 4e-3, 8e-3)
-PER_DOMAIN, HELD_OUT, PASSES = 240, 60, 1  # passes of each half
-SEED_EXAMPLES, SEED_PASSES = 36, 4
+SEEDS, ORDERS, TUNING_SEED = (0, 1, 2, 3), ("iid", "blocks"), 100
+RATES = (1e-3, 2e-3, 4e-3)
+ROWS, HELD_OUT, BATCH = 48_000, 500, 16
+SEED_EXAMPLES, SEED_PASSES = 240, 4
 N, K, R = 8, 2, 8
 FFN = ["gate_proj", "up_proj", "down_proj"]
+POINTS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of stage 4, where held-out rows are measured
+SIZES = {"1M": {"hidden": 128, "layers": 4}, "5M": {"hidden": 256, "layers": 6}}
 
 
 @dataclass(frozen=True)
 class Method:
-    """How the result of the first half becomes the model of the second half."""
+    """
+    Args:
+        whole: what is trained once over all data: "lora", "moe" or "pesc". None: LoRA checkpoints become experts.
+        experts: "checkpoints"; "copies" of the last one; or 4 of them and 4 merged by "genetic" or "random" expansion.
+        buckets, objective, train_experts: of stage 3; without buckets there is none.
+        schedule: of stage 1's rate.
+        share: of the data that is used.
+        tuned_as: the method whose tuned rate this one has; None: its own.
+    """
 
-    first: str = "lora"  # what the first half trains: "lora", "lora_wide" or "moe"
-    experts: str = "checkpoints"  # "checkpoints", "copies", "genetic" or "random" (4 → 8), or "" (keep the model)
+    whole: str | None = None
+    experts: str = "checkpoints"
     buckets: str | None = None
     objective: str = "positive"
     train_experts: bool = True
-    shorter: bool = False  # whether the second half leaves out what router initialisation would train on
-    rate: float | None = None  # fixed; None: tuned
+    schedule: str = "constant"
+    num_experts: int = N
+    top_k: int = K
+    share: float = 1.0
+    tuned_as: str | None = None
 
 
 UPIT = Method(buckets="perplexity")
-METHODS = {
-    "LoRA, rank r": Method(experts=""),
-    "LoRA, rank k·r": Method("lora_wide", ""),
-    "LoRAMoE-PT": Method("moe", ""),
+MAIN = {
+    "LoRA, rank k·r": Method("lora"),
+    "LoRAMoE-PT": Method("moe"),
+    "PESC": Method("pesc"),
     "LoRAMoE-SFT": Method(experts="copies"),
     "UpIT": UPIT,
-    "UpIT 4→8, genetic": Method(experts="genetic", buckets="perplexity"),
-    "UpIT 4→8, random pairs": Method(experts="random", buckets="perplexity"),
     "no router initialisation": Method(),
     "random buckets": Method(buckets="random"),
-    "label buckets": Method(buckets="label"),
-    "relative perplexity": Method(buckets="relative"),
-    "routing vectors only": Method(buckets="perplexity", train_experts=False),
-    "one-vs-rest": Method(buckets="perplexity", objective="one_vs_rest"),
-    "softmax": Method(buckets="perplexity", objective="softmax"),
+    "UpIT 4→8, genetic": replace(UPIT, experts="genetic", tuned_as="UpIT"),
+    "UpIT 4→8, random": replace(UPIT, experts="random", tuned_as="UpIT"),
 }
-# Added after the other results were seen, to find the causes of two differences.
-POST_HOC = {
-    "no router initialisation, shorter": Method(shorter=True, rate=4e-3),
-    "random buckets, UpIT's rate": Method(buckets="random", rate=4e-3),
+LARGE = ("LoRA, rank k·r", "LoRAMoE-PT", "LoRAMoE-SFT", "UpIT", "no router initialisation")  # with the large base
+VARIED = {"UpIT": UPIT, "LoRAMoE-SFT": MAIN["LoRAMoE-SFT"]}
+CURVES = {
+    f"{name}, {label}": replace(method, tuned_as=name, **own)
+    for name, method in VARIED.items()
+    for label, own in {
+        **{f"{share:g} of the data": {"share": share} for share in (0.125, 0.25, 0.5)},
+        **{f"{n} experts": {"num_experts": n} for n in (2, 4, 16)},
+        **{f"{k} active": {"top_k": k} for k in (1, 4)},
+    }.items()
 }
-SHORTER, SAME_RATE = POST_HOC
-PLAN = Plan(
-    domains=tuple(DOMAINS),
-    seeds=SEEDS,
-    orders=ORDERS,
-    replicates=len(REPLICATES),
-    methods=tuple(METHODS),
-    added={name: method.rate for name, method in POST_HOC.items() if method.rate is not None},
-    reference="LoRAMoE-SFT",
-    subject="UpIT",
-    primary=("LoRAMoE-SFT", "no router initialisation", "random buckets"),
-    post_hoc=(("UpIT", SHORTER), (SHORTER, "no router initialisation"), ("UpIT", SAME_RATE)),
-    interest=0.01,
-)
+IDEAS = {
+    "relative perplexity": replace(UPIT, buckets="relative", tuned_as="UpIT"),
+    "label buckets": replace(UPIT, buckets="label", num_experts=10, tuned_as="UpIT"),
+    "UpIT, 10 experts": replace(UPIT, num_experts=10, tuned_as="UpIT"),
+    "softmax objective": replace(UPIT, objective="softmax", tuned_as="UpIT"),
+    "label buckets, softmax": replace(UPIT, buckets="label", objective="softmax", num_experts=10, tuned_as="UpIT"),
+    "routing vectors only": replace(UPIT, train_experts=False, tuned_as="UpIT"),
+    "cyclic rate in stage 1": replace(UPIT, schedule="cosine_with_restarts", tuned_as="UpIT"),
+}
+EVERY = {**MAIN, **CURVES, **IDEAS}
+
+
+class Curve(TrainerCallback):
+    """Measures held-out rows after some steps of a training."""
+
+    def __init__(self, experiment: Experiment, steps: dict[int, float]) -> None:
+        self.experiment, self.steps, self.points = experiment, steps, []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._measure(state.global_step, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._measure(state.global_step, model)
+
+    def _measure(self, step: int, model: Any) -> None:
+        if step in self.steps:
+            self.points.append({"share": self.steps[step], **self.experiment.measure(model)})
 
 
 class Experiment:
@@ -115,9 +149,13 @@ class Experiment:
     def __init__(self, base: Path, seed: int, order: str, folder: Path) -> None:
         self.base, self.seed, self.order, self.folder = base, seed, order, folder
         self.tokenizer = AutoTokenizer.from_pretrained(base)
-        train, test = build(seed, PER_DOMAIN, HELD_OUT)
-        self.train = self._tokenized(Dataset.from_list(train))
-        self.test = self._tokenized(Dataset.from_list(test))
+
+    @cached_property
+    def data(self) -> tuple[Dataset, Any, Dataset]:
+        """Tokenized training rows, a collator, and held-out rows."""
+        train, test = (Dataset.from_list(rows) for rows in build(self.seed, ROWS, HELD_OUT))
+        rows, collator = tokenized(train, self.tokenizer, self.args("tokenize"))
+        return rows, collator, tokenized(test, self.tokenizer, self.args("tokenize"))[0]
 
     def model(self) -> Any:
         return AutoModelForCausalLM.from_pretrained(self.base)
@@ -125,198 +163,181 @@ class Experiment:
     def args(self, name: str, **own: Any) -> SFTConfig:
         folder = Path(tempfile.mkdtemp(dir=self.folder, prefix="state-"))
         settings = {
-            **SFT, "logging_steps": 1000, "save_steps": 100_000, "save_strategy": "no", "num_train_epochs": 1,
-            "train_sampling_strategy": "sequential",
+            "per_device_train_batch_size": BATCH, "assistant_only_loss": True, "max_length": 128, "bf16": False,
+            "use_cpu": True, "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True,
+            "lr_scheduler_type": "constant", "logging_steps": 1000, "save_steps": 100_000, "save_strategy": "no",
+            "num_train_epochs": 1, "train_sampling_strategy": "sequential", "seed": self.seed,
         }  # fmt: skip
         return SFTConfig(output_dir=str(folder / name), **{**settings, **own})
 
-    def _tokenized(self, rows: Dataset) -> Dataset:
-        trainer = SFTTrainer(
-            model=self.model(), args=self.args("tokenize"), train_dataset=rows, processing_class=self.tokenizer
-        )
-        return trainer.train_dataset
+    def half(self, number: int, share: float) -> Dataset:
+        """A half's rows in order, the same for all methods."""
+        count, rows = round(share * ROWS / 2), self.data[0]
+        part = rows.select(range(number * (ROWS // 2), number * (ROWS // 2) + count))
+        return in_blocks(part, "domain", 1, self.seed) if number == 0 and self.order == "blocks" else part
 
-    def stream(self, half: int, replicate: int = 0) -> Dataset:
-        """A half's examples in order, the same for all methods."""
-        if half == 0 and self.order == "blocks":
-            return in_blocks(self.train, "domain", PASSES, self.seed)
-        generator = torch.Generator().manual_seed(1000 * self.seed + 10 * half + replicate)
-        passes = [torch.randperm(len(self.train), generator=generator) for _ in range(PASSES)]
-        return self.train.select(torch.cat(passes).tolist())
+    def measure(self, model: Any) -> dict[str, Any]:
+        return measure(model, self.data[2], self.data[1])
 
-    def first_half(self, kind: str, rate: float) -> Path:
-        """Train the first half unless it is there already; returns its folder."""
-        done = self.folder / f"{kind}-{rate:g}"
-        if done.exists():
-            return done
-        unfinished = Path(tempfile.mkdtemp(dir=self.folder))
-        args = self.args("first", learning_rate=rate, lr_scheduler_type="constant", seed=self.seed)
-        if kind == "moe":
-            set_seed(self.seed)
-            config = MoELoraConfig(num_experts=N, top_k=K, r=R, lora_alpha=2 * R, task_type="CAUSAL_LM")
-            model = get_peft_model(self.model(), config)
-            post_train(model, self.stream(0), args, self.tokenizer, output_dir=unfinished / "experts" / "0")
-        else:
-            r = R if kind == "lora" else K * R
-            config = LoraConfig(r=r, lora_alpha=2 * r, target_modules=FFN, task_type="CAUSAL_LM")
+    def checkpoints(self, rate: float, method: Method) -> list[Path]:
+        """16 checkpoints of plain LoRA, from the second half of stage 1; trained unless they are there already."""
+        done = self.folder / f"lora-{rate:g}-{method.share:g}-{method.schedule}"
+        if not done.exists():
+            unfinished = Path(tempfile.mkdtemp(dir=self.folder))
+            cycles = {"lr_scheduler_kwargs": {"num_cycles": 2 * N}} if method.schedule != "constant" else {}
+            args = self.args("first", learning_rate=rate, lr_scheduler_type=method.schedule, **cycles)
+            lora = LoraConfig(r=R, lora_alpha=2 * R, target_modules=FFN, task_type="CAUSAL_LM")
             prepare_experts(
-                self.model(), self.stream(0), args, config, self.tokenizer, output_dir=unfinished, num_experts=N
-            )
-        unfinished.rename(done)
-        return done
+                self.model(), self.half(0, method.share), args, lora, self.tokenizer, output_dir=unfinished,
+                num_experts=2 * N,
+            )  # fmt: skip
+            unfinished.rename(done)
+        return [done / "experts" / str(i) for i in range(2 * N)]
 
-    def second_half(self, method: Method, rate: float, first_rate: float, replicate: int) -> dict[str, float]:
-        """Train a method's second half and return its held-out losses."""
-        first = self.first_half(method.first, first_rate)
-        stream, seed = self.stream(1, replicate), 7000 + 10 * self.seed + replicate
-        if method.experts == "":
-            last = sorted((first / "experts").iterdir(), key=lambda path: int(path.name))[-1]
-            model = PeftModel.from_pretrained(self.model(), last, is_trainable=True)
-        else:
-            set_seed(seed)
-            model = lora_to_moe(self.model(), self.experts(method, first), task_type="CAUSAL_LM", top_k=K)
-        if method.buckets is not None:
-            generator = torch.Generator().manual_seed(seed)
-            chosen = torch.randperm(len(self.train), generator=generator)[:SEED_EXAMPLES]
-            init_router(
-                model,
-                self.train.select(chosen.tolist()),
-                self.args(
-                    "router",
-                    learning_rate=rate,
-                    lr_scheduler_type="constant",
-                    seed=seed,
-                    num_train_epochs=SEED_PASSES,
-                    per_device_eval_batch_size=64,
-                ),
-                self.tokenizer,
-                buckets=method.buckets,
-                objective=method.objective,
-                train_experts=method.train_experts,
-                label_column="domain",
-            )
-        if method.buckets is not None or method.shorter:
-            stream = stream.select(range(len(stream) - SEED_EXAMPLES * SEED_PASSES))
-        args = self.args("second", learning_rate=rate, lr_scheduler_type="linear", seed=seed)
-        post_train(model, stream, args, self.tokenizer, output_dir=Path(args.output_dir) / "adapter")
-        return self.losses(model)
-
-    def run(self, name: str, method: Method, rates: dict[str, float], replicate: int) -> dict[str, Any]:
-        """A run's record: what it was, and its held-out losses."""
-        rate = method.rate or rates[name]
-        losses = self.second_half(method, rate, first_rate(method, rate, rates), replicate)
-        return {"order": self.order, "seed": self.seed, "method": name, "replicate": replicate, "loss": losses}
-
-    def experts(self, method: Method, first: Path) -> list[Path]:
-        folders = [first / "experts" / str(i) for i in range(N)]
+    def experts(self, method: Method, rate: float) -> list[Path]:
+        folders, n = self.checkpoints(rate, method), method.num_experts
         if method.experts == "copies":
-            return [folders[-1]] * N
-        if method.experts == "checkpoints":
-            return folders
+            return [folders[-1]] * n
+        taken = n if method.experts == "checkpoints" else n // 2
+        chosen = [folders[round(len(folders) * (i + 1) / taken) - 1] for i in range(taken)]
+        if taken == n:
+            return chosen
         output = Path(tempfile.mkdtemp(dir=self.folder))
-        parents = folders[1::2]
-        return expand_experts(parents, output_dir=output, num_experts=N, method=method.experts, seed=self.seed)[0]
+        return expand_experts(chosen, output_dir=output, num_experts=n, method=method.experts, seed=self.seed)[0]
 
-    def losses(self, model: PeftModel) -> dict[str, float]:
-        trainer = SFTTrainer(
-            model=model, args=self.args("test"), train_dataset=self.test, processing_class=self.tokenizer
-        )
-        losses_S1, counts_S = example_losses(trainer.model, self.test, trainer.data_collator, rows=20)
-        labels = self.test["domain"]
-        found = {}
-        for domain in DOMAINS:
-            own = torch.tensor([label == domain for label in labels])
-            found[domain] = float(losses_S1[own].sum() / counts_S[own].sum())
-        return {**found, "mean": sum(found.values()) / len(found)}
+    def run(self, method: Method, rate: float, first_rate: float) -> list[dict[str, Any]]:
+        """Train a method and return its held-out results along stage 4."""
+        set_seed(self.seed)
+        if method.whole is not None:
+            model = get_peft_model(self.model(), self.whole_config(method))
+            stream = concatenate_datasets([self.half(0, method.share), self.half(1, method.share)])
+            before = len(self.half(0, method.share)) // BATCH
+        else:
+            experts, stream, before = self.experts(method, first_rate), self.half(1, method.share), 0
+            set_seed(self.seed)
+            model = lora_to_moe(self.model(), experts, task_type="CAUSAL_LM", top_k=method.top_k)
+        if method.buckets is not None:
+            taken = self.init_router(model, method, rate)
+            stream = stream.select(range(len(stream) - taken))
+        steps = len(stream) // BATCH - before
+        curve = Curve(self, {before + round(point * steps): point for point in POINTS})
+        args = self.args("second", learning_rate=rate, max_steps=before + steps)
+        if method.whole == "lora":
+            SFTTrainer(model, args, train_dataset=stream, processing_class=self.tokenizer, callbacks=[curve]).train()
+        else:
+            folder = Path(args.output_dir) / "adapter"
+            post_train(model, stream, args, self.tokenizer, output_dir=folder, callbacks=[curve])
+        return curve.points
+
+    def whole_config(self, method: Method) -> Any:
+        if method.whole == "lora":
+            return LoraConfig(r=K * R, lora_alpha=2 * K * R, target_modules=FFN, task_type="CAUSAL_LM")
+        own: dict[str, Any] = {"r": R, "lora_alpha": 2 * R}
+        if method.whole == "pesc":
+            config = self.model().config  # as many parameters as an expert of three LoRAs has
+            width = config.hidden_size + config.intermediate_size
+            own = {"expert_type": "bottleneck", "bottleneck_size": round(3 * R * width / (2 * config.hidden_size))}
+        return MoELoraConfig(num_experts=method.num_experts, top_k=method.top_k, task_type="CAUSAL_LM", **own)
+
+    def init_router(self, model: Any, method: Method, rate: float) -> int:
+        """Stage 3; returns how many rows it took from stage 4."""
+        count = round(method.share * SEED_EXAMPLES)
+        rows = concatenate_datasets([self.half(0, method.share), self.half(1, method.share)])
+        args = self.args("router", learning_rate=rate, num_train_epochs=SEED_PASSES, per_device_eval_batch_size=8 * N)
+        init_router(
+            model, draw_seeds(rows, count, self.seed), args, self.tokenizer, buckets=str(method.buckets),
+            objective=method.objective, train_experts=method.train_experts, label_column="domain",
+        )  # fmt: skip
+        return count * SEED_PASSES
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def work(out: Path, base: Path, worker: int, workers: int) -> None:
+def jobs(size: str) -> list[tuple[str, int, dict[str, Method]]]:
+    """Order, seed and methods of each group of runs that share first halves; the most important ones first."""
+    if size == "5M":
+        return [("iid", seed, {name: MAIN[name] for name in LARGE}) for seed in SEEDS]
+    main = [(order, seed, MAIN) for seed in SEEDS for order in ORDERS]
+    ideas = [(order, TUNING_SEED + i, {"UpIT": UPIT, **IDEAS}) for i in (1, 2) for order in ORDERS]
+    return main + ideas + [("iid", seed, CURVES) for seed in SEEDS]
+
+
+def work(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> None:
     """One worker's share of the runs."""
     torch.set_num_threads(1)
     disable_progress_bars()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("moe_peft").setLevel(logging.ERROR)
-    results = out / "results"
-    results.mkdir(parents=True, exist_ok=True)
-    rates = tune(out, base, worker, workers)
-    pairs = [(order, seed, methods) for methods in (METHODS, POST_HOC) for seed in SEEDS for order in ORDERS]
-    for order, seed, methods in pairs[worker::workers]:
-        jobs = {
-            results / f"{order}-{seed}-{slug(name)}-{replicate}.json": (name, replicate)
-            for replicate in REPLICATES
-            for name in methods
-        }
-        if all(path.exists() for path in jobs):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            experiment = Experiment(base, seed, order, Path(folder))
-            for path, (name, replicate) in jobs.items():
-                finished(path, partial(experiment.run, name, methods[name], rates, replicate))
+    rates = tune(base, LARGE if size == "5M" else tuple(MAIN), ledger, worker, workers)
+    for order, seed, methods in jobs(size)[worker::workers]:
+        wanted = {name: method for name, method in methods.items() if not ledger.has(order, seed, name)}
+        if wanted:
+            with tempfile.TemporaryDirectory() as folder:
+                experiment = Experiment(base, seed, order, Path(folder))
+                for name, method in wanted.items():
+                    rate = rates[method.tuned_as or name]
+                    run(experiment, ledger, name, rate, rates["LoRA, rank k·r"])
 
 
-def first_rate(method: Method, rate: float, rates: dict[str, float]) -> float:
-    """The first half's rate: the method's own, or that of the LoRA whose checkpoints it takes."""
-    return rate if method.experts == "" else rates["LoRA, rank r"]
+def run(experiment: Experiment, ledger: Ledger, name: str, rate: float, first_rate: float) -> None:
+    start = time.perf_counter()
+    points = experiment.run(EVERY[name], rate, first_rate)
+    ledger.add(
+        {"order": experiment.order, "seed": experiment.seed, "method": name, "rate": rate, "points": points},
+        f"{time.perf_counter() - start:.0f} s, loss {points[-1]['loss']:.4f}, exact {points[-1]['exact']:.3f}",
+    )
 
 
-def tune(out: Path, base: Path, worker: int, workers: int) -> dict[str, float]:
-    """Each method's best rate on the tuning seed. LoRA comes first: other methods begin with its checkpoints."""
-    folder = out / "tuning"
-    folder.mkdir(parents=True, exist_ok=True)
-    own_first = [name for name in METHODS if METHODS[name].experts == ""]
-
-    def path(name: str, rate: float) -> Path:
-        return folder / f"{slug(name)}-{rate:g}.json"
-
-    with tempfile.TemporaryDirectory() as temporary:
-
-        @cache
-        def experiment() -> Experiment:
-            return Experiment(base, TUNING_SEED, "iid", Path(temporary))
-
-        def run(name: str, rate: float) -> dict[str, Any]:
-            losses = experiment().second_half(METHODS[name], rate, first_rate(METHODS[name], rate, best), 0)
-            return {"method": name, "rate": rate, "loss": losses}
-
-        best: dict[str, float] = {}
-        for group in (own_first, [name for name in METHODS if name not in own_first]):
-            jobs = [(name, rate) for name in group for rate in RATES]
-            for name, rate in jobs[worker::workers]:
-                finished(path(name, rate), partial(run, name, rate))
-            while not all(path(*job).exists() for job in jobs):
-                time.sleep(2)  # another worker makes it
+def tune(base: Path, methods: Sequence[str], ledger: Ledger, worker: int, workers: int) -> dict[str, float]:
+    """Each method's best rate on the tuning seed. LoRA comes first: it sets the rate of stage 1."""
+    best: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        experiment = Experiment(base, TUNING_SEED, "iid", Path(folder))
+        own = [name for name in methods if MAIN[name].tuned_as is None]
+        for group in (own[:1], own[1:]):
+            wanted = [(name, rate) for name in group for rate in RATES]
+            for name, rate in wanted[worker::workers]:
+                if not ledger.has("iid", TUNING_SEED, name, rate):
+                    run(experiment, ledger, name, rate, best.get(own[0], rate))
+            while not all(ledger.has("iid", TUNING_SEED, name, rate) for name, rate in wanted):
+                time.sleep(5)  # another worker makes it
             for name in group:
-                best[name] = min(RATES, key=lambda rate: read(path(name, rate))["loss"]["mean"])
+                losses = {rate: ledger.find("iid", TUNING_SEED, name, rate)["points"][-1]["loss"] for rate in RATES}
+                best[name] = min(losses, key=losses.__getitem__)
     return best
+
+
+def make_base(path: Path, size: str) -> Path:
+    more = list(take(documents(Random(0)), 3_000_000))
+    return ensure_base(path, 0, **SIZES[size], vocab_size=512, chars=600_000, more=more)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "report"])
-    parser.add_argument("--out", type=Path, default=Path(".cache/upit-study"))
-    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="the base model; trained if missing")
-    parser.add_argument("--table", type=Path, default=Path("benchmarks/results/upit_study.md"))
+    parser.add_argument("--size", choices=SIZES, default="1M", help="parameters of the base model")
+    parser.add_argument("--base", type=Path, help="default: .cache/study-base-SIZE; trained if missing")
+    parser.add_argument("--results", type=Path, help="finished runs; default: benchmarks/results/upit_study_SIZE.jsonl")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    base = args.base or Path(f".cache/study-base-{args.size}")
+    results = args.results or Path(f"benchmarks/results/upit_study_{args.size}.jsonl")
     if args.command == "report":
-        report(PLAN, args.out, args.table)
+        from .upit_report import report
+
+        report(Ledger(results), results.with_suffix(".md"))
     elif args.worker is not None:
-        work(args.out, args.base, args.worker, args.workers)
+        work(base, args.size, Ledger(results), args.worker, args.workers)
     else:
-        ensure_base(args.base, 0)
+        make_base(base, args.size)
         command = [sys.executable, "-m", "benchmarks.upit_study", "run", "--workers", str(args.workers)]
-        command += ["--out", str(args.out), "--base", str(args.base), "--worker"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes = [subprocess.Popen([*command, str(i)], env=environment) for i in range(args.workers)]
-        codes = [process.wait() for process in processes]
-        if any(codes):
-            sys.exit(f"a worker failed: {codes}")
-        report(PLAN, args.out, args.table)
+        command += ["--size", args.size, "--results", str(results), "--base", str(base), "--worker"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started = [subprocess.Popen([*command, str(worker)], env=env) for worker in range(args.workers)]
+        sys.exit(max(process.wait() for process in started))
 
 
 if __name__ == "__main__":

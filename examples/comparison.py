@@ -19,7 +19,7 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "upit" / "quickstart.yaml"
 METHODS = {
     "LoRA": ("method=lora", "adapter.r=16", "adapter.lora_alpha=32"),
     "LoRAMoE-SFT": ("method=loramoe_sft",),
-    "UpIT": ("method=upit",),
+    "UpIT": ("method=upit", "router_init.within_budget=true"),  # all see the same number of examples
 }
 FAST = ("num_experts=4", "sft.per_device_train_batch_size=4", "router_init.seed_fraction=0.2")
 BARS = "sft.disable_tqdm=false"  # transformers' verbosity would decide otherwise

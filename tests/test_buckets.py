@@ -12,7 +12,8 @@ from moe_peft.upit.buckets import (
     BUCKETS,
     BucketRule,
     Seeds,
-    bucket_schedule,
+    draw_seeds,
+    expert_batches,
     fill_buckets,
     label_buckets,
     perplexity_buckets,
@@ -104,12 +105,27 @@ def test_a_rule_gets_what_it_asks_for(monkeypatch):
             fill("label", label_column=column)
 
 
-def test_schedule_passes_over_every_bucket_each_epoch_with_experts_in_turn():
-    buckets = [[0, 1, 2, 3], [4, 5, 6], [7], []]
-    schedule = bucket_schedule(buckets, epochs=3, seed=0)
-    assert schedule == bucket_schedule(buckets, epochs=3, seed=0) != bucket_schedule(buckets, epochs=3, seed=1)
-    assert Counter(schedule) == {(example, i): 3 for i, bucket in enumerate(buckets) for example in bucket}
-    epochs = [schedule[i : i + 8] for i in (0, 8, 16)]
-    assert all(sorted(example for example, _ in epoch) == list(range(8)) for epoch in epochs)
-    assert [expert for _, expert in epochs[0]] == [0, 1, 2, 0, 1, 0, 1, 0]
+def test_an_experts_batches_pass_over_its_bucket_in_every_epoch():
+    bucket = [3, 1, 4, 15, 9, 2, 6]
+    batches = expert_batches(bucket, epochs=3, rows=3, seed=0)
+    assert batches == expert_batches(bucket, 3, 3, seed=0) != expert_batches(bucket, 3, 3, seed=1)
+    assert [len(batch) for batch in batches] == [3, 3, 1] * 3
+    epochs = [[i for batch in batches[e : e + 3] for i in batch] for e in (0, 3, 6)]
+    assert all(sorted(epoch) == sorted(bucket) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3  # shuffled anew
+    assert expert_batches([], 3, 3, seed=0) == []
+
+
+def test_the_seed_set_is_in_random_order():
+    """In a file sorted by domain, a capacity rule that follows the file's order fills buckets with one domain each."""
+    n, per_domain = 8, 100
+    data = Dataset.from_dict({"domain": [i // per_domain for i in range(n * per_domain)]})
+    seeds = draw_seeds(data, 400, seed=0)
+    assert sorted(seeds["domain"]) != seeds["domain"]
+    perplexity = torch.rand(400, 1, generator=torch.Generator().manual_seed(0)).expand(-1, n)  # tells nothing
+    commonest = []
+    for bucket in perplexity_buckets(perplexity):
+        counts = Counter(seeds["domain"][i] for i in bucket)
+        commonest.append(max(counts.values()) / len(bucket))
+    assert sum(commonest) / n < 0.3
+    assert draw_seeds(data, 400, seed=0)["domain"] == seeds["domain"] != draw_seeds(data, 400, seed=1)["domain"]

@@ -41,10 +41,13 @@ CONFIGS = {
         32 * (8 * 16 * 3 * (4096 + 11008) + 8 * 4096),
     ),
 }  # fmt: skip
-LLAMA_7B = CONFIGS["llama2-7b-paper"][0]
+SHEARED = LlamaConfig(
+    hidden_size=2560, intermediate_size=6912, num_hidden_layers=32, num_attention_heads=20, vocab_size=32000,
+    dtype="bfloat16",
+)  # fmt: skip
 # The same model: 4 FFNs in place of one, four gates, all of it trained.
-DENSE_7B = 2 * 32000 * 4096 + 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096) + 4096
-CONFIGS["llama2-7b-paper-ffn"] = (LLAMA_7B, DENSE_7B + 32 * (3 * 3 * 4096 * 11008 + 4 * 4096))
+DENSE_SHEARED = 2 * 32000 * 2560 + 32 * (4 * 2560 * 2560 + 3 * 2560 * 6912 + 2 * 2560) + 2560
+CONFIGS["sheared-llama-2.7b-paper-ffn"] = (SHEARED, DENSE_SHEARED + 32 * (3 * 3 * 2560 * 6912 + 4 * 2560))
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] }}{% endfor %}"
 
 
@@ -74,8 +77,8 @@ def test_dry_run(path, tmp_path, tokenizer, capsys, monkeypatch):
     assert stages["prepare"].steps == round(recipe.num_train_epochs * recipe.prepare_share * 3000 / rows)
     if trainable is not None:
         assert stages["post_train"].trainable == trainable and f"{trainable:,}" in printed
-        base = {"llama3-8b-qlora": 5.6e9, "qwen3-8b": 16.4e9}.get(path.stem, 13.5e9)
-        beside = 4 * (trainable - DENSE_7B) if path.stem.endswith("ffn") else 4 * trainable
+        base = {"llama3-8b-qlora": 5.6e9, "qwen3-8b": 16.4e9, "llama2-7b-paper": 13.5e9}.get(path.stem, 5.4e9)
+        beside = 4 * (trainable - DENSE_SHEARED) if path.stem.endswith("ffn") else 4 * trainable
         assert stages["post_train"].memory == pytest.approx(base + beside + 12 * trainable, rel=0.15)
 
 

@@ -15,6 +15,7 @@ from upit_case import rows
 
 from moe_peft import force_experts, lora_to_moe
 from moe_peft.training.scoring import example_losses
+from moe_peft.upit.buckets import expert_batches
 from moe_peft.upit.objectives import routing_loss
 from moe_peft.upit.post_train import post_train
 from moe_peft.upit.router_init import RouterInitTrainer, init_router
@@ -158,6 +159,119 @@ def test_joint_training_has_the_losses_and_gradients_of_separate_models(mixing, 
                     torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-7)
 
 
+class SeparateTrainings:
+    """
+    Algorithm 3 as a plain loop: n models with one plain LoRA and one optimizer each. Router rows are parameters of
+    their expert's optimizer; an objective that reads other experts' rows sends them its gradient.
+    """
+
+    def __init__(self, loras, router_rows, objective, alpha, lr, weight_decay, max_grad_norm):
+        self.objective, self.alpha, self.max_grad_norm = objective, alpha, max_grad_norm
+        self.models = [PeftModel.from_pretrained(tiny_llama(), folder, is_trainable=True) for folder in loras]
+        self.rows = [[row.detach().clone().requires_grad_() for row in rows] for rows in router_rows]  # [n][L]
+        self.trained = [
+            [p for p in model.parameters() if p.requires_grad] + rows
+            for model, rows in zip(self.models, self.rows, strict=True)
+        ]
+        self.optimizers = [torch.optim.AdamW(p, lr=lr, weight_decay=weight_decay) for p in self.trained]
+
+    def loss(self, expert, example):
+        model, seen = self.models[expert], []
+        handles = [
+            layer.mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
+            for layer in model.get_base_model().model.layers
+        ]
+        ids, labels = torch.tensor([example["input_ids"]]), torch.tensor([example["labels"]])
+        lm = cross_entropy(model(input_ids=ids).logits[0, :-1], labels[0, 1:])
+        for handle in handles:
+            handle.remove()
+        per_layer = []
+        for layer, x in enumerate(seen):
+            logits = x @ torch.stack([rows[layer] for rows in self.rows]).T
+            if self.objective == "positive":
+                per_layer.append(softplus(-logits[:, expert]).mean())
+            elif self.objective == "one_vs_rest":
+                signs = torch.tensor([1.0 if i == expert else -1.0 for i in range(N)])
+                per_layer.append(softplus(-signs * logits).mean(1).mean())
+            else:
+                per_layer.append(cross_entropy(logits, torch.full((len(x),), expert)))
+        return self.alpha * lm + (1 - self.alpha) * torch.stack(per_layer).mean()
+
+    def train(self, data, batches):
+        for step in range(max(map(len, batches))):
+            now = [expert for expert in range(N) if step < len(batches[expert])]
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            for expert in now:
+                batch = batches[expert][step]
+                (sum(self.loss(expert, data[i]) for i in batch) / len(batch)).backward()
+            for expert in now:
+                if self.max_grad_norm:
+                    torch.nn.utils.clip_grad_norm_(self.trained[expert], self.max_grad_norm)
+                self.optimizers[expert].step()
+
+
+def assert_trained_apart(model, reference, tolerance):
+    for i, layer in enumerate(layer.mlp for layer in model.get_base_model().model.layers):
+        rows = torch.stack([rows[i] for rows in reference.rows])
+        torch.testing.assert_close(layer.moe_lora_router["default"].weight, rows, **tolerance)
+        A, B = layer.expert_parameters("default")
+        for expert, plain in enumerate(reference.models):
+            for projection in FFN:
+                lora = getattr(plain.get_base_model().model.layers[i].mlp, projection)
+                torch.testing.assert_close(A[projection][expert], lora.lora_A["default"].weight, **tolerance)
+                torch.testing.assert_close(B[projection][expert].T, lora.lora_B["default"].weight, **tolerance)
+
+
+@pytest.mark.parametrize("objective", ["positive", "one_vs_rest", "softmax"])
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"per_device_train_batch_size": 2, "max_grad_norm": 0.0},
+        {"per_device_train_batch_size": 2, "max_grad_norm": 0.5, "weight_decay": 0.1},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
+    ],
+    ids=["plain", "clipping and decay", "accumulation"],
+)
+def test_weights_after_stage_3_are_those_of_separate_trainings(mixing, objective, own, loras, tokenizer, tmp_path):
+    """Unequal buckets (5, 5, 2 and 0 of 12 examples), several epochs with a rest, all experts' steps their own."""
+    model = moe(loras, mixing)
+    layers = [layer.mlp for layer in model.get_base_model().model.layers]
+    routers = [[layer.moe_lora_router["default"].weight[i] for layer in layers] for i in range(N)]
+    args = arguments(tmp_path, num_train_epochs=3, lr_scheduler_type="constant", adam_epsilon=1e-3, **own)
+    reference = SeparateTrainings(
+        loras, routers, objective, 0.3, args.learning_rate, args.weight_decay, own["max_grad_norm"]
+    )
+    for optimizer in reference.optimizers:
+        optimizer.param_groups[0]["eps"] = 1e-3  # so that rounding is not blown up where gradients are tiny
+    trainer = make_trainer(loras, tokenizer, tmp_path / "data")
+    labels = ["a", "b", "a", "b", "c", "a", "b", "a", "b", "c", "a", "b"]
+    data = trainer.train_dataset.remove_columns("domain").add_column("domain", labels)
+    result = init_router(
+        model, data, args, tokenizer, objective=objective, alpha=0.3, buckets="label", label_column="domain",
+        expert_map={"a": [2], "b": [0], "c": [1]},
+    )  # fmt: skip
+    assert [len(bucket) for bucket in result.buckets] == [5, 2, 5, 0]
+    size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    batches = [expert_batches(bucket, 3, size, args.seed + i) for i, bucket in enumerate(result.buckets)]
+    assert result.trained.metrics()["steps"] == max(map(len, batches))
+    reference.train(data, batches)
+    assert_trained_apart(model, reference, {"rtol": 1e-3, "atol": 2e-6})
+    untrained = PeftModel.from_pretrained(tiny_llama(), loras[3]).state_dict()
+    if objective == "positive":  # the expert without examples
+        torch.testing.assert_close(reference.models[3].state_dict(), untrained, rtol=0, atol=0)
+
+
+def test_an_expert_moves_as_far_as_in_its_own_training(loras, tokenizer, tmp_path):
+    """With more experts than one the steps are no more, only wider."""
+    model = moe(loras)
+    args = arguments(tmp_path, num_train_epochs=4, per_device_train_batch_size=3)
+    result = init_router(model, Dataset.from_list(rows(12)), args, tokenizer, buckets="random")
+    assert [len(bucket) for bucket in result.buckets] == [3, 3, 3, 3]
+    assert result.trained.metrics()["steps"] == 4
+
+
 @pytest.mark.parametrize("objective", ["positive", "one_vs_rest", "softmax"])
 def test_routing_loss_is_that_of_a_plain_loop(objective):
     generator = torch.Generator().manual_seed(0)
@@ -216,7 +330,8 @@ def test_init_router_trains_experts_and_routers(buckets, loras, tokenizer, tmp_p
         assert result.perplexity.shape == (12, N) and max(map(len, result.buckets)) == 3
     if buckets == "label":
         assert all(len({i % 3 for i in bucket}) == 1 for bucket in result.buckets)
-    assert result.trained.metrics()["steps"] == 9
+    # Every expert takes the steps of a training of its own: three passes over its bucket, 4 rows a step.
+    assert result.trained.metrics()["steps"] == 3 * max(-(-len(bucket) // 4) for bucket in result.buckets)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {name for name in before if "moe_lora_" in name}
     history = result.trained.history

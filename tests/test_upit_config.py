@@ -133,11 +133,14 @@ def test_yaml_and_overrides(tmp_path):
 def test_every_method_has_the_same_budget():
     for method in ("upit", "lora", "loramoe_pt", "loramoe_sft", "self_moe"):
         passes = budget(recipe(method=method, num_train_epochs=4, prepare_share=0.5), 1000)
+        assert passes.prepare + passes.post_train == 4, method
+        within = recipe(method=method, num_train_epochs=4, router_init={"within_budget": True})
+        passes = budget(within, 1000)
         assert passes.prepare + passes.router_init + passes.post_train == pytest.approx(4), method
     upit = budget(recipe(router_init={"seed_fraction": 0.1, "num_train_epochs": 4}), 1000)
-    assert (upit.prepare, upit.router_init) == (2, 0.4)
+    assert (upit.prepare, upit.router_init, upit.post_train) == (2, 0.4, 2)
     assert budget(recipe(), 100).router_init == 8 / 100 * 4  # never less than one example an expert
     given = budget(recipe(prepare={"adapters": ["a", "b"]}, router_init={"buckets": "none"}), 1000)
     assert (given.prepare, given.router_init, given.post_train) == (0, 0, 4)
     with pytest.raises(ValueError, match="stage 4 is left with none"):
-        budget(recipe(router_init={"seed_fraction": 1, "num_train_epochs": 2}), 1000)
+        budget(recipe(router_init={"seed_fraction": 1, "num_train_epochs": 2, "within_budget": True}), 1000)

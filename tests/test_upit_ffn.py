@@ -39,7 +39,7 @@ from moe_peft.upit.plan import plan
 from moe_peft.upit.routing_vectors import RoutingVectors
 
 # Stage 1 has 24 steps; stage 3's four buckets of three seeds have 2 each; stage 4 has 18.
-STEPS = 24 + 8 + 18
+STEPS = 24 + 8 + 24
 
 
 def settings_in(folder, tokenizer, **own):
@@ -160,9 +160,9 @@ def test_loss_and_gradients_of_stage_3(case, tokenizer, tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none", remove_unused_columns=False)
     data = Dataset.from_list([{k: v for k, v in row.items() if k != "domain"} for row in rows(3)])
     trainer = ExpertTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, alpha=0.3)
-    trainer.set_experts(trainer.train_dataset, [0] * 3)
+    trainer.set_batches([[[0, 1, 2]]])
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
-    loss = trainer.compute_loss(model, batch)
+    loss = trainer.compute_loss(model, batch, num_items_in_batch=torch.tensor(1))
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -213,15 +213,16 @@ def test_assembly_stacks_experts_and_averages_the_rest(upit, tmp_path):
     ("upcycle_pt", {"moe": {"init": "drop", "drop_rate": 0.25}}, ["post_train"]),
     ("upcycle_sft", {}, ["prepare", "post_train"]),
     ("self_moe", {"prepare": {}}, ["prepare", "post_train"]),
-    ("upit", {"router_init": {"buckets": "random", "seed_fraction": 0.25, "train_experts": False}, "prepare": {}},
+    ("upit", {"prepare": {}, "router_init": {
+        "buckets": "random", "seed_fraction": 0.25, "train_experts": False, "within_budget": True}},
      ["prepare", "router_init", "post_train"]),
 ])  # fmt: skip
 def test_methods_share_a_budget(method, own, stages, case, tmp_path):
     pipeline = run(case, tmp_path, method=method, **own)
     assert list(pipeline.records) == [*stages, "evaluate"]
-    assert method != "upit" or pipeline.records["router_init"]["metrics"]["steps"] == 4 * 3
+    assert method != "upit" or pipeline.records["router_init"]["metrics"]["steps"] == 4 * 4
     steps = sum(pipeline.records[name]["metrics"]["steps"] for name in stages if name != "router_init")
-    assert steps == (48 if method != "upit" else 36)  # stage 3's passes over 12 seeds are taken from stage 4's
+    assert steps == (48 if method != "upit" else 36)  # 4 passes over 12 seeds are taken from stage 4's
     model = AutoModelForCausalLM.from_pretrained(pipeline.root / "model")
     assert model.config.model_type == ("llama" if method == "sft" else "mixtral")
     base = AutoModelForCausalLM.from_pretrained(case["model"]["name_or_path"]).state_dict()

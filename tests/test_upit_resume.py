@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from upit_case import make_case, run_in_process
 
-# Stage 1 has 24 steps, stage 3 has 6, stage 4 has 18; stage 1 saves at 5, 10, 15, 16, 20 and 24.
-STEPS, SAVE_STEPS = 48, 5
+# Forward passes: stage 1 has 24, stage 3 has 6 in 2 steps, stage 4 has 24; stage 1 saves at 5, 10, 15, 16, 20 and 24.
+STEPS, SAVE_STEPS = 54, 5
 KILLS = [
     ("step", 1),
     ("step", 8),

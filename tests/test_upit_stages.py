@@ -13,9 +13,12 @@ from upit_case import make_case
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.methods import METHODS
 from moe_peft.upit.pipeline import MODES
+from moe_peft.upit.run import Budget
+from moe_peft.upit.shared_stages import TrainerStage
 from moe_peft.upit.stages import Stage, run_stage
 
-# Written by the first version of the pipeline; a run that it finished must not be done again.
+# Written by an earlier version of the pipeline; a run that it finished must not be done again. Make the file anew only
+# where a stage's result is meant to change.
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "stage_identities.json").read_text())
 MINIMAL = {"output_dir": "out", "model": {"name_or_path": "base"}, "data": {"train": "train.jsonl"}}
 
@@ -51,6 +54,48 @@ def test_a_stage_whose_record_has_the_golden_identity_is_done_already(name, tmp_
         (tmp_path / stage.name / "stage.json").write_text(json.dumps(record))
         pipeline.records[stage.name] = run_stage(tmp_path, stage)
         assert pipeline.records[stage.name] == record
+
+
+def test_settings_that_decide_no_result_leave_finished_stages_alone(tmp_path):
+    settings = {**GOLDEN["lora upit"]["recipe"], "output_dir": str(tmp_path)}
+    stage = pipeline_of(settings).stages[0]
+    (tmp_path / "prepare").mkdir()
+    done = {"identity": stage.identity(), "metrics": {}, "files": {}}
+    (tmp_path / "prepare" / "stage.json").write_text(json.dumps(done))
+    other = {"report_to": "tensorboard", "logging_steps": 3, "save_steps": 7, "dataloader_num_workers": 1}
+    again = pipeline_of({**settings, "sft": {**settings["sft"], **other}}).stages[0]
+    again.run = lambda folder: pytest.fail("done again")
+    assert run_stage(tmp_path, again) == done
+    decisive = pipeline_of({**settings, "sft": {**settings["sft"], "learning_rate": 1e-4}}).stages[0]
+    decisive.run = lambda folder: {"steps": 1}
+    assert run_stage(tmp_path, decisive)["metrics"] == {"steps": 1}
+
+
+@pytest.mark.parametrize(("mode", "rate"), [("lora", 2e-4), ("ffn", 2e-5)])
+def test_what_a_recipe_leaves_out_is_the_papers(mode, rate, tmp_path):
+    settings = {**MINIMAL, "mode": mode, "num_experts": 4, "sft": {"bf16": False, "use_cpu": True}}
+    for stage in UpIT(recipe_from_dict(settings)).stages:
+        if isinstance(stage, TrainerStage):
+            args = stage.arguments(tmp_path)
+            assert (args.learning_rate, args.lr_scheduler_type, args.max_length) == (rate, "constant", 2048)
+    own = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "max_length": 64}
+    settings = {**settings, "sft": {**settings["sft"], **own}, "prepare": {"sft": {"learning_rate": 3e-3}}}
+    first, *_, last = (s for s in UpIT(recipe_from_dict(settings)).stages if isinstance(s, TrainerStage))
+    assert first.arguments(tmp_path).learning_rate == 3e-3
+    args = last.arguments(tmp_path)
+    assert (args.learning_rate, args.lr_scheduler_type, args.max_length) == (1e-3, "cosine", 64)
+
+
+@pytest.mark.parametrize("mode", ["lora", "ffn"])
+def test_stage_3_stands_beside_the_budget_or_within_it(mode):
+    settings = {**MINIMAL, "mode": mode, "num_experts": 4, "num_train_epochs": 2}
+    settings["router_init"] = {"seed_fraction": 0.125, "num_train_epochs": 2}
+    assert pipeline_of(settings).context.budget == Budget(1.0, 0.25, 1.0)
+    settings["router_init"]["within_budget"] = True
+    assert pipeline_of(settings).context.budget == Budget(1.0, 0.25, 0.75)
+    settings["router_init"]["num_train_epochs"] = 8
+    with pytest.raises(ValueError, match=r"stage 4 is left with none; set router_init\.within_budget=false"):
+        pipeline_of(settings).context.budget  # noqa: B018
 
 
 def test_every_mode_has_methods_and_stages():

@@ -12,7 +12,7 @@ import argparse
 import random
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle
 from pathlib import Path
 
@@ -104,7 +104,13 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def ensure_base(
-    path: Path, seed: int, hidden: int = 128, layers: int = 4, vocab_size: int = 2048, chars: int = 5_000_000
+    path: Path,
+    seed: int,
+    hidden: int = 128,
+    layers: int = 4,
+    vocab_size: int = 2048,
+    chars: int = 5_000_000,
+    more: Sequence[str] = (),
 ) -> Path:
     """
     Return the model folder `path`; if there is none yet, train the model first, with a progress bar.
@@ -114,6 +120,7 @@ def ensure_base(
         seed: of the data's order and the initial weights.
         hidden, layers, vocab_size: size of the model.
         chars: characters of training text.
+        more: further documents to train on.
 
     Raises:
         FileExistsError: `path` exists but is no model folder.
@@ -123,6 +130,9 @@ def ensure_base(
     if path.exists():
         raise FileExistsError(f"{path}: exists but is not a model folder; remove it or name another")
     documents = corpus(random.Random(seed), chars)
+    if more:
+        documents += more
+        random.Random(seed).shuffle(documents)
     tokenizer = train_tokenizer(documents, vocab_size)
     ids = list(chain.from_iterable(tokenizer([text + END for text in documents])["input_ids"]))
     rows = [ids[start : start + CONTEXT] for start in range(0, len(ids) - CONTEXT + 1, CONTEXT)]

@@ -66,14 +66,14 @@ class LabelCollator:
 
 
 class RowCollator:
-    """Adds a column with one number per row, [B], to the batches of another collator."""
+    """Adds columns with one number per row, [B] each, to the batches of another collator."""
 
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], column: str) -> None:
-        self.collator, self.column = collator, column
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], *columns: str) -> None:
+        self.collator, self.columns = collator, columns
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        values = torch.tensor([example[self.column] for example in examples])
-        return {**self.collator(examples), self.column: values}
+        own = {column: torch.tensor([example[column] for example in examples]) for column in self.columns}
+        return {**self.collator(examples), **own}
 
 
 def real_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:

@@ -60,9 +60,12 @@ class BucketRule:
 
 
 def draw_seeds(dataset: Dataset, count: int, seed: int) -> Dataset:
-    """The seed set: `count` of the examples, drawn at random and kept in order."""
+    """
+    The seed set: `count` of the examples, in random order. Rules with a capacity visit them in this order, so that it
+    must not follow that of the file, which may be sorted by domain.
+    """
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
-    return dataset.select(sorted(order[:count].tolist()))
+    return dataset.select(order[:count].tolist())
 
 
 def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None) -> Buckets:
@@ -201,15 +204,14 @@ def fill_buckets(
     return needs.fill(found), perplexity_SN
 
 
-def bucket_schedule(buckets: Buckets, epochs: int, seed: int) -> list[tuple[int, int]]:
+def expert_batches(bucket: Sequence[int], epochs: int, rows: int, seed: int) -> list[list[int]]:
     """
-    The (example, expert) pairs of a training over all buckets, in order. In every epoch each bucket is shuffled, then
-    the buckets take turns, so that any stretch of the schedule trains all experts alike.
+    The batches of one expert's own training, in order: in every epoch its bucket is shuffled and cut into batches of
+    `rows` examples; an epoch's last batch may be smaller.
     """
     generator = torch.Generator().manual_seed(seed)
-    schedule: list[tuple[int, int]] = []
+    batches = []
     for _ in range(epochs):
-        shuffled = [[b[i] for i in torch.randperm(len(b), generator=generator).tolist()] for b in buckets]
-        for turn in range(max(map(len, shuffled), default=0)):
-            schedule += [(bucket[turn], expert) for expert, bucket in enumerate(shuffled) if turn < len(bucket)]
-    return schedule
+        shuffled = [bucket[i] for i in torch.randperm(len(bucket), generator=generator).tolist()]
+        batches += [shuffled[start : start + rows] for start in range(0, len(shuffled), rows)]
+    return batches

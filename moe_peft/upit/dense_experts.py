@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ..contexts import free_memory
 from ..training.checkpoints import Trained, step_rows, train
-from .buckets import Buckets, bucket_schedule
+from .buckets import Buckets, expert_batches
 from .files import expert_folders, link_model, read_tensor, write_without
 from .router_init import RouterInitTrainer
 from .routing_vectors import RoutingVectors, router_weights
@@ -86,11 +86,11 @@ def init_expert_routers(
         own = copy.copy(args)
         own.output_dir = str(Path(str(args.output_dir)) / f"expert-{i}")
         own.remove_unused_columns, own.train_sampling_strategy = False, "sequential"
-        schedule = bucket_schedule([buckets[i]], max(1, round(args.num_train_epochs)), args.seed + i)
+        batches = expert_batches(buckets[i], max(1, round(args.num_train_epochs)), step_rows(args), args.seed + i)
         set_seed(args.seed + i)
         model = load(source)
         model.routing_vectors = RoutingVectors(model)
-        if not schedule:
+        if not batches:
             vectors.append(model.routing_vectors.weight.detach().float().cpu())
             if args.should_save:
                 link_model(source, target)
@@ -105,19 +105,13 @@ def init_expert_routers(
             alpha=alpha,
             objective=objective,
         )
-        trained = _train_on(trainer, [example for example, _ in schedule])
+        trainer.set_batches([batches])
+        trained = train(trainer)
         vectors.append(_keep_expert(trainer, trained, source, target))
         logs.append(trained)
         del trainer, model
         free_memory()
     return ExpertRouters(folders, router_weights(vectors), logs)
-
-
-def _train_on(trainer: ExpertTrainer, examples: list[int]) -> Trained:
-    """Train on examples in the given order."""
-    trainer.set_experts(trainer.train_dataset.select(examples), [0] * len(examples))
-    trainer.args.max_steps = -(-len(examples) // step_rows(trainer.args))
-    return train(trainer)
 
 
 def _keep_expert(trainer: ExpertTrainer, trained: Trained, source: Path, target: Path) -> torch.Tensor:

@@ -97,8 +97,7 @@ class FFNRouterInit(RouterInit):
 
     def steps(self, rows: int, batch: int) -> int:
         """Experts are trained one after the other, each on its bucket."""
-        bucket = -(-self.recipe.seed_count(rows) // self.recipe.num_experts)
-        return self.recipe.num_experts * -(-bucket * self.recipe.router_init.num_train_epochs // batch)
+        return self.recipe.num_experts * super().steps(rows, batch)
 
     def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
         vectors = model.config.num_hidden_layers * model.config.hidden_size

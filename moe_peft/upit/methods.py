@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,4 +42,11 @@ _SELF_MOE = Method(trains_experts=False)
 METHODS: dict[str, dict[str, Method]] = {
     "lora": {"lora": _DENSE, "loramoe_pt": _FRESH, "loramoe_sft": _COPIES, "upit": _UPIT, "self_moe": _SELF_MOE},
     "ffn": {"sft": _DENSE, "upcycle_pt": _FRESH, "upcycle_sft": _COPIES, "upit": _UPIT, "self_moe": _SELF_MOE},
+}
+
+# Mode → training arguments that the method rests on, for all stages; a recipe's `sft` overrides them. Rates and context
+# are the paper's (section 3.1), and so is the constant rate: checkpoints of a rate that falls to zero hardly differ.
+TRAINING: dict[str, dict[str, Any]] = {
+    mode: {"learning_rate": rate, "lr_scheduler_type": "constant", "max_length": 2048}
+    for mode, rate in (("lora", 2e-4), ("ffn", 2e-5))
 }

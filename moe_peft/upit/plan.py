@@ -25,7 +25,8 @@ _STATE_BYTES = 16  # of a trainable parameter: weight, gradient and Adam's two m
 class StagePlan:
     """
     One stage. `memory` estimates the bytes on one device, without sharding: base weights, 16 bytes per trainable
-    parameter, and the activations of one batch (those that gradient checkpointing keeps, or all).
+    parameter, and the activations of one batch (those that gradient checkpointing keeps, or all). `training` names the
+    rate, the schedule and the context.
     """
 
     name: str
@@ -34,6 +35,7 @@ class StagePlan:
     tokens: int
     trainable: int
     memory: int
+    training: str
 
 
 def plan(pipeline: UpIT) -> list[StagePlan]:
@@ -68,8 +70,14 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
         held, trainable = stage.sizes(empty)
         memory = base + 4 * held + (_STATE_BYTES - 4) * trainable
         memory += _activation_bytes(config, args, length, 2 if _half_precision(stage) else 4)
-        found.append(StagePlan(stage.name, stage.epochs, steps, round(steps * batch * length), trainable, memory))
+        tokens = round(stage.epochs * rows * length)
+        found.append(StagePlan(stage.name, stage.epochs, steps, tokens, trainable, memory, _training(args)))
     return found
+
+
+def _training(args: SFTConfig) -> str:
+    schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    return f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}"
 
 
 def _half_precision(stage: TrainingStage) -> bool:

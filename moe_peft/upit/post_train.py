@@ -7,7 +7,7 @@ from pathlib import Path
 
 from datasets import Dataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from trl import SFTConfig
 
 from ..models.view import router_parameters
@@ -24,6 +24,7 @@ def post_train(
     output_dir: str | Path,
     train_experts: bool = True,
     eval_dataset: Dataset | None = None,
+    callbacks: list[TrainerCallback] | None = None,
 ) -> Trained:
     """
     Fine-tune a MoE-LoRA adapter, or a native MoE, with the losses on its routers, and save it.
@@ -36,6 +37,8 @@ def post_train(
             whole training of this stage.
         output_dir: for the adapter or the model.
         train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
+
+        callbacks: of the trainer.
 
     Returns:
         the training's log and checkpoints.
@@ -53,6 +56,7 @@ def post_train(
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         processing_class=processing_class,
+        callbacks=callbacks,
     )
     trained = train(trainer)
     if trainer.args.should_save:

@@ -120,8 +120,11 @@ class RouterInitSection:
     train_experts: bool = True
     # Share of the data in the seed set, which is drawn at random.
     seed_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
-    # Passes over the seed set. They count towards the budget.
+    # Passes of each expert over its bucket.
     num_train_epochs: Count = 4
+    # True takes these examples from stage 4's, so that all methods see equal data; False adds them to the budget, as in
+    # the paper.
+    within_budget: bool = False
     # The most examples in a bucket, for the perplexity rules; null shares the seed set out evenly.
     capacity: Count | None = None
     # Label → experts, for `buckets: label`.
@@ -152,7 +155,7 @@ class Recipe:
     # A name in the table `METHODS` of the mode: which stages run and how the budget is split.
     method: str = "upit"
     num_experts: Count = 8
-    # The whole budget, in passes over the data.
+    # The budget of stages 1 and 4 together, in passes over the data.
     num_train_epochs: Annotated[float, Field(gt=0)] = 4.0
     # Stage 1's share of it.
     prepare_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -161,7 +164,8 @@ class Recipe:
     adapter: dict[str, Any] = field(default_factory=dict)
     # Mode `ffn`: fields of UpcycleConfig for the native MoE, and `router_aux_loss_coef`.
     moe: dict[str, Any] = field(default_factory=dict)
-    # Fields of TRL's SFTConfig for all stages; a stage's own `sft` overrides them.
+    # Fields of TRL's SFTConfig for all stages; a stage's own `sft` overrides them. What is left out has the method's
+    # value: a constant rate of 2e-4 (mode `ffn`: 2e-5) and a context of 2048 tokens.
     sft: dict[str, Any] = field(default_factory=dict)
     prepare: PrepareSection = field(default_factory=PrepareSection)
     expand: ExpandSection = field(default_factory=ExpandSection)

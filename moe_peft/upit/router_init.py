@@ -2,8 +2,10 @@
 Stage 3, router initialisation: each seed example goes to the expert that knows it best, then every expert and its
 routing vector learn from their bucket (UpIT, section 2.2, Equations 1 and 2, Algorithm 3).
 
-All n experts train at once in one model. Every row of a batch is forced to its own expert with gate 1, so that the
-row's loss has the gradient that it would have in a model with this expert only.
+All n experts train at once in one model, and each as it would in a training of its own. Every row of a batch is forced
+to its own expert with gate 1, so that the row's loss has the gradient that it would have in a model with this expert
+only. An optimizer step holds a batch of *each* expert, so that an expert takes the steps of its own training, and not
+n times as many from parts of a batch; `OwnUpdates` sees to clipping and to experts with fewer steps than others.
 
 Legend: B rows, S positions, L layers, n experts.
 """
@@ -21,14 +23,18 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from ..compat import loss_is_of_whole_step
 from ..messages import one_of
 from ..models.steering import force_experts
 from ..models.view import RoutedPass, observed_routing, router_parameters, router_sizes
 from ..training.checkpoints import Trained, step_rows, train
 from ..training.labels import RowCollator
 from ..training.scoring import example_losses
-from .buckets import Buckets, bucket_schedule, fill_buckets
+from .buckets import Buckets, expert_batches, fill_buckets
 from .objectives import OBJECTIVES, routing_loss
+from .own_updates import OwnUpdates
+
+_COLUMNS = ("expert", "batch_size")  # of each row: its expert, and the rows of the expert's batch (0: a filler)
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,11 @@ class RouterInit:
 
 class RouterInitTrainer(SFTTrainer):
     """
-    Trains experts and routing vectors under forced routing with `α·L_lm + (1-α)·L_aux`, averaged over rows.
+    Trains experts and routing vectors under forced routing with `α·L_lm + (1-α)·L_aux`. Both losses of a row are means
+    over its own tokens.
 
-    Both losses of a row are means over its own tokens, so the result does not depend on how rows are shared out among
-    batches, accumulation steps and processes.
+    The loss of a step is the sum over experts of the mean over the expert's batch. It does not depend on how rows are
+    shared out among accumulation steps and processes.
 
     Args:
         alpha: α.
@@ -68,18 +75,37 @@ class RouterInitTrainer(SFTTrainer):
         self.alpha, self.objective = alpha, objective
         self.aux_loss_enabled = False  # the buckets decide the experts' loads; the model's own setting stays for later
 
+    def set_batches(self, batches: Sequence[Sequence[Sequence[int]]]) -> None:
+        """
+        Train on these batches of the training data: step t takes batch t of every expert that has one.
+
+        The rows of a step fill as many micro-batches of `per_device_train_batch_size` rows as the largest step needs;
+        rows of weight 0 fill up the others.
+
+        Args:
+            batches: expert → batches → indices into the training data.
+        """
+        steps = [
+            [(i, expert, len(own[t])) for expert, own in enumerate(batches) if t < len(own) for i in own[t]]
+            for t in range(max(map(len, batches)))
+        ]
+        micro = self.args.per_device_train_batch_size * self.args.world_size
+        accumulated = -(-max(map(len, steps)) // micro)
+        rows = [row for step in steps for row in step + [(*step[0][:2], 0)] * (accumulated * micro - len(step))]
+        examples, experts, sizes = (list(column) for column in zip(*rows, strict=True))
+        dataset = self.train_dataset.select(examples)
+        dataset = dataset.remove_columns([name for name in _COLUMNS if name in dataset.column_names])  # a user's own
+        self.train_dataset = dataset.add_column("expert", experts).add_column("batch_size", sizes)
+        self.data_collator = RowCollator(self.data_collator, *_COLUMNS)
+        self.args.gradient_accumulation_steps, self.args.max_steps = accumulated, len(steps)
+        self.experts_in_step = [sum(t < len(own) for own in batches) for t in range(len(steps))]
+
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         with force_experts(
             self.model, inputs["expert"].to(self.args.device)
         ):  # around backward, too: checkpointing runs layers again
-            return super().training_step(model, inputs, *args, **kwargs)
-
-    def set_experts(self, dataset: Dataset, experts: Sequence[int]) -> None:
-        """Train on these rows, each forced to its expert."""
-        if "expert" in dataset.column_names:  # a column of the user's, which no trainer reads
-            dataset = dataset.remove_columns("expert")
-        self.train_dataset = dataset.add_column("expert", list(experts))
-        self.data_collator = RowCollator(self.data_collator, "expert")
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        return loss / self.experts_in_step[self.state.global_step]  # for the log: the mean over experts
 
     def run_model(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[Any, Sequence[torch.Tensor]]:
         """The model's outputs, with TRL's log-probabilities, and router logits, one [B·S, n] per layer."""
@@ -90,7 +116,7 @@ class RouterInitTrainer(SFTTrainer):
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Of a batch under forced routing: language-modelling loss [B], routing loss [B], and the model's outputs."""
-        model_inputs = {name: value for name, value in inputs.items() if name != "expert"}
+        model_inputs = {name: value for name, value in inputs.items() if name not in _COLUMNS}
         outputs, router_logits = self.run_model(model, model_inputs)
         lm_B = -outputs.log_probs.sum(-1) / outputs.label_mask.sum(-1).clamp(min=1)
         aux_B = routing_loss(router_logits, inputs["expert"], inputs["attention_mask"], self.objective)
@@ -104,11 +130,17 @@ class RouterInitTrainer(SFTTrainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
         lm_B, aux_B, outputs = self.row_losses(model, inputs)
-        loss = (self.alpha * lm_B + (1 - self.alpha) * aux_B).mean()
-        for name, value in (("lm_loss", lm_B), ("routing_loss", aux_B)):
-            self._metrics["train"][name].append(self.accelerator.gather_for_metrics(value.detach()).mean().item())
-        # With `num_items_in_batch`, `Trainer` leaves the average over accumulation steps to the loss.
-        loss = loss / (self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1)
+        counts_B = inputs["batch_size"] > 0
+        weight_B = counts_B / inputs["batch_size"].clamp(min=1)
+        loss = (self.alpha * lm_B + (1 - self.alpha) * aux_B) @ weight_B.to(lm_B.dtype)
+        for name, value_B in (("lm_loss", lm_B), ("routing_loss", aux_B)):
+            real = self.accelerator.gather(torch.stack([value_B.detach() * counts_B, counts_B]).sum(1)).view(-1, 2)
+            if real[:, 1].sum():
+                self._metrics["train"][name].append((real[:, 0].sum() / real[:, 1].sum()).item())
+        # Gradients are averaged over processes, and over accumulation steps unless the loss is of the whole step.
+        loss = loss * self.args.world_size
+        if not loss_is_of_whole_step(self, num_items_in_batch):
+            loss = loss * self.current_gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
 
 
@@ -131,8 +163,11 @@ def init_router(
 
     Args:
         model: a base with the experts as one MoE-LoRA adapter (`moe_peft.lora_to_moe`).
-        dataset: the seed examples (in the paper a random 1 % of the data).
-        args: how to train; its `num_train_epochs` counts passes over the seed set. No packing.
+        dataset: the seed examples (in the paper a random 1 % of the data), in random order: rules with a capacity
+            visit them in the order given.
+        args: how to train each expert: `num_train_epochs` passes over its bucket, in batches of
+            `per_device_train_batch_size` × `gradient_accumulation_steps` × processes of its own examples. Schedules
+            other than constant have the length of the longest training. No packing.
         buckets: how examples are given to experts, a name in `BUCKETS`: by `"perplexity"` (Algorithm 3), by perplexity
             `"relative"` to the expert's mean, by `"label"`, at `"random"`.
         objective, alpha: see `RouterInitTrainer`.
@@ -176,9 +211,11 @@ def init_router(
         label_column=label_column,
         expert_map=expert_map,
     )
-    schedule = bucket_schedule(found, max(1, round(args.num_train_epochs)), args.seed)
-    trainer.set_experts(seeds.select([example for example, _ in schedule]), [expert for _, expert in schedule])
-    trainer.args.max_steps = -(-len(schedule) // step_rows(trainer.args))  # the schedule holds all epochs
+    rows, epochs = step_rows(trainer.args), max(1, round(args.num_train_epochs))
+    batches = [expert_batches(bucket, epochs, rows, args.seed + i) for i, bucket in enumerate(found)]
+    trainer.set_batches(batches)
+    trainer.add_callback(OwnUpdates(model, [len(own) for own in batches], args.max_grad_norm))
+    trainer.args.max_grad_norm = 0.0  # `OwnUpdates` clips
     return RouterInit(found, perplexity, train(trainer))
 
 

@@ -27,7 +27,8 @@ class Budget:
 
 def budget(recipe: Recipe, rows: int) -> Budget:
     """
-    How the recipe's passes over `rows` examples are split. Stage 3's passes are taken from stage 4's.
+    How the recipe's passes over `rows` examples are split. Stage 3's passes stand beside them, or with
+    `router_init.within_budget` are taken from stage 4's.
 
     Raises:
         ValueError: stage 4 would get none.
@@ -39,11 +40,13 @@ def budget(recipe: Recipe, rows: int) -> Budget:
     seeds = 0.0
     if recipe.initialises_routers:
         seeds = recipe.seed_count(rows) / rows * recipe.router_init.num_train_epochs
-    if first + seeds >= total:
+    taken = seeds if recipe.router_init.within_budget else 0.0
+    if first + taken >= total:
         raise ValueError(
-            f"router_init: {seeds:g} passes over the data, stage 1 {first:g} of {total:g}: stage 4 is left with none"
+            f"router_init: {seeds:g} passes over the data, stage 1 {first:g} of {total:g}: stage 4 is left with none; "
+            "set router_init.within_budget=false, or a smaller seed_fraction"
         )
-    return Budget(first, seeds, total - first - seeds)
+    return Budget(first, seeds, total - first - taken)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from .buckets import Seeds, draw_seeds
 from .evaluate import evaluate
 from .files import expert_folders
 from .inputs import load_model
+from .methods import TRAINING
 from .prepare import prepare_experts
 from .recipe import Recipe
 from .selection import chosen_steps
@@ -35,8 +36,8 @@ class TrainerStage(Stage):
 
     @property
     def sft(self) -> dict[str, Any]:
-        """The recipe's training arguments, overridden by the stage's own."""
-        return {**self.recipe.sft, **getattr(self.section, "sft", {})}
+        """The method's training arguments, overridden by the recipe's and these by the stage's own."""
+        return {**TRAINING[self.recipe.mode], **self.recipe.sft, **getattr(self.section, "sft", {})}
 
     def arguments(self, folder: Path, **own: Any) -> SFTConfig:
         """
@@ -211,7 +212,9 @@ class RouterInit(TrainingStage):
         return self.arguments(folder, num_train_epochs=epochs, packing=False, padding_free=False)
 
     def steps(self, rows: int, batch: int) -> int:
-        return -(-self.recipe.seed_count(rows) * self.recipe.router_init.num_train_epochs // batch)
+        """Those of one expert's own training; in the mode `lora` all experts take them at once."""
+        bucket = -(-self.recipe.seed_count(rows) // self.recipe.num_experts)
+        return self.recipe.router_init.num_train_epochs * -(-bucket // batch)
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"

@@ -22,6 +22,15 @@ logger = logging.getLogger("moe_peft")
 
 STATE = "state"  # what a stage needs only until it is done
 _IDENTITY, _RECORD = "identity.json", "stage.json"
+# Training arguments that do not decide a result: what is shown, logged and saved on the way, and how rows are loaded.
+_INCIDENTAL = {
+    "report_to", "run_name", "project", "trackio_space_id", "log_level", "log_level_replica", "log_on_each_node",
+    "logging_dir", "logging_strategy", "logging_first_step", "logging_steps", "logging_nan_inf_filter", "disable_tqdm",
+    "include_num_input_tokens_seen", "include_tokens_per_second", "skip_memory_metrics", "save_steps",
+    "save_on_each_node", "dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory",
+    "dataloader_persistent_workers", "dataloader_prefetch_factor", "torch_empty_cache_steps", "hub_model_id",
+    "hub_token", "hub_private_repo",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,18 +172,19 @@ def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
         return done
     whole = read_json(partial / _RECORD)
     begun = read_json(partial / _IDENTITY) or (whole and whole["identity"])
+    goes_on = begun is not None and _decisive(begun) == _decisive(identity)
     PartialState().wait_for_everyone()  # all have read before anything is removed
     if main:
         if done is not None:
             logger.warning("%s: done again, as it changed: %s", stage.name, _difference(done["identity"], identity))
-        if begun is not None and begun != identity:
+        if begun is not None and not goes_on:
             logger.warning("%s: begun anew, as it changed: %s", stage.name, _difference(begun, identity))
-        elif begun is not None and whole is None:
+        elif goes_on and whole is None:
             logger.info("%s: going on", stage.name)
         _remove(folder)
-        _begin(partial, identity, anew=begun != identity, whole=whole is not None)
+        _begin(partial, identity, anew=not goes_on, whole=whole is not None)
     PartialState().wait_for_everyone()
-    if whole is None or begun != identity:
+    if whole is None or not goes_on:
         if main:
             logger.info("%s: running", stage.name)
         metrics = stage.run(partial)
@@ -193,7 +203,16 @@ def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
 
 def _same_result(done: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Whether a finished stage serves. How many processes made it matters only for going on with a half-done one."""
-    return {**done, "processes": None} == {**wanted, "processes": None}
+    return {**_decisive(done), "processes": None} == {**_decisive(wanted), "processes": None}
+
+
+def _decisive(identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity without the training arguments that do not decide a result."""
+    settings = identity["settings"]
+    if "sft" not in settings:
+        return identity
+    sft = {key: value for key, value in settings["sft"].items() if key not in _INCIDENTAL}
+    return {**identity, "settings": {**settings, "sft": sft}}
 
 
 def _remove(folder: Path) -> None:

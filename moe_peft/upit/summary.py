@@ -62,4 +62,7 @@ def print_plan(pipeline: UpIT) -> None:
         cells = (f"{stage.epochs:.3g}", f"{stage.steps:,}", f"{stage.tokens:,}", f"{stage.trainable:,}")
         table.add_row(name, *cells, f"{stage.memory / 2**30:.2f} GiB")
     console.print(table)
+    kinds = {stage.training: [other.name for other in stages if other.training == stage.training] for stage in stages}
+    for kind, names in kinds.items():
+        console.print(f"{', '.join(names)}: {kind}", highlight=False, soft_wrap=True)
     console.print(f"result: {pipeline.result}", highlight=False, soft_wrap=True)

@@ -58,6 +58,7 @@ ADAPTER = Passthrough(
     {
         **dict.fromkeys(_names(PeftConfig), "PEFT sets this"),
         "num_experts": "set the recipe's num_experts",
+        "expert_type": "the method decides this; `method: pesc` has bottleneck experts",
         **_for_each(
             "target_modules exclude_modules layers_to_transform layers_pattern",
             "a recipe adapts the FFNs of all layers; choose their projections with target_projections",

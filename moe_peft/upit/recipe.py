@@ -294,7 +294,12 @@ class Recipe:
 
     def moe_config(self) -> MoELoraConfig:
         """The MoE adapter's configuration."""
-        return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", **self.adapter)
+        return MoELoraConfig(
+            num_experts=max(self.num_experts, 2),
+            task_type="CAUSAL_LM",
+            expert_type=self.facts.expert_type,
+            **self.adapter,
+        )
 
     def upcycle_config(self, **own: Any) -> UpcycleConfig:
         """The native MoE's configuration."""

@@ -95,9 +95,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("base")
-    tiny_llama(eos_token_id=None).save_pretrained(
-        path
-    )  # its sizes are multiples of 32, as 4-bit products on a CPU need
+    base = tiny_llama(eos_token_id=None)  # its sizes are multiples of 32, as 4-bit products on a CPU need
+    base.save_pretrained(path)
     return str(path)
 
 

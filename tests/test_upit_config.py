@@ -38,7 +38,6 @@ def recipe(**settings):
         ({"adapter": {"num_experts": 3}}, "adapter.num_experts: set the recipe's num_experts"),
         ({"adapter": {"target_modules": ["mlp"]}}, "adapter.target_modules: a recipe adapts the FFNs of all layers"),
         ({"adapter": {"expert_type": "bottleneck"}}, "adapter.expert_type: the method decides this; `method: pesc`"),
-        ({"method": "pesc", "adapter": {"mixing": "projection"}}, "mixing='projection': bottleneck experts follow"),
         ({"method": "pesc", "adapter": {"bottleneck_size": 0}}, "bottleneck_size=0"),
         ({"mode": "ffn", "method": "pesc"}, "method='pesc': must be one of sft, upcycle_pt"),
         ({"adapter": {"peft_type": "LORA"}}, "adapter.peft_type: PEFT sets this"),
@@ -104,6 +103,15 @@ def test_an_adapter_may_set_every_field_that_the_recipe_does_not_decide():
     for section in (passthrough.ADAPTER, passthrough.MOE, passthrough.SFT):
         assert section.decided.keys() <= section.fields
     assert passthrough.ADAPTER.fields >= passthrough.FROM_EXPERTS
+
+
+def test_settings_of_loras_in_a_shared_recipe_do_not_apply_to_bottlenecks():
+    adapter = {"r": 2, "mixing": "projection", "target_projections": ["up_proj"], "bottleneck_size": 6, "top_k": 3}
+    config = recipe(method="pesc", adapter=adapter).moe_config()
+    assert (config.expert_type, config.bottleneck_size, config.top_k) == ("bottleneck", 6, 3)
+    assert (config.mixing, config.target_projections) == ("output", None)
+    lora = recipe(method="loramoe_pt", adapter=adapter).moe_config()
+    assert (lora.expert_type, lora.mixing, lora.target_projections) == ("lora", "projection", {"up_proj"})
 
 
 def test_yaml_and_overrides(tmp_path):

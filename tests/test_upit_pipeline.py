@@ -229,6 +229,8 @@ def test_baselines(method, case, upit, tmp_path):
     assert steps_and_rows(pipeline) == steps_and_rows(upit) == 48  # 4 passes over 48 rows in batches of 4
     config = PeftConfig.from_pretrained(pipeline.root / "adapter")
     assert config.peft_type == ("LORA" if method == "lora" else "MOE_LORA")
+    if method != "lora":
+        assert config.expert_type == ("bottleneck" if method == "pesc" else "lora")
     assert (
         set(pipeline.records) - {"evaluate"}
         == {

@@ -428,7 +428,8 @@ def test_export_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"target_modules": ["q_proj"]}, "expert_type='bottleneck': none of the targets .* is an FFN"),
+        ({"target_modules": ["q_proj"]}, "expert_type='bottleneck': target_modules matches no FFN; name FFNs too"),
+        ({"target_modules": ["nowhere"]}, "nowhere"),
         ({"rank_pattern": {"mlp": 4}}, "rank_pattern or alpha_pattern matches 'model.layers.0.mlp'"),
         ({"alpha_pattern": {"layers.1.mlp": 4}}, "rank_pattern or alpha_pattern matches 'model.layers.1.mlp'"),
         ({"router_type": "switch"}, "router_type='switch': [^']*; use router_type='linear'$"),

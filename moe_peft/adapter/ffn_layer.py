@@ -1,5 +1,6 @@
 """
-The tuner layer around one FFN block. `MoELoraFFN.forward` shows the whole computation of a batch, step by step.
+The tuner layer around one FFN block. `MoELoraFFN` shows the whole computation of a batch: `_with_loras` step by step
+with LoRA experts, `_with_bottlenecks` with PESC's.
 
 Legend: T tokens, n experts, k active experts, P = T·k pairs of (token, expert), r rank, d hidden size, f the FFN's
 intermediate size (f' the output size of one input projection: 2f where gate and up are fused), b (in suffixes B) the

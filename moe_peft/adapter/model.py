@@ -65,9 +65,9 @@ class MoELoraModel(BaseTuner):
                     "another adapter wraps; target the FFN, or add this adapter first"
                 )
             _check_target(name, module, peft_config, model)
-        if peft_config.expert_type == "bottleneck" and not any(map(_ffn_layout, targets.values())):
+        if peft_config.expert_type == "bottleneck" and targets and not any(map(_ffn_layout, targets.values())):
             raise ValueError(
-                f"MoELoraConfig: expert_type='bottleneck': none of the targets {names} is an FFN; target FFNs too"
+                "MoELoraConfig: expert_type='bottleneck': target_modules matches no FFN; name FFNs too, or leave it out"
             )
         for key in peft_config.num_experts_pattern:
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern

@@ -129,6 +129,9 @@ class _Loop:
         if self.adapter is None:
             return self._block(lambda name, v: self._base(name) @ v, x)
         gates = self.gates[t]
+        if self.layout is not None and self.spec.expert_type == "bottleneck":
+            h = self._block(lambda name, v: self._base(name) @ v, x)
+            return sum(gate * self._bottleneck(i, h, t) for i, gate in gates.items())
         if self.layout is None or self.spec.mixing == "projection":
             return self._block(lambda name, v: self._mixed(name, v, gates, t), x)
         outputs = [
@@ -136,6 +139,12 @@ class _Loop:
             for j, (i, gate) in enumerate(gates.items())
         ]
         return sum(outputs)
+
+    def _bottleneck(self, expert: int, h: torch.Tensor, t: int) -> torch.Tensor:
+        """`U_i GELU(D_i h) + h`, where dropout acts on the input of D_i alone."""
+        D, U = self._experts("bottleneck")
+        inner = D[expert] @ (self.masks["bottleneck"][t] * h if "bottleneck" in self.masks else h)
+        return U[expert].T @ (inner * 0.5 * (1 + torch.erf(inner / 2**0.5))) + h
 
     def merged(self, name: str, expert: int) -> torch.Tensor:
         """`W + s·B_iᵀ A_i`, [out, in]."""

@@ -45,6 +45,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["mlp", "q_proj", "v_proj"], "num_experts_pattern": {"q_proj": 1}},
     "patterns": {"num_experts_pattern": {"layers.0.mlp": 6}, "rank_pattern": {"layers.1.mlp": 2}},
     "lm-head": {"modules_to_save": ["lm_head"]},
+    "bottleneck": {
+        "expert_type": "bottleneck",
+        "bottleneck_size": 8,
+        "target_modules": ["mlp", "q_proj"],
+        "num_experts_pattern": {"q_proj": 1},
+    },
 }
 
 
@@ -449,7 +455,7 @@ def test_adapter_of_a_bfloat16_base(autocast: bool, expected: torch.dtype, tmp_p
     torch.testing.assert_close(logits(loaded), out.logits.float(), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("kind", ["output", "projection", "attention"])
+@pytest.mark.parametrize("kind", ["output", "projection", "attention", "bottleneck"])
 def test_generation_with_the_cache_equals_generation_without(kind: str):
     model = adapted(**KINDS[kind])
     mask = torch.ones_like(IDS)
@@ -608,6 +614,8 @@ WRONG: list[tuple[str, Any]] = [
     *(("use_rslora", value) for value in ("no", None)),
     *(("normalize_top_k", value) for value in ("no", None)),
     *(("mixing", value) for value in ("sum", None)),
+    *(("expert_type", value) for value in ("adapter", ["lora"], None)),
+    *(("bottleneck_size", value) for value in (0, 8.0, None)),
     *(("init_lora_weights", value) for value in ("pissa", None)),
     *(("num_experts_pattern", value) for value in ({"mlp": 0}, {"mlp": 2.0}, ["mlp"], None)),
     *(("rank_pattern", value) for value in ({"mlp": 0}, {"mlp": "4"}, ["mlp"], None)),
@@ -635,8 +643,17 @@ def test_wrong_config_value_is_one_line_naming_field_and_value(field: str, value
         ({"target_modules": ".*mlp", "layers_pattern": "layers"}, "layers_pattern"),
         ({"target_modules": ["mlp"], "layers_pattern": "layers"}, "layers_pattern"),
         ({"num_experts_pattern": {"mlp": 2}, "top_k": 3}, "top_k"),
+        ({"expert_type": "bottleneck", "mixing": "projection"}, "mixing"),
+        ({"expert_type": "bottleneck", "target_projections": ["up_proj"]}, "target_projections"),
     ],
-    ids=["regex+layers", "regex+pattern", "pattern alone", "pattern below top_k"],
+    ids=[
+        "regex+layers",
+        "regex+pattern",
+        "pattern alone",
+        "pattern below top_k",
+        "bottleneck+projection",
+        "bottleneck+projections",
+    ],
 )
 def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], field: str):
     with pytest.raises(ValueError, match=f"MoELoraConfig: {field}=") as error:

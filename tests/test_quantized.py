@@ -76,6 +76,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "output": {"mixing": "output"},
     "projection": {"mixing": "projection"},
     "linears": {"target_modules": ["q_proj", "down_proj"]},
+    "bottleneck": {
+        "expert_type": "bottleneck",
+        "bottleneck_size": 8,
+        "target_modules": ["mlp", "q_proj", "v_proj", "o_proj"],
+    },
 }
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -90,7 +95,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("base")
-    tiny_llama().save_pretrained(path)  # its sizes are multiples of 32, as 4-bit products on a CPU need
+    base = tiny_llama(eos_token_id=None)  # its sizes are multiples of 32, as 4-bit products on a CPU need
+    base.save_pretrained(path)
     return str(path)
 
 

@@ -37,6 +37,9 @@ def recipe(**settings):
         ({"adapter": {"rank": 3}}, "adapter.rank: unknown key"),
         ({"adapter": {"num_experts": 3}}, "adapter.num_experts: set the recipe's num_experts"),
         ({"adapter": {"target_modules": ["mlp"]}}, "adapter.target_modules: a recipe adapts the FFNs of all layers"),
+        ({"adapter": {"expert_type": "bottleneck"}}, "adapter.expert_type: the method decides this; `method: pesc`"),
+        ({"method": "pesc", "adapter": {"bottleneck_size": 0}}, "bottleneck_size=0"),
+        ({"mode": "ffn", "method": "pesc"}, "method='pesc': must be one of sft, upcycle_pt"),
         ({"adapter": {"peft_type": "LORA"}}, "adapter.peft_type: PEFT sets this"),
         ({"moe": {"top_k": 1}}, "moe.top_k: unknown key in the mode 'lora', which has the section `adapter`"),
         ({"mode": "dense"}, "mode='dense': must be one of lora, ffn"),
@@ -51,7 +54,7 @@ def recipe(**settings):
         ),
         ({"adapter": {"r": 0}}, "r=0"),
         ({"adapter": {"top_k": 9}}, "top_k=9"),
-        ({"method": "mola"}, "method='mola': must be one of lora, loramoe_pt, loramoe_sft, upit, self_moe"),
+        ({"method": "mola"}, "method='mola': must be one of lora, loramoe_pt, loramoe_sft, upit, self_moe, pesc"),
         ({"num_experts": "many"}, "num_experts='many': must be a valid integer"),
         ({"num_experts": 1}, "num_experts=1: must be at least 2"),
         ({"prepare_share": 1.0}, "prepare_share=1.0: must be less than 1"),
@@ -95,11 +98,20 @@ def test_an_adapter_may_set_every_field_that_the_recipe_does_not_decide():
     assert passthrough.ADAPTER.fields - passthrough.ADAPTER.decided.keys() == {
         "r", "lora_alpha", "lora_dropout", "use_rslora", "top_k", "normalize_top_k", "mixing", "target_projections",
         "router_type", "router_threshold", "router_capacity_factor", "router_num_heads", "router_mixture",
-        "router_jitter_noise", "router_aux_loss_coef", "init_lora_weights",
+        "router_jitter_noise", "router_aux_loss_coef", "init_lora_weights", "bottleneck_size",
     }  # fmt: skip
     for section in (passthrough.ADAPTER, passthrough.MOE, passthrough.SFT):
         assert section.decided.keys() <= section.fields
     assert passthrough.ADAPTER.fields >= passthrough.FROM_EXPERTS
+
+
+def test_settings_of_loras_in_a_shared_recipe_do_not_apply_to_bottlenecks():
+    adapter = {"r": 2, "mixing": "projection", "target_projections": ["up_proj"], "bottleneck_size": 6, "top_k": 3}
+    config = recipe(method="pesc", adapter=adapter).moe_config()
+    assert (config.expert_type, config.bottleneck_size, config.top_k) == ("bottleneck", 6, 3)
+    assert (config.mixing, config.target_projections) == ("output", None)
+    lora = recipe(method="loramoe_pt", adapter=adapter).moe_config()
+    assert (lora.expert_type, lora.mixing, lora.target_projections) == ("lora", "projection", {"up_proj"})
 
 
 def test_yaml_and_overrides(tmp_path):
@@ -131,7 +143,7 @@ def test_yaml_and_overrides(tmp_path):
 
 
 def test_every_method_has_the_same_budget():
-    for method in ("upit", "lora", "loramoe_pt", "loramoe_sft", "self_moe"):
+    for method in ("upit", "lora", "loramoe_pt", "loramoe_sft", "self_moe", "pesc"):
         passes = budget(recipe(method=method, num_train_epochs=4, prepare_share=0.5), 1000)
         assert passes.prepare + passes.post_train == 4, method
         within = recipe(method=method, num_train_epochs=4, router_init={"within_budget": True})

@@ -223,13 +223,15 @@ def steps_of(pipeline):
     return sum(record["metrics"].get("steps", 0) for record in pipeline.records.values())
 
 
-@pytest.mark.parametrize("method", ["lora", "loramoe_pt", "loramoe_sft", "self_moe"])
+@pytest.mark.parametrize("method", ["lora", "loramoe_pt", "loramoe_sft", "self_moe", "pesc"])
 def test_baselines(method, case, upit, tmp_path):
     pipeline = run(case, tmp_path, method=method)
     assert steps_of(pipeline) == 48  # 4 passes over 48 rows in batches of 4
     assert steps_of(upit) == 48 + 2  # and 2 passes of every expert over its bucket of 3
     config = PeftConfig.from_pretrained(pipeline.root / "adapter")
     assert config.peft_type == ("LORA" if method == "lora" else "MOE_LORA")
+    if method != "lora":
+        assert config.expert_type == ("bottleneck" if method == "pesc" else "lora")
     assert (
         set(pipeline.records) - {"evaluate"}
         == {
@@ -237,6 +239,7 @@ def test_baselines(method, case, upit, tmp_path):
             "loramoe_pt": {"post_train"},
             "loramoe_sft": {"prepare", "post_train"},
             "self_moe": {"prepare", "expand", "post_train"},
+            "pesc": {"post_train"},
         }[method]
     )
     if method == "lora":
@@ -339,7 +342,7 @@ def test_missing_label_column(case, tmp_path):
 # --- plan and command line ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["upit", "lora", "self_moe", "loramoe_pt"])
+@pytest.mark.parametrize("method", ["upit", "lora", "self_moe", "loramoe_pt", "pesc"])
 def test_plan_is_what_happens(method, case, upit, tmp_path):
     pipeline = upit if method == "upit" else run(case, tmp_path, method=method)
     stages = {stage.name: stage for stage in plan(pipeline)}

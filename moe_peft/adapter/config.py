@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, PeftType
@@ -16,7 +16,9 @@ from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 
 # Fields that the LoRA adapters determine when they are stacked into a MoE adapter.
-EXPERT_FIELDS = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections")
+EXPERT_FIELDS = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections", "expert_type")
+
+ExpertType = Literal["lora", "bottleneck"]
 
 CARD_SECTION = """
 ## How to load this adapter
@@ -48,6 +50,12 @@ class ExpertSpec:
     router: RouterSettings
     init_lora_weights: bool | Literal["gaussian"]
     target_projections: frozenset[str] | None
+    expert_type: ExpertType = "lora"  # of FFNs: a single linear always has LoRAs
+    bottleneck_size: int = 64
+
+    def bottleneck(self) -> ExpertSpec:
+        """These settings for bottlenecks behind an FFN: matrices of `bottleneck_size` in place of `r`, and s = 1."""
+        return replace(self, r=self.bottleneck_size, lora_alpha=self.bottleneck_size, use_rslora=False)
 
     @property
     def scaling(self) -> float:
@@ -65,8 +73,12 @@ class MoELoraConfig(PeftConfig):
     `use_rslora`). The mathematics are those of LoRA (Hu et al., 2021), MixLoRA (Li et al., 2024; mixing "output") and
     LoRAMoE (Dou et al., 2023; mixing "projection").
 
+    With `expert_type="bottleneck"`, the experts of an FFN are the adapters of PESC (Wu et al., 2024, arXiv 2401.02731)
+    behind it: `y = Σ g_i A_i(FFN(x))` with `A_i(h) = U_i GELU(D_i h) + h`, D_i [b, d], U_i [d, b], no biases, and the
+    router on x. Single linears in `target_modules` still get LoRA experts.
+
     Args:
-        r: Rank of every expert.
+        r: Rank of every LoRA expert.
         lora_alpha: The scaling's numerator.
         lora_dropout: Dropout on the experts' input, as in LoRA.
         use_rslora: Scale by `lora_alpha / sqrt(r)`.
@@ -82,6 +94,10 @@ class MoELoraConfig(PeftConfig):
         exclude_modules: Names or a regex of modules to leave alone.
         layers_to_transform: Layer index or indices to adapt; only with a list of `target_modules`.
         layers_pattern: Name of the model's layer list, with `layers_to_transform`.
+        expert_type: What the experts of an FFN are. `"lora"`: LoRAs on its projections. `"bottleneck"`: PESC's
+            bottleneck adapters behind it; only with mixing "output" and without `target_projections`.
+        bottleneck_size: b, the size of every bottleneck expert (PESC: 64). `r`, `lora_alpha` and their patterns do not
+            apply to bottlenecks.
         modules_to_save: Other modules to train in full and save with the adapter.
         num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
         rank_pattern: Maps a module name or regex to a rank other than `r`.
@@ -103,7 +119,8 @@ class MoELoraConfig(PeftConfig):
         router_jitter_noise: ε. In training, the router's input is multiplied by noise from U(1 - ε, 1 + ε).
         router_aux_loss_coef: Coefficient of the load-balancing loss; 0 turns it off.
         init_lora_weights: `True`: A is uniform as in LoRA and B is zero, so the model's output does not change at
-            first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too.
+            first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too. In bottlenecks, A is
+            D and B is U.
 
     Raises:
         ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
@@ -146,6 +163,10 @@ class MoELoraConfig(PeftConfig):
     router_jitter_noise: float = field(default=0.0, metadata={"help": "Training noise on the router's input."})
     router_aux_loss_coef: float = field(default=0.01, metadata={"help": "Load-balancing loss coefficient."})
     init_lora_weights: bool | Literal["gaussian"] = field(default=True, metadata={"help": "True, False or 'gaussian'."})
+    expert_type: ExpertType = field(
+        default="lora", metadata={"help": "LoRAs on an FFN's projections, or bottleneck adapters behind it (PESC)."}
+    )
+    bottleneck_size: int = field(default=64, metadata={"help": "Size of every bottleneck expert."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,13 +196,22 @@ class MoELoraConfig(PeftConfig):
             if 1 < n < self.top_k and not self.router_class.all_experts:
                 self._refuse("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
         if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
-            self._refuse("router_type", f"{reason}; use mixing='projection', or router_type='linear'")
+            other = "" if self.expert_type == "bottleneck" else "mixing='projection', or "
+            self._refuse("router_type", f"{reason}; use {other}router_type='linear'")
+        if self.expert_type == "bottleneck":
+            self._check_bottlenecks()
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             for name in ("layers_to_transform", "layers_pattern"):
                 if getattr(self, name) is not None:
                     self._refuse(name, "give target_modules as a list of names, not as a regex, to choose layers")
         if self.layers_pattern is not None and self.layers_to_transform is None:
             self._refuse("layers_pattern", "set layers_to_transform too")
+
+    def _check_bottlenecks(self) -> None:
+        if self.mixing != "output":
+            self._refuse("mixing", "bottleneck experts follow the whole FFN; use mixing='output'")
+        if self.target_projections is not None:
+            self._refuse("target_projections", "bottleneck experts follow the whole FFN; leave it out")
 
     def _refuse(self, name: str, remedy: str) -> None:
         value = getattr(self, name)
@@ -228,6 +258,8 @@ class MoELoraConfig(PeftConfig):
             ),
             init_lora_weights=self.init_lora_weights,
             target_projections=None if projections is None else frozenset(projections),
+            expert_type=self.expert_type,
+            bottleneck_size=self.bottleneck_size,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -277,7 +309,7 @@ def _maps_to(allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 # Fields, the check of their values, and the remedy for a value that fails it.
 _ALLOWED: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("r num_experts top_k", _is_count, "use a whole number of at least 1"),
+    ("r num_experts top_k bottleneck_size", _is_count, "use a whole number of at least 1"),
     ("num_experts_pattern rank_pattern", _maps_to(_is_count), "use a dict of module name to a whole number above 0"),
     ("alpha_pattern", _maps_to(lambda v: _is_number(v) and v > 0), "use a dict of module name to a number above 0"),
     ("lora_alpha", lambda v: _is_number(v) and v > 0, "use a number above 0"),
@@ -290,6 +322,7 @@ _ALLOWED: list[tuple[str, Callable[[Any], bool], str]] = [
     ("router_num_heads", lambda v: v is None or _is_count(v), "use None or a whole number of at least 1"),
     ("router_mixture", lambda v: v in ("sum", "max"), "use 'sum' or 'max'"),
     ("mixing", lambda v: v in ("output", "projection"), "use 'output' or 'projection'"),
+    ("expert_type", lambda v: v in get_args(ExpertType), "use 'lora' or 'bottleneck'"),
     ("init_lora_weights", lambda v: isinstance(v, bool) or v == "gaussian", "use True, False or 'gaussian'"),
     (
         "target_modules exclude_modules",

@@ -135,11 +135,16 @@ def expert_to_lora(
         The LoRA's config and its state dict, with PEFT's key names.
 
     Raises:
-        ValueError: the adapter has no such expert.
+        ValueError: the adapter has no such expert, or its experts are bottlenecks.
         FileExistsError: `save_directory` already exists.
     """
     adapter_name = adapter_name or model.active_adapter
     source = model.peft_config[adapter_name]
+    if source.expert_type != "lora":
+        raise ValueError(
+            f"expert_to_lora: expert_type={source.expert_type!r}: such an expert has a non-linearity, which no LoRA "
+            "has; keep the whole adapter"
+        )
     state: dict[str, torch.Tensor] = {}
     ranks, alphas = {}, {}
     for owner, layer in model.get_base_model().named_modules():

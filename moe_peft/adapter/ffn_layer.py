@@ -1,8 +1,10 @@
 """
-The tuner layer around one FFN block. `MoELoraFFN.forward` shows the whole computation of a batch, step by step.
+The tuner layer around one FFN block. `MoELoraFFN` shows the whole computation of a batch: `_with_loras` step by step
+with LoRA experts, `_with_bottlenecks` with PESC's.
 
 Legend: T tokens, n experts, k active experts, P = T·k pairs of (token, expert), r rank, d hidden size, f the FFN's
-intermediate size (f' the output size of one input projection: 2f where gate and up are fused).
+intermediate size (f' the output size of one input projection: 2f where gate and up are fused), b (in suffixes B) the
+size of bottleneck experts.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..contexts import without_autocast
+from .config import ExpertSpec
 from .dispatch import Dispatch
 from .ffn import FFNLayout
 from .layer import MoELoraLayer, MoELoraLinear, Weights, linear_features, may_overwrite
@@ -29,12 +33,16 @@ class _Branch(NamedTuple):
     low: list[torch.Tensor] | None = None  # with mixing "output": A_down a of each part's pairs, [P, r]
 
 
+# The name that bottleneck experts have in an adapter's parameters, where LoRA experts have a projection's.
+BOTTLENECK = "bottleneck"
+
+
 class MoELoraFFN(nn.Module, MoELoraLayer):
     """
-    An FFN block with LoRA experts.
+    An FFN block with LoRA experts on its projections, or bottleneck experts behind it.
 
     With several active adapters, the changes that each makes to the block's output add up. Base projections run once
-    per token, whatever top_k, the mixing and the number of active adapters.
+    per token, whatever top_k, the mixing and the number of active adapters (twice with adapters of both types).
     """
 
     def __init__(self, base_layer: nn.Module, layout: FFNLayout, adapter_name: str) -> None:
@@ -49,7 +57,22 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         if not adapters:
             return self.base_layer(x)
         x_TD = x.reshape(-1, x.shape[-1])
+        behind = [a for a in adapters if self.moe_lora_spec[a].expert_type == "bottleneck"]
+        if not behind:
+            return self._with_loras(adapters, x_TD).view(x.shape)
 
+        # Bottleneck experts take the block as it is: they read its output.
+        h_TD = self.base_layer(x).reshape(x_TD.shape)
+        outputs = [self._with_bottlenecks(adapter, x_TD, h_TD) for adapter in behind]
+        if len(behind) < len(adapters):
+            outputs.append(self._with_loras([a for a in adapters if a not in behind], x_TD))
+        y_TD = outputs[0]
+        for other_TD in outputs[1:]:
+            y_TD = y_TD + other_TD - h_TD
+        return y_TD.view(x.shape)
+
+    def _with_loras(self, adapters: list[str], x_TD: torch.Tensor) -> torch.Tensor:
+        """The block's output with the LoRA experts of `adapters` on its projections, [T, d]."""
         # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
         #    once; experts only add low-rank updates to their outputs.
         inputs = [self._projection(name) for name in self.layout.inputs]
@@ -72,7 +95,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             y_TD = self._after_down(adapter, branch, y_TD)
 
         # 5. The block's own dropout, if it has one.
-        return self.layout.drop(self.base_layer, y_TD).view(x.shape)
+        return self.layout.drop(self.base_layer, y_TD)
 
     def _hidden(self, adapter_name: str, x_TD: torch.Tensor, pre: list[torch.Tensor], in_place: bool) -> _Branch:
         """Step 2: one adapter's hidden activation, from the FFN's input and the base's `pre` [T, f']."""
@@ -132,6 +155,22 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         # With experts on the down projection alone, all hidden activations are the base's: both mixings are the same.
         return not spec.normalize_top_k or any(name in weights for name in self.layout.inputs)
 
+    def _with_bottlenecks(self, adapter_name: str, x_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
+        """
+        `Σ_i g_i (U_i GELU(D_i h) + h)`, [T, d], for the output h of the block: the whole of PESC's layer (Wu et al.,
+        2024). The residual is `(Σ_i g_i) h`, which is h where gates sum to 1.
+        """
+        dispatch = self._route(adapter_name, x_TD, h_TD.dtype)
+        D_NBD, U_NBD = (weights[BOTTLENECK].to(h_TD.dtype) for weights in self.expert_parameters(adapter_name))
+        inputs = self._dropped(adapter_name, h_TD, 1)  # one mask for all experts; the residual has none
+        with without_autocast(h_TD):
+            if dispatch is None:
+                return torch.addmm(h_TD, F.gelu(inputs[0] @ D_NBD[0].T), U_NBD[0])
+            (low,) = dispatch.shrink_tokens(inputs, [D_NBD])
+            if not self.moe_lora_spec[adapter_name].normalize_top_k:
+                h_TD = h_TD * dispatch.gates.sum(-1, keepdim=True)
+            return dispatch.expand_collect([F.gelu(low_PB) for low_PB in low], U_NBD, h_TD)
+
     # --- what PEFT needs of a layer ----------------------------------------------------------------------------------
 
     @property
@@ -141,6 +180,17 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
 
     def _projection(self, name: str) -> nn.Module:
         return getattr(self.base_layer, name)
+
+    def update_layer(self, adapter_name: str, spec: ExpertSpec, inference_mode: bool = False) -> None:
+        if spec.expert_type == "bottleneck":
+            spec = spec.bottleneck()
+        super().update_layer(adapter_name, spec, inference_mode)
+
+    def _expert_shapes(self, spec: ExpertSpec) -> dict[str, tuple[int, int]]:
+        if spec.expert_type == "bottleneck":
+            return {BOTTLENECK: (self.out_features, self.out_features)}
+        chosen = spec.target_projections
+        return {name: shape for name, shape in self._shapes.items() if chosen is None or name in chosen}
 
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None

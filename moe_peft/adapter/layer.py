@@ -25,7 +25,8 @@ Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 MERGE_REFUSAL = (
     "MoE-LoRA cannot merge: each token has its own experts, so no single weight can replace them. Export the model to "
-    "a native MoE checkpoint, or extract one expert with `moe_peft.expert_to_lora` and merge that."
+    "a native MoE checkpoint, or extract one expert with `moe_peft.expert_to_lora` and merge that. With "
+    "expert_type='bottleneck' neither is possible: keep the adapter."
 )
 
 
@@ -57,18 +58,20 @@ class MoELoraLayer(BaseTunerLayer):
 
     def update_layer(self, adapter_name: str, spec: ExpertSpec, inference_mode: bool = False) -> None:
         """Add (or re-create) the experts and the router of `adapter_name`."""
-        chosen = spec.target_projections
-        names = [p for p in self._shapes if chosen is None or p in chosen or isinstance(self, MoELoraLinear)]
-        n, r = spec.num_experts, spec.r
+        shapes, n, r = self._expert_shapes(spec), spec.num_experts, spec.r
         self.moe_lora_spec[adapter_name] = spec
-        self.moe_lora_A[adapter_name] = nn.ParameterDict({p: torch.empty(n, r, self._shapes[p][0]) for p in names})
-        self.moe_lora_B[adapter_name] = nn.ParameterDict({p: torch.empty(n, r, self._shapes[p][1]) for p in names})
+        self.moe_lora_A[adapter_name] = nn.ParameterDict({p: torch.empty(n, r, of) for p, (of, _) in shapes.items()})
+        self.moe_lora_B[adapter_name] = nn.ParameterDict({p: torch.empty(n, r, to) for p, (_, to) in shapes.items()})
         self.moe_lora_dropout[adapter_name] = nn.Dropout(spec.lora_dropout) if spec.lora_dropout else nn.Identity()
         if n > 1:
             self.put_router(adapter_name)
         self.reset_parameters(adapter_name)
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def _expert_shapes(self, spec: ExpertSpec) -> dict[str, tuple[int, int]]:
+        """In and out features of each part that gets experts, by name."""
+        return self._shapes
 
     def put_router(self, adapter_name: str) -> None:
         """Give the adapter a new router according to its spec."""
@@ -97,7 +100,10 @@ class MoELoraLayer(BaseTunerLayer):
                 nn.init.zeros_(B)
 
     def expert_parameters(self, adapter_name: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
-        """The adapter's A [n, r, in] and B [n, r, out] by projection ("weight" in a single linear)."""
+        """
+        The adapter's A [n, r, in] and B [n, r, out] by projection ("weight" in a single linear), or D and Uᵀ
+        [n, b, d] as "bottleneck".
+        """
         A, B = self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name]
         return cast(nn.ParameterDict, A), cast(nn.ParameterDict, B)
 

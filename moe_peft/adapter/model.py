@@ -65,6 +65,10 @@ class MoELoraModel(BaseTuner):
                     "another adapter wraps; target the FFN, or add this adapter first"
                 )
             _check_target(name, module, peft_config, model)
+        if peft_config.expert_type == "bottleneck" and targets and not any(map(_ffn_layout, targets.values())):
+            raise ValueError(
+                "MoELoraConfig: expert_type='bottleneck': target_modules matches no FFN; name FFNs too, or leave it out"
+            )
         for key in peft_config.num_experts_pattern:
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
                 warnings.warn(f"num_experts_pattern: {key!r} matches no targeted module", RuntimeWarning, stacklevel=2)
@@ -234,6 +238,11 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
                 "nor a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"
             )
         return
+    if config.expert_type == "bottleneck" and (spec.r, spec.lora_alpha) != (config.r, config.lora_alpha):
+        raise ValueError(
+            f"MoELoraConfig: rank_pattern or alpha_pattern matches {name!r}, which gets bottleneck experts; leave it "
+            "out of the pattern, and set bottleneck_size"
+        )
     unknown = set(spec.target_projections or ()) - set(layout.projections)
     if unknown:
         raise ValueError(

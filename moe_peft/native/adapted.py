@@ -75,6 +75,11 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
     Raises:
         ValueError: a tensor is not finite or does not fit the base, or the adapter computes what no native MoE does.
     """
+    if config.expert_type != "lora":
+        raise ValueError(
+            f"export: expert_type={config.expert_type!r}: these experts stand behind the FFN, with a non-linearity "
+            "between, so no native MoE computes this; train with expert_type='lora'"
+        )
     content = Adapted(dense, config.expert_spec("", dense.config), state)
     layers = {DENSE_BLOCK.format(layer=layer): layer for layer in range(dense.config.num_hidden_layers)}
     shapes = dense.shapes()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..adapter.config import ExpertType
+
 
 @dataclass(frozen=True)
 class Method:
@@ -18,6 +20,7 @@ class Method:
         copies: every expert is a copy of stage 1's last checkpoint. Otherwise several checkpoints become experts.
         initialises_routers: stage 3 runs.
         trains_experts: stage 4 trains more than the routers.
+        expert_type: what the experts of the mode `lora` are, as `MoELoraConfig.expert_type`.
     """
 
     prepares: bool = True
@@ -25,6 +28,7 @@ class Method:
     copies: bool = False
     initialises_routers: bool = False
     trains_experts: bool = True
+    expert_type: ExpertType = "lora"
 
     @property
     def specialises(self) -> bool:
@@ -37,10 +41,18 @@ _FRESH = Method(prepares=False)
 _COPIES = Method(copies=True)
 _UPIT = Method(initialises_routers=True)
 _SELF_MOE = Method(trains_experts=False)
+_PESC = Method(prepares=False, expert_type="bottleneck")
 
 # Mode → name → method. A mode says what an expert is: LoRA matrices, or a whole FFN.
 METHODS: dict[str, dict[str, Method]] = {
-    "lora": {"lora": _DENSE, "loramoe_pt": _FRESH, "loramoe_sft": _COPIES, "upit": _UPIT, "self_moe": _SELF_MOE},
+    "lora": {
+        "lora": _DENSE,
+        "loramoe_pt": _FRESH,
+        "loramoe_sft": _COPIES,
+        "upit": _UPIT,
+        "self_moe": _SELF_MOE,
+        "pesc": _PESC,
+    },
     "ffn": {"sft": _DENSE, "upcycle_pt": _FRESH, "upcycle_sft": _COPIES, "upit": _UPIT, "self_moe": _SELF_MOE},
 }
 

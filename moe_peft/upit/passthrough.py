@@ -58,6 +58,7 @@ ADAPTER = Passthrough(
     {
         **dict.fromkeys(_names(PeftConfig), "PEFT sets this"),
         "num_experts": "set the recipe's num_experts",
+        "expert_type": "the method decides this; `method: pesc` has bottleneck experts",
         **_for_each(
             "target_modules exclude_modules layers_to_transform layers_pattern",
             "a recipe adapts the FFNs of all layers; choose their projections with target_projections",
@@ -70,6 +71,8 @@ ADAPTER = Passthrough(
 )
 # What `lora_to_moe` reads off the LoRA adapters that it stacks; their values are given, so they need no initial ones.
 FROM_EXPERTS = frozenset({*EXPERT_FIELDS, "init_lora_weights"})
+# What has no meaning for other experts than LoRAs, and would be refused.
+OF_LORAS = frozenset({"mixing", "target_projections"})
 
 MOE = Passthrough(
     _names(UpcycleConfig) | {"router_aux_loss_coef"},

@@ -298,7 +298,10 @@ class Recipe:
 
     def moe_config(self) -> MoELoraConfig:
         """The MoE adapter's configuration."""
-        return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", **self.adapter)
+        kind, settings = self.facts.expert_type, self.adapter
+        if kind != "lora":  # one recipe may serve several methods
+            settings = {key: value for key, value in settings.items() if key not in passthrough.OF_LORAS}
+        return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", expert_type=kind, **settings)
 
     def upcycle_config(self, **own: Any) -> UpcycleConfig:
         """The native MoE's configuration."""

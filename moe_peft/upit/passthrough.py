@@ -72,7 +72,7 @@ ADAPTER = Passthrough(
 FROM_EXPERTS = frozenset({*EXPERT_FIELDS, "init_lora_weights"})
 
 MOE = Passthrough(
-    _names(UpcycleConfig) | {"router_aux_loss_coef"},
+    _names(UpcycleConfig),
     {
         "num_experts": "set the recipe's num_experts",
         "router_weights": "stage 3 makes the routers; `router_init` says how",

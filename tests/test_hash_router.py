@@ -48,7 +48,7 @@ def hash_logits(token: int, salts: list[int]) -> list[float]:
         z = (token + salt) % 2**64
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-        z = z ^ (z >> 31)
+        z = z ^ (z >> 31)  # of which nothing reaches the first 24 bits
         logits.append((z // 2 ** (40 + bits) * 2**bits + expert) / 2**24)
     return logits
 

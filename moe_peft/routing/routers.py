@@ -311,14 +311,14 @@ class HashRouter(Router):
             raise ValueError(
                 "router_type='hash': token_ids=None: it routes by token ids; call the whole model with input_ids"
             )
-        # The finalizer of splitmix64; products of int64 wrap around on every device.
+        # The finalizer of splitmix64, whose last step leaves these bits alone; products of int64 wrap around.
         hash_TN = token_ids.reshape(-1, 1).long() + self.salt
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
             hash_TN = (hash_TN ^ _shifted(hash_TN, shift)) * factor
-        # 24 bits are exact in float32. The last ones are the expert's index, so no two logits of a token tie.
+        # The first 24 bits are exact in float32. The last of them are the index, so no two logits of a token tie.
         bits = (self.num_experts - 1).bit_length()
         index_N = torch.arange(self.num_experts, device=hash_TN.device)
-        hash_TN = (_shifted(hash_TN ^ _shifted(hash_TN, 31), 40 + bits) << bits) + index_N
+        hash_TN = (_shifted(hash_TN, 40 + bits) << bits) + index_N
         dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
         return hash_TN.to(dtype) / 2**24
 

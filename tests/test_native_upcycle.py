@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from moe_peft.native import ExpertInit, UpcycleConfig, upcycle
 from moe_peft.native.checkpoint import whole_folder
 from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
-from moe_peft.native.initialise import FFN, generator_for, shard_indices
+from moe_peft.native.initialise import FFN, generator_for
 from moe_peft.native.moe_config import backbone_shapes, moe_config
 from moe_peft.native.writing import open_dense, parse_size
 
@@ -64,14 +64,14 @@ def test_logits_are_the_dense_models(kind, settings, folders, tmp_path):
     torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("settings", [{}, {"granularity": 2}, {"num_shared_experts": 2, "granularity": 3}], ids=str)
-def test_shared_experts_and_the_routed_ones_add_up_to_the_dense_ffn(settings, folders, tmp_path):
-    settings = {"num_experts": 4, "num_shared_experts": 1, **settings}
-    out = upcycle(folders["qwen2"], tmp_path / "moe", UpcycleConfig(**settings))
+@pytest.mark.parametrize("settings", [{}, {"granularity": 2}, {"granularity": 3, "num_added_shared_experts": 2}])
+def test_added_shared_experts_and_the_routed_ones_add_up_to_the_dense_ffn(settings, folders, tmp_path):
+    settings = {"num_added_shared_experts": 1, **settings}
+    out = upcycle(folders["qwen2"], tmp_path / "moe", UpcycleConfig(num_experts=4, **settings))
     expected = logits(folders["qwen2"])
     torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.config.shared_expert_intermediate_size == settings["num_shared_experts"] * 48
+    assert model.config.shared_expert_intermediate_size == settings["num_added_shared_experts"] * 48
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.shared_expert.down_proj.weight.zero_()
@@ -151,11 +151,6 @@ def test_subsets_add_up_and_a_permutation_is_consistent():
     permuted = ExpertInit("permute").make(ffn, 0, 4, generator_for(0))
     assert not torch.equal(permuted.gate, ffn.gate)
     torch.testing.assert_close(output(permuted, x), output(ffn, x), rtol=1e-4, atol=1e-4)
-
-
-def test_fine_experts_are_a_partition():
-    shards = shard_indices(60, 4, generator_for(0))
-    assert sorted(torch.cat(shards).tolist()) == list(range(60)) and {len(s) for s in shards} == {15}
 
 
 # --- several checkpoints, given routers -----------------------------------------------------------------------------
@@ -313,6 +308,9 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
     ("router_init", "given", "goes with"), ("granularity", 0, "at least 1"), ("top_k", "two", "must be int"),
     ("drop_rate", "0.5", "must be float"), ("top_k", 1.5, "must be int"), ("num_experts", True, "must be int"),
     ("dtype", "bf16", "float32, bfloat16"), ("max_shard_size", "0GB", "above 0"),
+    ("num_shared_experts", 2, "fewer than .*=2"), ("fine_grained_split", "random", "partition, independent"),
+    ("router_aux_loss_coef", -0.1, "negative"), ("router_aux_loss_coef", math.nan, "negative"),
+    ("router_init_std", -1, "negative"), ("num_added_shared_experts", -1, "negative"),
 ])  # fmt: skip
 def test_wrong_settings(field, value, remedy):
     with pytest.raises(ValueError, match=f"upcycle: .*{remedy}"):
@@ -345,7 +343,8 @@ def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
     sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     windows = saved(dense_model("qwen3", **sliding), tmp_path / "windows")
     refused(tmp_path, "layer_types|max_window_layers|sliding", windows)
-    refused(tmp_path, "num_shared_experts: mixtral has no shared experts", folders["llama"], num_shared_experts=1)
+    for name in ("num_shared_experts", "num_added_shared_experts"):
+        refused(tmp_path, f"{name}=1: mixtral has no shared experts; use 0", folders["llama"], **{name: 1})
     refused(tmp_path, "'llama' model does not become qwen3_moe.*llama → mixtral", folders["llama"], family="qwen3_moe")
     refused(tmp_path, "granularity=5: must divide .* 48", folders["llama"], granularity=5)
     refused(tmp_path, "init='checkpoints': give two", folders["llama"], init="checkpoints")

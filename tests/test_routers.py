@@ -40,7 +40,9 @@ KINDS = {
     "threshold": {"router_type": "threshold", "top_k": 3},
     "threshold-raw": {"router_type": "threshold", "router_threshold": 0.2, "normalize_top_k": False},
     "locmoe": {"router_type": "locmoe"},
+    "hash": {"router_type": "hash"},
 }
+ALONE = [kind for kind in KINDS if kind != "hash"]  # work in a layer alone; test_hash_router.py has the other
 FOLD = ("linear", "attention-sum", "switch", "soft", "locmoe")
 
 
@@ -83,7 +85,7 @@ def model(kind: str, **own):
 
 
 @pytest.mark.parametrize(
-    "kind, mixing", [(kind, mixing) for kind in KINDS for mixing in ("output", "projection") if kind != "switch"]
+    "kind, mixing", [(kind, mixing) for kind in ALONE for mixing in ("output", "projection") if kind != "switch"]
     + [("switch", "projection")]
 )  # fmt: skip
 def test_layer_and_its_gradients_are_the_loops(kind, mixing):
@@ -153,7 +155,7 @@ def test_folded_gate_has_the_routers_logits(kind):
 
 @pytest.mark.parametrize("kind, reason", [
     ("mlp", "non-linearity"), ("attention-max", "'sum' folds"), ("attention-keys", "8 keys|2 keys"),
-    ("sigmoid", "sigmoids"), ("top_p", "varies"), ("threshold", "varies"),
+    ("sigmoid", "sigmoids"), ("top_p", "varies"), ("threshold", "varies"), ("hash", "token ids"),
 ])  # fmt: skip
 def test_what_does_not_fold_says_why(kind, reason):
     adapted = model(kind)
@@ -242,7 +244,7 @@ def test_kinds_that_leave_experts_out_can_do_with_one(kind):
 
 
 def test_autocast_leaves_routers_in_float32():
-    for kind in KINDS:
+    for kind in ALONE:
         made = layer(kind).float().router("default")
         x = torch.randn(5, D)
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -107,7 +107,7 @@ class MoELoraConfig(PeftConfig):
             the form of attention heads, see `moe_peft.init_attention_routers`. `"switch"`: top-1 with the probability
             as gate; only with mixing "projection". `"sigmoid"`: an independent score for each expert. `"soft"`: all
             experts. `"top_p"`, `"threshold"`: those of the top k that `router_threshold` keeps. `"locmoe"`: means of
-            equal parts of the hidden state.
+            equal parts of the hidden state. `"hash"`: the same random experts for a token id everywhere.
         router_threshold: With `"top_p"`, the probability that the chosen experts must reach together (None: 0.8). With
             `"threshold"`, the probability that each chosen expert must have (None: 1/n).
         router_capacity_factor: With `"switch"`, limits the tokens that an expert takes in training to this multiple of
@@ -179,6 +179,7 @@ class MoELoraConfig(PeftConfig):
         self._check()
         if self.router_class.all_experts:
             self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
+        if self.router_class.all_experts or self.router_class.by_token_id:
             self.router_aux_loss_coef = 0.0  # the balancing loss would be a constant
 
     @property

@@ -16,7 +16,7 @@ from ..routing.routers import Router, make_router
 from .choosing import make_dispatch
 from .config import ExpertSpec
 from .dispatch import Dispatch
-from .recording import record_router_logits
+from .recording import record_router_logits, token_ids_for
 
 _get_in_out_features = private("peft.tuners.tuners_utils", "_get_in_out_features")
 
@@ -130,7 +130,7 @@ class MoELoraLayer(BaseTunerLayer):
         if spec.num_experts == 1:
             return None
         router = self.router(adapter_name)
-        logits_TN = router(x_TD)
+        logits_TN = router(x_TD, token_ids_for(router, len(x_TD))) if router.by_token_id else router(x_TD)
         if self.steering is None:
             gates_TK, experts_TK = router.choose(logits_TN, spec.top_k, spec.normalize_top_k)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar, cast
 
 import torch
@@ -157,10 +158,10 @@ class MoELoraModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         expected = {
-            f"{path}.{name}": parameter.shape
+            f"{path}.{name}": tensor.shape
             for path, layer in model.named_modules()
             if isinstance(layer, MoELoraLayer)
-            for name, parameter in layer.named_parameters()
+            for name, tensor in chain(layer.named_parameters(), layer.named_buffers())
             if name.startswith(f"{cls.prefix}") and name.split(".")[1] == adapter_name
         }
         found = {key: tensor for key, tensor in remapped.items() if f".{cls.prefix}" in key}

@@ -139,7 +139,9 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     # TRL's fused forward also reads the argument and passes it on to the backbone.
     asked = (kwargs.get if kwargs.get("fused_lm_head") else kwargs.pop)("output_router_logits", None)
     enabled = getattr(text_config(module), "output_router_logits", False) if asked is None else bool(asked)
-    state.collection = Collection(module, enabled, enabled, bool(asked), outer)
+    both = getattr(text_config(module), "is_encoder_decoder", False)  # then a decoder's tokens are not `input_ids`
+    token_ids = None if both else _argument(module, "input_ids", args, kwargs)
+    state.collection = Collection(module, enabled, enabled, bool(asked), outer, token_ids)
     return args, kwargs
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class Collection:
     attached: bool  # whether the owner's output gets the logits, and its loss the balancing loss
     explicit: bool  # requested by an argument of the call, not by the config
     outer: Collection | None  # that of the pass around this one
+    token_ids: torch.Tensor | None = None  # the call's `input_ids`
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     logits: list[torch.Tensor] = field(default_factory=list)
 
@@ -49,6 +51,40 @@ def record_router_logits(router: nn.Module, args: tuple, logits_TN: torch.Tensor
         logits_TN = _remember_leaf(router, logits_TN)
     collection.logits.append(logits_TN)
     return None
+
+
+# --- token ids ------------------------------------------------------------------------------------------------------
+#
+# With gradient checkpointing, layers run again during backward, when nobody knows the batch any more. Routers that need
+# its ids therefore keep those of the last forward passes with gradients. Autograd goes through the passes of one
+# backward in reverse order, so a second run takes the most recent ids.
+
+_MOST_PASSES = 64  # before one backward
+_past_ids: weakref.WeakKeyDictionary[nn.Module, deque[torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.disable
+def token_ids_for(router: nn.Module, count: int) -> torch.Tensor:
+    """
+    The ids of the `count` tokens that a router is about to route.
+
+    Raises:
+        ValueError: the model was not called with one id for each of these tokens.
+    """
+    collection, past = state.collection, _past_ids.setdefault(router, deque(maxlen=_MOST_PASSES))
+    if collection is None:  # the second run of a checkpointed layer
+        ids = past.pop() if past else None
+    else:
+        ids = collection.token_ids
+        if ids is not None and collection.grad_enabled and router.training:
+            past.append(ids)
+    if ids is None or ids.numel() != count:
+        has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"
+        raise ValueError(
+            f"MoELoraConfig: router_type='hash': {has} for {count} hidden states; call the whole model with input_ids, "
+            "on a decoder-only model, or use another router_type"
+        )
+    return ids
 
 
 # --- reentrant gradient checkpointing -------------------------------------------------------------------------------

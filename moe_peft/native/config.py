@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from .initialise import INITIALISATIONS, RouterInit
+from .initialise import INITIALISATIONS, RouterInit, Split
 from .writing import parse_dtype, parse_size
 
 # What a field may hold, by its default's type.
@@ -24,13 +24,24 @@ class UpcycleConfig:
         family: the MoE's model type; None takes the one that fits.
         init: initial values of the experts, see `ExpertInit`.
         noise_scale, noise_std, noise_share, drop_rate, shared_indices: its settings.
-        granularity: m. Every expert is split into m fine-grained ones of f/m neurons, and m·top_k are active. The m
-            parts of an expert share their initial gate, so they are chosen together at first.
-        num_shared_experts: experts that are always active (Qwen2-MoE).
-        weight_scaling: scale up and down projections so that the active experts add up to the dense FFN.
-        router_init: initial gates: `"normal"` N(0, 0.02²), `"uniform"` with that standard deviation, `"zeros"` (all
+        granularity: m. Every expert is split into m fine-grained ones of f/m neurons, and m·top_k are active
+            (Drop-Upcycling, appendix C.6.1).
+        fine_grained_split: the neurons of a fine-grained expert. `"partition"`: the m parts of an expert are a random
+            partition of the FFN. They share their initial gate, so they are chosen together at first, and the function
+            is kept. `"independent"`: every fine-grained expert has f/m random neurons of its own and a gate of its own
+            (the paper's choice); the function is kept on average only.
+        num_shared_experts: k_s of the m·n fine-grained experts are always active, as one shared block of k_s·f/m
+            random neurons. m·n - k_s experts are routed and m·top_k - k_s of them are active, so that the active width
+            stays top_k·f (Drop-Upcycling, appendix C.6.2). Needs a family with a shared expert (Qwen2-MoE).
+        num_added_shared_experts: whole copies of the dense FFN that are always active *beside* all routed experts, as
+            one shared block; the active width grows by as many f. Not the paper's shared experts.
+        weight_scaling: scale up and down projections so that the active experts add up to the dense FFN. The shared
+            block's gate in a Qwen2-MoE, one half at first, is made up for in any case.
+        router_init: initial gates: `"normal"` N(0, std²), `"uniform"` with that standard deviation, `"zeros"` (all
             experts tie; the parts of one are then not chosen together), `"given"`.
+        router_init_std: std, the gates' standard deviation; of `"uniform"`, U(-√3·std, √3·std).
         router_weights: for `"given"`, a safetensors file with a tensor [n, d] per layer, named "0", "1", …
+        router_aux_loss_coef: coefficient of the load-balancing loss in the MoE's config (Drop-Upcycling, A.4: 0.02).
         dtype: of the weights; None keeps the model's.
         max_shard_size: of the output's files.
         seed: of everything random. The same seed gives the same bytes.
@@ -51,10 +62,19 @@ class UpcycleConfig:
     drop_rate: float = field(default=0.5, metadata={"help": "drop: share of the neurons that are drawn anew."})
     shared_indices: bool = field(default=True, metadata={"help": "drop: the same neurons in gate, up and down."})
     granularity: int = field(default=1, metadata={"help": "Fine-grained experts that each expert is split into."})
-    num_shared_experts: int = field(default=0, metadata={"help": "Experts that are always active."})
+    fine_grained_split: str = field(
+        default="partition",
+        metadata={"help": f"Neurons of fine-grained experts: {', '.join(Split.__args__)}."},  # type: ignore[attr-defined]
+    )
+    num_shared_experts: int = field(default=0, metadata={"help": "Fine-grained experts that are always active."})
+    num_added_shared_experts: int = field(
+        default=0, metadata={"help": "Whole FFNs that are always active, beside all routed experts."}
+    )
     weight_scaling: bool = field(default=True, metadata={"help": "Keep the size of the FFN's output."})
     router_init: str = field(default="normal", metadata={"help": f"Initial gates: {', '.join(RouterInit.__args__)}."})  # type: ignore[attr-defined]
+    router_init_std: float = field(default=0.02, metadata={"help": "Standard deviation of random gates."})
     router_weights: str | None = field(default=None, metadata={"help": "Safetensors file with the given gates."})
+    router_aux_loss_coef: float = field(default=0.02, metadata={"help": "Load-balancing loss coefficient."})
     dtype: str | None = field(default=None, metadata={"help": "float32, bfloat16 or float16; default: the model's."})
     max_shard_size: str = field(default="5GB", metadata={"help": "Size of the output's files."})
     seed: int = field(default=0, metadata={"help": "Seed of everything random."})
@@ -72,15 +92,23 @@ class UpcycleConfig:
                 self._refuse(name, "use a whole number of at least 1")
         if self.top_k > self.num_experts:
             self._refuse("top_k", f"use at most num_experts={self.num_experts}")
-        for name, allowed in (("init", INITIALISATIONS), ("router_init", RouterInit.__args__)):  # type: ignore[attr-defined]
+        choices = {"init": INITIALISATIONS, "router_init": RouterInit.__args__, "fine_grained_split": Split.__args__}  # type: ignore[attr-defined]
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 self._refuse(name, f"use one of {', '.join(allowed)}")
         for name in ("drop_rate", "noise_share"):
             if not 0 <= getattr(self, name) <= 1:
                 self._refuse(name, "use a number from 0 to 1")
-        for name in ("noise_scale", "noise_std", "num_shared_experts"):
-            if getattr(self, name) < 0:
-                self._refuse(name, "must not be negative")
+        for name in (
+            "noise_scale", "noise_std", "num_shared_experts", "num_added_shared_experts", "router_init_std",
+            "router_aux_loss_coef",
+        ):  # fmt: skip
+            if not 0 <= getattr(self, name) < float("inf"):
+                self._refuse(name, "must not be negative; use 0 or a positive number")
+        if self.num_shared_experts >= self.granularity * self.top_k:
+            self._refuse("num_shared_experts", f"use fewer than granularity·top_k={self.granularity * self.top_k}")
+        if self.num_shared_experts and self.num_added_shared_experts:
+            self._refuse("num_added_shared_experts", "use this or num_shared_experts")
         if (self.router_init == "given") != (self.router_weights is not None):
             self._refuse("router_weights", "goes with router_init='given'")
 

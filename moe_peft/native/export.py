@@ -57,10 +57,10 @@ def export_adapter(
         top_k=content.spec.top_k,
         width=dense.config.intermediate_size,
         normalises=content.spec.normalize_top_k,
+        router_aux_loss_coef=config.router_aux_loss_coef,
         dense_layers=[layer for layer in range(dense.config.num_hidden_layers) if layer not in content.routers],
         caller="export",
     )
-    moe.router_aux_loss_coef = config.router_aux_loss_coef
     return write_moe(
         dense.moe,
         moe,

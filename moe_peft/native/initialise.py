@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import torch
 
 RouterInit = Literal["normal", "uniform", "zeros", "given"]
+Split = Literal["partition", "independent"]
 
 
 class FFN(NamedTuple):
@@ -44,9 +46,11 @@ class ExpertInit:
     Args:
         method: `"copy"`; `"noise"`: plus N(0, (noise_scale·std(W))²); `"random_noise"`: plus N(0, noise_std²) on a
             random `noise_share` of the weights; `"subset"`: one n-th of the neurons, all others zero; `"permute"`: the
-            neurons in another order, which computes the same; `"drop"`: a share `drop_rate` of the neurons is drawn
-            anew from N(μ, σ²), where μ and σ are those of the replaced entries of each matrix; `"checkpoints"`: copies
-            of several models' FFNs in turn.
+            neurons in another order, which computes the same and trains as `"copy"` does; `"permute_columns"`: the
+            outputs of gate, of up and of down in an order of their own each, which computes something else; `"drop"`: a
+            share `drop_rate` of the neurons, rounded down, is drawn anew from N(μ, σ²), where μ and σ are those of the
+            replaced entries of each matrix (σ without Bessel's correction; Drop-Upcycling, section 3.2.1);
+            `"checkpoints"`: copies of several models' FFNs in turn.
         shared_indices: with `"drop"`, whether the same neurons are replaced in gate, up and down (the paper), or
             others in each (the paper's released code).
     """
@@ -69,9 +73,20 @@ def generator_for(seed: int, *place: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+def joined(ffns: list[FFN]) -> FFN:
+    """One FFN with the neurons of all, which computes their sum."""
+    gates, ups, downs = zip(*ffns, strict=True)
+    return FFN(torch.cat(gates), torch.cat(ups), torch.cat(downs, dim=1))
+
+
 def zero_ffn(f: int, d: int) -> FFN:
     """An FFN of `f` neurons that computes zero."""
     return FFN(torch.zeros(f, d), torch.zeros(f, d), torch.zeros(d, f))
+
+
+def share_of(count: int, share: float) -> int:
+    """⌊share·count⌋ of the decimal number that `share` stands for: 29 for 0.29 of 100, where floats give 28."""
+    return int(Fraction(str(share)) * count)
 
 
 def shard_indices(f: int, granularity: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -81,13 +96,16 @@ def shard_indices(f: int, granularity: int, generator: torch.Generator) -> list[
     return list(torch.randperm(f, generator=generator).view(granularity, -1))
 
 
-def router_weight(method: RouterInit, n: int, d: int, generator: torch.Generator) -> torch.Tensor:
-    """A linear gate [n, d], float32: `"zeros"`, `"normal"` N(0, 0.02²), or `"uniform"` of the same deviation."""
+def router_weight(method: RouterInit, n: int, d: int, generator: torch.Generator, std: float = 0.02) -> torch.Tensor:
+    """
+    A linear gate [n, d], float32: `"zeros"`, `"normal"` N(0, std²), or `"uniform"` of the same standard deviation,
+    U(-√3·std, √3·std).
+    """
     if method == "zeros":
         return torch.zeros(n, d)
     if method == "uniform":
-        return torch.empty(n, d).uniform_(-0.02 * 3**0.5, 0.02 * 3**0.5, generator=generator)
-    return torch.empty(n, d).normal_(std=0.02, generator=generator)
+        return torch.empty(n, d).uniform_(-std * 3**0.5, std * 3**0.5, generator=generator)
+    return torch.empty(n, d).normal_(std=std, generator=generator)
 
 
 def _copy(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
@@ -117,9 +135,13 @@ def _permute(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.G
     return ffn.neurons(torch.randperm(ffn.gate.shape[0], generator=generator))
 
 
+def _permute_columns(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
+    return FFN(*(w[torch.randperm(len(w), generator=generator)] for w in ffn))
+
+
 def _drop(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
     f = ffn.gate.shape[0]
-    count = int(init.drop_rate * f)
+    count = share_of(f, init.drop_rate)
     index = torch.randperm(f, generator=generator)[:count]
     result = []
     for i, w in enumerate(ffn):
@@ -144,6 +166,7 @@ INITIALISATIONS: dict[str, Callable[[ExpertInit, FFN, int, int, torch.Generator]
     "random_noise": _random_noise,
     "subset": _subset,
     "permute": _permute,
+    "permute_columns": _permute_columns,
     "drop": _drop,
     "checkpoints": _copy,
 }

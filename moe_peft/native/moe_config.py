@@ -27,18 +27,20 @@ def moe_config(
     width: int,
     normalises: bool = True,
     shared_width: int = 0,
+    router_aux_loss_coef: float = 0.0,
     dense_layers: list[int] | None = None,
     caller: str = "upcycle",
 ) -> PreTrainedConfig:
     """
     The MoE's config: the dense model's settings and the experts'. Tied embeddings are untied, since some loaders know
-    no tied MoE; the balancing loss and router outputs are off.
+    no tied MoE; router outputs, and with them the balancing loss, are off.
 
     Args:
         families: of the dense model and of the MoE.
         width: an expert's intermediate size.
         normalises: whether the gates of the chosen experts sum to 1.
         shared_width: the shared expert's intermediate size; a family that must have one gets an empty one.
+        router_aux_loss_coef: coefficient of the balancing loss.
         dense_layers: layers without experts.
 
     Raises:
@@ -47,8 +49,6 @@ def moe_config(
     family, refuse = families[1], _refusal(families[1], caller)
     if not normalises and family.normalises is None:
         refuse("normalize_top_k=False", "always has gates that sum to 1; train with normalize_top_k=True")
-    if shared_width and family.shared is None:
-        refuse("num_shared_experts", "has no shared experts; use 0, or a Qwen2 model")
     if dense_layers and family.dense_layers is None:
         refuse(f"layers {dense_layers} without experts", "has experts in every layer; give all layers as many experts")
     experts: dict[str, Any] = {
@@ -57,6 +57,7 @@ def moe_config(
         "intermediate_size": dense.intermediate_size,
         family.width: width,
         "output_router_logits": False,
+        "router_aux_loss_coef": router_aux_loss_coef,
         "tie_word_embeddings": False,
     }
     if family.normalises:

@@ -79,13 +79,21 @@ def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoE
     m, f = config.granularity, dense.intermediate_size
     if f % m:
         raise ValueError(f"upcycle: granularity={m}: must divide the dense model's intermediate_size {f}")
+    for name in ("num_shared_experts", "num_added_shared_experts"):
+        if getattr(config, name) and families[1].shared is None:
+            raise ValueError(
+                f"upcycle: {name}={getattr(config, name)}: {families[1].model_type} has no shared experts; use 0, or a "
+                "Qwen2 model"
+            )
+    shared = config.num_shared_experts
     moe = moe_config(
         families,
         dense,
-        num_experts=config.num_experts * m,
-        top_k=config.top_k * m,
+        num_experts=config.num_experts * m - shared,
+        top_k=config.top_k * m - shared,
         width=f // m,
-        shared_width=config.num_shared_experts * f,
+        shared_width=shared * f // m + config.num_added_shared_experts * f,
+        router_aux_loss_coef=config.router_aux_loss_coef,
     )
     return families[1], moe
 

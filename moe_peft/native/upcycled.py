@@ -1,8 +1,8 @@
 """
 The tensors of an upcycled MoE, computed from dense models' as they are asked for.
 
-Sources: Sparse Upcycling (Komatsuzaki et al., 2023), Drop-Upcycling (arXiv 2502.19261), fine-grained experts and weight
-scaling (He et al., 2024), several checkpoints as experts (Branch-Train-MiX, UpIT).
+Sources: Sparse Upcycling (Komatsuzaki et al., 2023), Drop-Upcycling (arXiv 2502.19261) with its fine-grained and shared
+experts (appendix C.6), weight scaling (He et al., 2024), several checkpoints as experts (Branch-Train-MiX, UpIT).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from .config import UpcycleConfig
-from .initialise import FFN, ExpertInit, generator_for, router_weight, shard_indices, zero_ffn
+from .initialise import FFN, ExpertInit, generator_for, joined, router_weight, shard_indices, zero_ffn
 from .moe_config import EMPTY_SHARED
 from .writing import DenseModel
 
@@ -70,48 +70,80 @@ class Upcycled:
 
     def router(self, layer: int) -> torch.Tensor:
         c, d = self.config, self.sources[0].config.hidden_size
+        parts = c.granularity if c.fine_grained_split == "partition" else 1  # that share a gate
         if self.routers is not None:
-            weight_ND = self.routers[layer]
+            weight_ND, parts = self.routers[layer], c.granularity
         else:
-            generator = generator_for(c.seed, layer, "router")
-            weight_ND = router_weight(c.router_init, c.num_experts, d, generator)  # type: ignore[arg-type]
-        return weight_ND.repeat_interleave(c.granularity, dim=0)
+            n, generator = c.num_experts * c.granularity // parts, generator_for(c.seed, layer, "router")
+            weight_ND = router_weight(c.router_init, n, d, generator, c.router_init_std)  # type: ignore[arg-type]
+        return weight_ND.repeat_interleave(parts, dim=0)[c.num_shared_experts :]
 
     def experts(self, layer: int) -> Iterator[FFN]:
         """Made by a few threads ahead of the writing, since drawing random numbers takes longer than writing them."""
         workers = min(_THREADS, os.cpu_count() or 1)
         pending: deque[Future[FFN]] = deque()
         with ThreadPoolExecutor(workers) as pool:
-            for ffn, place in self._parts(layer):
+            for ffn, place in self._routed(layer):
                 pending.append(pool.submit(self._expert, layer, ffn, place))
                 if len(pending) > workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
 
-    def _parts(self, layer: int) -> Iterator[tuple[FFN, int]]:
-        """The dense FFN that each expert is made from, or the part of one, and the expert's index."""
+    def _routed(self, layer: int) -> Iterator[tuple[FFN, int]]:
+        """The dense FFN that each routed expert is made from, or the part of one, and its place among the m·n."""
         c, m = self.config, self.config.granularity
         for expert in range(c.num_experts):
             if expert == 0 or len(self.sources) > 1:
-                ffn = self.sources[expert % len(self.sources)].ffn(layer)
-            shards = shard_indices(ffn.gate.shape[0], m, generator_for(c.seed, layer, expert, "shards"))
-            for part, index in enumerate(shards):
-                yield (ffn if m == 1 else ffn.neurons(index)), expert * m + part
+                ffn = self._source(expert).ffn(layer)
+            for place, index in enumerate(self._neurons(layer, expert, ffn.gate.shape[0]), expert * m):
+                if place >= c.num_shared_experts:  # the first ones are the shared block
+                    yield (ffn if m == 1 else ffn.neurons(index)), place
+
+    def _neurons(self, layer: int, expert: int, f: int) -> list[torch.Tensor]:
+        """The neurons of each of the m parts of an expert."""
+        c, m = self.config, self.config.granularity
+        if c.fine_grained_split == "partition":
+            return shard_indices(f, m, generator_for(c.seed, layer, expert, "shards"))
+        return [
+            torch.randperm(f, generator=generator_for(c.seed, layer, expert, "neurons", part))[: f // m]
+            for part in range(m)
+        ]
 
     def _expert(self, layer: int, ffn: FFN, place: int) -> FFN:
         c, m = self.config, self.config.granularity
         made = self.init.make(ffn, place, c.num_experts * m, generator_for(c.seed, layer, place))
-        # Gates sum to 1, so m·k fine-grained experts add up to an m-th of the FFN; shared experts add the FFN again.
-        return made.scaled(m / (1 + c.num_shared_experts) if c.weight_scaling else 1.0)
+        if not c.weight_scaling:
+            return made
+        # The active experts are k times as wide as the dense FFN, so each of their neurons should count 1/k. The gates
+        # of the m·k - k_s routed ones sum to 1. Added shared experts are the FFN again, once each.
+        return made.scaled((m * c.top_k - c.num_shared_experts) / c.top_k / (1 + c.num_added_shared_experts))
 
     def shared(self, layer: int) -> FFN:
-        c, dense = self.config, self.sources[0].config
-        if not c.num_shared_experts:
-            return zero_ffn(EMPTY_SHARED, dense.hidden_size)
-        ffns = [self.sources[i % len(self.sources)].ffn(layer) for i in range(c.num_shared_experts)]
-        wide = FFN(
-            torch.cat([x.gate for x in ffns]), torch.cat([x.up for x in ffns]), torch.cat([x.down for x in ffns], 1)
-        )
-        # The gate of Qwen2-MoE's shared expert is a sigmoid, which is one half at first.
-        return wide.scaled(2 / (1 + c.num_shared_experts) if c.weight_scaling else 1.0)
+        c = self.config
+        if c.num_added_shared_experts:
+            block = joined([self._source(i).ffn(layer) for i in range(c.num_added_shared_experts)])
+            factor = 1 / (1 + c.num_added_shared_experts)
+        elif c.num_shared_experts:
+            sampled = joined(list(self._sampled(layer)))
+            block = self.init.make(sampled, 0, 1, generator_for(c.seed, layer, "shared"))
+            factor = 1 / c.top_k
+        else:
+            return zero_ffn(EMPTY_SHARED, self.sources[0].config.hidden_size)
+        gate, up, down = block.scaled(factor if c.weight_scaling else 1.0)
+        return FFN(gate, up, 2 * down)  # its gate in a Qwen2-MoE is a sigmoid, which is one half at first
+
+    def _sampled(self, layer: int) -> Iterator[FFN]:
+        """
+        The neurons of the shared block: those of the first k_s parts of the experts' partitions. No neuron is in it
+        twice while it is no wider than the dense FFN.
+        """
+        c, m = self.config, self.config.granularity
+        for first in range(0, c.num_shared_experts, m):
+            expert = first // m
+            ffn = self._source(expert).ffn(layer)
+            parts = shard_indices(ffn.gate.shape[0], m, generator_for(c.seed, layer, expert, "shards"))
+            yield ffn.neurons(torch.cat(parts[: c.num_shared_experts - first]))
+
+    def _source(self, expert: int) -> DenseModel:
+        return self.sources[expert % len(self.sources)]

@@ -55,6 +55,7 @@ class Router(nn.Module):
     no_output_mixing: ClassVar[str] = ""  # why it cannot be used with mixing="output"
     needs_attention: ClassVar[bool] = False  # whether its size depends on the base's attention
     takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialise it from the base's attention
+    by_token_id: ClassVar[bool] = False  # whether it routes by token ids alone; a balancing loss is then constant
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -77,8 +78,8 @@ class Router(nn.Module):
         """Gates and experts [T, k] as `top_k_gates` returns them. A gate of 0 leaves an expert out."""
         return top_k_gates(logits_TN, k, normalize)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Router logits of hidden states [..., d]: float32 [T, n]."""
+    def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Router logits of hidden states [..., d] (or, if `by_token_id`, of token ids [...]): float32 [T, n]."""
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
         noise = self.settings.jitter_noise
@@ -289,6 +290,48 @@ class PooledRouter(Router):
         return F.adaptive_avg_pool1d(x_TD, self.num_experts)
 
 
+class HashRouter(Router):
+    """
+    A gate without trained parameters: a token id always gets the same k random experts with gates 1/k, whatever its
+    context (Hash Layers, Roller et al., 2021: random hash; they have k = 1).
+
+    Expert i's logit is a hash of the token id, i and the router's `salt`, uniform in [0, 1). The salt is random, so
+    layers differ, and is saved with the adapter.
+    """
+
+    no_fold = "it routes by token ids, and a linear gate sees hidden states"
+    by_token_id = True
+
+    def make(self) -> None:
+        self.salt: torch.Tensor
+        self.register_buffer("salt", torch.randint(2**62, (self.num_experts,)))
+
+    def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        if token_ids is None:
+            raise ValueError(
+                "router_type='hash': token_ids=None: it routes by token ids; call the whole model with input_ids"
+            )
+        # The finalizer of splitmix64, whose last step leaves these bits alone; products of int64 wrap around.
+        hash_TN = token_ids.reshape(-1, 1).long() + self.salt
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+            hash_TN = (hash_TN ^ _shifted(hash_TN, shift)) * factor
+        # The first 24 bits are exact in float32. The last of them are the index, so no two logits of a token tie.
+        bits = (self.num_experts - 1).bit_length()
+        index_N = torch.arange(self.num_experts, device=hash_TN.device)
+        hash_TN = (_shifted(hash_TN, 40 + bits) << bits) + index_N
+        dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
+        return hash_TN.to(dtype) / 2**24
+
+    def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        experts_TK = logits_TN.topk(k, dim=-1).indices
+        return torch.full_like(experts_TK, 1 / k, dtype=logits_TN.dtype), experts_TK
+
+
+def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
+    """int64 shifted to the right as if unsigned."""
+    return (bits >> shift) & ((1 << (64 - shift)) - 1)
+
+
 ROUTERS: dict[str, type[Router]] = {
     "linear": LinearRouter,
     "mlp": MLPRouter,
@@ -299,6 +342,7 @@ ROUTERS: dict[str, type[Router]] = {
     "top_p": TopPRouter,
     "threshold": ThresholdRouter,
     "locmoe": PooledRouter,
+    "hash": HashRouter,
 }
 
 

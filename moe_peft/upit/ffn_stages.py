@@ -138,7 +138,8 @@ class FFNPostTrain(PostTrain):
             self.assemble(assembled)
         PartialState().wait_for_everyone()
         model = load_checkpoint(r.model, assembled)
-        model.config.router_aux_loss_coef = r.moe_aux_loss_coef
+        # A folder that an earlier version assembled has the family's own coefficient.
+        model.config.router_aux_loss_coef = r.upcycle_config().router_aux_loss_coef
         trained = post_train(
             model,
             self.context.train_data,

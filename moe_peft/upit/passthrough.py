@@ -75,7 +75,7 @@ FROM_EXPERTS = frozenset({*EXPERT_FIELDS, "init_lora_weights"})
 OF_LORAS = frozenset({"mixing", "target_projections"})
 
 MOE = Passthrough(
-    _names(UpcycleConfig) | {"router_aux_loss_coef"},
+    _names(UpcycleConfig),
     {
         "num_experts": "set the recipe's num_experts",
         "router_weights": "stage 3 makes the routers; `router_init` says how",

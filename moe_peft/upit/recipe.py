@@ -162,7 +162,7 @@ class Recipe:
     seed: int = 0
     # Mode `lora`: fields of MoELoraConfig. Stage 1's LoRA takes its rank, alpha, dropout and projections from them.
     adapter: dict[str, Any] = field(default_factory=dict)
-    # Mode `ffn`: fields of UpcycleConfig for the native MoE, and `router_aux_loss_coef`.
+    # Mode `ffn`: fields of UpcycleConfig for the native MoE; its `router_aux_loss_coef` is 0.01 here.
     moe: dict[str, Any] = field(default_factory=dict)
     # Fields of TRL's SFTConfig for all stages; a stage's own `sft` overrides them. What is left out has the method's
     # value: a constant rate of 2e-4 (mode `ffn`: 2e-5) and a context of 2048 tokens.
@@ -203,13 +203,12 @@ class Recipe:
     def _check_ffn(self) -> None:
         _require_no_keys("adapter", self.adapter, "ffn", "moe")
         passthrough.MOE.check("moe", self.moe)
-        coef, init, given = self.moe_aux_loss_coef, self.moe.get("init"), self.prepare.adapters
+        init, given = self.moe.get("init"), self.prepare.adapters
         objective, similarity = self.router_init.objective, self.expand.similarity
         apart = [name for name, other in OBJECTIVES.items() if other.own_logit_only]
         several = init != "checkpoints" or self.facts.specialises
         unquantized = not self.model.quantization
         for path, value, good, allowed in (
-            ("moe.router_aux_loss_coef", coef, type(coef) in (int, float) and coef >= 0, "0 or a positive number"),
             ("moe.init", init, several, "another: this method has one checkpoint"),
             ("prepare.adapters", given, given is None, "null in the mode 'ffn'; use prepare.checkpoints"),
             ("model.quantization", self.model.quantization, unquantized, "null: all weights are trained"),
@@ -305,15 +304,10 @@ class Recipe:
 
     def upcycle_config(self, **own: Any) -> UpcycleConfig:
         """The native MoE's configuration."""
-        settings = {key: value for key, value in self.moe.items() if key != "router_aux_loss_coef"}
+        settings: dict[str, Any] = {"num_experts": max(self.num_experts, 2), "seed": self.seed}
         if self.model.dtype != "auto":
-            settings.setdefault("dtype", self.model.dtype)
-        return UpcycleConfig(**{"num_experts": max(self.num_experts, 2), "seed": self.seed, **settings, **own})
-
-    @property
-    def moe_aux_loss_coef(self) -> float:
-        """The native MoE's coefficient of the load-balancing loss."""
-        return self.moe.get("router_aux_loss_coef", 0.01)
+            settings["dtype"] = self.model.dtype
+        return UpcycleConfig(**{**settings, "router_aux_loss_coef": 0.01, **self.moe, **own})
 
 
 def as_dict(settings: Any) -> dict[str, Any]:

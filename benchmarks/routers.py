@@ -64,7 +64,7 @@ def make(base: Path, kind: str, router: str, batches: list[dict[str, torch.Tenso
         from_attention = NATIVE[router]
         model = mixtral(base, N, seed)
     if from_attention:
-        init_attention_routers(model, batches, seed=seed)
+        init_attention_routers(model, batches)
     return model
 
 

@@ -29,7 +29,8 @@ class UpcycleConfig:
         num_shared_experts: experts that are always active (Qwen2-MoE).
         weight_scaling: scale up and down projections so that the active experts add up to the dense FFN.
         router_init: initial gates: `"normal"` N(0, 0.02²), `"uniform"` with that standard deviation, `"zeros"` (all
-            experts tie; the parts of one are then not chosen together), `"given"`.
+            experts tie; the parts of one are then not chosen together), `"given"`, or `"attention"`: what an attention
+            router folds into whose queries and keys are the dense model's (Router Upcycling, section 3.2).
         router_weights: for `"given"`, a safetensors file with a tensor [n, d] per layer, named "0", "1", …
         dtype: of the weights; None keeps the model's.
         max_shard_size: of the output's files.

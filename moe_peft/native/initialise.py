@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-RouterInit = Literal["normal", "uniform", "zeros", "given"]
+RouterInit = Literal["normal", "uniform", "zeros", "given", "attention"]
 
 
 class FFN(NamedTuple):

@@ -95,7 +95,7 @@ def attention_gates(
         raise no_attention(dense)
     sizes = [(_linear_heads(num_heads, num_experts), num_experts)] * len(attentions)
     weights = _weights(dense, attentions, batches, sizes)
-    return [folded_weight(query_MWD.double().sum(0), key_NCW.double()) for query_MWD, key_NCW in weights]
+    return [folded_weight(query_MWD.double().sum(0), key_NCW.double()).cpu() for query_MWD, key_NCW in weights]
 
 
 def _weights(

@@ -123,6 +123,8 @@ def _attention_gates(
     if len(sources) > 1:
         raise ValueError("upcycle: router_init='attention': takes one dense model; use another with several")
     dense = AutoModelForCausalLM.from_pretrained(sources[0].folder, dtype="auto")
+    if torch.accelerator.is_available():
+        dense.to(torch.accelerator.current_accelerator())
     try:
         return dict(enumerate(attention_gates(dense, calibration, config.num_experts)))
     except ValueError as error:

@@ -163,7 +163,7 @@ class FFNPostTrain(PostTrain):
         moe, routers = native.num_parameters(), sum(p.numel() for p in router_parameters(native).values())
         return moe - model.num_parameters(), moe if self.recipe.trains_experts else routers
 
-    def assemble(self, folder: Path, calibration: list[dict[str, torch.Tensor]] | None) -> None:
+    def assemble(self, folder: Path, calibration: list[dict[str, torch.Tensor]] | None = None) -> None:
         """Write the native MoE that is trained: of the experts that there are, or of copies of the base's FFNs."""
         r = self.recipe
         if not r.facts.prepares:

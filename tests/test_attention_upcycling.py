@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -83,11 +84,9 @@ def means_of(dense) -> list[tuple[torch.Tensor, torch.Tensor]]:
     sums = [[0.0, 0.0] for _ in dense.model.layers]
     tokens = 0
     for batch in BATCHES:
-        seen = []
-        handles = [
-            layer.self_attn.k_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-            for layer in dense.model.layers
-        ]
+        seen: list[torch.Tensor] = []
+        keep = partial(lambda kept, module, args: kept.append(args[0]), seen)
+        handles = [layer.self_attn.k_proj.register_forward_pre_hook(keep) for layer in dense.model.layers]
         dense(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         for handle in handles:
             handle.remove()
@@ -178,5 +177,5 @@ def test_recipes_with_several_models_or_stage_3_refuse_them(tokenizer, tmp_path)
     case = settings_in(tmp_path, tokenizer)
     moe = {**case["moe"], "router_init": "attention"}
     for own in ({}, {"method": "self_moe", "prepare": {}}, {"prepare": {"experts": "copies"}}):
-        with pytest.raises(ValueError, match="moe.router_init='attention': must be another"):
+        with pytest.raises(ValueError, match=r"moe.router_init='attention': must be another"):
             recipe_from_dict({**case, **own, "moe": moe})

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_peft import allow_experts, fold_routers, force_experts, init_attention_routers, replace_routers
+from moe_peft.analysis.inspect import _load
 from moe_peft.models.native_routers import CONFIG_FIELD
 from moe_peft.models.view import native_routers, router_parameters, router_sizes
 from moe_peft.native import UpcycleConfig, load_routers, upcycle
@@ -296,6 +297,14 @@ def test_what_names_no_routers_or_lacks_their_weights_is_refused(tmp_path):
     setattr(model.config, CONFIG_FIELD, {"type": "mlp"})
     with pytest.raises(ValueError, match=r"has no model.layers.0.mlp.gate.moe_router.hidden; is it complete\?"):
         load_routers(model, tmp_path / "plain")
+
+
+def test_inspect_reads_a_saved_model_with_its_routers(tokenizer, tmp_path):
+    model = with_router("mlp", vocab_size=128)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, _ = _load(str(tmp_path))
+    torch.testing.assert_close(again.eval()(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_copies_and_pickles_compute_the_same():

@@ -143,13 +143,15 @@ def test_the_command_reads_a_data_file(tokenizer, tmp_path, capsys):
     assert not (tmp_path / "no").exists()
 
 
-def test_calibration_takes_the_first_examples_and_limits_their_length(tokenizer, tmp_path):
+def test_calibration_takes_the_first_examples_and_limits_their_length(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": "w3 " * (i + 4)}) for i in range(20)))
     data = load_dataset("json", data_files=str(tmp_path / "data.jsonl"), split="train")
     batches = calibration_batches(data, tokenizer, max_examples=5, batch_size=2, max_length=6)
     assert [len(batch["input_ids"]) for batch in batches] == [2, 2, 1]
     lengths = [int(row.sum()) for batch in batches for row in batch["attention_mask"]]
     assert lengths == [5, 6, 6, 6, 6]  # with the end of the text
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------

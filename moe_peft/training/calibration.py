@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -25,11 +27,12 @@ def calibration_batches(
         batch_size: B.
         max_length: tokens per example; longer ones are truncated.
     """
-    args = SFTConfig(
-        output_dir="calibration", bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,
-        use_cpu=not torch.accelerator.is_available(),
-    )  # fmt: skip
-    rows, collator = tokenized(dataset.select(range(min(max_examples, len(dataset)))), processing_class, args)
+    with tempfile.TemporaryDirectory() as folder:  # the trainer that prepares the data creates one
+        args = SFTConfig(
+            output_dir=folder, bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,
+            use_cpu=not torch.accelerator.is_available(),
+        )  # fmt: skip
+        rows, collator = tokenized(dataset.select(range(min(max_examples, len(dataset)))), processing_class, args)
     batches = (
         collator([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
         for start in range(0, len(rows), batch_size)

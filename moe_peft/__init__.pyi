@@ -6,6 +6,7 @@ from .adapter.model import MoELoraModel
 from .analysis.callback import LoadCallback
 from .analysis.record import record_routing
 from .models.attention_routers import fold_routers, init_attention_routers
+from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
 from .training.dpo import MoEDPOConfig, MoEDPOTrainer
 from .training.router_losses import RouterLossConfig, RouterLossesMixin
@@ -33,4 +34,5 @@ __all__ = [
     "pin_dispatch",
     "record_routing",
     "register_ffn_layout",
+    "replace_routers",
 ]

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+
+from moe_peft.routing import RouterSettings
 
 Tensors = dict[str, torch.Tensor]
 
@@ -75,6 +78,27 @@ def chosen_experts(layer: nn.Module, x: torch.Tensor, adapter: str = "default") 
     """Each token's experts, the most probable first."""
     leaves = {name: p.detach().double() for name, p in layer.named_parameters()}
     return [list(gates) for gates in _Loop(layer, leaves, adapter, x.detach().double().reshape(-1, x.shape[-1])).gates]
+
+
+def routed(
+    settings: RouterSettings, parameters: Tensors, x: torch.Tensor, k: int, normalize: bool
+) -> tuple[torch.Tensor, list[dict[int, torch.Tensor]]]:
+    """
+    What a router by itself has to compute.
+
+    Args:
+        settings: the router's.
+        parameters: its parameters by name, and the number of experts as "n".
+        x: tokens [T, d].
+
+    Returns:
+        logits [T, n], and for each token its experts' gates.
+    """
+    n = int(parameters["n"])
+    spec = SimpleNamespace(num_experts=n, top_k=k, normalize_top_k=normalize, router=settings)
+    leaves = {f"moe_lora_router.own.{name}": p for name, p in parameters.items()}
+    loop = _Loop(SimpleNamespace(moe_lora_spec={"own": spec}), leaves, "own", x)
+    return torch.stack([loop._router_logits(token) for token in x]), loop.gates
 
 
 def assert_same(actual: Outcome, expected: Outcome, tolerance: float) -> None:
@@ -221,18 +245,25 @@ class _Loop:
         router, n = self.spec.router, self.spec.num_experts
         own = {
             key: self.leaves.get(f"moe_lora_router.{self.adapter}.{key}")
-            for key in ("weight", "hidden", "query", "key")
+            for key in ("weight", "hidden", "query", "mean_query", "key")
         }
         if router.type == "mlp":
             h = own["hidden"] @ x
             return own["weight"] @ (h * 0.5 * (1 + torch.erf(h / 2**0.5)))
         if router.type == "attention":
-            width = own["query"].shape[1]
+            width = own["key"].shape[2]
+            if router.mixture == "sum":  # m matrices that move alike; the parameter's gradient is that of one
+                mean = own["mean_query"][0]
+                queries = [mean] + [mean.detach()] * ((router.num_heads or n) - 1)
+            else:
+                queries = list(own["query"])
             scores = [
-                [torch.stack([(W @ x) @ K / width**0.5 for K in own["key"][i]]).max() for W in own["query"]]
-                for i in range(n)
+                [torch.stack([(W @ x) @ K / width**0.5 for K in own["key"][i]]) for W in queries] for i in range(n)
             ]
-            return torch.stack([sum(row) if router.mixture == "sum" else max(row) for row in scores])
+            if router.mixture == "sum":  # an expert's best key, by the sum over all routers
+                return torch.stack([sum(row).max() for row in scores])
+            scores = [[each.max() for each in row] for row in scores]
+            return torch.stack([max(row) for row in scores])
         if router.type == "locmoe":
             size = len(x) // n
             return torch.stack([x[i * size : (i + 1) * size].sum() / size for i in range(n)])

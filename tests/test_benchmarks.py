@@ -79,6 +79,30 @@ def test_a_finished_run_is_not_repeated(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_routers_are_compared_at_their_own_best_rates(tmp_path, monkeypatch):
+    from benchmarks import routers
+
+    made = []
+
+    def run(base, kind, router, seed, rate, size):
+        made.append((router, seed, rate))
+        best = {"linear": 1e-3, "mlp": 2e-3}[router]
+        loss = 2.0 + abs(rate - best) + 0.01 * seed * (router == "mlp")
+        return {"kind": kind, "router": router, "seed": seed, "rate": rate, "loss": loss,
+                "entropy_at_start": 1.0, "load_cv": 0.1}  # fmt: skip
+
+    monkeypatch.setattr(routers, "run", run)
+    size, wanted = routers.Size(5, 9), [("mixtral", "linear"), ("mixtral", "mlp")]
+    found = routers.study(tmp_path / "base", tmp_path / "runs", wanted, 3, size)
+    assert len(made) == 2 * 3 + 2 * 3 and {seed for _, seed, _ in made[:6]} == {routers.TUNING_SEED}
+    assert {(r["router"], r["rate"]) for r in found} == {("linear", 1e-3), ("mlp", 2e-3)}
+    assert routers.study(tmp_path / "base", tmp_path / "runs", wanted, 3, size) == found and len(made) == 12
+    table = routers.report(found, wanted, 3, size)
+    assert "| mixtral | mlp | 0.002 | 2.0100 | +0.0100 [-0.0148, +0.0348] |" in table.replace(" | [", " [")
+    routers.study(tmp_path / "base", tmp_path / "runs", wanted, 1, routers.Size(6, 9))
+    assert len(made) == 12 + 8  # another size is another study
+
+
 def test_report_follows_the_plan_it_is_given(tmp_path, capsys):
     from benchmarks.upit_report import Plan, report
 

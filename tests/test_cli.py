@@ -49,6 +49,8 @@ def test_every_command_has_help_of_its_own(command, capsys):
         (["upit"], "--config"),
         (["inspect", "--model", "nowhere", "--data", "nowhere.jsonl"], "nowhere"),
         (["upcycle", "--model", "m", "--output", "o", "--num-expert", "x"], "invalid int value: 'x'"),
+        (["upcycle", "--model", "m", "--output", "o", "--router-init", "attention"], "--calibration None: goes with"),
+        (["upcycle", "--model", "m", "--output", "o", "--calibration", "x.jsonl"], "goes with --router-init attention"),
         (["export", "--adapter", "nowhere", "--output", "o", "--verify", " "], "--verify"),
     ],
 )

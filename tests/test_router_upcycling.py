@@ -15,6 +15,8 @@ from transformers import (
     BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
 )
@@ -22,7 +24,8 @@ from transformers import (
 from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
 from moe_peft.adapter.ffn_layer import MoELoraFFN
 from moe_peft.models.view import native_routers
-from moe_peft.routing.attention_heads import attention_weights, group_heads
+from moe_peft.routing.attention_heads import attention_weights, group_heads, share_keys
+from moe_peft.routing.routers import RouterSettings, make_router
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 W, H, D = 4, 8, 12  # head width, heads, hidden size of the loops
@@ -52,19 +55,23 @@ def ffns(model):
 
 
 @torch.no_grad()
-def mean_keys(model, heads: int) -> list[torch.Tensor]:
-    """Per layer, the mean key of every key head over real tokens [heads, w]: row by row, without padding."""
+def mean_keys(model) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """
+    Per layer, the mean key of all key heads [heads·w] and the attention's mean input [d] over real tokens: row by row,
+    without padding.
+    """
     sums, tokens = None, 0
     for ids, mask in zip(IDS, MASK, strict=True):
         real = ids[mask.bool()].unsqueeze(0)
         states = model(input_ids=real, output_hidden_states=True).hidden_states
-        keys = [
-            layer.self_attn.k_proj(layer.input_layernorm(x))[0].double().sum(0)
-            for layer, x in zip(model.model.layers, states, strict=False)
+        inputs = [layer.input_layernorm(x)[0] for layer, x in zip(model.model.layers, states, strict=False)]
+        own = [
+            (layer.self_attn.k_proj(x).double().sum(0), x.double().sum(0))
+            for layer, x in zip(model.model.layers, inputs, strict=True)
         ]
-        sums = keys if sums is None else [a + b for a, b in zip(sums, keys, strict=True)]
+        sums = own if sums is None else [(a + k, b + x) for (a, b), (k, x) in zip(sums, own, strict=True)]
         tokens += real.shape[1]
-    return [total.view(heads, -1) / tokens for total in sums]
+    return [((key / tokens).float(), (total / tokens).float()) for key, total in sums]
 
 
 # --- queries and keys -----------------------------------------------------------------------------------------------
@@ -87,7 +94,11 @@ def test_scores_are_those_of_the_paper(m, n, mixture):
     generator = torch.Generator().manual_seed(m * n)
     weight = torch.randn(H * W, D, generator=generator, dtype=torch.float64)
     keys = torch.randn(H, W, generator=generator, dtype=torch.float64)
-    query, key = attention_weights(weight, keys.flatten(), W, m, n, mixture, generator)
+    mean_input = torch.randn(D, generator=generator, dtype=torch.float64)
+    query, key = attention_weights(weight, keys.flatten(), mean_input, W, m, n)
+    settings = RouterSettings("attention", num_heads=m, mixture=mixture, attention_size=H * W)
+    router = make_router(D, n, settings).double()
+    router.set_heads(query, key)
     pieces = max(1, m // H)  # a head is split where there are more routers than heads
     W_pieces = [weight[i * W // pieces : (i + 1) * W // pieces] for i in range(H * pieces)]
     K_pieces = list(keys.view(H * pieces, -1))
@@ -97,35 +108,88 @@ def test_scores_are_those_of_the_paper(m, n, mixture):
         K_pieces = K_pieces * (n // m)
     K = [torch.cat([K_pieces[h] for h in group]) for group in group_heads(torch.stack(K_pieces), max(m, n))]
     assert all(R.shape == (width, D) for R in routers) and all(k.shape == (width,) for k in K)
-    if m < n:  # heads were repeated, so keys are equal and have been moved apart
-        assert all((a - b).norm() < 0.05 * b.norm() for a, b in zip(key.flatten(0, 1), K, strict=True))
+    if m < n:  # heads were repeated; keys that several groups have are divided
         K = list(key.flatten(0, 1))
     x = torch.randn(D, generator=generator, dtype=torch.float64)
     per_key = torch.stack([torch.stack([(R @ x) @ k / width**0.5 for R in routers]) for k in K])
     per_key = per_key.sum(1) if mixture == "sum" else per_key.amax(1)
     expected = per_key.view(n, -1).amax(1)
-    ours = (query @ x) @ key.flatten(0, 1).T / width**0.5
-    ours = ours.view(len(query), n, -1).amax(dim=(0, 2))
-    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(router(x).squeeze(0), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_equal_keys_are_moved_apart_and_others_are_not():
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(H * W, D, generator=generator)
-    keys = torch.randn(2, W, generator=generator)  # two key heads serve eight query heads
-    _, key = attention_weights(weight, keys.flatten(), W, 8, 8, generator=generator)
-    key = key.squeeze(1)
-    expected = keys.repeat_interleave(4, 0)
-    moved = (key - expected).norm(dim=1) / expected.norm(dim=1)
-    assert moved[0] == 0 and moved[4] == 0
-    assert ((moved > 1e-4) & (moved < 0.05)).sum() == 6
-    assert torch.pdist(key).min() > 1e-3
+# --- keys that several groups of heads have -------------------------------------------------------------------------
+
+
+def test_a_shared_key_is_divided_by_what_matters_to_each_groups_queries():
+    key, other = torch.tensor([1.0, -2.0, 3.0, 4.0, 0.5]), torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0])
+    mean_queries = torch.tensor([
+        [5.0, 1.0, 1.0, 1.0, 1.0],  # gains 5, -2, 3, 4, 0.5
+        [9.0, 9.0, 9.0, 9.0, 9.0],
+        [1.0, -4.0, 0.0, 2.0, 4.0],  # gains 1, 8, 0, 8, 2
+    ])  # fmt: skip
+    found = share_keys(torch.stack([key, other, key]), mean_queries)
+    first = torch.tensor([1.0, 0.0, 3.0, 0.0, 0.0])  # its gains of 5 and 3
+    last = torch.tensor([0.0, -2.0, 0.0, 4.0, 0.5])  # its gains of 8 and 8, and the odd entry, where it gains more
+    scale = key.norm()
+    expected = torch.stack([first / first.norm() * scale, other, last / last.norm() * scale])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("m, n", [(8, 8), (16, 16), (32, 32), (32, 16), (4, 8)])
+def test_shared_keys_become_orthogonal_parts_of_the_key_and_others_stay(m, n):
+    heads, key_heads, width, d = 32, 8, 8, 24
+    generator = torch.Generator().manual_seed(n)
+    weight = torch.randn(heads * width, d, generator=generator, dtype=torch.float64)
+    keys = torch.randn(key_heads, width, generator=generator, dtype=torch.float64)
+    mean_input = torch.randn(d, generator=generator, dtype=torch.float64)
+    key = attention_weights(weight, keys.flatten(), mean_input, width, m, n)[1].flatten(0, 1)
+    repeated = keys.repeat_interleave(heads // key_heads, 0)
+    repeated = repeated.repeat(max(1, n // m), 1)
+    whole = torch.stack([repeated[group].flatten() for group in group_heads(repeated, max(m, n))])
+    same = (whole.unsqueeze(0) - whole.unsqueeze(1)).abs().amax(-1) < 1e-12
+    unit = torch.nn.functional.normalize(key, dim=1)
+    cosine = (unit @ unit.T).masked_fill(torch.eye(len(unit), dtype=torch.bool), 0)
+    assert cosine[same].abs().max() < 1e-12
+    torch.testing.assert_close(key.norm(dim=1), whole.norm(dim=1))
+    alone = same.sum(1) == 1
+    assert bool(alone.all()) == (max(m, n) <= key_heads)
+    torch.testing.assert_close(key[alone], whole[alone], rtol=0, atol=0)
+    ratio = key / whole
+    assert all(len(row[row != 0].round(decimals=9).unique()) == 1 for row in ratio)  # a part of the key, scaled
+
+
+@pytest.mark.parametrize("n", [8, 16, 32])
+def test_top_two_choices_are_seldom_experts_of_one_key(n):
+    """32 query heads, 8 key heads. With keys a hundredth apart, 98 to 99 % of the tokens chose two of one family."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 256, "head_dim": 8, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    base = LlamaForCausalLM(
+        LlamaConfig(**size, num_attention_heads=32, num_key_value_heads=8, pad_token_id=0, initializer_range=0.05)
+    )
+    means = mean_keys(base)
+    model = adapter(base=base, num_experts=n)
+    init_attention_routers(model, BATCHES)
+    ids = torch.randint(3, 64, (16, 32), generator=torch.Generator().manual_seed(1))
+    logits = model(input_ids=ids, output_router_logits=True).router_logits
+    for (keys, _), logits_TN in zip(means, logits, strict=True):
+        groups = group_heads(keys.view(8, 8).repeat_interleave(4, 0), n)
+        shared = [tuple(head // 4 for head in group) for group in groups]  # the key heads of each expert
+        family = torch.tensor([shared.index(own) for own in shared])
+        pairs = family[logits_TN.topk(2).indices]
+        assert (pairs[:, 0] == pairs[:, 1]).float().mean() < 0.25
+
+
+@pytest.mark.parametrize("m, n", [(8, 64)])
+def test_more_experts_than_a_key_has_entries_are_refused(m, n):
+    keys = torch.ones(H, W)  # all heads alike
+    with pytest.raises(ValueError, match="64 experts share a key of 4 entries; use fewer routers"):
+        attention_weights(torch.ones(H * W, D), keys.flatten(), torch.ones(D), W, m, n)
 
 
 @pytest.mark.parametrize("m, n", [(3, 3), (4, 6), (5, 4)])
 def test_sizes_that_do_not_fit_are_refused(m, n):
     with pytest.raises(ValueError, match=f"num_heads={m}: must divide the attention's size 32"):
-        attention_weights(torch.zeros(H * W, D), torch.zeros(H * W), W, m, n)
+        attention_weights(torch.zeros(H * W, D), torch.zeros(H * W), torch.zeros(D), W, m, n)
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
@@ -138,21 +202,22 @@ def test_adapter_gets_its_layers_heads(settings):
     model = adapter(**settings).train()
     modes = [m.training for m in model.modules()]
     experts = {name: p.clone() for name, p in model.named_parameters() if "lora_A" in name or "lora_B" in name}
-    init_attention_routers(model, BATCHES, seed=3)
+    init_attention_routers(model, BATCHES)
     assert [m.training for m in model.modules()] == modes
     assert not any(m._forward_hooks for name, m in model.named_modules() if name.endswith("k_proj"))
     torch.testing.assert_close({n: p for n, p in model.named_parameters() if n in experts}, experts, rtol=0, atol=0)
     base = tiny_llama(vocab=64).eval()
-    generator = torch.Generator().manual_seed(3)
     n, mixture = settings.get("num_experts", 4), settings.get("router_mixture", "sum")
-    for layer, attention, keys in zip(
-        ffns(model), (layer.self_attn for layer in base.model.layers), mean_keys(base, 2), strict=True
+    for layer, attention, means in zip(
+        ffns(model), (layer.self_attn for layer in base.model.layers), mean_keys(base), strict=True
     ):
         m = settings.get("router_num_heads", n)
-        weight = attention.q_proj.weight.detach()
-        query, key = attention_weights(weight, keys.float().flatten(), 16, m, n, mixture, generator)
+        query, key = attention_weights(attention.q_proj.weight.detach(), *means, 16, m, n)
         router = layer.router("default")
-        torch.testing.assert_close(router.query.data, query, rtol=1e-5, atol=1e-6)
+        own = router.query if mixture == "max" else router.mean_query * m
+        torch.testing.assert_close(
+            own.data, query if mixture == "max" else query.sum(0, keepdim=True), rtol=1e-5, atol=1e-6
+        )
         torch.testing.assert_close(router.key.data, key, rtol=1e-4, atol=1e-5)
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
@@ -179,13 +244,13 @@ def test_quantized_projections_are_read(bits, tmp_path):
     plain.save_pretrained(tmp_path)
     kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} if bits == 4 else {"load_in_8bit": True}
     base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**kind))
-    model = adapter(base=base)
+    model = adapter(base=base, num_experts=2)
     init_attention_routers(model, BATCHES)
-    exact = adapter(base=plain)
+    exact = adapter(base=plain, num_experts=2)
     init_attention_routers(exact, BATCHES)
     scale = {4: 0.15, 8: 0.02}[bits]
     for ours, theirs in zip(ffns(model), ffns(exact), strict=True):
-        for name in ("query", "key"):
+        for name in ("mean_query", "key"):
             a, b = (getattr(layer.router("default"), name).detach() for layer in (ours, theirs))
             assert a.dtype == torch.float32 and 0 < (a - b).norm() / b.norm() < scale * (2 if name == "key" else 1)
     model.train()(input_ids=IDS, labels=IDS).loss.backward()  # the linears have not been made ready for inference
@@ -198,33 +263,30 @@ def test_quantized_projections_are_read(bits, tmp_path):
 @pytest.mark.parametrize("kind", NATIVE)
 def test_native_gates_are_initialised_trained_and_folded_back(kind, tmp_path):
     model = native(kind)
-    keys, names = mean_keys(model, 2), list(model.state_dict())
+    means, names = mean_keys(model), list(model.state_dict())
     init_attention_routers(model, BATCHES, num_heads=2)
-    generator = torch.Generator().manual_seed(0)
-    for gate, layer, mean in zip(native_routers(model), model.model.layers, keys, strict=True):
-        query, key = attention_weights(
-            layer.self_attn.q_proj.weight.detach(), mean.float().flatten(), 8, 2, 6, "sum", generator
-        )
-        expected = key[:, 0].double() @ query[0].double() / 16**0.5
-        torch.testing.assert_close(gate.weight.double(), expected, rtol=1e-4, atol=1e-6)
-    before = [gate.weight.detach().clone() for gate in native_routers(model)]
+    for gate, layer, mean in zip(native_routers(model), model.model.layers, means, strict=True):
+        query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 8, 2, 6)
+        expected = key[:, 0].double() @ query.sum(0).double() / 16**0.5
+        torch.testing.assert_close(gate.fold(), expected, rtol=1e-4, atol=1e-6)
+    before = [gate.fold() for gate in native_routers(model)]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(3):
         out = model(input_ids=IDS, labels=IDS, output_router_logits=True)
         assert len(out.router_logits) == 2
         out.loss.backward()
         optimizer.step()
-    after = [gate.weight.detach().clone() for gate in native_routers(model)]
+    after = [gate.fold().float() for gate in native_routers(model)]
     assert all((a - b).abs().max() > 1e-5 for a, b in zip(after, before, strict=True))
     logits = model(input_ids=IDS).logits
     fold_routers(model)
     assert sorted(model.state_dict()) == sorted(names)
     torch.testing.assert_close([gate.weight.data for gate in native_routers(model)], after, rtol=0, atol=0)
     assert all(gate.weight.requires_grad for gate in native_routers(model))
-    torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=0, atol=0)
+    torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-5)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(again(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(again(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_copy_is_folded_and_the_original_goes_on(tmp_path):
@@ -234,7 +296,7 @@ def test_a_copy_is_folded_and_the_original_goes_on(tmp_path):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(other(input_ids=IDS).logits, expected, rtol=0, atol=0)
         fold_routers(other)
-        torch.testing.assert_close(other(input_ids=IDS).logits, expected, rtol=0, atol=0)
+        torch.testing.assert_close(other(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=0, atol=0)
     model.save_pretrained(tmp_path)  # not folded: who knows nothing of queries and keys reads the right model
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -293,7 +355,7 @@ def test_trainer_of_labels_trains_attention_gates(tokenizer, tmp_path):
     model = native("mixtral")
     model.resize_token_embeddings(128)
     init_attention_routers(model, BATCHES, num_heads=2)
-    before = [gate.weight.detach().clone() for gate in native_routers(model)]
+    before = [gate.fold().float() for gate in native_routers(model)]
     data = Dataset.from_list([{"text": "w3 w5 w7 w9", "domain": d} for d in ("a", "b") * 4])
     args = MoESFTConfig(
         output_dir=str(tmp_path), max_steps=2, label_column="domain", expert_map={"a": [0, 1], "b": [2, 3]},
@@ -331,6 +393,5 @@ def test_what_cannot_be_initialised_says_so(make, batches, message):
 
 
 def test_a_linear_gate_has_one_key_per_expert():
-    model = native("mixtral")
-    with pytest.raises(ValueError, match="num_heads=12: a linear gate takes at most n=6"):
-        init_attention_routers(model, BATCHES, num_heads=12)
+    with pytest.raises(ValueError, match="num_heads=8: a linear gate takes at most n=4"):
+        init_attention_routers(adapter("linear"), BATCHES, num_heads=8)

@@ -183,6 +183,6 @@ def test_copies_that_stage_3_trained_are_all_assembled(tmp_path, tokenizer, monk
     del case["adapter"]
     stage = UpIT(recipe_from_dict(case)).stages[-2]
     given = []
-    monkeypatch.setattr("moe_peft.upit.ffn_stages.upcycle", lambda models, *args: given.append(list(models)))
+    monkeypatch.setattr("moe_peft.upit.ffn_stages.upcycle", lambda models, *args, **own: given.append(list(models)))
     stage.assemble(tmp_path / "assembled")
     assert stage.name == "post_train" and len(set(given[0])) == 4

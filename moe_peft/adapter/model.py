@@ -14,7 +14,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import private
-from ..routing.routers import make_router
+from ..routing.routers import Router, make_router
 from . import protocol
 from .config import ExpertSpec, MoELoraConfig
 from .ffn import FFNLayout, find_layout, probe_ffn
@@ -156,6 +156,12 @@ class MoELoraModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: MoELoraConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
+        state_dict = dict(state_dict)
+        for path, router in model.named_modules():
+            if isinstance(router, Router) and path.endswith(f".{adapter_name}"):
+                saved = cls._remove_adapter_name_from_key(f"{path}.x", adapter_name).removesuffix("x")
+                for prefix in ("", "base_model.model."):  # the model may lack it; so may the keys
+                    router.convert_old(state_dict, prefix + saved.removeprefix("base_model.model."))
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         expected = {
             f"{path}.{name}": tensor.shape

@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
 from ..messages import one_line
+from ..models.native_routers import CONFIG_FIELD
+from ..models.view import text_config
+from ..native import load_routers
 from ..training.data import load_data
 from ..training.tokenizing import tokenized
 from .record import RoutingStatistics, record_routing
@@ -81,6 +84,8 @@ def _load(path: str) -> tuple[Any, Any]:
     kind = AutoPeftModelForCausalLM if (Path(path) / "adapter_config.json").is_file() else AutoModelForCausalLM
     try:
         model = kind.from_pretrained(path)
+        if kind is AutoModelForCausalLM and hasattr(text_config(model), CONFIG_FIELD):
+            load_routers(model, path)
         source = path if (Path(path) / "tokenizer_config.json").is_file() else model.config._name_or_path
         return model, AutoTokenizer.from_pretrained(source)
     except OSError as error:

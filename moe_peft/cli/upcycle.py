@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
-from transformers import HfArgumentParser
+from transformers import AutoTokenizer, HfArgumentParser
 
+from ..messages import one_line
 from ..native import UpcycleConfig, upcycle
 
 
@@ -14,9 +16,37 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser = HfArgumentParser(UpcycleConfig, prog=prog, description="Make a native MoE from dense models.")
     parser.add_argument("--model", required=True, nargs="+", help="folders or names of one or more dense models")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; must not exist yet")
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="data for --router-init attention: a .jsonl, .json, .csv or .parquet file, or a data set's name",
+    )
+    parser.add_argument(
+        "--calibration-examples", type=int, default=256, metavar="N", help="examples of it to use, from the first on"
+    )
     return parser
 
 
 def run(options: argparse.Namespace) -> None:
     settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(UpcycleConfig)}
-    print(upcycle(options.model, options.output, UpcycleConfig(**settings)))
+    config = UpcycleConfig(**settings)
+    if (options.calibration is None) == (config.router_init == "attention"):
+        raise ValueError(f"upcycle: --calibration {options.calibration!r}: goes with --router-init attention")
+    if options.calibration_examples < 1:
+        raise ValueError(f"upcycle: --calibration-examples {options.calibration_examples}: use 1 or more")
+    batches = None if options.calibration is None else _batches(options)
+    print(upcycle(options.model, options.output, config, calibration=batches))
+
+
+def _batches(options: argparse.Namespace) -> list[dict[str, Any]]:
+    try:
+        from ..training.calibration import calibration_batches
+        from ..training.data import load_data
+    except ImportError as error:
+        raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
+    data = load_data(options.calibration, "--calibration", None)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model[0])
+    except OSError as error:
+        raise ValueError(f"upcycle: --calibration needs the model's tokenizer: {one_line(error)}") from error
+    return calibration_batches(data, tokenizer, options.calibration_examples)

@@ -10,18 +10,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..adapter.ffn_layer import MoELoraFFN
-from ..contexts import evaluating
 from ..routing.attention_heads import attention_weights
-from ..routing.routers import LinearRouter, Mixture, Router, RouterSettings
-from .attention_gate import AttentionGate, to_attention_gate, to_linear_gate
-from .view import adapter_layers, backbone, native_routers, router_sizes
+from ..routing.routers import LinearRouter, Router, RouterSettings, folded_weight
+from .attention import attention_before, attention_means, is_attention, no_attention, query_weight
+from .gate import RoutedGate
+from .native_routers import fold_native_routers, native_gates, replace_routers
+from .view import adapter_layers, base_model, router_sizes, text_config
 
 
 @torch.no_grad()
@@ -31,21 +31,21 @@ def init_attention_routers(
     *,
     num_heads: int | None = None,
     adapter_name: str | None = None,
-    seed: int = 0,
+    dense: nn.Module | None = None,
 ) -> None:
     """
     Initialise the routers from the attention of their layers. Queries come from the query projection, and one key per
     expert from the mean keys on calibration data. Heads are grouped by the similarity of their mean keys.
 
     Keys are the outputs of the key projection, before any norm or rotation, because the router's queries have neither.
-    The query projection may be quantized; its bias is ignored. Where experts would get the same key, as with heads that
-    share a key head, noise of a hundredth of the key's size is added to all but the first: experts with equal keys
-    would always get identical logits.
+    The query projection may be quantized; its bias is ignored. Where experts would get the same key, as with query
+    heads that share a key head, the key is divided among them (`moe_peft.routing.attention_heads.share_keys`).
 
     - Adapters with `router_type="attention"` get queries and keys. Those with a linear gate ("linear", "sigmoid", …)
       get the linear gate that the mixture "sum" folds into.
-    - The gates of a native MoE become functions of queries and keys, which are trained in their place. A saved model
-      has them beside the gates, so that training can continue; `fold_routers` turns the gates into plain weights again.
+    - The gates of a native MoE become attention routers with the mixture "sum", which are trained in their place; see
+      `replace_routers`. Call that first for other settings, such as the mixture "max": routers that are in the gates'
+      place already are initialised like those of adapters. `fold_routers` turns what folds into plain gates again.
 
     Args:
         model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are disabled while the data runs.
@@ -53,29 +53,78 @@ def init_attention_routers(
             `attention_mask` [B, S].
         num_heads: m, for routers that are not attention routers yet. None: n.
         adapter_name: the adapter; the active one if None.
-        seed: the seed of the noise.
+        dense: for a native MoE, the dense model that it was upcycled from, whose attention is read instead. The paper's
+            keys are the dense model's; those of a MoE whose experts were perturbed (`drop`, `noise`) differ.
 
     Raises:
         ValueError: the model has no router, a router has no attention with `q_proj` and `k_proj` before it, the sizes
             do not fit, or there is no data.
     """
     router_sizes(model, "init_attention_routers")
-    places = _adapter_places(model, adapter_name) if adapter_layers(model) else _native_places(model)
-    attentions = [_attention_before(model, path) for path in places]
-    keys = _mean_keys(model, attentions, batches)
-    generator = torch.Generator().manual_seed(seed)
-    weights = []
-    for place, attention, mean_keys_K in zip(places.values(), attentions, keys, strict=True):
-        m, n = place.heads(num_heads), place.num_experts
-        weight_HD, head_dim = _weight(_linear(attention.q_proj)), int(attention.head_dim)
-        if weight_HD.shape[0] != attention.config.num_attention_heads * head_dim:
-            raise ValueError(
-                f"init_attention_routers: q_proj of {type(attention).__name__} returns more than queries; use random "
-                "routers"
-            )
-        weights.append(attention_weights(weight_HD, mean_keys_K, head_dim, m, n, place.mixture, generator))
-    for place, (query, key) in zip(places.values(), weights, strict=True):
-        place.set_heads(query, key)
+    adapted = bool(adapter_layers(model))
+    places = _adapter_places(model, adapter_name) if adapted else _native_places(model)
+    paths = [attention_before(model, path) for path in places]
+    source = model if dense is None else dense
+    attentions = [_same_place(model, path, source) for path in paths]
+    sizes = [(place.heads(num_heads), place.num_experts) for place in places.values()]
+    weights = _weights(source, attentions, batches, sizes)
+    if any(place.router is None for place in places.values()):
+        replace_routers(model, RouterSettings("attention", num_heads=num_heads))
+        places = _native_places(model)
+    for place, (query_MWD, key_NCW) in zip(places.values(), weights, strict=True):
+        cast(Router, place.router).set_heads(query_MWD, key_NCW)
+
+
+@torch.no_grad()
+def attention_gates(
+    dense: nn.Module, batches: Iterable[Mapping[str, Any]], num_experts: int, num_heads: int | None = None
+) -> list[torch.Tensor]:
+    """
+    For each layer of a dense model, the linear gate [n, d] that an attention router with the mixture "sum" folds into.
+
+    Args:
+        dense: a dense model.
+        batches, num_heads: see `init_attention_routers`.
+        num_experts: n.
+
+    Raises:
+        ValueError: the model has layers whose queries and keys cannot be read, sizes do not fit, or there is no data.
+    """
+    attentions = [module for module in base_model(dense).modules() if is_attention(module)]
+    if len(attentions) != text_config(dense).num_hidden_layers:
+        raise no_attention(dense)
+    sizes = [(_linear_heads(num_heads, num_experts), num_experts)] * len(attentions)
+    weights = _weights(dense, attentions, batches, sizes)
+    return [folded_weight(query_MWD.double().sum(0), key_NCW.double()).cpu() for query_MWD, key_NCW in weights]
+
+
+def _weights(
+    model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]], sizes: list[tuple[int, int]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Queries [m, d', d] and keys [n, c, d'] from each attention; `sizes` holds (m, n)."""
+    means = attention_means(model, attentions, batches)
+    return [
+        attention_weights(query_weight(attention), mean.key_K, mean.input_D, int(attention.head_dim), m, n)
+        for attention, mean, (m, n) in zip(attentions, means, sizes, strict=True)
+    ]
+
+
+def _same_place(model: nn.Module, path: str, source: nn.Module) -> Any:
+    """The attention at the path of one of `model`'s, in `source`."""
+    attention = model.get_submodule(path)
+    if source is model:
+        return attention
+    path = next(name for name, module in base_model(model).named_modules() if module is attention)
+    try:
+        found: Any = base_model(source).get_submodule(path)
+    except AttributeError:
+        raise no_attention(source) from None
+    if not is_attention(found) or found.q_proj.weight.shape != cast(Any, attention).q_proj.weight.shape:
+        raise ValueError(
+            f"init_attention_routers: dense: {type(source).__name__} has no attention like that at {path!r}; give the "
+            "dense model that the MoE was made from"
+        )
+    return found
 
 
 @torch.no_grad()
@@ -84,8 +133,9 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     Replace routers with equivalent linear gates: attention routers (mixture "sum", one key per expert), LocMoE's,
     Switch's (without its capacity limit), and any other router that folds.
 
-    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates that
-    `init_attention_routers` replaced become plain weights again. Linear gates stay as they are.
+    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates that `replace_routers`
+    or `init_attention_routers` replaced become the family's own again, so the model saves to a checkpoint that
+    transformers loads without this package. Linear gates stay as they are.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
@@ -96,9 +146,7 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     """
     router_sizes(model, "fold_routers")
     if not adapter_layers(model):
-        for router in native_routers(model):
-            if isinstance(router, AttentionGate):
-                to_linear_gate(router)
+        fold_native_routers(model)
         return
     name = _adapter(model, adapter_name, "fold_routers")
     layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
@@ -143,35 +191,19 @@ def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
     return found
 
 
-class _AdapterPlace:
-    """An adapter's router. An attention router's own settings give its number of heads."""
+class _Place(NamedTuple):
+    """A router; None stands for a native MoE's own gate, which becomes an attention router."""
 
-    def __init__(self, router: Router) -> None:
-        self.router, self.num_experts = router, router.num_experts
-        self.mixture = router.settings.mixture if router.needs_attention else "sum"
+    router: Router | None
+    num_experts: int
 
     def heads(self, num_heads: int | None) -> int:
+        """m; an attention router's own settings give it."""
+        if self.router is None:
+            return num_heads or self.num_experts
         if self.router.needs_attention:
             return self.router.settings.num_heads or self.num_experts
         return _linear_heads(num_heads, self.num_experts)
-
-    def set_heads(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        self.router.set_heads(query, key)
-
-
-class _NativePlace:
-    """A native MoE's gate, which becomes a function of queries and keys."""
-
-    mixture: Mixture = "sum"
-
-    def __init__(self, gate: Any) -> None:
-        self.gate, self.num_experts = gate, int(gate.weight.shape[0])
-
-    def heads(self, num_heads: int | None) -> int:
-        return _linear_heads(num_heads, self.num_experts)
-
-    def set_heads(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        to_attention_gate(self.gate, query, key)
 
 
 def _linear_heads(num_heads: int | None, n: int) -> int:
@@ -180,93 +212,28 @@ def _linear_heads(num_heads: int | None, n: int) -> int:
     return num_heads or n
 
 
-def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, Any]:
+def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, _Place]:
     name = _adapter(model, adapter_name, "init_attention_routers")
-    places = {
-        path: _AdapterPlace(layer.router(name))
-        for path, layer in model.named_modules()
-        if isinstance(layer, MoELoraFFN) and name in layer.moe_lora_router
-    }
-    for path, place in places.items():
-        if not place.router.takes_attention:
-            raise ValueError(
-                f"init_attention_routers: {path}: router_type={place.router.settings.type!r} cannot be "
-                "initialised from an attention; use 'attention', or a router with a linear gate"
-            )
-    if not places:
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, MoELoraFFN)}
+    routers = {path: layer.router(name) for path, layer in layers.items() if name in layer.moe_lora_router}
+    if not routers:
         raise ValueError(f"init_attention_routers: adapter {name!r} has no routers on FFNs; target FFN blocks")
-    return places
+    return {path: _checked(path, _Place(router, router.num_experts)) for path, router in routers.items()}
 
 
-def _native_places(model: nn.Module) -> dict[str, Any]:
-    routers = native_routers(model)
+def _native_places(model: nn.Module) -> dict[str, _Place]:
+    gates = native_gates(model, "init_attention_routers")
+    sizes = router_sizes(model, "init_attention_routers")
     return {
-        path: _NativePlace(gate) for path, gate in model.named_modules() if any(gate is router for router in routers)
+        path: _checked(path, _Place(gate.moe_router if isinstance(gate, RoutedGate) else None, n))
+        for (path, gate), (n, _) in zip(gates.items(), sizes, strict=True)
     }
 
 
-def _attention_before(model: nn.Module, path: str) -> Any:
-    """The attention of the layer that the FFN or gate at `path` belongs to."""
-    while path:
-        path = path.rpartition(".")[0]
-        found = [m for m in model.get_submodule(path).modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")]
-        if len(found) == 1 and hasattr(found[0], "head_dim"):
-            return found[0]
-        if found:
-            break
-    raise ValueError(
-        f"init_attention_routers: {type(model).__name__} has no attention with q_proj, k_proj and head_dim before each "
-        "of its FFNs; use random routers"
-    )
-
-
-def _linear(module: nn.Module) -> Any:
-    while isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    return module
-
-
-def _weight(linear: Any) -> torch.Tensor:
-    """The weight [out, in] of a linear, float32. For a quantized one it is computed from its outputs."""
-    if type(linear.weight) is nn.Parameter and linear.weight.is_floating_point():
-        return linear.weight.float()
-    bias = getattr(linear, "bias", None)
-    dtype = torch.float32 if bias is None else bias.dtype
-    unit_DD = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
-    with evaluating(linear):
-        columns_DH = linear(unit_DD).float()
-    return (columns_DH if bias is None else columns_DH - bias.float()).T
-
-
-def _mean_keys(model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
-    """Mean output of each attention's key projection over all real tokens of the batches, float32."""
-    sums: list[Any] = [0.0] * len(attentions)
-    tokens: Any = 0.0
-    mask_BS1 = torch.ones(())
-
-    def adder(i: int) -> Any:
-        def hook(module: nn.Module, args: tuple, keys_BSK: torch.Tensor) -> None:
-            sums[i] = sums[i] + (keys_BSK.double() * mask_BS1.to(keys_BSK.device)).sum(dim=(0, 1))
-
-        return hook
-
-    device = next(backbone(model).parameters()).device
-    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
-    handles = [_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
-    try:
-        for layer, _ in adapters:
-            layer._disable_adapters = True
-        for batch in batches:
-            given = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-            mask_BS1 = given.get("attention_mask", torch.ones_like(given["input_ids"])).unsqueeze(-1).double()
-            tokens = tokens + mask_BS1.sum()
-            with evaluating(model):
-                backbone(model)(**given, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for layer, disabled in adapters:
-            layer._disable_adapters = disabled
-    if not tokens:
-        raise ValueError("init_attention_routers: batches: no tokens; give at least one batch of calibration data")
-    return [(total / tokens.to(total.device)).float() for total in sums]
+def _checked(path: str, place: _Place) -> _Place:
+    if place.router is not None and not place.router.takes_attention:
+        raise ValueError(
+            f"init_attention_routers: {path}: router_type={place.router.settings.type!r} cannot be initialised from an "
+            "attention; use 'attention', or a router with a linear gate"
+        )
+    return place

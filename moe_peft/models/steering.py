@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..routing.gates import Steering
+from ..routing.gates import Steering, top_k_gates
+from .gate import RoutedGate
 from .view import adapter_layers, native_routers, router_sizes
 
 
@@ -56,6 +57,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
     sizes = router_sizes(model, "allow_experts")
     n, k = sizes[0][0], max(k for _, k in sizes)
     routers = [layer.router(name) for layer in adapter_layers(model) for name in layer.moe_lora_router]
+    routers = routers or [gate.moe_router for gate in native_routers(model) if isinstance(gate, RoutedGate)]
     if routers and all(router.leaves_out for router in routers):
         k = 1
     if len({n for n, _ in sizes}) > 1:
@@ -103,5 +105,6 @@ class _NativeHook:
     def __call__(self, router: Any, args: tuple, output: tuple) -> tuple:
         logits_TN, gates_TK, _ = output
         normalize = bool(getattr(router, "norm_topk_prob", True))  # Mixtral always does
-        gates, experts = self.steering.route(logits_TN.float(), router.top_k, normalize)
+        choose = router.moe_router.choose if isinstance(router, RoutedGate) else top_k_gates
+        gates, experts = self.steering.route(logits_TN.float(), router.top_k, normalize, choose)
         return logits_TN, gates.to(gates_TK.dtype), experts

@@ -38,7 +38,8 @@ class UpcycleConfig:
         weight_scaling: scale up and down projections so that the active experts add up to the dense FFN. The shared
             block's gate in a Qwen2-MoE, one half at first, is made up for in any case.
         router_init: initial gates: `"normal"` N(0, std²), `"uniform"` with that standard deviation, `"zeros"` (all
-            experts tie; the parts of one are then not chosen together), `"given"`.
+            experts tie; the parts of one are then not chosen together), `"given"`, or `"attention"`: what an attention
+            router folds into whose queries and keys are the dense model's (Router Upcycling, section 3.2).
         router_init_std: std, the gates' standard deviation; of `"uniform"`, U(-√3·std, √3·std).
         router_weights: for `"given"`, a safetensors file with a tensor [n, d] per layer, named "0", "1", …
         router_aux_loss_coef: coefficient of the load-balancing loss in the MoE's config (Drop-Upcycling, A.4: 0.02).

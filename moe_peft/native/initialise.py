@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-RouterInit = Literal["normal", "uniform", "zeros", "given"]
+RouterInit = Literal["normal", "uniform", "zeros", "given", "attention"]
 Split = Literal["partition", "independent"]
 
 

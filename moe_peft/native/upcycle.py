@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from ..models.attention_routers import attention_gates
 from .config import UpcycleConfig
 from .families import MoEFamily, find_families
 from .moe_config import moe_config
@@ -28,11 +30,13 @@ def upcycle(
     output_dir: str | os.PathLike,
     config: UpcycleConfig | None = None,
     router_weights: Mapping[int, torch.Tensor] | None = None,
+    calibration: Iterable[Mapping[str, Any]] | None = None,
 ) -> Path:
     """
     Write the MoE that dense models become: weights, config, tokenizer and generation config.
 
-    Memory: a few times one FFN and the largest other tensor, whatever the models' size.
+    Memory: a few times one FFN and the largest other tensor, whatever the models' size; with
+    `router_init="attention"` the dense model is loaded first.
 
     Args:
         models: a dense model's folder (or name on the hub), or several of one architecture. With several, expert i
@@ -40,6 +44,8 @@ def upcycle(
         output_dir: a folder that does not exist yet. A killed run leaves none.
         config: see `UpcycleConfig`.
         router_weights: layer → given gates [n, d], in place of the file that the config names.
+        calibration: for `router_init="attention"`, batches of `input_ids` [B, S] and, if there is padding,
+            `attention_mask` [B, S]. They run through the dense model, so the gates do not depend on the experts.
 
     Raises:
         ValueError: no family holds the models, a setting does not fit, a checkpoint is broken, or `output_dir` exists.
@@ -56,6 +62,8 @@ def upcycle(
     dense = sources[0].config
     family, moe = upcycled_config(dense, config)
     given = router_weights if router_weights is not None else _read_routers(config)
+    if config.router_init == "attention":
+        given = _attention_gates(sources, config, calibration)
     return write_moe(
         family,
         moe,
@@ -112,6 +120,23 @@ def check_same_architecture(model: DenseModel, other: DenseModel, what: str) -> 
                 f"{what}: {model.folder} has another architecture than {other.folder}: {name}={ours.get(name)!r} and "
                 f"{theirs.get(name)!r}; give models of one architecture"
             )
+
+
+def _attention_gates(
+    sources: Sequence[DenseModel], config: UpcycleConfig, calibration: Iterable[Mapping[str, Any]] | None
+) -> dict[int, torch.Tensor]:
+    """The gates that the dense model's attention gives, by layer."""
+    if calibration is None:
+        raise ValueError("upcycle: router_init='attention': give calibration data (calibration=…, --calibration FILE)")
+    if len(sources) > 1:
+        raise ValueError("upcycle: router_init='attention': takes one dense model; use another with several")
+    dense = AutoModelForCausalLM.from_pretrained(sources[0].folder, dtype="auto")
+    if torch.accelerator.is_available():
+        dense.to(torch.accelerator.current_accelerator())
+    try:
+        return dict(enumerate(attention_gates(dense, calibration, config.num_experts)))
+    except ValueError as error:
+        raise ValueError(f"upcycle: router_init='attention': {error}") from error
 
 
 def _read_routers(config: UpcycleConfig) -> dict[int, torch.Tensor] | None:

@@ -12,34 +12,29 @@ import numpy as np
 import torch
 from torch import nn
 
-from .routers import Mixture
-
 
 def attention_weights(
-    weight_HD: torch.Tensor,
-    mean_keys_K: torch.Tensor,
-    head_dim: int,
-    m: int,
-    n: int,
-    mixture: Mixture = "sum",
-    generator: torch.Generator | None = None,
+    weight_HD: torch.Tensor, mean_keys_K: torch.Tensor, mean_input_D: torch.Tensor, head_dim: int, m: int, n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Queries and keys of an attention router (Router Upcycling, equations 4 and 5; section 5.2.1 for m ≠ n).
 
     Heads are concatenated into m groups. If m does not divide H, each head is first split into as many parts as needed.
     With fewer routers than experts, the heads' keys are repeated n/m times and grouped into n; with more, each expert
-    has m/n keys.
+    has m/n keys. With grouped-query attention, query heads that share a key head would give several experts the same
+    key, and these experts would always get the same logits: see `share_keys`.
 
     Args:
         weight_HD: the query projection [H·w, d].
         mean_keys_K: mean keys [H'·w] of H' key heads, each of which serves H/H' query heads.
+        mean_input_D: mean input of the attention, [d]. Queries of it are the heads' mean queries.
 
     Returns:
-        query [m, d', d] (with the mixture "sum" their sum, [1, d', d]) and key [n, max(1, m/n), d'].
+        query [m, d', d] and key [n, max(1, m/n), d'].
 
     Raises:
-        ValueError: m does not divide H·w, or neither of m and n divides the other.
+        ValueError: m does not divide H·w, neither of m and n divides the other, or more experts share a key than it has
+            entries.
     """
     heads, (size, d) = weight_HD.shape[0] // head_dim, weight_HD.shape
     parts = m // math.gcd(heads, m)
@@ -51,14 +46,15 @@ def attention_weights(
     key_heads = mean_keys_K.numel() // head_dim
     keys_PW = mean_keys_K.view(key_heads, head_dim).repeat_interleave(heads // key_heads, dim=0)
     keys_PW = keys_PW.reshape(heads * parts, -1)
+    mean_queries_PW = (weight_HD @ mean_input_D).view_as(keys_PW)
     groups = group_heads(keys_PW, m)
     query_MWD = weight_HD.view(heads * parts, -1, d)[torch.tensor(groups)].flatten(1, 2)
     if m < n:
-        keys_PW = keys_PW.repeat(n // m, 1)
+        keys_PW, mean_queries_PW = keys_PW.repeat(n // m, 1), mean_queries_PW.repeat(n // m, 1)
         groups = group_heads(keys_PW, n)
-    key_NCW = keys_PW[torch.tensor(groups)].view(n, max(1, m // n), -1)
-    key_NCW = key_NCW + _separation(key_NCW.flatten(1), generator).view_as(key_NCW)
-    return (query_MWD.sum(0, keepdim=True) if mixture == "sum" else query_MWD), key_NCW
+    chosen = torch.tensor(groups)
+    key_GW = share_keys(keys_PW[chosen].flatten(1), mean_queries_PW[chosen].flatten(1))
+    return query_MWD, key_GW.view(n, max(1, m // n), -1)
 
 
 def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
@@ -90,9 +86,55 @@ def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
     return result
 
 
-def _separation(keys_NK: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Noise of a hundredth of their size for keys that an earlier expert already has, zero for the rest."""
-    near_NN = torch.cdist(keys_NK.double(), keys_NK.double()) <= 1e-6 * keys_NK.double().norm(dim=1, keepdim=True)
-    again_N1 = near_NN.tril(-1).any(1, keepdim=True)
-    noise_NK = torch.randn(keys_NK.shape, generator=generator).to(keys_NK)
-    return again_N1 * noise_NK * 0.01 * keys_NK.pow(2).mean(1, keepdim=True).sqrt()
+def share_keys(keys_GW: torch.Tensor, mean_queries_GW: torch.Tensor) -> torch.Tensor:
+    """
+    Divide each key that several groups of heads have among these groups; other keys stay as they are.
+
+    Every entry of the key goes to one group: to the one whose mean query gains the most from it in its score
+    `mean_query·key`, as long as that group has less than an even share of the entries. All other entries of the group's
+    key are zero, and the rest is scaled to the whole key's length. So the keys of a family are orthogonal, each is a
+    part of the mean key that the paper takes, the part that matters most to the group's own queries, and logits are as
+    large as with whole keys.
+
+    Args:
+        keys_GW: keys of the groups [g, d'].
+        mean_queries_GW: their mean queries [g, d'].
+
+    Raises:
+        ValueError: more groups have a key than it has entries.
+    """
+    distances_GG = torch.cdist(keys_GW.double(), keys_GW.double())
+    near_GG = distances_GG <= 1e-6 * keys_GW.double().norm(dim=1, keepdim=True)
+    family_G = near_GG.int().argmax(1)  # the first group with that key
+    result_GW = keys_GW.clone()
+    for first in family_G.unique().tolist():
+        own = (family_G == first).nonzero().flatten()
+        if len(own) == 1:
+            continue
+        gains_SW = mean_queries_GW[own] * keys_GW[first]
+        shares_SW = keys_GW[first] * _even_shares(gains_SW.double()).to(keys_GW)
+        length = keys_GW[first].norm() / shares_SW.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        result_GW[own] = shares_SW * length
+    return result_GW
+
+
+def _even_shares(gains_SW: torch.Tensor) -> torch.Tensor:
+    """
+    Deal out the columns: the largest gain first, to its row, until a row has an even share. Bool [s, d'], one row for
+    each column.
+    """
+    rows, width = gains_SW.shape
+    if width < rows:
+        raise ValueError(
+            f"init_attention_routers: {rows} experts share a key of {width} entries; use fewer routers (num_heads) or "
+            "fewer experts"
+        )
+    owner_W, free = np.full(width, -1), np.full(rows, width // rows)
+    for place in gains_SW.cpu().flatten().argsort(descending=True, stable=True).tolist():
+        row, column = divmod(place, width)
+        if owner_W[column] < 0 and free[row]:
+            owner_W[column] = row
+            free[row] -= 1
+    rest = owner_W < 0  # fewer than there are rows
+    owner_W[rest] = gains_SW.cpu().argmax(0).numpy()[rest]
+    return (torch.from_numpy(owner_W) == torch.arange(rows).unsqueeze(1)).to(gains_SW.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +127,13 @@ class Router(nn.Module):
         """Initialise from an attention's queries [m, d', d] and mean keys [n, c, d'] (if `takes_attention`)."""
         raise NotImplementedError
 
+    def convert_old(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
+        """Rename and convert, in place, the tensors below `prefix` that an earlier version saved."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
+        self.convert_old(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}"
 
@@ -147,7 +154,7 @@ class LinearRouter(Router):
 
     @torch.no_grad()
     def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
-        self.weight.copy_(folded_weight(query_MWD.double(), key_NCW.double()))
+        self.weight.copy_(folded_weight(query_MWD.double().sum(0), key_NCW.double()))
 
 
 class SwitchRouter(LinearRouter):
@@ -227,9 +234,12 @@ class AttentionRouter(Router):
     base's queries divided by m (Router Upcycling, section 3.3). Its initial values are random;
     `init_attention_routers` takes them from a base's attention.
 
-    `query` is [m, d', d]. With the mixture "sum" it is [1, d', d], the sum of the routers: `Σ_j (W^j x)·K_i` is
-    `((Σ_j W^j) x)·K_i`, so m matrices would learn what their sum learns, m times as fast. `key` is [n, c, d']; only the
-    best of an expert's c keys counts.
+    `key` is [n, c, d']; only the best of an expert's c keys counts. With the mixture "max", `query` holds all W^j,
+    [m, d', d]. With "sum", `Σ_j (W^j x)·K_i` is `((Σ_j W^j) x)·K_i`, so all W^j get the same gradient and move alike.
+    Their mean, `mean_query` [1, d', d], is then enough. It counts m times but has the gradient of one of them, so that
+    their sum and the keys take the steps of m matrices under SGD, Adam and AdamW, weight decay included (not with
+    Adam's L2 penalty, which bends each matrix's steps by its own values). In the norm of gradient clipping it counts
+    once instead of m times.
     """
 
     needs_attention = True
@@ -244,18 +254,30 @@ class AttentionRouter(Router):
                 f"router_num_heads={m}: must divide the base's attention size {s.attention_size} and divide, or be a "
                 f"multiple of, the {self.num_experts} experts"
             )
-        width = s.attention_size // m
-        queries = 1 if s.mixture == "sum" else m
-        self.query = nn.Parameter(torch.empty(queries, width, self.hidden_size))
+        self.num_heads, width = m, s.attention_size // m
+        # The sum, and each W^j of "max", gives as large logits as a linear gate with standard deviation 0.02.
+        if s.mixture == "sum":
+            self.mean_query = nn.Parameter(torch.empty(1, width, self.hidden_size))
+            nn.init.normal_(self.mean_query, std=0.02 / m)
+        else:
+            self.query = nn.Parameter(torch.empty(m, width, self.hidden_size))
+            nn.init.normal_(self.query, std=0.02)
         self.key = nn.Parameter(torch.empty(self.num_experts, keys // self.num_experts, width))
-        nn.init.normal_(self.query, std=0.02)  # as large logits as a linear gate with that deviation
         nn.init.normal_(self.key)
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        m, width, _ = self.query.shape
-        query_TMW = F.linear(x_TD, self.query.to(x_TD.dtype).flatten(0, 1)).view(-1, m, width)
-        scores_TMK = query_TMW @ (self.key.to(x_TD.dtype).flatten(0, 1).T / math.sqrt(width))
-        return scores_TMK.view(-1, m, *self.key.shape[:2]).amax(dim=(1, 3))
+        query_QWD = self._queries(x_TD.dtype)
+        queries, width, _ = query_QWD.shape
+        query_TQW = F.linear(x_TD, query_QWD.flatten(0, 1)).view(-1, queries, width)
+        scores_TQK = query_TQW @ (self.key.to(x_TD.dtype).flatten(0, 1).T / math.sqrt(width))
+        return scores_TQK.view(-1, queries, *self.key.shape[:2]).amax(dim=(1, 3))
+
+    def _queries(self, dtype: torch.dtype) -> torch.Tensor:
+        """The queries to take the best of: all [m, d', d], or their sum [1, d', d] with the gradient of one."""
+        if self.settings.mixture == "max":
+            return self.query.to(dtype)
+        mean_1WD = self.mean_query.to(dtype)
+        return mean_1WD + (self.num_heads - 1) * mean_1WD.detach()
 
     @property
     def no_fold(self) -> str:  # type: ignore[override]
@@ -267,17 +289,25 @@ class AttentionRouter(Router):
         return ""
 
     def _folded(self) -> torch.Tensor:
-        return folded_weight(self.query.double(), self.key.double())
+        return folded_weight(self._queries(torch.float64).squeeze(0), self.key.double())
 
     @torch.no_grad()
     def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
-        self.query.copy_(query_MWD)
+        if self.settings.mixture == "max":
+            self.query.copy_(query_MWD)
+        else:
+            self.mean_query.copy_(query_MWD.mean(0, keepdim=True))
         self.key.copy_(key_NCW)
 
+    def convert_old(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
+        """With the mixture "sum", `query` used to hold the sum of the routers."""
+        if self.settings.mixture == "sum" and f"{prefix}query" in state_dict:
+            state_dict[f"{prefix}mean_query"] = state_dict.pop(f"{prefix}query") / self.num_heads
 
-def folded_weight(query_1WD: torch.Tensor, key_N1W: torch.Tensor) -> torch.Tensor:
-    """The linear gate [n, d] of an attention router with one key per expert and the mixture "sum"."""
-    return key_N1W.squeeze(1) @ query_1WD.squeeze(0) / math.sqrt(key_N1W.shape[-1])
+
+def folded_weight(query_WD: torch.Tensor, key_N1W: torch.Tensor) -> torch.Tensor:
+    """The linear gate [n, d] of an attention router with one key per expert, from the sum of its queries [d', d]."""
+    return key_N1W.squeeze(1) @ query_WD / math.sqrt(key_N1W.shape[-1])
 
 
 class PooledRouter(Router):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 
 from ..models.view import native_routers
-from ..native.checkpoint import Checkpoint
+from ..native.routed import router_tensors
 
 
 class NativeResumeMixin:
@@ -38,10 +37,6 @@ class NativeResumeMixin:
 
 
 def _load_native(model: Any, folder: str) -> None:
-    """Load a checkpoint's weights into a native MoE, including queries and keys of attention gates."""
+    """Load a checkpoint's weights into a native MoE, including those of routers in the place of its gates."""
     state = type(model).from_pretrained(folder, dtype="auto").state_dict()
-    stored = Checkpoint(Path(folder), "resume")
-    for name in model.state_dict().keys() - state.keys():
-        layer, part = name.split(".gate.")[0].rpartition(".")[0], name.rpartition(".")[2]
-        state[name] = stored.tensor(next(key for key in stored if key.startswith(f"{layer}.") and key.endswith(part)))
-    model.load_state_dict(state)
+    model.load_state_dict({**state, **router_tensors(model, folder)})

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..models.view import router_parameters
 from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
 from ..native.writing import open_dense
+from ..training.calibration import calibration_batches
 from ..training.scoring import Collator, score_checkpoints
 from ..training.tokenizing import tokenized
 from .buckets import fill_buckets
@@ -134,8 +135,11 @@ class FFNPostTrain(PostTrain):
     def run(self, folder: Path) -> dict[str, Any]:
         r = self.recipe
         assembled = folder / STATE / "assembled"
+        calibration = None
+        if r.moe.get("router_init") == "attention":  # in every process: TRL's preparation waits for all
+            calibration = calibration_batches(self.context.train_data, self.context.tokenizer)
         if PartialState().is_main_process and not assembled.exists():
-            self.assemble(assembled)
+            self.assemble(assembled, calibration)
         PartialState().wait_for_everyone()
         model = load_checkpoint(r.model, assembled)
         # A folder that an earlier version assembled has the family's own coefficient.
@@ -159,17 +163,18 @@ class FFNPostTrain(PostTrain):
         moe, routers = native.num_parameters(), sum(p.numel() for p in router_parameters(native).values())
         return moe - model.num_parameters(), moe if self.recipe.trains_experts else routers
 
-    def assemble(self, folder: Path) -> None:
+    def assemble(self, folder: Path, calibration: list[dict[str, torch.Tensor]] | None = None) -> None:
         """Write the native MoE that is trained: of the experts that there are, or of copies of the base's FFNs."""
         r = self.recipe
         if not r.facts.prepares:
-            upcycle(model_folder(r.model), folder, r.upcycle_config(seed=self.seed))
+            upcycle(model_folder(r.model), folder, r.upcycle_config(seed=self.seed), calibration=calibration)
             return
         experts, own = list(self.given.experts), {}
         if self.given.routers is not None:
             own = {"router_init": "given", "router_weights": str(self.given.routers)}
         same = r.copies and self.given.routers is None  # stage 3 makes even copies differ
-        upcycle(experts[:1] if same else experts, folder, r.upcycle_config(seed=self.seed, **own))
+        config = r.upcycle_config(seed=self.seed, **own)
+        upcycle(experts[:1] if same else experts, folder, config, calibration=calibration)
 
 
 class FFNEvaluate(Evaluate):

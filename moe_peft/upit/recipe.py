@@ -208,8 +208,15 @@ class Recipe:
         apart = [name for name, other in OBJECTIVES.items() if other.own_logit_only]
         several = init != "checkpoints" or self.facts.specialises
         unquantized = not self.model.quantization
+        gates, one_model = self.moe.get("router_init"), not self.facts.prepares or self.copies
         for path, value, good, allowed in (
             ("moe.init", init, several, "another: this method has one checkpoint"),
+            (
+                "moe.router_init",
+                gates,
+                gates != "attention" or (one_model and not self.initialises_routers),
+                "another: attention gates are those of one dense model, and stage 3 would replace them",
+            ),
             ("prepare.adapters", given, given is None, "null in the mode 'ffn'; use prepare.checkpoints"),
             ("model.quantization", self.model.quantization, unquantized, "null: all weights are trained"),
             (

@@ -1,0 +1,129 @@
+"""A router of `ROUTERS` in the place of a native MoE's gate, whose class stays one that transformers knows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..routing.gates import top_k_gates
+from ..routing.routers import Router
+
+
+class RoutedGate:
+    """
+    Mixin for the gate class of a native MoE: `moe_router` computes the logits and chooses the experts. Where that
+    router folds, the state dict has the gate's `weight` too, so that other software loads the right model from a
+    checkpoint.
+    """
+
+    moe_router: Router
+    num_experts: int
+    top_k: int
+    normalizes: bool  # whether the family's own gate divides the k gates by their sum
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits, float32 [T, n]; gates in the dtype of the hidden states and experts, each [T, k]."""
+        logits_TN = self.moe_router(hidden_states)
+        gates_TK, experts_TK = self.moe_router.choose(logits_TN, self.top_k, self.normalizes)
+        return logits_TN, gates_TK.to(hidden_states.dtype), experts_TK
+
+    def fold(self) -> torch.Tensor:
+        """
+        The weight of the family's own gate that routes in the same way, float64 [n, d].
+
+        Raises:
+            ValueError: there is none; the message says why.
+        """
+        settings = self.moe_router.settings
+        if self.moe_router.only_top_k is not None and self.normalizes:
+            raise ValueError(
+                f"router_type={settings.type!r} does not fold into a linear gate: {type(self).__bases__[1].__name__} "
+                "divides gates by their sum, so a single one would be 1; use a family with norm_topk_prob"
+            )
+        return self.moe_router.fold(self.top_k, self.normalizes)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        try:
+            weight_ND = self.fold()
+        except ValueError:
+            return
+        own = next(self.moe_router.parameters(), None)
+        destination[f"{prefix}weight"] = weight_ND.float() if own is None else weight_ND.to(own)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}weight", None)
+        for old, new in (("attention_query", "query"), ("attention_key", "key")):  # names that were used before
+            if f"{prefix}{old}" in state_dict:
+                tensor = state_dict.pop(f"{prefix}{old}")
+                state_dict[f"{prefix}moe_router.{new}"] = tensor.unsqueeze(0) if tensor.dim() == 2 else tensor
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:  # pickle cannot find the class by a name
+        return _new_gate, (type(self).__bases__[1],), self.__dict__
+
+
+@functools.cache
+def _routed_class(cls: Any) -> Any:
+    return type(f"Routed{cls.__name__}", (RoutedGate, cls), {})
+
+
+def _new_gate(cls: type) -> Any:
+    routed = _routed_class(cls)
+    return routed.__new__(routed)
+
+
+def gate_rule(gate: Any) -> bool:
+    """
+    Whether a native MoE's gate divides the gates of the chosen experts by their sum, found by running it.
+
+    Raises:
+        ValueError: it is not a linear gate with a softmax whose k largest count.
+    """
+    if isinstance(gate, RoutedGate):
+        return gate.normalizes
+    weight_ND = getattr(gate, "weight", None)
+    if isinstance(weight_ND, torch.Tensor) and weight_ND.dim() == 2 and isinstance(getattr(gate, "top_k", None), int):
+        x_TD = torch.randn(32, weight_ND.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_ND)
+        with torch.no_grad():
+            found = type(gate).forward(gate, x_TD)
+            logits_TN = F.linear(x_TD, weight_ND).float()
+        for normalize in (True, False):
+            expected = (logits_TN, *top_k_gates(logits_TN, gate.top_k, normalize))
+            if isinstance(found, tuple) and len(found) == 3 and all(map(_alike, found, expected)):
+                return normalize
+    raise ValueError(
+        f"{type(gate).__name__} is not a linear gate with a softmax over the top k, so no other router can take its "
+        "place; use a family such as Mixtral, Qwen-MoE or OLMoE"
+    )
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = torch.finfo(found.dtype).eps * 8 if found.is_floating_point() else 0.0
+    return found.shape == expected.shape and torch.allclose(
+        found.double(), expected.double(), rtol=tolerance, atol=tolerance
+    )
+
+
+def put_router(gate: Any, router: Router, top_k: int, normalizes: bool, like: torch.Tensor) -> None:
+    """Put a router into a native MoE's gate, with the dtype and device of `like`; a frozen gate's router is frozen."""
+    trained = all(p.requires_grad for p in gate.parameters())
+    if not isinstance(gate, RoutedGate):
+        del gate.weight
+        gate.__class__ = _routed_class(type(gate))  # type: ignore[arg-type]
+    gate.moe_router = router.to(like).requires_grad_(trained).train(gate.training)
+    gate.num_experts, gate.top_k, gate.normalizes = router.num_experts, top_k, normalizes
+    if hasattr(gate, "norm_topk_prob"):
+        gate.norm_topk_prob = normalizes
+
+
+def take_router(gate: Any, weight_ND: torch.Tensor, like: torch.Tensor) -> None:
+    """Make a gate the family's own again, with this weight."""
+    trained = all(p.requires_grad for p in gate.moe_router.parameters())
+    del gate.moe_router, gate.normalizes
+    gate.__class__ = type(gate).__bases__[1]
+    gate.weight = nn.Parameter(weight_ND.to(like), requires_grad=trained)

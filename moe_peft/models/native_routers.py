@@ -1,0 +1,108 @@
+"""Puts routers of `ROUTERS` in the place of a native MoE's gates, and folds them back into plain ones."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapter.config import MoELoraConfig
+from ..routing.routers import RouterSettings, make_router
+from .gate import RoutedGate, gate_rule, put_router, take_router
+from .view import base_model, native_routers, router_sizes, text_config
+
+CONFIG_FIELD = "moe_peft_router"  # of a native MoE's config: the settings of the routers in the place of its gates
+
+
+def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: int | None = None, seed: int = 0) -> None:
+    """
+    Put other routers, with random values, in the place of a native MoE's gates.
+
+    The model's forward pass, its `router_logits`, its losses and its trainers are used as before. The state dict has
+    the routers' parameters (`….moe_router.*`) and, where a router folds, the equivalent `weight` of the stock gate. To
+    load a saved model, load it with transformers and then call `moe_peft.native.load_routers`. `fold_routers` makes
+    stock gates of routers that fold; there is no stock checkpoint of a model with other routers.
+
+    The config's `num_experts_per_tok` becomes what the router uses: 1 with "switch", n with "soft". With "switch",
+    gates are probabilities, so `norm_topk_prob` becomes False where the family has that field.
+
+    Args:
+        model: a native MoE of transformers whose gates are linear, with a softmax over the top k.
+        router: a name in `ROUTERS`, or the settings of a router; its `attention_size` follows from the model.
+        top_k: experts per token; None keeps the model's.
+        seed: the seed of the random values.
+
+    Raises:
+        ValueError: the model is no native MoE, its gates are of another kind, or a setting does not fit.
+    """
+    gates = native_gates(model, "replace_routers")
+    given = RouterSettings(router) if isinstance(router, str) else router
+    sizes = router_sizes(model, "replace_routers")
+    try:
+        rules = [gate_rule(gate) for gate in gates.values()]
+    except ValueError as error:
+        raise ValueError(f"replace_routers: {error}") from error
+    config = text_config(model)
+    made = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for (n, own_k), normalizes in zip(sizes, rules, strict=True):
+            spec = _adapter_config(given, n, top_k or own_k, normalizes).expert_spec("", config)
+            keeps = normalizes and (spec.normalize_top_k or not hasattr(config, "norm_topk_prob"))
+            made.append((make_router(config.hidden_size, n, spec.router), spec.top_k, keeps))
+    for (path, gate), (new, k, normalizes) in zip(gates.items(), made, strict=True):
+        put_router(gate, new, k, normalizes, _like(model, path))
+    for holder in (config, base_model(model)):
+        if hasattr(holder, "num_experts_per_tok"):
+            holder.num_experts_per_tok = made[0][1]
+    if hasattr(config, "norm_topk_prob"):
+        config.norm_topk_prob = made[0][2]
+    setattr(config, CONFIG_FIELD, {name: value for name, value in asdict(given).items() if name != "attention_size"})
+
+
+def fold_native_routers(model: nn.Module) -> None:
+    """
+    Make the gates that `replace_routers` replaced plain ones again.
+
+    Raises:
+        ValueError: a router does not fold; nothing is changed.
+    """
+    gates = {path: gate for path, gate in native_gates(model, "fold_routers").items() if isinstance(gate, RoutedGate)}
+    try:
+        weights = [gate.fold() for gate in gates.values()]
+    except ValueError as error:
+        raise ValueError(f"fold_routers: {error}") from error
+    for (path, gate), weight_ND in zip(gates.items(), weights, strict=True):
+        take_router(gate, weight_ND, _like(model, path))
+    if hasattr(text_config(model), CONFIG_FIELD):
+        delattr(text_config(model), CONFIG_FIELD)
+
+
+def native_gates(model: nn.Module, caller: str) -> dict[str, Any]:
+    """
+    The gates of a native MoE by their paths.
+
+    Raises:
+        ValueError: it has none; the message begins with `caller`.
+    """
+    routers = {id(router) for router in native_routers(model)}
+    if not routers:
+        raise ValueError(f"{caller}: {type(model).__name__} has no router; give a native MoE of transformers")
+    return {path: gate for path, gate in model.named_modules() if id(gate) in routers}
+
+
+def _adapter_config(settings: RouterSettings, n: int, k: int, normalizes: bool) -> MoELoraConfig:
+    """The same settings of an adapter, which checks them and adjusts top_k."""
+    own = {f"router_{f.name}": getattr(settings, f.name) for f in fields(RouterSettings) if f.name != "attention_size"}
+    return MoELoraConfig(num_experts=n, top_k=k, normalize_top_k=normalizes, mixing="projection", **own)
+
+
+def _like(model: nn.Module, path: str) -> torch.Tensor:
+    """A floating tensor of the gate, or of the block around a gate that has none."""
+    while True:
+        found = next((p for p in model.get_submodule(path).parameters() if p.is_floating_point()), None)
+        if found is not None:
+            return found.detach()
+        path = path.rpartition(".")[0]

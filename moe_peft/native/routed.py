@@ -1,0 +1,67 @@
+"""Loads the routers that stand in the place of a native MoE's gates (`replace_routers`), which transformers drops."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..models.gate import RoutedGate
+from ..models.native_routers import CONFIG_FIELD, native_gates, replace_routers
+from ..models.view import text_config
+from ..routing.routers import RouterSettings
+from .checkpoint import Checkpoint
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_OWN = re.compile(r"\.(moe_router\..+|attention_(?:query|key))$")  # the second: how they were saved before
+
+
+def load_routers(model: Any, folder: str | os.PathLike) -> None:
+    """
+    Put the routers that a saved native MoE was trained with in the place of its gates.
+
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        load_routers(model, folder)
+
+    The first line alone leaves gates random where the routers do not fold into plain ones; transformers then reports
+    missing weights.
+
+    Args:
+        model: the native MoE that transformers loaded from `folder`.
+        folder: what `save_pretrained` wrote, with the settings of the routers in its config.
+
+    Raises:
+        ValueError: the config names no routers, or the folder lacks their weights.
+    """
+    settings = getattr(text_config(model), CONFIG_FIELD, None)
+    if settings is None:
+        raise ValueError(f"load_routers: {os.fspath(folder)!r}: its config names no routers; use the model as it is")
+    replace_routers(model, RouterSettings(**settings))
+    state = router_tensors(model, folder)
+    for path, gate in native_gates(model, "load_routers").items():
+        own = {name.removeprefix(f"{path}."): tensor for name, tensor in state.items() if name.startswith(f"{path}.")}
+        missing = gate.load_state_dict(own, strict=False).missing_keys
+        if missing:
+            raise ValueError(f"load_routers: {os.fspath(folder)!r} has no {path}.{missing[0]}; is it complete?")
+
+
+def router_tensors(model: Any, folder: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """
+    The tensors in a folder of the routers in the place of gates, by the names that `model` has for them: the names on
+    disk are those of the family's checkpoints, up to the router itself.
+    """
+    stored = Checkpoint(Path(folder), "load_routers")
+    gates = {
+        _LAYER.search(f".{path}.").group(1): path  # type: ignore[union-attr]
+        for path, gate in native_gates(model, "load_routers").items()
+        if isinstance(gate, RoutedGate)
+    }
+    found = {}
+    for name in stored:
+        layer, own = _LAYER.search(f".{name}"), _OWN.search(name)
+        if layer and own and layer.group(1) in gates:
+            found[f"{gates[layer.group(1)]}.{own.group(1)}"] = stored.tensor(name)
+    return found

@@ -1,0 +1,183 @@
+"""Upcycling with gates from the dense model's attention: values, independence of the experts, commands, recipes."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from datasets import load_dataset
+from native_case import DENSE, IDS, MOE, dense_model, logits, saved
+from test_router_upcycling import BATCHES, mean_keys
+from test_router_upcycling import IDS as ROWS
+from test_upit_ffn import settings_in, stage_of
+from transformers import AutoModelForCausalLM
+from upit_case import run
+
+from moe_peft.cli import main
+from moe_peft.models.view import native_routers
+from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.routing.attention_heads import attention_weights
+from moe_peft.training.calibration import calibration_batches
+from moe_peft.upit import recipe_from_dict
+
+READABLE = [kind for kind in DENSE if kind != "phi3"]
+
+
+def gates(folder) -> list[torch.Tensor]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return [gate.weight.detach() for gate in native_routers(model)]
+
+
+def expected_gates(dense, n: int) -> list[torch.Tensor]:
+    """From the dense model alone, as the paper says, for 4 heads with keys of their own: by loops."""
+    result = []
+    for layer, (key, _) in zip(dense.model.layers, mean_keys(dense), strict=True):
+        w = layer.self_attn.head_dim
+        K = [key[h * w : (h + 1) * w].double() for h in range(4)]
+        W = [layer.self_attn.q_proj.weight.detach()[h * w : (h + 1) * w].double() for h in range(4)]
+        groups = [[0], [1], [2], [3]]
+        if n == 2:  # the most similar pair, then what is left
+            pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
+            best = max(pairs, key=lambda pair: torch.cosine_similarity(K[pair[0]], K[pair[1]], dim=0).item())
+            groups = [list(best), [h for h in range(4) if h not in best]]
+        total = sum(torch.cat([W[h] for h in group]) for group in groups)
+        result.append(torch.stack([torch.cat([K[h] for h in group]) @ total for group in groups]) / len(total) ** 0.5)
+    return result
+
+
+@pytest.mark.parametrize("n", [4, 2])
+@pytest.mark.parametrize("init", ["copy", "noise", "drop"])
+def test_gates_are_the_dense_models_whatever_the_experts(init, n, tmp_path):
+    dense = dense_model("llama", num_key_value_heads=4)
+    settings = {"num_experts": n, "top_k": 1, "init": init, "noise_scale": 0.5, "drop_rate": 0.9}
+    config = UpcycleConfig(router_init="attention", **settings)
+    made = upcycle(saved(dense, tmp_path / "dense"), tmp_path / "moe", config, calibration=BATCHES)
+    for found, expected in zip(gates(made), expected_gates(dense, n), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(made)
+    difference = (model(input_ids=IDS).logits - dense(input_ids=IDS).logits).abs().max()
+    assert (difference < 1e-4) == (init == "copy")
+
+
+@pytest.mark.parametrize("kind", READABLE)
+def test_every_family_with_keys_of_its_own_gets_them(kind, tmp_path):
+    """Shared key heads and fine-grained experts: the parts of one have its gate."""
+    dense = dense_model(kind)
+    config = UpcycleConfig(num_experts=4, granularity=2, router_init="attention", top_k=4)
+    made = upcycle(saved(dense, tmp_path / "dense"), tmp_path / "moe", config, calibration=iter(BATCHES))
+    assert json.loads((made / "config.json").read_text())["model_type"] == MOE[kind]
+    for found, layer, mean in zip(gates(made), dense.model.layers, means_of(dense), strict=True):
+        width = layer.self_attn.head_dim
+        query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, width, 4, 4)
+        expected = (key[:, 0] @ query.sum(0) / width**0.5).repeat_interleave(2, 0)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(made), logits(dense), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def means_of(dense) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Mean keys and mean inputs, where a layer may have no norm before its attention: from the attention's input."""
+    sums = [[0.0, 0.0] for _ in dense.model.layers]
+    tokens = 0
+    for batch in BATCHES:
+        seen: list[torch.Tensor] = []
+        keep = partial(lambda kept, module, args: kept.append(args[0]), seen)
+        handles = [layer.self_attn.k_proj.register_forward_pre_hook(keep) for layer in dense.model.layers]
+        dense(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        for handle in handles:
+            handle.remove()
+        real = batch["attention_mask"].bool()
+        tokens += int(real.sum())
+        for total, layer, x in zip(sums, dense.model.layers, seen, strict=True):
+            total[0] = total[0] + layer.self_attn.k_proj(x)[real].double().sum(0)
+            total[1] = total[1] + x[real].double().sum(0)
+    return [((key / tokens).float(), (x / tokens).float()) for key, x in sums]
+
+
+@pytest.mark.parametrize("kind, settings, calibration, message", [
+    ("llama", {}, None, r"router_init='attention': give calibration data \(calibration=…, --calibration FILE\)"),
+    ("llama", {}, [], "router_init='attention': init_attention_routers: batches: no tokens"),
+    ("llama", {"num_experts": 3}, BATCHES, "num_heads=3: must divide the attention's size 64"),
+    ("phi3", {}, BATCHES, "Phi3ForCausalLM has no attention with q_proj, k_proj and head_dim"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_and_leaves_nothing(kind, settings, calibration, message, tmp_path):
+    folder = saved(dense_model(kind), tmp_path / "dense")
+    config = UpcycleConfig(router_init="attention", **{"num_experts": 4, **settings})
+    with pytest.raises(ValueError, match=f"^upcycle: .*{message}") as error:
+        upcycle(folder, tmp_path / "moe", config, calibration=calibration)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_several_models_have_no_one_attention(tmp_path):
+    folders = [saved(dense_model("llama", seed=i), tmp_path / str(i)) for i in range(2)]
+    config = UpcycleConfig(num_experts=2, router_init="attention", init="checkpoints")
+    with pytest.raises(ValueError, match="router_init='attention': takes one dense model"):
+        upcycle(folders, tmp_path / "moe", config, calibration=BATCHES)
+
+
+def test_the_command_reads_a_data_file(tokenizer, tmp_path, capsys):
+    folder = saved(dense_model("llama"), tmp_path / "dense")
+    tokenizer.save_pretrained(folder)
+    texts = [" ".join(f"w{i}" for i in row.tolist()) for row in ROWS]
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [*texts, "w3 w4 w5"]))
+    out = tmp_path / "moe"
+    main([
+        "upcycle", "--model", folder, "--output", str(out), "--num-experts", "4", "--init", "drop",
+        "--router-init", "attention", "--calibration", str(tmp_path / "data.jsonl"), "--calibration-examples", "4",
+    ])  # fmt: skip
+    assert str(out) in capsys.readouterr().out
+    data = load_dataset("json", data_files=str(tmp_path / "data.jsonl"), split="train").select(range(4))
+    rows = [tokenizer(text)["input_ids"] + [1] for text in data["text"]]  # TRL ends every text
+    batches = [{"input_ids": torch.tensor([row])} for row in rows]
+    config = UpcycleConfig(num_experts=4, init="drop", router_init="attention")
+    upcycle(folder, tmp_path / "again", config, calibration=batches)
+    for found, expected in zip(gates(out), gates(tmp_path / "again"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(SystemExit):
+        main(["upcycle", "--model", folder, "--output", str(tmp_path / "no"), "--router-init", "attention"])
+    assert not (tmp_path / "no").exists()
+
+
+def test_calibration_takes_the_first_examples_and_limits_their_length(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": "w3 " * (i + 4)}) for i in range(20)))
+    data = load_dataset("json", data_files=str(tmp_path / "data.jsonl"), split="train")
+    batches = calibration_batches(data, tokenizer, max_examples=5, batch_size=2, max_length=6)
+    assert [len(batch["input_ids"]) for batch in batches] == [2, 2, 1]
+    lengths = [int(row.sum()) for batch in batches for row in batch["attention_mask"]]
+    assert lengths == [5, 6, 6, 6, 6]  # with the end of the text
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+# --- recipes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method, own", [("upcycle_pt", {}), ("upcycle_sft", {"router_init": {"buckets": "none"}})])
+def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path):
+    case = settings_in(tmp_path, tokenizer)
+    moe = {**case["moe"], "router_init": "attention", "init": "drop"}
+    case = {**case, "method": method, **own, "moe": moe, "num_train_epochs": 1}
+    pipeline = run(case, tmp_path / "out")
+    assert (pipeline.root / "model" / "model.safetensors").exists()
+    stage = stage_of(pipeline, "post_train")
+    batches = calibration_batches(pipeline.context.train_data, pipeline.context.tokenizer)
+    stage.assemble(tmp_path / "moe", batches)
+    source = stage.given.experts[0] if stage.given.experts else pipeline.recipe.model.name_or_path
+    config = UpcycleConfig(num_experts=4, top_k=2, router_init="attention")
+    upcycle(source, tmp_path / "copies", config, calibration=batches)
+    for found, expected in zip(gates(tmp_path / "moe"), gates(tmp_path / "copies"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert math.isfinite(float(found.sum()))
+
+
+def test_recipes_with_several_models_or_stage_3_refuse_them(tokenizer, tmp_path):
+    case = settings_in(tmp_path, tokenizer)
+    moe = {**case["moe"], "router_init": "attention"}
+    for own in ({}, {"method": "self_moe", "prepare": {}}, {"prepare": {"experts": "copies"}}):
+        with pytest.raises(ValueError, match=r"moe.router_init='attention': must be another"):
+            recipe_from_dict({**case, **own, "moe": moe})

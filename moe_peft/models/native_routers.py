@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..adapter.config import MoELoraConfig
-from ..routing.routers import RouterSettings, make_router
+from ..routing.routers import ROUTERS, RouterSettings, make_router
 from .gate import RoutedGate, gate_rule, put_router, take_router
 from .view import base_model, native_routers, router_sizes, text_config
 
@@ -40,6 +40,8 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     gates = native_gates(model, "replace_routers")
     given = RouterSettings(router) if isinstance(router, str) else router
     sizes = router_sizes(model, "replace_routers")
+    if given.type in ROUTERS and ROUTERS[given.type].by_token_id:
+        raise ValueError(f"replace_routers: router={given.type!r}: needs token ids, but a native gate sees hidden states")
     try:
         rules = [gate_rule(gate) for gate in gates.values()]
     except ValueError as error:

@@ -16,6 +16,7 @@ from trl import SFTConfig
 
 from ..analysis.record import RoutingStatistics, record_routing
 from ..models.view import adapter_layers, native_routers
+from ..routing.expert_map import label_text
 from ..training.scoring import example_losses, make_scorable
 from ..training.tokenizing import tokenized
 
@@ -45,7 +46,7 @@ def evaluate(
     args.packing = args.padding_free = False  # examples are scored one by one
     data, collator = tokenized(dataset, processing_class, args)
     make_scorable(model)
-    labels = [str(label) for label in data[label_column]] if label_column else ["all"] * len(data)
+    labels = [label_text(label) for label in data[label_column]] if label_column else ["all"] * len(data)
     domains = sorted(set(labels))
     routed = bool(adapter_layers(model) or native_routers(model))
     losses: dict[str, dict[str, float]] = defaultdict(dict)

@@ -170,23 +170,11 @@ def test_unknown_label_tokens(tmp_path):
 # --- losses on answers ------------------------------------------------------------------------------------------------
 
 
-def answered(count: int) -> Dataset:
-    """Prompts and answers of different lengths."""
-    data = []
-    for i, row in enumerate(rows(count)):
-        words = row["text"].split() if "text" in row else [f"w{3 + j}" for j in range(4 + i % 5)]
-        cut = 1 + i % 3
-        data.append(
-            {"prompt": " ".join(words[:cut]), "completion": " " + " ".join(words[cut:]), "domain": "abc"[i % 3]}
-        )
-    return Dataset.from_list(data)
-
-
 @pytest.mark.parametrize("kind", ["adapter", "mixtral"])
 @pytest.mark.parametrize("tokens", ["all", "completion"])
 def test_the_label_loss_is_on_the_tokens_that_were_asked_for(kind, tokens, tokenizer, tmp_path):
     own = {"router_label_tokens": tokens, "router_label_loss_coef": 0.7, "router_aux_loss_coef": 0.0}
-    trainer = make_trainer(tmp_path, tokenizer, make_model(kind), answered(12), **own, **LABELS)
+    trainer = make_trainer(tmp_path, tokenizer, make_model(kind), Dataset.from_list(rows(12)), **own, **LABELS)
     batch = one_batch(trainer, 6)
     assert ((batch["labels"] == -100) & (batch["attention_mask"] == 1)).any()
     trainer.model.eval()
@@ -203,14 +191,14 @@ def test_the_label_loss_is_on_the_tokens_that_were_asked_for(kind, tokens, token
             label.append(-served.log())
             inside.append(served)
     torch.testing.assert_close(loss.double(), lm.double() + 0.7 * sum(label) / len(label), rtol=1e-5, atol=1e-6)
-    assert trainer._metrics["eval"]["compliance"][0] == pytest.approx(float(sum(inside) / len(inside)), rel=1e-5)
+    assert trainer._metrics["eval"]["compliance"][0] == pytest.approx((sum(inside) / len(inside)).item(), rel=1e-5)
 
 
 def test_accumulated_steps_average_over_answers(tokenizer, tmp_path):
     common = {"router_label_tokens": "completion", "router_aux_loss_coef": 0.0, **SGD, **LABELS}
-    big = make_trainer(tmp_path / "a", tokenizer, data=answered(24), per_device_train_batch_size=8, **common)
+    big = make_trainer(tmp_path / "a", tokenizer, per_device_train_batch_size=8, **common)
     cut = make_trainer(
-        tmp_path / "b", tokenizer, data=answered(24), per_device_train_batch_size=2, gradient_accumulation_steps=4,
+        tmp_path / "b", tokenizer, per_device_train_batch_size=2, gradient_accumulation_steps=4,
         **common,
     )  # fmt: skip
     for trainer in (big, cut):

@@ -97,7 +97,7 @@ class _Observer:
         return args, {**kwargs, "output_router_logits": True}
 
     def see(self, router: nn.Module, args: tuple, output: Any) -> None:
-        """After a native router, which returns (logits, gates, experts). Checkpointed layers' second runs are not seen."""
+        """After a native router, which returns (logits, gates, experts); in the forward pass only, not if run again."""
         if self.choices is not None and isinstance(output, tuple) and len(output) == 3:
             _, gates, experts = output
             self.choices.append((experts, gates.detach()))
@@ -126,9 +126,9 @@ def _chosen(
     if len(choices) != len(router_logits):
         choices = [(logits_TN.topk(k, dim=-1).indices, None) for logits_TN in router_logits]
     for logits_TN, (experts_TK, gates_TK) in zip(router_logits, choices, strict=True):
-        of_slots = gates_TK is not None and gates_TK.shape == experts_TK.shape
-        experts_TK = experts_TK.view(logits_TN.shape[0], -1)
-        yield chosen_experts(experts_TK, gates_TK.view_as(experts_TK) if of_slots else None, logits_TN.shape[-1])
+        if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
+            gates_TK = None
+        yield chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1])
 
 
 def native_routers(model: nn.Module) -> list[nn.Module]:

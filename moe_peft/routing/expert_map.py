@@ -1,5 +1,5 @@
 """
-Which experts may serve which label. A map lists a label's experts by index, or as a mask with an entry for every expert.
+Which experts may serve which label. A map names a label's experts by index, or by a mask with an entry for each expert.
 """
 
 from __future__ import annotations

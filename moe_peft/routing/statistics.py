@@ -87,7 +87,8 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int]) -> list[str]:
     """
     One line for each layer whose load is not healthy: a coefficient of variation above 0.3, an expert with less than
     2 % of the assignments (half the even load, if that is less), or one or two experts with most of them: more than
-    half, and more than 2 or 1.5 times their even share. Layers without assignments have no verdict. `REMEDY` says what to try.
+    half, and more than 2 or 1.5 times their even share. Layers without assignments have no verdict. `REMEDY` says what
+    to try.
 
     Args:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
@@ -123,9 +124,8 @@ def _facts(share_N: torch.Tensor) -> tuple[bool, list[str]]:
         names = " and ".join(map(str, sorted(experts.tolist())))
         facts.append(f"experts {names} get {_percent(float(top.sum()))} of the assignments")
     if dead:
-        facts.append(
-            f"{dead} of {n} experts get less than {_percent(min(_DEAD, _DEAD_OF_EVEN / n))} of the assignments"
-        )
+        limit = _percent(min(_DEAD, _DEAD_OF_EVEN / n))
+        facts.append(f"{dead} of {n} experts get less than {limit} of the assignments")
     elif smallest < min(_SMALL, _SMALL_OF_EVEN / n):
         facts.append(f"expert {int(share_N.argmin())} gets {_percent(smallest)} of the assignments")
     if variation > HEALTHY_VARIATION:

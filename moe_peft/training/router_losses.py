@@ -105,11 +105,11 @@ class RouterLossesMixin:
     Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
     `router_entropy`, `load_cv`, `dead_experts` and, with labels, `compliance`. Its config is a `RouterLossConfig`.
 
-    The load is what routers did, masks and dropped slots included. Per-token losses are averaged over all real tokens of
-    an optimizer step (the label loss over those that `router_label_tokens` names), whatever the number of accumulation steps
-    and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The balancing loss is not a
-    mean over tokens: as in TRL, it is computed for each micro-batch and averaged. If a trainer runs the model several
-    times for one loss, only the passes with gradients count.
+    The load is what routers did, masks and dropped slots included. Per-token losses are averaged over all real tokens
+    of an optimizer step (the label loss over those that `router_label_tokens` names), whatever the number of
+    accumulation steps and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The
+    balancing loss is not a mean over tokens: as in TRL, it is computed for each micro-batch and averaged. If a trainer
+    runs the model several times for one loss, only the passes with gradients count.
 
     Raises:
         ValueError: the model has no routers, or nothing is left to train.

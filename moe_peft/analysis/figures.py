@@ -178,8 +178,11 @@ def _grid(count: int, most: int) -> tuple[int, int]:
 
 
 def _leave_out(axes: Any, used: int) -> None:
-    for axis in list(axes.flat)[used:]:
-        axis.remove()
+    """Hide the panels after the used ones; those above them then have the ticks' labels."""
+    columns = axes.shape[1]
+    for place, axis in list(enumerate(axes.flat))[used:]:
+        axis.set_visible(False)
+        axes.flat[place - columns].xaxis.set_tick_params(labelbottom=True)
 
 
 def _title(title: str, shown: int, there: int) -> str:

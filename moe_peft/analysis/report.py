@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from .figures import (
 from .record import RoutingStatistics
 
 
-def write_report(statistics: RoutingStatistics, folder: str | Path, suffix: str = ".png") -> list[Path]:
+def write_report(
+    statistics: RoutingStatistics, folder: str | Path, suffix: str = ".png", about: Mapping[str, Any] | None = None
+) -> list[Path]:
     """
     Write `routing.json` (everything), `load.csv` (share by domain, layer, expert), with an expert map `compliance.csv`
     (by domain, layer and position), and the figures that the statistics allow: `load`, `coactivation`, `token_classes`,
@@ -27,6 +29,7 @@ def write_report(statistics: RoutingStatistics, folder: str | Path, suffix: str 
 
     Args:
         suffix: the figures' format: ".png", ".pdf" or ".svg".
+        about: what was measured; becomes `"about"` in `routing.json`.
 
     Returns:
         the paths of the files.
@@ -34,7 +37,7 @@ def write_report(statistics: RoutingStatistics, folder: str | Path, suffix: str 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "routing.json", folder / "load.csv", folder / f"load{suffix}", folder / f"coactivation{suffix}"]
-    written[0].write_text(json.dumps(statistics.as_dict(), indent=2) + "\n")
+    written[0].write_text(json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2) + "\n")
     shares = statistics.shares()
     rows: list[list[Any]] = []
     for domain, share_LN in shares.items():

@@ -135,7 +135,7 @@ class RoutingStatistics:
 
     def _buckets_of(self, positions: torch.Tensor) -> torch.Tensor:
         if self.position_width is not None:
-            return (positions // self.position_width).clamp(max=LINEAR_BUCKETS - 1)
+            return (positions // self.position_width).long().clamp(max=LINEAR_BUCKETS - 1)
         return (positions + 1).float().log2().floor().long().clamp(max=POSITION_BUCKETS - 1)
 
     @property

@@ -105,7 +105,8 @@ def study(
         routing = {"training_stage": "routers", "learning_rate": 2e-2, "max_steps": ROUTER_STEPS}
         trainer(model, tokenizer, train, folder, **routing).train()
         statistics = note("routers trained", model)
-        plot_compliance(statistics.compliance(), f"{figures}_compliance.png")
+        by_domain, starts = statistics.compliance_by_domain(), statistics.position_starts
+        plot_compliance(by_domain, f"{figures}_compliance.png", starts, statistics.chance())
         plot_shares(statistics.shares(), f"{figures}_load.png", f"{name}: where each domain's tokens go")
         tuning = {"learning_rate": rate, "max_steps": TUNING_STEPS}
         trainer(model, tokenizer, train, folder, training_stage="rest", **tuning).train()

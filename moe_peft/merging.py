@@ -63,6 +63,34 @@ def update_inner(a: Expert, b: Expert) -> float:
     return total
 
 
+def update_gram(A_NRI: torch.Tensor, B_NRO: torch.Tensor) -> torch.Tensor:
+    """
+    Inner products of the updates B A of one module's n LoRA experts, as `update_inner`, float64 [n, n].
+
+    Args:
+        A_NRI: [n, r, in].
+        B_NRO: [n, r, out], each expert's second matrix transposed.
+    """
+    n, r = A_NRI.shape[:2]
+    products = [x.flatten(0, 1).double() @ x.flatten(0, 1).double().T for x in (A_NRI, B_NRO)]
+    return (products[0] * products[1]).view(n, r, n, r).sum((1, 3))
+
+
+def value_gram(values_NM: torch.Tensor, chunk: int = 2**20) -> torch.Tensor:
+    """Inner products of n experts' values [n, m], float64 [n, n]; computed in chunks, as float64 takes more memory."""
+    return sum(
+        (part.double() @ part.double().T for part in values_NM.split(chunk, dim=1)),
+        torch.zeros(len(values_NM), len(values_NM), dtype=torch.float64, device=values_NM.device),
+    )
+
+
+def similarities(gram_NN: torch.Tensor) -> torch.Tensor:
+    """Cosines from inner products, [n, n]. An expert that is zero is similar to itself alone."""
+    norms_N = gram_NN.diagonal().sqrt()
+    cosines_NN = gram_NN / torch.outer(norms_N, norms_N)
+    return cosines_NN.nan_to_num(0.0, 0.0, 0.0).fill_diagonal_(1.0)
+
+
 def dare_tensor(
     a: torch.Tensor, b: torch.Tensor, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> torch.Tensor:

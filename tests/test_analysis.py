@@ -111,7 +111,8 @@ def test_collapse_is_told():
         with record_routing(model) as statistics:
             model(input_ids=ids())
     assert any("4 of 6 experts get less than 1 %" in warning for warning in statistics.warnings())
-    assert any("one expert gets 50%" in warning for warning in statistics.warnings())
+    assert all(": collapsed: experts " in warning for warning in statistics.warnings())
+    assert any("get 100 % of the assignments" in warning for warning in statistics.warnings())
 
 
 def test_wrong_settings():

@@ -16,7 +16,7 @@ from ..routing.routers import Router, make_router
 from .choosing import make_dispatch
 from .config import ExpertSpec
 from .dispatch import Dispatch
-from .recording import record_router_logits, token_ids_for
+from .recording import record_choice, record_router_logits, token_ids_for
 
 _get_in_out_features = private("peft.tuners.tuners_utils", "_get_in_out_features")
 
@@ -135,6 +135,7 @@ class MoELoraLayer(BaseTunerLayer):
             gates_TK, experts_TK = router.choose(logits_TN, spec.top_k, spec.normalize_top_k)
         else:
             gates_TK, experts_TK = self.steering.route(logits_TN, spec.top_k, spec.normalize_top_k, router.choose)
+        record_choice(experts_TK, gates_TK)
         unit = math.gcd(spec.r, self._unit)
         return make_dispatch(
             experts_TK, gates_TK.to(dtype), spec.num_experts, spec.r, unit, spec.scaling, mixes_outputs

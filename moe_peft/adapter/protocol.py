@@ -25,6 +25,7 @@ from ..routing.losses import balancing_loss
 from .layer import MoELoraLayer
 from .recording import Collection, state
 
+CHOICES = "_moe_lora_choices"  # the attribute of a backbone's output
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 
 
@@ -162,6 +163,8 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         return None  # TRL computes the loss itself, from the backbone's output
     if isinstance(output, dict):
         output = _moe_output_class(type(output))(**{**output, "router_logits": router_logits})
+        # No field: it is for `models.view` alone, and would otherwise be a part of every output that is taken apart.
+        output.__dict__[CHOICES] = tuple(collection.choices)
     if module is module.base_model or router_logits is None:
         return output  # no loss here
     return _with_aux_loss(module, args, kwargs, output, router_logits, collection.explicit)

@@ -1,7 +1,8 @@
 """
-Records router logits while a backbone runs; `protocol.py` starts and ends the recording.
+Records router logits, and what was chosen, while a backbone runs; `protocol.py` starts and ends the recording.
 
-A forward hook on every router appends its logits to the current collection. The collection is thread-local: two threads
+A forward hook on every router appends its logits to the current collection, and its layer then appends the experts that
+it has chosen and their gates (steering and routers' own rules included). The collection is thread-local: two threads
 may generate with one model, and CUDA runs backward, including the second runs of checkpointed layers, in a separate
 thread.
 """
@@ -17,10 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+# A router's experts [T, k] and their gates [T, k]. A gate of 0 leaves an expert out; None: all gates are more than 0.
+Choice = tuple[torch.Tensor, torch.Tensor | None]
+
 
 @dataclass
 class Collection:
-    """Router logits of one forward pass."""
+    """Router logits and choices of one forward pass."""
 
     owner: nn.Module  # the module whose forward starts and ends it
     enabled: bool  # whether routers record
@@ -30,6 +34,7 @@ class Collection:
     token_ids: torch.Tensor | None = None  # the call's `input_ids`
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     logits: list[torch.Tensor] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)  # one for each of the logits
 
 
 class State(threading.local):
@@ -51,6 +56,13 @@ def record_router_logits(router: nn.Module, args: tuple, logits_TN: torch.Tensor
         logits_TN = _remember_leaf(router, logits_TN)
     collection.logits.append(logits_TN)
     return None
+
+
+def record_choice(experts_TK: torch.Tensor, gates_TK: torch.Tensor) -> None:
+    """Called by a layer after its router."""
+    collection = state.collection
+    if collection is not None and collection.enabled:
+        collection.choices.append((experts_TK, gates_TK.detach()))
 
 
 # --- token ids ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Figures of routing, as PNG files."""
+"""Figures of routing, as files whose suffix says the format: .png, .pdf or .svg."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ import torch
 from .token_classes import TOKEN_CLASSES
 
 _CELLS_WITH_NUMBERS = 16  # with more experts or layers, numbers in the cells would be unreadable
+_SMALLEST_WITH_NUMBERS = 0.24  # inches; in narrower cells likewise
+MOST_PANELS = 12  # of a figure with one panel per domain
+# What else than the drawing a file would hold: left out, so that every matplotlib version writes the same bytes.
+_METADATA = {
+    ".png": {"Software": None},
+    ".pdf": {"Creator": None, "Producer": None, "CreationDate": None},
+    ".svg": {"Creator": None, "Date": None},
+}
 
 
 def plot_shares(shares: Mapping[str, torch.Tensor], path: str | Path, title: str = "") -> None:
     """
-    Heat maps of the share of assignments per expert (columns) and layer (rows), one panel per domain, as a PNG.
+    Heat maps of the share of assignments per expert (columns) and layer (rows), one panel per domain, of the first 12.
 
     Args:
         shares: domain → [L, n]; each layer sums to 1.
@@ -23,26 +31,24 @@ def plot_shares(shares: Mapping[str, torch.Tensor], path: str | Path, title: str
         title: the figure's title.
     """
     layers, n = next(iter(shares.values())).shape
-    cell = min(0.55, 6.0 / n)
-    width = max(5.0, 1.6 + len(shares) * (n * cell + 0.5))
-    figure = _figure(width, max(2.6, min(0.42 * layers, 8.0) + 1.5))
-    axes = figure.subplots(1, len(shares), sharey=True, squeeze=False)[0]
-    top = max(float(share.max()) for share in shares.values())
-    for axis, (domain, share) in zip(axes, shares.items(), strict=True):
+    shown = dict(list(shares.items())[:MOST_PANELS])
+    columns, rows = _grid(len(shown), 4)
+    width, height = min(0.55 * n, 9.6 / columns), min(0.42 * layers, 8.0 if rows == 1 else 10.5 / rows)
+    figure = _figure(max(5.0, 1.6 + columns * (width + 0.2)), max(2.6, 0.9 + rows * (height + 0.6)))
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    top = max(float(share.max()) for share in shown.values())
+    for axis, (domain, share) in zip(axes.flat, shown.items(), strict=False):
         image = axis.imshow(share.numpy() * 100, cmap="viridis", vmin=0, vmax=top * 100, aspect="auto")
         axis.set_title(domain)
-        axis.set_xlabel("expert")
         axis.set_xticks(_ticks(n))
         axis.set_yticks(_ticks(layers))
-        if n <= _CELLS_WITH_NUMBERS and layers <= _CELLS_WITH_NUMBERS:
-            for layer in range(layers):
-                for expert in range(n):
-                    value = float(share[layer, expert])
-                    color = "white" if value < 0.6 * top else "black"
-                    axis.text(expert, layer, f"{value * 100:.0f}", ha="center", va="center", color=color, fontsize=7)
-    axes[0].set_ylabel("layer")
+        if width / n >= _SMALLEST_WITH_NUMBERS:
+            _write_numbers(axis, share, top)
+    _leave_out(axes, len(shown))
+    figure.supxlabel("expert", fontsize="medium")
+    figure.supylabel("layer", fontsize="medium")
     figure.colorbar(image, ax=axes, shrink=0.9).set_label("share of token assignments (%)")
-    _save(figure, path, title)
+    _save(figure, path, _title(title, len(shown), len(shares)))
 
 
 def plot_coactivation(counts_NN: torch.Tensor, path: str | Path) -> None:
@@ -60,6 +66,7 @@ def plot_coactivation(counts_NN: torch.Tensor, path: str | Path) -> None:
     figure = _figure(size + 1, size)
     axis = figure.subplots()
     image = axis.imshow(share.numpy() * 100, cmap="magma", vmin=0)
+    _write_numbers(axis, share, float(share.nan_to_num(0).max()))
     axis.set_xticks(_ticks(n))
     axis.set_yticks(_ticks(n))
     axis.set_xlabel("also chosen: expert")
@@ -76,6 +83,7 @@ def plot_token_classes(counts_CN: torch.Tensor, path: str | Path) -> None:
     figure = _figure(max(5.0, min(10.0, 2.5 + 0.5 * n)), 1.6 + 0.45 * len(seen))
     axis = figure.subplots()
     image = axis.imshow(share.numpy() * 100, cmap="viridis", vmin=0, aspect="auto")
+    _write_numbers(axis, share, float(share.max()))
     axis.set_xticks(_ticks(n))
     axis.set_yticks(range(len(seen)), [f"{TOKEN_CLASSES[i]} ({int(counts_CN[i].sum()):,})" for i in seen])
     axis.set_xlabel("expert")
@@ -83,25 +91,43 @@ def plot_token_classes(counts_CN: torch.Tensor, path: str | Path) -> None:
     _save(figure, path, "Classes of tokens (assignments), all layers")
 
 
-def plot_compliance(compliance_LP: torch.Tensor, path: str | Path) -> None:
-    """Mean compliance by position in the text, one line per layer; buckets of doubling width, [L, P]."""
-    figure = _figure(6.5, 4.0)
-    axis = figure.subplots()
-    seen = [p for p in range(compliance_LP.shape[1]) if not compliance_LP[0, p].isnan()]
-    layers = compliance_LP.shape[0]
-    import matplotlib
+def plot_compliance(
+    compliance: Mapping[str, torch.Tensor], path: str | Path, starts: Sequence[int], chance: Mapping[str, float]
+) -> None:
+    """
+    Mean compliance by position in the text, one panel per domain, of the first 12: the mean over layers, the first and
+    the last layer, the range of all layers, and what routers that know nothing would reach.
 
-    colors = matplotlib.colormaps["viridis"]
-    for layer in range(layers):
-        shade = colors(layer / max(1, layers - 1))
-        label = f"layer {layer}" if layers <= 8 or layer in (0, layers - 1) else None
-        axis.plot([2**p for p in seen], compliance_LP[layer, seen].numpy() * 100, color=shade, label=label, marker=".")
-    axis.set_xscale("log", base=2)
-    axis.set_ylim(0, 102)
-    axis.set_xlabel("position in the text (tokens)")
-    axis.set_ylabel("compliance (%)")
-    axis.legend(fontsize=8)
-    _save(figure, path, "Probability given to the experts of the token's domain")
+    Args:
+        compliance: domain → [L, P]; NaN for buckets without tokens.
+        path: the file to write.
+        starts: the first position of each bucket, [P].
+        chance: domain → its share of the experts.
+    """
+    shown = dict(list(compliance.items())[:MOST_PANELS])
+    columns, rows = _grid(len(shown), 3)
+    figure = _figure(max(6.5, 0.8 + 3.6 * columns), max(4.0, 0.9 + 2.7 * rows))
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axis, (domain, found_LP) in zip(axes.flat, shown.items(), strict=False):
+        seen = (~found_LP[0].isnan()).nonzero().flatten().tolist()
+        places, percent_LP = [starts[p] + 1 for p in seen], found_LP[:, seen].numpy() * 100
+        axis.fill_between(
+            places, percent_LP.min(0), percent_LP.max(0), color="tab:blue", alpha=0.15, label="all layers"
+        )
+        if len(found_LP) > 1:
+            axis.plot(places, percent_LP[0], color="tab:orange", linewidth=1, label="first layer")
+            axis.plot(places, percent_LP[-1], color="tab:green", linewidth=1, label="last layer")
+        axis.plot(places, percent_LP.mean(0), color="tab:blue", marker=".", label="mean of the layers")
+        axis.axhline(chance[domain] * 100, color="gray", linestyle=":", linewidth=1, label="chance")
+        axis.set_title(domain)
+        axis.set_ylim(0, 102)
+        if len(set(torch.tensor(starts).diff().tolist())) > 1:
+            axis.set_xscale("log", base=2)
+    _leave_out(axes, len(shown))
+    axes[0][0].legend(fontsize=7)
+    figure.supxlabel("position in the text (tokens)", fontsize="medium")
+    figure.supylabel("compliance (%)", fontsize="medium")
+    _save(figure, path, _title("Probability given to the experts of the token's domain", len(shown), len(compliance)))
 
 
 def plot_load_over_time(
@@ -132,6 +158,37 @@ def plot_load_over_time(
     _save(figure, path, "Load in training, all layers")
 
 
+def _write_numbers(axis: Any, share: torch.Tensor, top: float) -> None:
+    """Percentages in the cells of a heat map, unless there are too many of them."""
+    rows, columns = share.shape
+    if max(rows, columns) > _CELLS_WITH_NUMBERS:
+        return
+    for row in range(rows):
+        for column in range(columns):
+            value = float(share[row, column])
+            if value == value:  # no number on the diagonal of co-activation
+                color = "white" if value < 0.6 * top else "black"
+                axis.text(column, row, f"{value * 100:.0f}", ha="center", va="center", color=color, fontsize=7)
+
+
+def _grid(count: int, most: int) -> tuple[int, int]:
+    """Columns and rows of `count` panels."""
+    columns = min(count, most)
+    return columns, -(-count // columns)
+
+
+def _leave_out(axes: Any, used: int) -> None:
+    """Hide the panels after the used ones; those above them then have the ticks' labels."""
+    columns = axes.shape[1]
+    for place, axis in list(enumerate(axes.flat))[used:]:
+        axis.set_visible(False)
+        axes.flat[place - columns].xaxis.set_tick_params(labelbottom=True)
+
+
+def _title(title: str, shown: int, there: int) -> str:
+    return f"{title} ({shown} of {there} domains)" if shown < there else title
+
+
 def _figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
@@ -139,9 +196,15 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, path: str | Path, title: str) -> None:
+    import matplotlib
+
+    suffix = Path(path).suffix
+    if suffix not in _METADATA:
+        raise ValueError(f"{str(path)!r}: a figure is one of {', '.join(_METADATA)}")
     if title:
         figure.suptitle(title)
-    figure.savefig(path, dpi=150, metadata={"Software": None})  # every matplotlib version writes the same bytes
+    with matplotlib.rc_context({"svg.hashsalt": "moe-peft"}):
+        figure.savefig(path, dpi=150, metadata=_METADATA[suffix])
 
 
 def _ticks(n: int, most: int = 16) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,23 @@ from peft import AutoPeftModelForCausalLM
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig
 
-from ..messages import one_line
+from ..messages import one_line, one_of
 from ..models.native_routers import CONFIG_FIELD
-from ..models.view import text_config
+from ..models.size import ModelSize, expert_similarity, model_size
+from ..models.view import base_model, text_config
 from ..native import load_routers
+from ..routing.expert_map import label_text
+from ..routing.statistics import REMEDY
 from ..training.data import load_data
 from ..training.tokenizing import tokenized
 from .record import RoutingStatistics, record_routing
 from .report import write_report
 from .token_classes import classify_tokens
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @torch.no_grad()
@@ -32,12 +38,18 @@ def inspect_model(
     *,
     label_column: str | None = None,
     expert_map: dict[str, list[int]] | None = None,
+    split: str = "train",
+    dtype: str = "auto",
+    quantization: dict[str, Any] | None = None,
+    position_width: int | None = None,
+    suffix: str = ".png",
     batch_size: int = 8,
     max_length: int = 1024,
     max_examples: int | None = None,
 ) -> RoutingStatistics:
     """
-    Report the routing of an adapter or a native MoE on a data set: tables, figures and a printed summary.
+    Report the routing of an adapter or a native MoE on a data set: tables, figures and a printed summary, which also
+    has the model's size and the similarity of its experts.
 
     Args:
         model_path: the folder of an adapter or a native MoE.
@@ -45,15 +57,20 @@ def inspect_model(
         output_dir: the folder for the files of `write_report`.
         label_column: the column that holds the domains.
         expert_map: domain → experts, for compliance.
+        split: the split of the data.
+        dtype: of the weights, as `from_pretrained` takes it.
+        quantization: fields of `BitsAndBytesConfig`.
+        position_width: compliance by position in buckets of this width, see `RoutingStatistics`.
+        suffix: the figures' format: ".png", ".pdf" or ".svg".
         batch_size: examples per forward pass.
         max_length: tokens per example; longer ones are truncated.
         max_examples: how many examples to use, from the first on; None: all.
 
     Raises:
-        ValueError: the model or the data does not exist, or the model has no routers.
+        ValueError: the model or the data does not exist, the model has no routers, or a setting is not what it takes.
     """
-    model, tokenizer = _load(model_path)
-    dataset = load_data(data, "--data", label_column)
+    model, tokenizer = _load(model_path, dtype, quantization)
+    dataset = load_data(data, "--data", label_column, split)
     if max_examples is not None:
         dataset = dataset.select(range(min(max_examples, len(dataset))))
     args = SFTConfig(
@@ -61,11 +78,12 @@ def inspect_model(
         use_cpu=not torch.accelerator.is_available(),
     )  # fmt: skip
     rows, collator = tokenized(dataset, tokenizer, args)
-    labels = [str(label) for label in rows[label_column]] if label_column else ["all"] * len(rows)
+    labels = [label_text(label) for label in rows[label_column]] if label_column else ["all"] * len(rows)
     size = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device
     model.eval()
-    with record_routing(model, sorted(set(labels)), expert_map, classify_tokens(tokenizer, size)) as statistics:
+    classes, domains = classify_tokens(tokenizer, size), sorted(set(labels))
+    with record_routing(model, domains, expert_map, classes, position_width) as statistics:
         for start in tqdm(range(0, len(rows), batch_size), desc="routing"):
             examples = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
             statistics.current = labels[start : start + batch_size]
@@ -75,15 +93,24 @@ def inspect_model(
                 attention_mask=batch["attention_mask"].to(device),
                 logits_to_keep=1,
             )
-    files = write_report(statistics, output_dir)
-    _print(statistics, files)
+    about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows)}
+    files = write_report(statistics, output_dir, suffix, about)
+    _print(statistics, about, files)
     return statistics
 
 
-def _load(path: str) -> tuple[Any, Any]:
+def _load(path: str, dtype: str, quantization: dict[str, Any] | None) -> tuple[Any, Any]:
+    if dtype not in DTYPES:
+        raise ValueError(one_of("--dtype", dtype, DTYPES))
     kind = AutoPeftModelForCausalLM if (Path(path) / "adapter_config.json").is_file() else AutoModelForCausalLM
+    own: dict[str, Any] = {"dtype": dtype}
+    if quantization is not None:
+        try:
+            own["quantization_config"] = BitsAndBytesConfig(**quantization)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--quantization {quantization}: {one_line(error)}") from error
     try:
-        model = kind.from_pretrained(path)
+        model = kind.from_pretrained(path, **own)
         if kind is AutoModelForCausalLM and hasattr(text_config(model), CONFIG_FIELD):
             load_routers(model, path)
         source = path if (Path(path) / "tokenizer_config.json").is_file() else model.config._name_or_path
@@ -92,19 +119,62 @@ def _load(path: str) -> tuple[Any, Any]:
         raise ValueError(f"--model {path!r}: {one_line(error)}") from error
 
 
-def _print(statistics: RoutingStatistics, files: list[Path]) -> None:
+def _about(model: Any) -> dict[str, Any]:
+    """The model's kind, dtype, quantization, size, and how alike its experts are."""
+    found, base = expert_similarity(model), base_model(model)
+    return {
+        "class": type(base).__name__,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "quantization": _quantization(base.config),
+        "size": asdict(model_size(model)),
+        "similarity": None if found is None else found.tolist(),
+    }
+
+
+def _quantization(config: Any) -> str | None:
+    """E.g. "bitsandbytes, load_in_4bit"; None for a model that is not quantized."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    fields = found if isinstance(found, dict) else found.to_dict()
+    method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
+    return ", ".join([str(method), *(name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name))])
+
+
+def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Path]) -> None:
     console = Console()
-    table = Table("domain", "tokens", "busiest experts (share over all layers)", title="Routing")
+    how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
+    for line in (
+        f"{about['model']}: {how}",
+        f"{about['data']}: split {about['split']}, {about['examples']:,} examples",
+        str(ModelSize(**about["size"])),
+        *_alike(about["similarity"]),
+    ):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    has_map = statistics.allowed is not None
+    columns = ("tokens", "busiest experts (share over all layers)", *(["compliance", "chance"] if has_map else []))
+    table = Table("domain", *columns, title="Routing")
     for domain, share_LN in statistics.shares().items():
         share_N = share_LN.mean(0)
         best = share_N.topk(min(4, len(share_N)))
         busiest = ", ".join(f"{i} ({v:.0%})" for v, i in zip(best.values.tolist(), best.indices.tolist(), strict=True))
         tokens = int(statistics.tokens[statistics.domains.index(domain)])
-        table.add_row(domain, f"{tokens:,}", busiest)
+        own = [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])] if has_map else []
+        table.add_row(domain, f"{tokens:,}", busiest, *own)
     console.print(table)
     if statistics.allowed is not None:
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
-    for warning in statistics.warnings():
-        console.print(f"[yellow]{warning}[/yellow]")
+    warnings = statistics.warnings()
+    for line in [*warnings, f"Try this: {REMEDY}"] if warnings else []:
+        console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)
+
+
+def _alike(similarity: list[list[float]] | None) -> list[str]:
+    """How alike two different experts are."""
+    if similarity is None:
+        return []
+    pairs = [value for i, row in enumerate(similarity) for value in row[:i]]
+    mean = sum(pairs) / len(pairs)
+    return [f"similarity of experts: {mean:.3f} ({min(pairs):.3f} to {max(pairs):.3f})"]

@@ -4,52 +4,101 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from .figures import plot_coactivation, plot_compliance, plot_load_over_time, plot_shares, plot_token_classes
+from .figures import (
+    MOST_PANELS,
+    plot_coactivation,
+    plot_compliance,
+    plot_load_over_time,
+    plot_shares,
+    plot_token_classes,
+)
 from .record import RoutingStatistics
 
 
-def write_report(statistics: RoutingStatistics, folder: str | Path) -> list[Path]:
+def write_report(
+    statistics: RoutingStatistics, folder: str | Path, suffix: str = ".png", about: Mapping[str, Any] | None = None
+) -> list[Path]:
     """
-    Write `routing.json` (everything), `load.csv` (share by domain, layer, expert) and the figures that the statistics
-    allow: `load.png`, `coactivation.png`, `token_classes.png`, `compliance.png`.
+    Write `routing.json` (everything), `load.csv` (share by domain, layer, expert), with an expert map `compliance.csv`
+    (by domain, layer and position), and the figures that the statistics allow: `load`, `coactivation`, `token_classes`,
+    `compliance`. Figures by domain show the 12 domains with the most tokens.
+
+    Args:
+        suffix: the figures' format: ".png", ".pdf" or ".svg".
+        about: what was measured; becomes `"about"` in `routing.json`.
 
     Returns:
         the paths of the files.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "routing.json").write_text(json.dumps(statistics.as_dict(), indent=2) + "\n")
+    written = [folder / "routing.json", folder / "load.csv", folder / f"load{suffix}", folder / f"coactivation{suffix}"]
+    written[0].write_text(json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2) + "\n")
     shares = statistics.shares()
-    with (folder / "load.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["domain", "layer", "expert", "share"])
-        for domain, share_LN in shares.items():
-            for layer, n in enumerate(statistics.sizes):
-                writer.writerows([domain, layer, expert, float(share_LN[layer, expert])] for expert in range(n))
-    written = [folder / "routing.json", folder / "load.csv", folder / "load.png", folder / "coactivation.png"]
-    plot_shares(shares, folder / "load.png", "Where each domain's tokens go")
-    plot_coactivation(statistics.coactivation.sum(0), folder / "coactivation.png")
+    rows: list[list[Any]] = []
+    for domain, share_LN in shares.items():
+        for layer, n in enumerate(statistics.sizes):
+            rows += [[domain, layer, expert, float(share_LN[layer, expert])] for expert in range(n)]
+    _write_csv(written[1], ["domain", "layer", "expert", "share"], rows)
+    largest = _largest(statistics)
+    plot_shares({domain: shares[domain] for domain in largest}, written[2], "Where each domain's tokens go")
+    plot_coactivation(statistics.coactivation.sum(0), written[3])
     if statistics.token_classes is not None:
-        plot_token_classes(statistics.class_counts.sum(1), folder / "token_classes.png")
-        written.append(folder / "token_classes.png")
+        written.append(folder / f"token_classes{suffix}")
+        plot_token_classes(statistics.class_counts.sum(1), written[-1])
     if statistics.allowed is not None:
-        plot_compliance(statistics.compliance(), folder / "compliance.png")
-        written.append(folder / "compliance.png")
+        written += [folder / "compliance.csv", folder / f"compliance{suffix}"]
+        _write_compliance(statistics, written[-2])
+        found = statistics.compliance_by_domain()
+        ordered = {domain: found[domain] for domain in largest}
+        plot_compliance(ordered, written[-1], statistics.position_starts, statistics.chance())
     return written
 
 
-def write_load_over_time(steps: Sequence[int], loads: Sequence[Sequence[float]], folder: Path) -> None:
+def _write_compliance(statistics: RoutingStatistics, path: Path) -> None:
+    rows: list[list[Any]] = []
+    for domain, found_LP in statistics.compliance_by_domain().items():
+        tokens_P = statistics.domain_compliance_tokens[statistics.domains.index(domain)]
+        for p, (start, tokens) in enumerate(zip(statistics.position_starts, tokens_P.tolist(), strict=True)):
+            if tokens:
+                rows += [[domain, layer, start, int(tokens), float(of_P[p])] for layer, of_P in enumerate(found_LP)]
+    _write_csv(path, ["domain", "layer", "position", "tokens", "compliance"], rows)
+
+
+def _write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def _largest(statistics: RoutingStatistics) -> list[str]:
+    """The domains with tokens; those with the most come first where there are more than a figure shows."""
+    tokens = dict(zip(statistics.domains, statistics.tokens.tolist(), strict=True))
+    seen = [domain for domain, count in tokens.items() if count]
+    return seen if len(seen) <= MOST_PANELS else sorted(seen, key=lambda domain: -tokens[domain])
+
+
+def write_load_over_time(
+    steps: Sequence[int],
+    loads: Sequence[Sequence[float]],
+    verdicts: Sequence[Sequence[str]],
+    folder: Path,
+    suffix: str = ".png",
+) -> None:
     """
-    Write `load.json` and `load.png`: the experts' shares of assignments during training.
+    Write `load.json` and the figure `load`: the experts' shares of assignments during training.
 
     Args:
         steps: the steps.
         loads: each expert's share at each of the steps.
+        verdicts: the layers whose load was not healthy, at each of the steps.
         folder: where to write the files.
+        suffix: the figure's format.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "load.json").write_text(json.dumps({"steps": list(steps), "loads": list(loads)}) + "\n")
-    plot_load_over_time(steps, loads, folder / "load.png")
+    numbers = {"steps": list(steps), "loads": list(loads), "warnings": list(verdicts)}
+    (folder / "load.json").write_text(json.dumps(numbers) + "\n")
+    plot_load_over_time(steps, loads, folder / f"load{suffix}")

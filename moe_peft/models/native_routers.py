@@ -41,7 +41,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     given = RouterSettings(router) if isinstance(router, str) else router
     sizes = router_sizes(model, "replace_routers")
     if given.type in ROUTERS and ROUTERS[given.type].by_token_id:
-        raise ValueError(f"replace_routers: router={given.type!r}: needs token ids, but a native gate sees hidden states")
+        raise ValueError(f"replace_routers: router={given.type!r}: a native gate has no token ids to route by")
     try:
         rules = [gate_rule(gate) for gate in gates.values()]
     except ValueError as error:

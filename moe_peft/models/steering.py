@@ -19,7 +19,7 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
     """
     Send every row of a batch through one expert, with gate 1, in all MoE layers.
 
-    Routers still run, so `router_logits` are recorded as usual. With gradient checkpointing, run the backward pass
+    Routers still run, and `router_logits` are recorded as usual. With gradient checkpointing, run the backward pass
     inside the block too, because it runs the layers again.
 
     Args:
@@ -33,7 +33,7 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
     smallest = min(n for n, _ in router_sizes(model, "force_experts"))
     if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise ValueError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
-    with _steered(model, Steering(experts=experts_B)):
+    with steered(model, Steering(experts=experts_B)):
         yield
 
 
@@ -54,16 +54,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
         ValueError: the model has no router, the mask's n is not the model's, or fewer experts are allowed than a token
             gets (top_k).
     """
-    sizes = router_sizes(model, "allow_experts")
-    n, k = sizes[0][0], max(k for _, k in sizes)
-    routers = [layer.router(name) for layer in adapter_layers(model) for name in layer.moe_lora_router]
-    routers = routers or [gate.moe_router for gate in native_routers(model) if isinstance(gate, RoutedGate)]
-    if routers and all(router.leaves_out for router in routers):
-        k = 1
-    if len({n for n, _ in sizes}) > 1:
-        raise ValueError(
-            f"allow_experts: layers have {sorted({n for n, _ in sizes})} experts; one mask needs the same number in all"
-        )
+    n = common_size(model, "allow_experts")
     if not isinstance(allowed, torch.Tensor):
         if not all(0 <= i < n for i in allowed):
             raise ValueError(f"allow_experts: allowed={list(allowed)}: the model has experts 0 to {n - 1}")
@@ -72,39 +63,59 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
         allowed = mask
     if allowed.dim() != 2 or allowed.shape[1] != n or allowed.dtype != torch.bool:
         raise ValueError(f"allow_experts: a mask {allowed.dtype} {tuple(allowed.shape)}; give bool [rows, {n}]")
-    fewest = int(allowed.sum(1).min())
+    fewest, k = int(allowed.sum(1).min()), fewest_allowed(model)
     if fewest < k:
         raise ValueError(f"allow_experts: some row allows only {fewest} of the experts; allow at least top_k={k}")
-    with _steered(model, Steering(allowed=allowed)):
+    with steered(model, Steering(allowed=allowed)):
         yield
 
 
+def common_size(model: nn.Module, caller: str) -> int:
+    """
+    n, the number of experts that all routers have.
+
+    Raises:
+        ValueError: the model has no router, or layers with different numbers of experts.
+    """
+    sizes = sorted({n for n, _ in router_sizes(model, caller)})
+    if len(sizes) > 1:
+        raise ValueError(f"{caller}: layers have {sizes} experts; one mask needs the same number in all")
+    return sizes[0]
+
+
+def fewest_allowed(model: nn.Module) -> int:
+    """How many experts a mask must allow at least: top_k, or 1 where every router may leave experts out."""
+    routers = [layer.router(name) for layer in adapter_layers(model) for name in layer.moe_lora_router]
+    routers = routers or [gate.moe_router for gate in native_routers(model) if isinstance(gate, RoutedGate)]
+    if routers and all(router.leaves_out for router in routers):
+        return 1
+    return max(k for _, k in router_sizes(model, "allow_experts"))
+
+
 @contextmanager
-def _steered(model: nn.Module, steering: Steering) -> Iterator[None]:
+def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
+    """Route by `steering` in all MoE layers, without checks. Of nested blocks the inner one counts."""
     layers = adapter_layers(model)
-    before = [layer.steering for layer in layers]
+    steered_modules: list[Any] = [*layers] or native_routers(model)
+    before = [getattr(module, "steering", None) for module in steered_modules]
     with ExitStack() as stack:
-        for router in [] if layers else native_routers(model):
-            handle = router.register_forward_hook(_NativeHook(steering))
-            stack.callback(handle.remove)
-        for layer in layers:
-            layer.steering = steering
-        try:
-            yield
-        finally:
-            for layer, outer in zip(layers, before, strict=True):
-                layer.steering = outer
+        for module, outer in zip(steered_modules, before, strict=True):
+            if not layers and outer is None:  # else the hook of the block around this one reads the steering
+                # First, so that whoever observes the router sees the new choice.
+                stack.callback(module.register_forward_hook(_choose_again, prepend=True).remove)
+            stack.callback(_set_steering, module, outer)
+            _set_steering(module, steering)
+        yield
 
 
-class _NativeHook:
-    """Replaces the choice of a transformers router, which returns (logits, gates, experts)."""
+def _set_steering(module: Any, steering: Steering | None) -> None:
+    module.steering = steering
 
-    def __init__(self, steering: Steering) -> None:
-        self.steering = steering
 
-    def __call__(self, router: Any, args: tuple, output: tuple) -> tuple:
-        logits_TN, gates_TK, _ = output
-        normalize = bool(getattr(router, "norm_topk_prob", True))  # Mixtral always does
-        choose = router.moe_router.choose if isinstance(router, RoutedGate) else top_k_gates
-        gates, experts = self.steering.route(logits_TN.float(), router.top_k, normalize, choose)
-        return logits_TN, gates.to(gates_TK.dtype), experts
+def _choose_again(router: Any, args: tuple, output: tuple) -> tuple:
+    """Forward hook that replaces the choice of a transformers router, which returns (logits, gates, experts)."""
+    logits_TN, gates_TK, _ = output
+    normalize = bool(getattr(router, "norm_topk_prob", True))  # Mixtral always does
+    choose = router.moe_router.choose if isinstance(router, RoutedGate) else top_k_gates
+    gates, experts = router.steering.route(logits_TN.float(), router.top_k, normalize, choose)
+    return logits_TN, gates.to(gates_TK.dtype), experts

@@ -7,7 +7,7 @@ No other module knows where router logits come from. Legend: B rows, S positions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ..adapter import protocol
+from ..adapter import protocol, recording
 from ..adapter.layer import MoELoraLayer
+from ..routing.statistics import chosen_experts
 from .gate import RoutedGate
 
 
@@ -43,12 +44,15 @@ class RoutedPass:
 
     Args:
         router_logits: one [T, n] per router, in the order of the forward pass.
+        chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out, and
+            forced or masked routing is seen as it happened.
         mask: 1 for real tokens, [B, S]; longer than S if the pass continues a cache, whose tokens come first.
         input_ids: the tokens [B, S], if they were passed by keyword.
         trains: whether gradients were enabled.
     """
 
     router_logits: tuple[torch.Tensor, ...]
+    chosen: tuple[torch.Tensor, ...]
     mask: torch.Tensor
     input_ids: torch.Tensor | None
     trains: bool
@@ -60,12 +64,14 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
     Call `observe` after each forward pass of the model's backbone inside the block. Outputs, losses and configs do not
     change. Passes in which no router ran (adapters may be disabled) are skipped.
     """
-    module = backbone(model)
+    module, observer = backbone(model), _Observer(observe, int(getattr(text_config(model), "num_experts_per_tok", 1)))
     handles = [
         # First, so that the adapter's own hook finds the argument.
-        module.register_forward_pre_hook(_ask_for_router_logits, with_kwargs=True, prepend=True),
-        module.register_forward_hook(_Observer(observe), with_kwargs=True),
+        module.register_forward_pre_hook(observer.begin, with_kwargs=True, prepend=True),
+        module.register_forward_hook(observer.end, with_kwargs=True, always_call=True),
     ]
+    if not adapter_layers(model):
+        handles += [router.register_forward_hook(observer.see) for router in native_routers(model)]
     try:
         yield
     finally:
@@ -73,26 +79,57 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
             handle.remove()
 
 
-def _ask_for_router_logits(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    return args, {**kwargs, "output_router_logits": True}
-
-
 class _Observer:
-    """Forward hook of a backbone."""
+    """
+    The hooks of one observer.
 
-    def __init__(self, observe: Callable[[RoutedPass], None]) -> None:
-        self.observe = observe
+    Args:
+        observe: called with each pass.
+        k: experts per token, where a router's choice cannot be seen (in a compiled model).
+    """
+
+    def __init__(self, observe: Callable[[RoutedPass], None], k: int) -> None:
+        self.observe, self.k = observe, k
+        self.choices: list[recording.Choice] | None = None  # of native routers; None outside the backbone's forward
+
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Before the backbone."""
+        self.choices = []
+        return args, {**kwargs, "output_router_logits": True}
+
+    def see(self, router: nn.Module, args: tuple, output: Any) -> None:
+        """After a native router, which returns (logits, gates, experts); in the forward pass only, not if run again."""
+        if self.choices is not None and isinstance(output, tuple) and len(output) == 3:
+            _, gates, experts = output
+            self.choices.append((experts, gates.detach()))
 
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+    def end(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+        """After the backbone."""
+        choices, self.choices = self.choices or [], None
         router_logits = getattr(outputs, "router_logits", None)
         if not router_logits:
             return
+        choices = getattr(outputs, protocol.CHOICES, choices)
         mask = kwargs.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # packed, padding-free, or no padding
             hidden = outputs.last_hidden_state
             mask = torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        self.observe(RoutedPass(tuple(router_logits), mask, kwargs.get("input_ids"), torch.is_grad_enabled()))
+        chosen = tuple(_chosen(router_logits, choices, self.k))
+        ids = kwargs.get("input_ids")
+        self.observe(RoutedPass(tuple(router_logits), chosen, mask, ids, torch.is_grad_enabled()))
+
+
+def _chosen(
+    router_logits: Sequence[torch.Tensor], choices: Sequence[recording.Choice], k: int
+) -> Iterator[torch.Tensor]:
+    """Each router's choice as a mask, bool [T, n]; the top k where the choices were not seen."""
+    if len(choices) != len(router_logits):
+        choices = [(logits_TN.topk(k, dim=-1).indices, None) for logits_TN in router_logits]
+    for logits_TN, (experts_TK, gates_TK) in zip(router_logits, choices, strict=True):
+        if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
+            gates_TK = None
+        yield chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1])
 
 
 def native_routers(model: nn.Module) -> list[nn.Module]:

@@ -209,6 +209,14 @@ class MoEFamily:
             )
             yield Part(block + "shared_expert_gate.weight", torch.zeros(1, config.hidden_size))
 
+    def read_expert(self, layer: int, expert: int, read: Reader) -> FFN:
+        """One expert of a MoE's checkpoint."""
+        return self._expert(layer, expert).split((lambda name: read(name)[expert]) if self._stacked else read)
+
+    def has_experts(self, config: PreTrainedConfig, layer: int) -> bool:
+        """Whether a layer has a router, and experts."""
+        return not self._is_dense(config, layer)
+
     def _block_shapes(self, config: PreTrainedConfig, layer: int) -> dict[str, torch.Size]:
         n, f, d = getattr(config, self.count), getattr(config, self.width), config.hidden_size
         block = self._block(layer)

@@ -1,9 +1,18 @@
 """Routers and what is computed from their logits: gates, losses, statistics. Needs only torch."""
 
+from .expert_map import read_expert_map
 from .gates import Steering, pad_logits, sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 from .losses import balancing_loss, label_losses, z_losses
 from .routers import ROUTERS, Router, RouterSettings, make_router
-from .statistics import LoadHealth, compliance, entropies, expert_counts, load_health
+from .statistics import (
+    LoadHealth,
+    chosen_experts,
+    compliance,
+    entropies,
+    expert_counts,
+    load_health,
+    load_verdicts,
+)
 
 __all__ = [
     "ROUTERS",
@@ -12,13 +21,16 @@ __all__ = [
     "RouterSettings",
     "Steering",
     "balancing_loss",
+    "chosen_experts",
     "compliance",
     "entropies",
     "expert_counts",
     "label_losses",
     "load_health",
+    "load_verdicts",
     "make_router",
     "pad_logits",
+    "read_expert_map",
     "sigmoid_gates",
     "switch_gates",
     "threshold_gates",

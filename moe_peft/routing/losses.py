@@ -91,6 +91,7 @@ class RouterBatch:
         k: active experts per token.
         scope: the scope of the balancing loss, see `balancing_loss`.
         allowed: the experts that may serve each token according to its label, bool [T, n]; None without labels.
+        label_mask: 1 for the tokens on which losses that need labels count, [T]; None: all real ones.
     """
 
     router_logits: Sequence[torch.Tensor]
@@ -98,6 +99,7 @@ class RouterBatch:
     k: int
     scope: Scope = "global"
     allowed: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

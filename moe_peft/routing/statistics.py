@@ -1,5 +1,5 @@
 """
-Statistics of router logits: compliance, entropy, load.
+Statistics of routing: compliance, entropy, load and how healthy it is.
 
 Legend: T tokens, L layers, n experts, k active experts. Where layers differ in n, logits are padded (`pad_logits`).
 """
@@ -23,9 +23,36 @@ def entropies(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) -> torch.Tensor:
-    """Number of (token, slot) assignments per expert, float64 [n]; they sum to k times the number of real tokens."""
+    """
+    Number of (token, slot) assignments per expert of a top-k choice without steering, float64 [n]; they sum to k times
+    the number of real tokens. `chosen_experts` has what a router really did.
+    """
     chosen_TN = torch.zeros_like(logits_TN, dtype=torch.float64).scatter_(1, logits_TN.topk(k, dim=-1).indices, 1.0)
     return chosen_TN.sum(0) if mask_T is None else (chosen_TN * mask_T.unsqueeze(1)).sum(0)
+
+
+def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_experts: int) -> torch.Tensor:
+    """
+    The experts that serve each token, bool [T, n]: those that were chosen with a gate other than 0.
+
+    Args:
+        experts_TK: the chosen experts, int64 [T, k].
+        gates_TK: their gates; None: none is 0.
+        num_experts: n.
+    """
+    chosen_TN = torch.zeros(experts_TK.shape[0], num_experts, dtype=torch.bool, device=experts_TK.device)
+    kept_TK = torch.ones_like(experts_TK, dtype=torch.bool) if gates_TK is None else gates_TK != 0
+    return chosen_TN.scatter_(1, experts_TK, kept_TK)
+
+
+# What is healthy. With more than 25 experts even loads come near 2 %, so both limits shrink with the even load 1/n.
+HEALTHY_VARIATION = 0.3
+_DEAD, _DEAD_OF_EVEN = 0.01, 0.25
+_SMALL, _SMALL_OF_EVEN = 0.02, 0.5
+REMEDY = (
+    "raise router_aux_loss_coef, lower the learning rate of the routers, or try router_jitter_noise or "
+    "router_z_loss_coef=0.001"
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +60,9 @@ class LoadHealth:
     """How evenly experts are used, over all layers' experts."""
 
     coefficient_of_variation: float  # of the loads in a layer, averaged over layers; healthy below 0.3
-    smallest: float  # share of a layer's assignments
+    smallest: float  # share of a layer's assignments; healthy above 2 %
     largest: float
-    dead: int  # experts with less than 1 % of their layer's assignments
+    dead: int  # experts with less than 1 % of their layer's assignments (a quarter of the even load, if that is less)
 
 
 def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
@@ -46,11 +73,77 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
     """
-    shares = [counts_N[:n].double() / counts_N.sum().clamp(min=1) for counts_N, n in zip(counts_LN, sizes, strict=True)]
-    variations = [float(share_N.std(correction=0) / share_N.mean()) if share_N.any() else 0.0 for share_N in shares]
+    shares = [_shares(counts_N[:n]) for counts_N, n in zip(counts_LN, sizes, strict=True)]
+    variations = [_variation(share_N) for share_N in shares]
     return LoadHealth(
         sum(variations) / len(variations),
         min(float(share_N.min()) for share_N in shares),
         max(float(share_N.max()) for share_N in shares),
-        sum(int((share_N < 0.01).sum()) for share_N in shares),
+        sum(_dead(share_N) for share_N in shares),
     )
+
+
+def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int]) -> list[str]:
+    """
+    One line for each layer whose load is not healthy: a coefficient of variation above 0.3, an expert with less than
+    2 % of the assignments (half the even load, if that is less), or one or two experts with most of them: more than
+    half, and more than 2 or 1.5 times their even share. Layers without assignments have no verdict. `REMEDY` says what
+    to try.
+
+    Args:
+        counts_LN: assignments per layer and expert, [L, n], on the CPU.
+        sizes: experts of each layer; the rest of a row is padding.
+    """
+    found = []
+    for layer, (counts_N, n) in enumerate(zip(counts_LN, sizes, strict=True)):
+        share_N = _shares(counts_N[:n])
+        collapsed, facts = _facts(share_N) if share_N.any() else (False, [])
+        if facts:
+            found.append(f"layer {layer}: {'collapsed' if collapsed else 'uneven'}: {'; '.join(facts)}")
+    return found
+
+
+def verdict_line(verdicts: Sequence[str], most: int = 3) -> str:
+    """The first verdicts of `load_verdicts`, how many more there are, and what to try, on one line; "" without any."""
+    if not verdicts:
+        return ""
+    more = [f"{len(verdicts) - most} more layers like that"] if len(verdicts) > most else []
+    return ". ".join([*verdicts[:most], *more, f"Try this: {REMEDY}"])
+
+
+def _facts(share_N: torch.Tensor) -> tuple[bool, list[str]]:
+    """Whether a layer has collapsed, and what is not healthy about its loads."""
+    n, facts = len(share_N), []
+    dead, variation, smallest = _dead(share_N), _variation(share_N), float(share_N.min())
+    top, experts = share_N.topk(min(2, n))
+    one = float(top[0]) > max(0.5, 2 / n)
+    two = float(top.sum()) > max(0.5, 3 / n)
+    if one:
+        facts.append(f"expert {int(experts[0])} gets {_percent(float(top[0]))} of the assignments")
+    elif two:
+        names = " and ".join(map(str, sorted(experts.tolist())))
+        facts.append(f"experts {names} get {_percent(float(top.sum()))} of the assignments")
+    if dead:
+        limit = _percent(min(_DEAD, _DEAD_OF_EVEN / n))
+        facts.append(f"{dead} of {n} experts get less than {limit} of the assignments")
+    elif smallest < min(_SMALL, _SMALL_OF_EVEN / n):
+        facts.append(f"expert {int(share_N.argmin())} gets {_percent(smallest)} of the assignments")
+    if variation > HEALTHY_VARIATION:
+        facts.append(f"coefficient of variation {variation:.2f}, healthy below {HEALTHY_VARIATION}")
+    return one or two or dead > 0, facts
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.3g} %"
+
+
+def _shares(counts_N: torch.Tensor) -> torch.Tensor:
+    return counts_N.double() / counts_N.sum().clamp(min=1)
+
+
+def _variation(share_N: torch.Tensor) -> float:
+    return float(share_N.std(correction=0) / share_N.mean()) if share_N.any() else 0.0
+
+
+def _dead(share_N: torch.Tensor) -> int:
+    return int((share_N < min(_DEAD, _DEAD_OF_EVEN / len(share_N))).sum())

@@ -13,9 +13,15 @@ from ..messages import one_line
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-def load_data(source: str | dict[str, Any], field: str, label_column: str | None) -> Dataset:
+def load_data(source: str | dict[str, Any], field: str, label_column: str | None, split: str = "train") -> Dataset:
     """
     Load a data set as the recipe's `data` section names it.
+
+    Args:
+        source: a file, a data set's name, or arguments of `datasets.load_dataset`, whose own split goes first.
+        field: the field that messages name.
+        label_column: a column that the data must have.
+        split: the split, e.g. "test" or "train[:100]". A file has the split "train".
 
     Raises:
         ValueError: the data set does not exist, is empty, or lacks the label column.
@@ -28,7 +34,7 @@ def load_data(source: str | dict[str, Any], field: str, label_column: str | None
     else:
         arguments = dict(source)
     try:
-        dataset = load_dataset(**{"split": "train", **arguments})
+        dataset = load_dataset(**{"split": split, **arguments})
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{field}={source!r}: {one_line(error)}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:

@@ -11,8 +11,11 @@ import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 
+from ..routing.expert_map import label_text
+
 COLUMN = "token_labels"
 NO_LABEL = -1  # for padding
+IGNORED = -100  # the label of tokens without a language loss
 
 
 def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) -> None:
@@ -26,7 +29,7 @@ def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) ->
         raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset must be a map-style Dataset")
     if column not in dataset.column_names:
         raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset has {dataset.column_names}")
-    unknown = sorted({str(label) for label in dataset.unique(column)} - set(labels))
+    unknown = sorted({label_text(label) for label in dataset.unique(column)} - set(labels))
     if unknown:
         raise ValueError(
             f"MoESFTTrainer: expert_map: no experts for the labels {unknown} of the {name} dataset; add them"
@@ -40,7 +43,7 @@ def with_token_labels(
     index = {label: i for i, label in enumerate(labels)}
 
     def spread(row: dict[str, Any]) -> dict[str, Any]:
-        return {COLUMN: [index[str(row[column])]] * len(row["input_ids"])}
+        return {COLUMN: [index[label_text(row[column])]] * len(row["input_ids"])}
 
     return dataset.map(spread, num_proc=num_proc, desc=description)
 
@@ -74,6 +77,12 @@ class RowCollator:
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         own = {column: torch.tensor([example[column] for example in examples]) for column in self.columns}
         return {**self.collator(examples), **own}
+
+
+def completion_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """1 for the tokens that the language loss is on, those whose label is not -100, [B, S]; None without labels."""
+    found = batch.get("labels") if isinstance(batch, Mapping) else None
+    return (found != IGNORED).long() if isinstance(found, torch.Tensor) else None
 
 
 def real_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:

@@ -9,7 +9,8 @@ with a config that inherits from `RouterLossConfig` and `DPOConfig` in the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Literal
 
@@ -18,14 +19,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..compat import loss_is_of_whole_step
+from ..models.steering import steered
 from ..models.view import RoutedPass, observed_routing, router_parameters, router_sizes, text_config
+from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
-from ..routing.statistics import compliance, entropies, expert_counts, load_health
+from ..routing.statistics import compliance, entropies, load_health
 from .freezing import freeze_for_stage
-from .labels import COLUMN, NO_LABEL, real_tokens
+from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
 from .phases import phase_at, three_phase_scheduler
 
 Stage = Literal["joint", "routers", "rest"]
+LabelTokens = Literal["all", "completion"]
 
 # A field for the coefficient of each loss in the table.
 _Coefficients: Any = make_dataclass(
@@ -53,6 +57,10 @@ class RouterLossConfig(_Coefficients):
             To train in two stages, pass the same model to the second trainer.
         router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
             loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
+        router_label_tokens: `"all"` puts the label loss on all real tokens, `"completion"` on those that the language
+            loss is on (whose label is not -100), e.g. on answers without their prompts. Compliance is logged likewise.
+        router_label_mask: whether tokens may only go to the experts of their label, in training and in evaluation. The
+            losses on routers see the logits without this mask, so routers can learn to do without it.
 
     Raises:
         ValueError: a field has a value that cannot work.
@@ -63,6 +71,8 @@ class RouterLossConfig(_Coefficients):
     router_schedule: Literal["constant", "three_phase"] = field(
         default="constant", metadata={"help": "Constant or three-phase."}
     )
+    router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
+    router_label_mask: bool = field(default=False, metadata={"help": "Mask the experts of other labels."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,9 +81,15 @@ class RouterLossConfig(_Coefficients):
             ("router_balancing", Scope.__args__),  # type: ignore[attr-defined]
             ("training_stage", Stage.__args__),  # type: ignore[attr-defined]
             ("router_schedule", ("constant", "three_phase")),
+            ("router_label_tokens", LabelTokens.__args__),  # type: ignore[attr-defined]
         ):
             if getattr(self, own) not in allowed:
                 raise ValueError(f"{name}: {own}={getattr(self, own)!r}: use one of {list(allowed)}")
+        for own, default in (("router_label_mask", False), ("router_label_tokens", "all")):
+            if getattr(self, own) != default and getattr(self, "expert_map", None) is None:
+                raise ValueError(
+                    f"{name}: {own}={getattr(self, own)!r} needs label_column and expert_map, which MoESFTConfig has"
+                )
         for own in map(coefficient_field, ROUTER_LOSSES):
             if getattr(self, own) is not None and getattr(self, own) < 0:
                 raise ValueError(f"{name}: {own}={getattr(self, own)}: must not be negative")
@@ -89,10 +105,11 @@ class RouterLossesMixin:
     Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
     `router_entropy`, `load_cv`, `dead_experts` and, with labels, `compliance`. Its config is a `RouterLossConfig`.
 
-    Per-token losses are averaged over all real tokens of an optimizer step, whatever the number of accumulation steps
-    and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The balancing loss is not a
-    mean over tokens: as in TRL, it is computed for each micro-batch and averaged. If a trainer runs the model several
-    times for one loss, only the passes with gradients count.
+    The load is what routers did, masks and dropped slots included. Per-token losses are averaged over all real tokens
+    of an optimizer step (the label loss over those that `router_label_tokens` names), whatever the number of
+    accumulation steps and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The
+    balancing loss is not a mean over tokens: as in TRL, it is computed for each micro-batch and averaged. If a trainer
+    runs the model several times for one loss, only the passes with gradients count.
 
     Raises:
         ValueError: the model has no routers, or nothing is left to train.
@@ -121,7 +138,8 @@ class RouterLossesMixin:
         config.output_router_logits = False
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage, caller)
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
-        self._step_tokens: torch.Tensor | None = None
+        self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
+        self._step_label_tokens: torch.Tensor | None = None  # those of them with a label loss
 
     def _keep_frozen(self) -> None:
         """Freeze again what PEFT has unfrozen: it does so when adapters are disabled for a reference pass, say."""
@@ -144,24 +162,49 @@ class RouterLossesMixin:
         """Also counts the real tokens of the coming optimizer step, over all its batches and processes."""
         trainer: Any = super()
         samples, items = trainer.get_batch_samples(epoch_iterator, num_batches, device)
-        masks = [real_tokens(batch) for batch in samples]
-        self._step_tokens = None
-        if masks and all(mask is not None for mask in masks):
-            tokens = sum((mask.sum().to(device) for mask in masks if mask is not None), torch.zeros((), device=device))
-            self._step_tokens = self.accelerator.reduce(tokens, "sum")  # type: ignore[attr-defined]
+        counts = [self._token_counts(batch) for batch in samples]
+        self._step_tokens = self._step_label_tokens = None
+        if counts and all(count is not None for count in counts):
+            own = torch.stack([count.to(device) for count in counts if count is not None]).sum(0)
+            self._step_tokens, self._step_label_tokens = self.accelerator.reduce(own, "sum").clamp(min=1)  # type: ignore[attr-defined]
         return samples, items
+
+    def _token_counts(self, batch: Any) -> torch.Tensor | None:
+        """Real tokens of a batch and those with a label loss, [2]; None for a batch without token ids."""
+        mask = real_tokens(batch)
+        return None if mask is None else torch.stack([mask.sum(), self._label_tokens(batch, mask).sum()])
+
+    def _label_tokens(self, inputs: Any, mask: torch.Tensor) -> torch.Tensor:
+        """Those of the real tokens with a label loss."""
+        completion = completion_tokens(inputs) if self.args.router_label_tokens == "completion" else None
+        return mask if completion is None else mask * completion.to(mask.device).view_as(mask)
+
+    def _masked(self, inputs: Any) -> AbstractContextManager:
+        """Inside this block, tokens go to the experts of their label only, if the config says so; padding to any."""
+        labels = inputs.get(COLUMN) if self.args.router_label_mask else None
+        if labels is None or self._allowed is None:
+            return nullcontext()
+        labels_T = labels.flatten()
+        allowed_TN = self._allowed.to(labels.device)[labels_T.clamp(min=0)] | (labels_T == NO_LABEL).unsqueeze(1)
+        return steered(self.model, Steering(allowed=allowed_TN))
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        trainer: Any = super()
+        with self._masked(inputs):  # in the backward pass too: gradient checkpointing runs layers again
+            return trainer.training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         trainer: Any = super()
         inputs = dict(inputs)
+        masked = self._masked(inputs)
         token_labels = inputs.pop(COLUMN, None)
         self._keep_frozen()
         passes: list[RoutedPass] = []
-        with observed_routing(self.model, passes.append):
+        with masked, observed_routing(self.model, passes.append):
             result = trainer.compute_loss(
-                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+                model, dict(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         loss, *rest = result if return_outputs else (result,)
         if self.args.training_stage == "routers":
@@ -173,28 +216,30 @@ class RouterLossesMixin:
                 "compiled model before training begins"
             )
         if len(counted) > 1:
-            self._step_tokens = None  # it counts the tokens of one pass
-        batch = self._router_batch(counted, token_labels)
+            self._step_tokens = self._step_label_tokens = None  # they count the tokens of one pass
+        batch = self._router_batch(counted, token_labels, inputs)
         loss = self._with_router_losses(loss, batch, loss_is_of_whole_step(self, num_items_in_batch))
+        self._note_load(counted, batch)
         return (loss, *rest) if return_outputs else loss
 
-    def _router_batch(self, passes: list[RoutedPass], token_labels: torch.Tensor | None) -> RouterBatch:
+    def _router_batch(self, passes: list[RoutedPass], token_labels: torch.Tensor | None, inputs: Any) -> RouterBatch:
         """The inputs of the losses: the tokens of all passes, concatenated."""
         device = passes[0].router_logits[0].device  # layers may be on different ones
         by_layer = zip(*(seen.router_logits for seen in passes), strict=True)
         logits = [torch.cat([logits_TN.to(device) for logits_TN in of_layer]) for of_layer in by_layer]
         mask_T = torch.cat([seen.mask.flatten().to(device) for seen in passes])
-        allowed_TN = None
+        allowed_TN = label_mask_T = None
         if token_labels is not None and self._allowed is not None:
             labels_T = token_labels.flatten().to(device)
             mask_T = mask_T * (labels_T != NO_LABEL)
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
+            label_mask_T = self._label_tokens(inputs, mask_T)
         k = int(text_config(self.model).num_experts_per_tok)
-        return RouterBatch(logits, mask_T, k, self.args.router_balancing, allowed_TN)
+        return RouterBatch(logits, mask_T, k, self.args.router_balancing, allowed_TN, label_mask_T)
 
     def _with_router_losses(self, loss: torch.Tensor, batch: RouterBatch, of_step: bool) -> torch.Tensor:
         """Add the losses that the stage trains with, and log them."""
-        tokens, token_scale, batch_scale = self._averaging(batch, of_step)
+        token_scale, batch_scale = self._scales(of_step)
         noted: dict[str, torch.Tensor] = {}
         for name, entry in ROUTER_LOSSES.items():
             coefficient = self._coefficient(name)
@@ -203,8 +248,13 @@ class RouterLossesMixin:
                 continue
             value = entry.function(batch)
             if value.dim():  # one per token
-                total = (value * batch.mask).sum()
-                noted[_logged(name)] = total / batch.mask.sum().clamp(min=1)
+                mask_T, of_whole_step = batch.mask, self._step_tokens
+                if entry.needs_labels and batch.label_mask is not None:
+                    mask_T, of_whole_step = batch.label_mask, self._step_label_tokens
+                total, tokens = (value * mask_T).sum(), mask_T.sum().clamp(min=1)
+                noted[_logged(name)] = total / tokens
+                if self.model.training and of_whole_step is not None:
+                    tokens = of_whole_step.to(tokens.device)
                 value = token_scale * total / tokens
             else:
                 noted[_logged(name)] = value
@@ -214,21 +264,19 @@ class RouterLossesMixin:
         self._note(noted, batch)
         return loss
 
-    def _averaging(self, batch: RouterBatch, of_step: bool) -> tuple[torch.Tensor, float, float]:
+    def _scales(self, of_step: bool) -> tuple[float, float]:
         """
-        How sums over this micro-batch's tokens become means over the optimizer step. Returns the number of tokens to
-        divide by, a factor for such sums, and one for losses of a whole micro-batch. DDP averages over processes;
-        unless the loss is `of_step`, the trainer divides it by the accumulation steps.
+        How this micro-batch's losses become those of the optimizer step: a factor for sums over tokens that are divided
+        by the step's tokens, and one for losses of a whole micro-batch. DDP averages over processes; unless the loss is
+        `of_step`, the trainer divides it by the accumulation steps.
         """
-        tokens = batch.mask.sum().clamp(min=1)
         if not self.model.training:
-            return tokens, 1.0, 1.0
+            return 1.0, 1.0
         steps = getattr(self, "current_gradient_accumulation_steps", 1)  # set when training begins
         batch_scale = 1 / steps if of_step else 1.0
         if self._step_tokens is None:
-            return tokens, batch_scale, batch_scale
-        token_scale = float(self.accelerator.num_processes) * (1 if of_step else steps)  # type: ignore[attr-defined]
-        return self._step_tokens.to(tokens.device), token_scale, batch_scale
+            return batch_scale, batch_scale
+        return float(self.accelerator.num_processes) * (1 if of_step else steps), batch_scale  # type: ignore[attr-defined]
 
     def _coefficient(self, name: str) -> float:
         """A loss's coefficient at the current step."""
@@ -240,19 +288,35 @@ class RouterLossesMixin:
     @torch.no_grad()
     def _note(self, noted: dict[str, torch.Tensor], batch: RouterBatch) -> None:
         """Log the losses and statistics over all processes."""
-        tokens = batch.mask.sum().clamp(min=1)
-        noted["router_entropy"] = (entropies(batch.router_logits).mean(0) * batch.mask).sum() / tokens
-        if batch.allowed is not None:
-            noted["compliance"] = (compliance(batch.router_logits, batch.allowed).mean(0) * batch.mask).sum() / tokens
-        accelerator = self.accelerator  # type: ignore[attr-defined]
-        counts_LN = torch.stack([expert_counts(logits_TN, batch.mask, batch.k) for logits_TN in batch.router_logits])
-        health = load_health(accelerator.reduce(counts_LN, "sum").cpu(), self._sizes)
-        values = accelerator.reduce(torch.stack([value.detach().float() for value in noted.values()]), "mean")
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        noted["router_entropy"] = _mean(entropies(batch.router_logits), batch.mask)
+        if batch.allowed is not None and batch.label_mask is not None:
+            noted["compliance"] = _mean(compliance(batch.router_logits, batch.allowed), batch.label_mask)
+        values = torch.stack([value.detach().float() for value in noted.values()])
+        values = self.accelerator.reduce(values, "mean")  # type: ignore[attr-defined]
         for name, value in zip(noted, values.tolist(), strict=True):
-            metrics[name].append(value)
-        metrics["load_cv"].append(health.coefficient_of_variation)
-        metrics["dead_experts"].append(float(health.dead))
+            self._log_of_mode()[name].append(value)
+
+    @torch.no_grad()
+    def _note_load(self, passes: Sequence[RoutedPass], batch: RouterBatch) -> None:
+        """Log how evenly the experts were used, over all processes."""
+        device = batch.mask.device
+        by_layer = zip(*(seen.chosen for seen in passes), strict=True)
+        counts_LN = torch.stack([
+            batch.mask.double() @ torch.cat([chosen_TN.to(device) for chosen_TN in of_layer]).double()
+            for of_layer in by_layer
+        ])  # fmt: skip
+        counts_LN = self.accelerator.reduce(counts_LN, "sum").cpu()  # type: ignore[attr-defined]
+        health = load_health(counts_LN, self._sizes)
+        self._log_of_mode()["load_cv"].append(health.coefficient_of_variation)
+        self._log_of_mode()["dead_experts"].append(float(health.dead))
+
+    def _log_of_mode(self) -> Any:
+        return self._metrics["train" if self.model.training else "eval"]
+
+
+def _mean(values_LT: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """Over the tokens that count, and layers."""
+    return (values_LT.mean(0) * mask_T).sum() / mask_T.sum().clamp(min=1)
 
 
 def _logged(name: str) -> str:

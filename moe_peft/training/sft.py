@@ -1,8 +1,8 @@
 """
 `MoESFTTrainer`: TRL's `SFTTrainer` with losses on the routers, for MoE-LoRA adapters and native transformers MoEs.
 
-Label-supervised routing: each example has a label (such as its domain), `expert_map` lists the experts that may serve
-it, and routers learn to choose among those.
+Label-supervised routing: each example has a label (such as its domain), `expert_map` says which experts may serve it,
+and routers learn to choose among those, or are given no others to choose from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
-from ..routing.expert_map import expert_masks, read_expert_map
+from ..models.steering import common_size, fewest_allowed
+from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
 from .resuming import NativeResumeMixin
 from .router_losses import RouterLossConfig, RouterLossesMixin
@@ -26,7 +27,8 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
 
     Args:
         label_column: the column of the data that holds the labels.
-        expert_map: label → experts that may serve it. Labels are compared as text.
+        expert_map: label → experts that may serve it: their indices, or masks with 0 or 1 for every expert (see
+            `moe_peft.routing.read_expert_map`). Labels are compared as text.
 
     Raises:
         ValueError: a field has a value that cannot work.
@@ -60,12 +62,24 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
 
     def __init__(self, model: Any, args: SFTConfig | None = None, *positional: Any, **kwargs: Any) -> None:
         args = _as_moe_config(args)
-        self._labels = [str(label) for label in args.expert_map or {}]
+        self._labels = [label_text(label) for label in args.expert_map or {}]
         super().__init__(model, args, *positional, **kwargs)
         if args.expert_map is not None:
             known = read_expert_map(args.expert_map, max(self._sizes), "MoESFTTrainer: expert_map")
             self._allowed = expert_masks(known, max(self._sizes))
+            if args.router_label_mask:
+                self._check_masks(known)
             self.data_collator = LabelCollator(self.data_collator)
+
+    def _check_masks(self, known: dict[str, list[int]]) -> None:
+        common_size(self.model, "MoESFTTrainer: router_label_mask=True")
+        k = fewest_allowed(self.model)
+        for label, experts in known.items():
+            if len(experts) < k:
+                raise ValueError(
+                    f"MoESFTTrainer: router_label_mask=True: {label!r} has {len(experts)} of the experts, a token gets "
+                    f"top_k={k}; give it at least as many, or lower top_k"
+                )
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 
 from ..messages import one_of
-from ..routing.expert_map import read_expert_map
+from ..routing.expert_map import label_text, read_expert_map
 
 Buckets = list[list[int]]
 
@@ -120,24 +120,25 @@ def label_buckets(
     Args:
         labels: one per example, [S]; compared as text, because YAML and data sets may give them different types.
         num_experts: n.
-        expert_map: label → experts. If None, the sorted labels take experts in turn (label j
+        expert_map: label → experts, see `read_expert_map`. If None, the sorted labels take experts in turn (label j
             those with i ≡ j modulo the number of labels).
 
     Raises:
-        ValueError: the map lacks a label or names an expert out of range, or there are more labels than experts.
+        ValueError: the map lacks a label or has no valid form, or there are more labels than experts.
     """
-    labels = [str(label) for label in labels]
+    labels = [label_text(label) for label in labels]
     if expert_map is None:
         names = sorted(set(labels))
         if len(names) > num_experts:
             raise ValueError(f"label_buckets: {len(names)} labels for {num_experts} experts; give an expert_map")
-        expert_map = {name: range(j, num_experts, len(names)) for j, name in enumerate(names)}
-    expert_map = read_expert_map(expert_map, num_experts, "expert_map")
+        known = {name: list(range(j, num_experts, len(names))) for j, name in enumerate(names)}
+    else:
+        known = read_expert_map(expert_map, num_experts, "expert_map")
     buckets: Buckets = [[] for _ in range(num_experts)]
     for example, label in enumerate(labels):
-        if label not in expert_map:
+        if label not in known:
             raise ValueError(f"expert_map: no experts for the label {label!r} of example {example}; add it")
-        buckets[min(expert_map[label], key=lambda i: (len(buckets[i]), i))].append(example)
+        buckets[min(known[label], key=lambda i: (len(buckets[i]), i))].append(example)
     return buckets
 
 

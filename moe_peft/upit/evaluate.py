@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -16,8 +17,25 @@ from trl import SFTConfig
 
 from ..analysis.record import RoutingStatistics, record_routing
 from ..models.view import adapter_layers, native_routers
+from ..routing.expert_map import label_text
 from ..training.scoring import example_losses, make_scorable
 from ..training.tokenizing import tokenized
+
+
+class Evaluation(NamedTuple):
+    """
+    What `evaluate` measures.
+
+    Args:
+        losses: `{"base": {domain: loss}, "adapted": {…}}`: the mean loss per scored token of each domain and, as
+            `"mean"`, the mean over domains.
+        shares: domain → the share of token assignments of every layer and expert, [L, n]; none without routers.
+        warnings: the layers whose load is not healthy, see `moe_peft.routing.load_verdicts`.
+    """
+
+    losses: dict[str, dict[str, float]]
+    shares: dict[str, torch.Tensor]
+    warnings: list[str]
 
 
 def evaluate(
@@ -27,25 +45,20 @@ def evaluate(
     processing_class: PreTrainedTokenizerBase,
     label_column: str | None = None,
     base: PreTrainedModel | None = None,
-) -> tuple[dict[str, dict[str, float]], dict[str, torch.Tensor]]:
+) -> Evaluation:
     """
-    Losses of the model and of its base, and routing shares.
+    Losses of the model and of its base, routing shares, and what is not healthy about the load of the experts.
 
     Args:
         dataset: held-out examples; `args` says how they are prepared.
         label_column: a column of domains.
         base: the model to compare with; None takes the model without its adapter.
-
-    Returns:
-        `{"base": {domain: loss}, "adapted": {…}}`: the mean loss per scored token of each domain and, as `"mean"`, the
-        mean over domains. And for each domain the share of token assignments of every layer and expert, [L, n]; none
-        without routers.
     """
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one
     data, collator = tokenized(dataset, processing_class, args)
     make_scorable(model)
-    labels = [str(label) for label in data[label_column]] if label_column else ["all"] * len(data)
+    labels = [label_text(label) for label in data[label_column]] if label_column else ["all"] * len(data)
     domains = sorted(set(labels))
     routed = bool(adapter_layers(model) or native_routers(model))
     losses: dict[str, dict[str, float]] = defaultdict(dict)
@@ -61,19 +74,20 @@ def evaluate(
         for domain in domains:
             part = data.select([i for i, label in enumerate(labels) if label == domain])
             losses["base"][domain] = _mean(*example_losses(base or model, part, collator))
-    shares = {} if statistics is None else _gathered(statistics)
+    if statistics is not None:
+        _gather(statistics)
+    shares, warnings = ({}, []) if statistics is None else (statistics.shares(), statistics.warnings())
     for result in losses.values():
         result["mean"] = sum(result.values()) / len(result)
-    return {name: losses[name] for name in ("base", "adapted")}, shares
+    return Evaluation({name: losses[name] for name in ("base", "adapted")}, shares, warnings)
 
 
 def _mean(losses_S1: torch.Tensor, counts_S: torch.Tensor) -> float:
     return float(losses_S1.sum() / counts_S.sum())
 
 
-def _gathered(statistics: RoutingStatistics) -> dict[str, torch.Tensor]:
-    """Shares over the batches of all processes."""
+def _gather(statistics: RoutingStatistics) -> None:
+    """Count the batches of all processes."""
     if PartialState().num_processes > 1:
         statistics.counts = sum(gather_object([statistics.counts]))
         statistics.tokens = sum(gather_object([statistics.tokens]))
-    return statistics.shares()

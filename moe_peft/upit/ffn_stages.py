@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..models.size import model_size
 from ..models.view import router_parameters
 from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
 from ..native.writing import open_dense
@@ -24,6 +25,7 @@ from .dense_experts import init_expert_routers
 from .expand_checkpoints import expand_checkpoints
 from .files import expert_folders, finish_native, read_perplexity, write_buckets, write_perplexity, write_vectors
 from .inputs import load_checkpoint, load_config, load_model, model_folder
+from .likeness import of_ffns
 from .post_train import post_train
 from .shared_stages import Evaluate, Expand, PostTrain, Prepare, RouterInit, metrics
 from .stages import STATE, Artefacts, Stage
@@ -31,14 +33,21 @@ from .stages import STATE, Artefacts, Stage
 _MODEL, _ROUTERS = "model", "routers.safetensors"
 
 
-class FFNPrepare(Prepare):
+class _OfFFNs(Stage):
+    """A stage whose experts are whole FFNs, of dense models or of a native MoE."""
+
+    def likeness(self, folder: Path) -> dict[str, Any]:
+        return of_ffns(folder, model_folder(self.recipe.model))
+
+
+class FFNPrepare(_OfFFNs, Prepare):
     output = _MODEL
 
     def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
         return 0, model.num_parameters()
 
 
-class FFNExpand(Expand):
+class FFNExpand(_OfFFNs, Expand):
     def run(self, folder: Path) -> dict[str, Any]:
         section, descents = self.recipe.expand, []
         if PartialState().is_main_process:
@@ -55,7 +64,7 @@ class FFNExpand(Expand):
         return {"descents": [descent.as_dict() for descent in descents]}
 
 
-class FFNRouterInit(RouterInit):
+class FFNRouterInit(_OfFFNs, RouterInit):
     @property
     def result(self) -> Artefacts:
         experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
@@ -119,7 +128,7 @@ class FFNRouterInit(RouterInit):
         return found
 
 
-class FFNPostTrain(PostTrain):
+class FFNPostTrain(_OfFFNs, PostTrain):
     output = _MODEL
 
     def check_base(self) -> None:
@@ -144,6 +153,7 @@ class FFNPostTrain(PostTrain):
         model = load_checkpoint(r.model, assembled)
         # A folder that an earlier version assembled has the family's own coefficient.
         model.config.router_aux_loss_coef = r.upcycle_config().router_aux_loss_coef
+        size = model_size(model)
         trained = post_train(
             model,
             self.context.train_data,
@@ -155,7 +165,7 @@ class FFNPostTrain(PostTrain):
         if PartialState().is_main_process:
             finish_native(folder / self.output, model.config)
         PartialState().wait_for_everyone()
-        return metrics(trained)
+        return {**metrics(trained), "size": asdict(size)}
 
     def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
         with torch.device("meta"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 
 from ..adapter.convert import lora_to_moe
+from ..models.size import model_size
 from ..models.view import router_parameters
 from .expand import expand_experts
 from .files import copy_adapter, write_buckets
 from .inputs import ffn_projections, load_model
+from .likeness import of_loras
 from .passthrough import FROM_EXPERTS
 from .post_train import post_train
 from .recipe import Recipe
@@ -35,7 +37,14 @@ class _LoraConfig(LoraConfig):
         return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
 
 
-class LoraPrepare(Prepare):
+class _OfLoras(Stage):
+    """A stage whose experts are LoRA adapters, or those of a MoE adapter."""
+
+    def likeness(self, folder: Path) -> dict[str, Any]:
+        return of_loras(folder)
+
+
+class LoraPrepare(_OfLoras, Prepare):
     output = _ADAPTER
 
     @property
@@ -63,7 +72,7 @@ class LoraPrepare(Prepare):
         return lora, lora
 
 
-class LoraExpand(Expand):
+class LoraExpand(_OfLoras, Expand):
     def run(self, folder: Path) -> dict[str, Any]:
         section, descents = self.recipe.expand, []
         if PartialState().is_main_process:
@@ -81,7 +90,7 @@ class LoraExpand(Expand):
         return {"descents": [descent.as_dict() for descent in descents]}
 
 
-class LoraRouterInit(RouterInit):
+class LoraRouterInit(_OfLoras, RouterInit):
     @property
     def result(self) -> Artefacts:
         return replace(self.given, routers=self.folder / _ADAPTER)
@@ -113,7 +122,7 @@ class LoraRouterInit(RouterInit):
         return _moe_sizes(self.recipe, model, self.recipe.router_init.train_experts)
 
 
-class LoraPostTrain(PostTrain):
+class LoraPostTrain(_OfLoras, PostTrain):
     output = _ADAPTER
 
     def run(self, folder: Path) -> dict[str, Any]:
@@ -122,6 +131,7 @@ class LoraPostTrain(PostTrain):
             model = PeftModel.from_pretrained(load_model(r.model), self.given.routers, is_trainable=True)
         else:
             model = _assemble(r, self.given.experts, self.seed)
+        size = model_size(model)
         trained = post_train(
             model,
             self.context.train_data,
@@ -130,7 +140,7 @@ class LoraPostTrain(PostTrain):
             output_dir=folder / self.output,
             train_experts=r.trains_experts,
         )
-        return metrics(trained)
+        return {**metrics(trained), "size": asdict(size)}
 
     def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
         return _moe_sizes(self.recipe, model, self.recipe.trains_experts)

@@ -127,8 +127,8 @@ class RouterInitSection:
     within_budget: bool = False
     # The most examples in a bucket, for the perplexity rules; null shares the seed set out evenly.
     capacity: Count | None = None
-    # Label → experts, for `buckets: label`.
-    expert_map: dict[str | int, list[int]] | None = None
+    # Label → experts (indices, or masks of 0 and 1), for `buckets: label`.
+    expert_map: dict[str | int, list[bool | int]] | None = None
     seed: int | None = None
     sft: dict[str, Any] = field(default_factory=dict)
 
@@ -239,6 +239,8 @@ class Recipe:
                 f"router_init.buckets={self.router_init.buckets!r} needs a column of labels"
             )
 
+        if self.router_init.expert_map is not None:
+            read_expert_map(self.router_init.expert_map, self.num_experts, "router_init.expert_map")
         expert_map = self.post_train.sft.get("expert_map")
         if expert_map is not None:
             _require("data.label_column", None, self.data.label_column is not None, "set for post_train.sft.expert_map")

@@ -268,10 +268,11 @@ class Evaluate(TrainerStage):
         assert data is not None and self.given.model is not None
         model, base = self.load(self.given.model)
         args = self.arguments(folder)
-        losses, shares = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base)
-        if args.should_save and shares:
-            plot_shares(shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
-        return {"loss": losses, "shares": {domain: share.tolist() for domain, share in shares.items()}}
+        found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base)
+        if args.should_save and found.shares:
+            plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
+        shares = {domain: share.tolist() for domain, share in found.shares.items()}
+        return {"loss": found.losses, "shares": shares, "warnings": found.warnings}
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return "routing.png" if metrics["shares"] else ""

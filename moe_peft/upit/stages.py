@@ -105,6 +105,10 @@ class Stage(ABC):
             ValueError: the recipe does not fit the base.
         """
 
+    def likeness(self, folder: Path) -> dict[str, Any]:
+        """How alike the experts are that it wrote to `folder`, for the record; nothing if it wrote none."""
+        return {}
+
     def describe(self, metrics: dict[str, Any]) -> str:
         """What it made, in a few words."""
         return ""
@@ -190,6 +194,7 @@ def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
         metrics = stage.run(partial)
         if main:
             files = hash_folder(partial, leave_out=(STATE, _IDENTITY))
+            metrics = {**metrics, **stage.likeness(partial)}
             write_json(partial / _RECORD, {"identity": identity, "metrics": metrics, "files": files})
     if main:
         shutil.rmtree(partial / STATE, ignore_errors=True)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 
+from ..models.size import ModelSize
+from ..routing.statistics import HEALTHY_VARIATION, REMEDY, verdict_line
 from .pipeline import UpIT
 from .plan import plan
 
 
 def print_summary(pipeline: UpIT) -> None:
-    """One table of all stages, one of the held-out losses, and where the result is. From the main process."""
+    """
+    One table of all stages, with the similarity of the experts after each; one of the held-out losses; the MoE's size;
+    layers whose load is not healthy, and what to try; and where the result is. From the main process.
+    """
     if not PartialState().is_main_process:
         return
     console = Console()
     records = pipeline.records
-    table = Table("stage", "steps", "loss", "what it made", title=f"{pipeline.recipe.method}: {pipeline.root}")
+    columns = ("stage", "steps", "loss", "what it made", "similarity of experts")
+    table = Table(*columns, title=f"{pipeline.recipe.method}: {pipeline.root}")
     for stage in pipeline.stages:
         metrics = records[stage.name]["metrics"]
         loss = metrics.get("loss")
@@ -25,13 +33,37 @@ def print_summary(pipeline: UpIT) -> None:
             str(int(metrics["steps"])) if "steps" in metrics else "",
             f"{loss:.3f}" if isinstance(loss, float) else "",
             stage.describe(metrics),
+            _similarity(metrics),
         )
     console.print(table)
     for stage in pipeline.stages:
         losses = stage.losses(records[stage.name]["metrics"])
         if losses is not None:
             console.print(_loss_table(losses))
+    every = {name: record["metrics"] for name, record in records.items()}
+    if "size" in every.get("post_train", {}):
+        console.print(f"MoE: {ModelSize(**every['post_train']['size'])}", highlight=False, soft_wrap=True)
+    verdict = _verdict(every)
+    if verdict:
+        console.print(f"[yellow]load of the experts: {verdict}[/yellow]", highlight=False, soft_wrap=True)
     console.print(f"{pipeline.result.name}: {pipeline.result}", highlight=False, soft_wrap=True)
+
+
+def _similarity(metrics: dict[str, Any]) -> str:
+    """The mean and the range of the cosines of any two experts."""
+    found = metrics.get("similarity")
+    return f"{found['mean']:.2f} ({found['smallest']:.2f} to {found['largest']:.2f})" if found else ""
+
+
+def _verdict(metrics: dict[str, dict[str, Any]]) -> str:
+    """What is not healthy about the experts' load on held-out data or, without these, at the end of training."""
+    if "warnings" in metrics.get("evaluate", {}):
+        return verdict_line(metrics["evaluate"]["warnings"])
+    last = metrics.get("post_train", {})
+    variation, dead = last.get("load_cv", 0.0), int(last.get("dead_experts", 0))
+    if variation <= HEALTHY_VARIATION and not dead:
+        return ""
+    return f"coefficient of variation {variation:.2f}, {dead} dead experts in the last steps. Try this: {REMEDY}"
 
 
 def _loss_table(losses: dict[str, dict[str, float]]) -> Table:

@@ -1,0 +1,158 @@
+"""Parameters, those that a token uses, its floating-point operations, and how alike experts are: counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_llama
+from peft import get_peft_model
+from test_steering import NATIVE
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from moe_peft import MoELoraConfig
+from moe_peft.merging import similarities, update_gram, update_inner, value_gram
+from moe_peft.models.size import ModelSize, expert_similarity, model_size
+
+# `tiny_llama`: d = 64, f = 128, vocabulary 128, 4 heads of 16, 2 of them for keys and values, 2 layers.
+ATTENTION = 64 * 64 + 2 * 64 * 32 + 64 * 64
+FFN = 3 * 64 * 128
+BASE = 2 * 128 * 64 + 2 * (ATTENTION + FFN + 2 * 64) + 64
+BASE_PRODUCTS = 128 * 64 + 2 * (ATTENTION + FFN)
+EXPERT = 4 * 3 * (64 + 128)  # of rank 4, on gate, up and down
+
+
+def adapted(base=None, **settings):
+    config = {"num_experts": 6, "top_k": 2, "r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM", **settings}
+    return get_peft_model(base or tiny_llama(), MoELoraConfig(**config))
+
+
+def test_a_dense_model_uses_everything():
+    assert model_size(tiny_llama()) == ModelSize(BASE, BASE, 2 * BASE_PRODUCTS)
+    tied = tiny_llama(tie_word_embeddings=True)  # stored once, multiplied all the same
+    assert model_size(tied) == ModelSize(BASE - 128 * 64, BASE - 128 * 64, 2 * BASE_PRODUCTS)
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_an_adapter(mixing, k):
+    """The base runs once, whatever k and the mixing."""
+    router = 6 * 64
+    products = BASE_PRODUCTS + 2 * (k * EXPERT + router)
+    expected = ModelSize(BASE + 2 * (6 * EXPERT + router), BASE + 2 * (k * EXPERT + router), 2 * products)
+    assert model_size(adapted(mixing=mixing, top_k=k)) == expected
+
+
+def test_adapters_that_do_not_run_are_there_but_not_active():
+    model = adapted()
+    one = model_size(model)
+    model.add_adapter("other", MoELoraConfig(num_experts=3, r=4, task_type="CAUSAL_LM"))
+    added = 2 * (3 * EXPERT + 3 * 64)
+    assert model_size(model) == ModelSize(one.total + added, one.active, one.flops)
+    with model.disable_adapter():
+        assert model_size(model) == ModelSize(one.total + added, BASE, 2 * BASE_PRODUCTS)
+
+
+def test_single_linears_with_one_and_with_several_experts():
+    model = adapted(target_modules=["q_proj", "v_proj"], num_experts_pattern={"q_proj": 1})
+    single, several = 4 * (64 + 64), 4 * (64 + 32)
+    total = BASE + 2 * (single + 6 * several + 6 * 64)
+    assert model_size(model).total == total
+    assert model_size(model).active == total - 2 * 4 * several
+
+
+def test_other_routers():
+    for kind, own, size in (
+        ("mlp", {}, 64 * 64 + 6 * 64),
+        ("attention", {"router_num_heads": 2}, 32 * 64 + 6 * 32),
+        ("locmoe", {}, 0),
+        ("soft", {"top_k": 6}, 6 * 64),
+    ):
+        k = own.get("top_k", 2)
+        expected = BASE + 2 * (k * EXPERT + size)
+        found = model_size(adapted(router_type=kind, **own))
+        assert found.active == expected, kind
+        assert found.flops == 2 * (BASE_PRODUCTS + 2 * (k * EXPERT + size)), kind
+
+
+def test_native_moes():
+    attention, norms, table = 32 * 32 * 2 + 32 * 16 * 2, 2 * 2 * 32 + 32, 64 * 32
+    expert, router = 3 * 32 * 48, 6 * 32
+    layers = 2 * (attention + router)
+    expected = ModelSize(
+        2 * table + norms + layers + 2 * 6 * expert,
+        2 * table + norms + layers + 2 * 2 * expert,
+        2 * (table + layers + 2 * 2 * expert),
+    )
+    assert model_size(NATIVE["mixtral"]()) == expected
+
+    model = NATIVE["qwen2_moe"]()
+    shared = 3 * 32 * model.config.shared_expert_intermediate_size + 32  # with its gate
+    biases, expert = 2 * (32 + 16 + 16), 3 * 32 * 16
+    layers = 2 * (attention + router + shared)
+    expected = ModelSize(
+        2 * table + norms + biases + layers + 2 * 6 * expert,
+        2 * table + norms + biases + layers + 2 * 2 * expert,
+        2 * (table + layers + 2 * 2 * expert),
+    )
+    assert model_size(model) == expected
+
+
+def test_packed_weights_count_unpacked(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    packed = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True), device_map={"": "cpu"}
+    )
+    assert sum(p.numel() for p in packed.parameters()) < BASE
+    assert model_size(packed) == ModelSize(BASE, BASE, 2 * BASE_PRODUCTS)
+    assert model_size(adapted(packed)).total == BASE + 2 * (6 * EXPERT + 6 * 64)
+
+
+def test_sizes_are_readable():
+    assert str(ModelSize(46_700_000_000, 12_900_000_000, 25_400_000_000)) == (
+        "46.7 G parameters, 12.9 G active per token (28%), 25.4 GFLOP per token"
+    )
+    assert str(ModelSize(900, 900, 1_800)).startswith("900 parameters, 900 active per token (100%), 1.8 kFLOP")
+
+
+# --- similarity -------------------------------------------------------------------------------------------------------
+
+
+def test_inner_products_of_updates_are_those_of_the_products():
+    generator = torch.Generator().manual_seed(0)
+    A, B = torch.randn(5, 3, 8, generator=generator), torch.randn(5, 3, 6, generator=generator)
+    updates = torch.stack([b.double().T @ a.double() for a, b in zip(A, B, strict=True)]).flatten(1)
+    torch.testing.assert_close(update_gram(A, B), updates @ updates.T)
+    experts = [{"x.lora_A.weight": a, "x.lora_B.weight": b.T} for a, b in zip(A, B, strict=True)]
+    assert update_gram(A, B)[1, 3].item() == pytest.approx(update_inner(experts[1], experts[3]))
+    values = torch.randn(4, 33, generator=generator)
+    torch.testing.assert_close(value_gram(values, chunk=10), values.double() @ values.double().T)
+
+
+def test_cosines():
+    values = torch.tensor([[1.0, 0.0], [2.0, 2.0], [0.0, 0.0], [-3.0, 0.0]])
+    cosines = similarities(value_gram(values))
+    half = 0.5**0.5
+    expected = [[1, half, 0, -1], [half, 1, 0, -half], [0, 0, 1, 0], [-1, -half, 0, 1]]
+    torch.testing.assert_close(cosines, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_experts_of_a_model():
+    model = adapted()
+    weights = {name: p.detach().double() for name, p in model.named_parameters() if "moe_lora_A" in name}
+    flat = []
+    for expert in range(6):
+        own = [
+            model.get_parameter(name.replace("moe_lora_A", "moe_lora_B")).detach()[expert].double().T @ A[expert]
+            for name, A in weights.items()
+        ]
+        flat.append(torch.cat([update.flatten() for update in own]))
+    expected = torch.nn.functional.cosine_similarity(torch.stack(flat)[:, None], torch.stack(flat)[None], dim=-1)
+    torch.testing.assert_close(expert_similarity(model), expected)
+
+    native = NATIVE["qwen3_moe"]()
+    stacked = [p.detach().double().flatten(1) for name, p in native.named_parameters() if ".experts." in name]
+    rows = torch.cat(stacked, dim=1)
+    expected = torch.nn.functional.cosine_similarity(rows[:, None], rows[None], dim=-1)
+    torch.testing.assert_close(expert_similarity(native), expected)
+    assert expert_similarity(tiny_llama()) is None
+    assert expert_similarity(adapted(num_experts_pattern={r"layers\.0\.mlp": 3})) is None

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 
 from .differences import paired_difference
 from .runs import Ledger
-from .upit_study import CURVES, IDEAS, MAIN, ORDERS, SEEDS, TUNING_SEED, VARIED
+from .upit_study import CURVES, IDEAS, MAIN, ORDERS, SEEDS, TUNING_SEED, VARIED, at_end
 
 Key = tuple[str, int, str]  # order, seed, method
 PRIMARY = (
@@ -33,13 +33,13 @@ class Results:
 
     def __init__(self, ledger: Ledger) -> None:
         self.records = ledger.records()
-        self.points: dict[Key, list[dict[str, Any]]] = {
-            (r["order"], r["seed"], r["method"]): r["points"] for r in self.records if r["seed"] != TUNING_SEED
+        self.runs: dict[Key, dict[str, Any]] = {
+            (r["order"], r["seed"], r["method"]): r for r in self.records if r["seed"] != TUNING_SEED
         }
 
     def last(self, order: str, seed: int, method: str, outcome: str) -> float | None:
-        points = self.points.get((order, seed, method))
-        return None if points is None else points[-1][outcome]
+        run = self.runs.get((order, seed, method))
+        return None if run is None else at_end(run, outcome)
 
     def mean(self, orders: Sequence[str], method: str, outcome: str, seeds: Sequence[int] = SEEDS) -> float | None:
         found = [self.last(order, seed, method, outcome) for order in orders for seed in seeds]
@@ -59,7 +59,7 @@ class Results:
         found: dict[str, dict[float, float]] = {}
         for record in self.records:
             if record["seed"] == TUNING_SEED:
-                found.setdefault(record["method"], {})[record["rate"]] = record["points"][-1]["loss"]
+                found.setdefault(record["method"], {})[record["rate"]] = at_end(record, "loss")
         return found
 
 
@@ -75,7 +75,7 @@ def report(ledger: Ledger, table: Path) -> None:
 
 
 def _head(results: Results, table: Path) -> list[str]:
-    whole = [s for s in SEEDS if all((order, s, name) in results.points for order in ORDERS for name in MAIN)]
+    whole = [s for s in SEEDS if all((order, s, name) in results.runs for order in ORDERS for name in MAIN)]
     return [
         "# When does UpIT pay?", "",
         "Made by `python -m benchmarks.upit_study run --workers 2` and `… report`. The script's head says what was",
@@ -140,7 +140,7 @@ def _figure(results: Results, path: Path) -> None:
     figure, axes = plt.subplots(1, len(ORDERS) + len(SWEEPS), figsize=(4 * (len(ORDERS) + len(SWEEPS)), 3.6))
     for axis, order in zip(axes, ORDERS, strict=False):
         for name in MAIN:
-            curves = [results.points[order, seed, name] for seed in SEEDS if (order, seed, name) in results.points]
+            curves = [results.runs[key]["points"] for seed in SEEDS if (key := (order, seed, name)) in results.runs]
             if curves:
                 shares = [point["share"] for point in curves[0]]
                 means = [sum(curve[i]["loss"] for curve in curves) / len(curves) for i in range(len(shares))]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiny_llama
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]
@@ -103,35 +104,80 @@ def test_routers_are_compared_at_their_own_best_rates(tmp_path, monkeypatch):
     assert len(made) == 12 + 8  # another size is another study
 
 
-def test_report_follows_the_plan_it_is_given(tmp_path, capsys):
-    from benchmarks.upit_report import Plan, report
+def test_a_ledger_keeps_runs_as_lines(tmp_path, capsys):
+    from benchmarks.runs import Ledger
 
-    plan = Plan(
-        domains=("sums",), seeds=(0, 1, 2), orders=("iid", "blocks"), replicates=2, methods=("A", "B"),
-        added={"C": 0.5}, reference="A", subject="B", primary=("A",), post_hoc=(("C", "B"),), interest=0.1,
-    )  # fmt: skip
-    for folder in ("results", "tuning"):
-        (tmp_path / folder).mkdir()
-    for rate, loss in ((0.1, 2.0), (0.2, 1.0), (0.4, 3.0)):
-        for method in plan.methods:
-            record = {"method": method, "rate": rate, "loss": {"mean": loss}}
-            (tmp_path / "tuning" / f"{method}-{rate}.json").write_text(json.dumps(record))
-    for method, level, slope in (("A", 1.0, 0.1), ("B", 1.5, 0.11), ("C", 1.5, 0.12)):
-        for order in plan.orders:
-            for seed in plan.seeds:
-                for replicate in range(1 if (method, seed) == ("C", 2) else 2):
-                    loss = level + slope * seed + 0.001 * replicate
-                    record = {"method": method, "order": order, "seed": seed, "loss": {"sums": loss, "mean": loss}}
-                    path = tmp_path / "results" / f"{method}-{order}-{seed}-{replicate}.json"
-                    path.write_text(json.dumps(record))
-    report(plan, tmp_path, tmp_path / "table.md")
-    lines = (tmp_path / "table.md").read_text().splitlines()
+    ledger = Ledger(tmp_path / "results" / "runs.jsonl")
+    assert ledger.records() == [] and not ledger.has("iid", 0, "UpIT")
+    for rate in (0.1, 0.2):
+        ledger.add({"order": "iid", "seed": 0, "method": "UpIT", "rate": rate, "points": [{"loss": 1 / 3}]}, "fine")
+    again = Ledger(ledger.path)
+    assert again.find("iid", 0, "UpIT", 0.2)["points"] == [{"loss": 0.333333}]
+    assert again.has("iid", 0, "UpIT") and not again.has("iid", 0, "UpIT", 0.3) and not again.has("blocks", 0, "UpIT")
+    assert "iid, 0, UpIT, 0.1: fine" in capsys.readouterr().out
+
+
+def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
+    from benchmarks.exact_match import measure
+
+    model = tiny_llama(vocab=16).eval()
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(7):
+        ids = torch.randint(0, 16, (5 + i,), generator=generator)
+        labels = ids.clone()
+        labels[:3] = -100
+        if i % 2:  # an answer that greedy decoding gives
+            for position in range(3, len(ids)):
+                ids[position] = labels[position] = model(input_ids=ids[None, :position]).logits[0, -1].argmax()
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist(), "domain": "ab"[i % 2] if i < 6 else "a"})
+
+    def collate(examples):
+        length = max(len(example["input_ids"]) for example in examples)
+        pad = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        whole = [{**example, "attention_mask": [1] * len(example["input_ids"])} for example in examples]
+        return {k: torch.tensor([e[k] + [v] * (length - len(e[k])) for e in whole]) for k, v in pad.items()}
+
+    found = measure(model, Dataset.from_list(rows), collate)
+    losses = {"a": [], "b": []}
+    for row in rows:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+        nll = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], labels[1:], reduction="none")
+        losses[row["domain"]].append(nll[labels[1:] != -100])
+    for task, exact in (("a", 0.0), ("b", 1.0)):
+        assert found["tasks"][task] == [pytest.approx(torch.cat(losses[task]).mean().item(), rel=1e-5), exact]
+    assert found["loss"] == pytest.approx((found["tasks"]["a"][0] + found["tasks"]["b"][0]) / 2)
+    assert found["exact"] == 0.5
+
+
+def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
+    from benchmarks.runs import Ledger
+    from benchmarks.upit_report import report
+    from benchmarks.upit_study import MAIN, ORDERS, RATES, SEEDS, TUNING_SEED
+
+    ledger = Ledger(tmp_path / "study.jsonl")
+
+    def add(order, seed, method, rate, loss):
+        points = [{"share": share, "loss": loss - 0.05 + (1 - share), "exact": 0.5} for share in (0.0, 0.9, 0.95, 1.0)]
+        ledger.add({"order": order, "seed": seed, "method": method, "rate": rate, "points": points}, "")
+
+    for rate in RATES:
+        add("iid", TUNING_SEED, "UpIT", rate, abs(rate - RATES[1]))
+    for seed in SEEDS:
+        for order in ORDERS:
+            for name in MAIN:
+                if (name, seed) != ("PESC", SEEDS[-1]):
+                    level = {"UpIT": 1.0 + 0.01 * seed, "LoRAMoE-SFT": 1.5}.get(name, 2.0)
+                    add(order, seed, name, RATES[1], level + 0.1 * seed)
+    capsys.readouterr()
+    report(ledger, tmp_path / "study.md")
+    lines = (tmp_path / "study.md").read_text().splitlines()
     assert capsys.readouterr().out.strip().splitlines() == lines
-    assert "fixed beforehand. Seeds with all runs: 3 of 3. Lower is better." in lines
-    # differences 0.5, 0.51, 0.52: standard error 0.01 / √3, t of two degrees of freedom 4.3027
-    contrast = "+0.5100 [+0.4852, +0.5348]"
-    assert f"| A | {contrast} | {contrast} | {contrast} |" in lines
-    assert any(line.startswith("| C, against: B | +0.0050 [") for line in lines)
-    assert lines.count("| A | 0.2 | 1.1005 | 1.1005 |  |") == 2
-    assert lines.count(f"| B | 0.2 | 1.6105 | 1.6105 | {contrast} |") == 2
-    assert any(line.startswith("| C | 0.5 | 1.5605 | 1.5605 | +0.5100 [") for line in lines)
+    # Differences -0.50, -0.49, -0.48, -0.47: standard error 0.01291 / 2, t of three degrees of freedom 3.1824.
+    contrast = "-0.4850 [-0.5055, -0.4645]"
+    row = next(line for line in lines if line.startswith("| UpIT minus LoRAMoE-SFT |"))
+    assert row.startswith(f"| UpIT minus LoRAMoE-SFT | {contrast} | {contrast} | {contrast} | +0.0000 [")
+    assert any(line.startswith("| UpIT | 0.002 | 1.1650 | 1.1650 | 0.5000 | 0.5000 |") for line in lines)
+    assert any(line.startswith("| PESC | – | – | – | – | – |") for line in lines)  # a run is missing
+    assert any("all runs of the main table: 3 of 4" in line for line in lines)
+    assert (tmp_path / "study.png").stat().st_size > 10_000

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -138,3 +141,48 @@ def test_domains_are_the_same_for_one_seed_and_their_parts_share_nothing(tmp_pat
     assert {row["domain"] for row in train} == {row["domain"] for row in test} == {"code", "prose", "arithmetic"}
     contents = [row["messages"][-1]["content"] for row in train if row["domain"] != "arithmetic"]
     assert not {row["messages"][-1]["content"] for row in test if row["domain"] != "arithmetic"} & set(contents)
+
+
+def reference_answer(question: str) -> str:
+    """The rules again, from the question's words alone."""
+    words = question.rstrip(".?").replace(",", "").split()
+    numbers = [word for word in words if word.isdigit()]
+    d = list(max(numbers, key=len)) if "Move" not in words and "each" not in words else list(numbers[-1])
+    if words[0] == "Add" and "and" in words:
+        a, b = map(int, numbers)
+        low, high = a % 10 + b % 10, a // 10 + b // 10
+        carry = int(low > 9)
+        return f"{a % 10}+{b % 10}+0={low};{a // 10}+{b // 10}+{carry}={high + carry};{a + b}"
+    found = {
+        "Write": lambda: d[::-1],
+        "Sort": lambda: sorted(d),
+        "Add": lambda: [str(int(c) + int(numbers[0]))[-1] for c in d],
+        "Keep": lambda: [c for c in d if c in "13579"],
+        "Swap": lambda: [c for i in range(0, len(d), 2) for c in d[i : i + 2][::-1]],
+        "Drop": lambda: [c for i, c in enumerate(d) if c not in d[:i]],
+        "Move": lambda: d[int(numbers[0]) :] + d[: int(numbers[0])],
+        "Give": lambda: (
+            [str(max(map(int, d[: i + 1]))) for i in range(len(d))]
+            if "maximum" in words
+            else [str(sum(map(int, d[: i + 1])))[-1] for i in range(len(d))]
+        ),
+    }[words[0]]()
+    return "".join(found) or "none"
+
+
+def test_tasks_are_right_endless_and_split():
+    from examples.toy.tasks import TASKS, build, documents, rows
+
+    train, test = build(3, 600, 200)
+    assert (train, test) == build(3, 600, 200) != build(4, 600, 200)
+    for side in (train, test):
+        assert Counter(row["domain"] for row in side) == {task: len(side) // 10 for task in TASKS}
+        for row in side:
+            question, answer = (message["content"] for message in row["messages"])
+            assert answer == reference_answer(question), row
+    asked = [{re.sub(r"[^0-9 ]", "", row["messages"][0]["content"]) for row in side} for side in (train, test)]
+    sequences = [{max(digits.split(), key=len) for digits in side if digits.split()} for side in asked]
+    assert not {s for s in sequences[0] & sequences[1] if len(s) > 3}  # no sequence is on both sides
+    assert len(list(islice(rows(0), 5000))) == 5000
+    text = next(documents(random.Random(0)))
+    assert all(re.fullmatch(r"[A-I][1-3] \d+ > (\d+|none)", line) for line in text.splitlines())

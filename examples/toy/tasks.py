@@ -59,19 +59,19 @@ def joined(digits: list[int]) -> str:
 
 
 def addition(a: int, b: int) -> tuple[str, str]:
-    """A sum of two numbers of three digits, worked out by columns."""
+    """A sum of two numbers of two digits, worked out by columns."""
     steps, carry = [], 0
-    for p, q in zip(reversed(f"{a:03d}"), reversed(f"{b:03d}"), strict=True):
+    for p, q in zip(reversed(f"{a:02d}"), reversed(f"{b:02d}"), strict=True):
         column = int(p) + int(q) + carry
-        steps.append(f"{p} + {q} + {carry} = {column}")
+        steps.append(f"{p}+{q}+{carry}={column}")
         carry = column // 10
-    return f"What is {a} + {b}?", f"{'. '.join(steps)}. {a + b}"
+    return f"Add {a} and {b}.", f"{';'.join(steps)};{a + b}"
 
 
 def example(task: str, rng: random.Random) -> tuple[str, str, str]:
     """The source, question and answer of one example."""
     if task == "addition":
-        a, b = rng.randrange(1000), rng.randrange(1000)
+        a, b = rng.randrange(100), rng.randrange(100)
         return f"{a}+{b}", *addition(a, b)
     digits, k = [rng.randrange(10) for _ in range(rng.choice(LENGTHS))], rng.randrange(1, 4)
     question, rule = RULES[task]

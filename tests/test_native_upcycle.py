@@ -304,7 +304,7 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
 
 @pytest.mark.parametrize("field, value, remedy", [
     ("num_experts", 0, "at least 1"), ("top_k", 9, "at most num_experts=8"), ("init", "coppy", "copy, noise"),
-    ("router_init", "attention", "normal, uniform"), ("drop_rate", 1.5, "from 0 to 1"), ("noise_std", -1, "negative"),
+    ("router_init", "attentive", "normal, uniform"), ("drop_rate", 1.5, "from 0 to 1"), ("noise_std", -1, "negative"),
     ("router_init", "given", "goes with"), ("granularity", 0, "at least 1"), ("top_k", "two", "must be int"),
     ("drop_rate", "0.5", "must be float"), ("top_k", 1.5, "must be int"), ("num_experts", True, "must be int"),
     ("dtype", "bf16", "float32, bfloat16"), ("max_shard_size", "0GB", "above 0"),

@@ -134,9 +134,10 @@ class RouterInitTrainer(SFTTrainer):
         weight_B = counts_B / inputs["batch_size"].clamp(min=1)
         loss = (self.alpha * lm_B + (1 - self.alpha) * aux_B) @ weight_B.to(lm_B.dtype)
         for name, value_B in (("lm_loss", lm_B), ("routing_loss", aux_B)):
-            real = self.accelerator.gather(torch.stack([value_B.detach() * counts_B, counts_B]).sum(1)).view(-1, 2)
-            if real[:, 1].sum():
-                self._metrics["train"][name].append((real[:, 0].sum() / real[:, 1].sum()).item())
+            total, rows = ((v.detach() * counts_B).sum().view(1) for v in (value_B, counts_B))
+            total, rows = self.accelerator.gather(total).sum(), self.accelerator.gather(rows).sum()
+            if rows:
+                self._metrics["train"][name].append((total / rows).item())
         # Gradients are averaged over processes, and over accumulation steps unless the loss is of the whole step.
         loss = loss * self.args.world_size
         if not loss_is_of_whole_step(self, num_items_in_batch):

@@ -1,170 +1,257 @@
 """
-What initial experts are worth, and UpIT for whole FFNs against its baselines, small.
+When does Drop-Upcycling overtake copies? Continued pre-training of a Mixtral of 8 experts, by their initial values.
 
-    python -m benchmarks.upcycle_study    # 90 minutes on one core; writes benchmarks/results/upcycle_study.*
+    python -m benchmarks.upcycle_study run --workers 2    # hours on 2 cores; run it again to continue
+    python -m benchmarks.upcycle_study report             # writes the table and the figure below benchmarks/results
 
-The toy base, a dense model of 1M parameters, becomes a Mixtral with 4 experts, 2 per token. All its weights are trained
-on the three toy domains, 8 examples per step. Part "initial": upcycled by each method, then trained. Part "pipeline":
-the recipe `mode: ffn` with each of its methods, all with the same passes over the same examples. One learning rate for
-all. Runs whose results are in `--runs` are not repeated; `--part` runs one part only, so that two processes may share
-the work.
+Finished runs are lines of `benchmarks/results/upcycle_study.jsonl`; a run that is there is not done again.
+
+Fixed before the first run, after the paper (arXiv 2502.19261) where it says something:
+- The toy base, a dense model of 1M parameters that has read 1.8M tokens, becomes a Mixtral with 8 experts, 2 per token,
+  by `copy`, `random_noise`, `drop` (r = 0.5), from scratch, or from two dense models (`checkpoints`: Branch-Train-MiX),
+  which were trained for 1,000 steps more, one on code and one on the rest; these steps are extra.
+- Then 4,000 steps of 4 rows of 256 tokens: 4.1M tokens, all weights. AdamW, weight decay 0.1, 2 % warm-up, cosine to a
+  tenth of the rate. Gates are N(0, 0.02), the balancing loss has the coefficient 0.02.
+- The rate is the better of `RATES` on a tuning seed, for each method.
+- Outcome: loss on 25,000 held-out tokens, in the course of training; 3 seeds (order, new values), paired.
+- Primary contrasts: `drop` minus `copy` and minus `scratch`, at the end; and the first step from which the mean curve
+  of `drop` stays below that of `copy`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from functools import partial
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.utils import logging as transformers_logging
 
-from examples.toy.base import ensure_base
-from examples.toy.domains import build, write_jsonl
+from examples.toy.base import CONTEXT, END, corpus, ensure_base, sums, take
+from examples.toy.domains import is_held_out, package, stdlib_modules
+from moe_peft.contexts import evaluating
 from moe_peft.native import UpcycleConfig, upcycle
-from moe_peft.upit import UpIT, recipe_from_dict
 
 from .differences import paired_difference
-from .runs import finished, slug
-from .toy_training import SFT as TOY_SFT
-from .toy_training import loss_per_token
+from .runs import Ledger
 
-N, STEPS, RATE, WINDOW = 4, 240, 1e-3, 40
-SFT = {**TOY_SFT, "learning_rate": RATE, "lr_scheduler_type": "constant", "logging_steps": 10}
+N, K, STEPS, ROWS, BRANCH_STEPS = 8, 2, 4000, 4, 1000
+SEEDS, TUNING_SEED, RATES = (0, 1, 2), 100, (1e-3, 2e-3)
 INITIAL: dict[str, dict[str, Any]] = {
     "copy": {},
-    "noise": {"init": "noise"},
     "random_noise": {"init": "random_noise"},
-    **{f"drop, r = {r}": {"init": "drop", "drop_rate": r} for r in (0.1, 0.25, 0.5, 0.75, 1.0)},
+    "drop": {"init": "drop", "drop_rate": 0.5},
+    "scratch": {},
+    "checkpoints": {"init": "checkpoints"},
 }
-ROUTER_INIT = {"router_init": {"seed_fraction": 0.05, "num_train_epochs": 2}}
-PIPELINE: dict[str, dict[str, Any]] = {
-    "SFT (dense)": {"method": "sft"},
-    "Upcycle-PT": {"method": "upcycle_pt"},
-    "Upcycle-SFT": {"method": "upcycle_sft"},
-    "Self-MoE": {"method": "self_moe"},
-    "UpIT, no router initialisation": {"router_init": {"buckets": "none"}},
-    "UpIT": ROUTER_INIT,
-    "UpIT, 2 → 4 experts": {**ROUTER_INIT, "prepare": {"num_experts": 2}},
-}
+POINTS = sorted({0, *(round(STEPS * 2 ** (-i / 2)) for i in range(16)), *range(0, STEPS + 1, STEPS // 10)})
+CHARS = 11_000_000
+RESULTS = Path("benchmarks/results/upcycle_study.jsonl")
+PRIMARY = (("drop", "copy"), ("drop", "scratch"))
 
 
-def initial(base: Path, method: str, seed: int) -> dict[str, Any]:
-    """Upcycle and train: the training loss by windows of steps, and the held-out loss before and after."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    train, test = (Dataset.from_list(rows) for rows in build(seed, 240, 60))
-    with tempfile.TemporaryDirectory() as folder:
-        config = UpcycleConfig(num_experts=N, top_k=2, seed=seed, **INITIAL[method])
-        model = AutoModelForCausalLM.from_pretrained(upcycle(base, f"{folder}/moe", config))
+class Curve(TrainerCallback):
+    """Measures held-out text after some steps."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows, self.points = rows, []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.on_step_end(args, state, control, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step in POINTS:
+            with evaluating(model), torch.no_grad():
+                losses = [_loss(model, part) for part in self.rows.split(20)]
+            self.points.append({"step": state.global_step, "loss": sum(losses) / len(losses)})
+
+
+def _loss(model: Any, ids: torch.Tensor) -> float:
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    return float(torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()))
+
+
+class Experiment:
+    """All runs of one seed."""
+
+    def __init__(self, base: Path, seed: int, folder: Path) -> None:
+        self.base, self.seed, self.folder = base, seed, folder
+        self.tokenizer = AutoTokenizer.from_pretrained(base)
+
+    def rows(self, documents: Sequence[str], count: int) -> torch.Tensor:
+        """Running text as rows of token ids, [at most count, CONTEXT]."""
+        ids = list(chain.from_iterable(self.tokenizer([text + END for text in documents])["input_ids"]))
+        count = min(count, len(ids) // CONTEXT)
+        return torch.tensor(ids[: count * CONTEXT]).view(count, CONTEXT)
+
+    @cached_property
+    def train_rows(self) -> torch.Tensor:
+        """Another shuffle of the text that the base has read, and more; from the start again where it ends."""
+        rows = self.rows(corpus(random.Random(1000 + self.seed), CHARS), STEPS * ROWS)
+        return rows.repeat(-(-STEPS * ROWS // len(rows)), 1)[: STEPS * ROWS]
+
+    @cached_property
+    def test_rows(self) -> torch.Tensor:
+        code = [text for path, text in stdlib_modules().items() if is_held_out(package(path))]
+        random.Random(0).shuffle(code)
+        return torch.cat([self.rows(code, 80), self.rows(list(take(sums(random.Random(-1)), 20_000)), 20)])
+
+    def train(self, model: Any, rows: torch.Tensor, steps: int, rate: float, seed: int) -> list[dict[str, Any]]:
+        args = TrainingArguments(
+            output_dir=str(self.folder / "state"), max_steps=steps, per_device_train_batch_size=ROWS,
+            learning_rate=rate, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            warmup_steps=0.02, weight_decay=0.1, save_strategy="no", report_to="none", use_cpu=True, seed=seed,
+            disable_tqdm=True, logging_steps=1000, train_sampling_strategy="sequential",
+        )  # fmt: skip
+        curve, ids = Curve(self.test_rows), rows.tolist()
+        data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+        Trainer(model, args, default_data_collator, data, callbacks=[curve]).train()
+        return curve.points
+
+    @cached_property
+    def branches(self) -> list[Path]:
+        """The base trained further on code, and on the rest."""
+        folders = []
+        code = corpus(random.Random(2000 + self.seed), CHARS)
+        for name, documents in (
+            ("code", [text for text in code if "def " in text or "import " in text]),
+            ("rest", [text for text in code if "def " not in text and "import " not in text]),
+        ):
+            model, rows = AutoModelForCausalLM.from_pretrained(self.base), self.rows(documents, BRANCH_STEPS * ROWS)
+            self.train(model, rows.repeat(-(-BRANCH_STEPS * ROWS // len(rows)), 1), BRANCH_STEPS, 1e-3, self.seed)
+            model.save_pretrained(self.folder / name)
+            self.tokenizer.save_pretrained(self.folder / name)
+            folders.append(self.folder / name)
+        return folders
+
+    def run(self, method: str, rate: float) -> list[dict[str, Any]]:
+        """Upcycle and train; the held-out loss along the way."""
+        sources = self.branches if method == "checkpoints" else self.base
+        config = UpcycleConfig(num_experts=N, top_k=K, seed=self.seed, router_aux_loss_coef=0.02, **INITIAL[method])
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            model = AutoModelForCausalLM.from_pretrained(upcycle(sources, f"{folder}/moe", config))
+        if method == "scratch":
+            set_seed(self.seed)
+            model.config.initializer_range = AutoModelForCausalLM.from_pretrained(self.base).config.initializer_range
+            model = type(model)(model.config)
         model.config.output_router_logits = True
-        args = SFTConfig(output_dir=folder, **SFT, seed=seed, max_steps=STEPS, save_strategy="no")
-        judge = SFTTrainer(model=model, args=args, train_dataset=test, processing_class=tokenizer)
-        before = loss_per_token(judge, judge.train_dataset)
-        trainer = SFTTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
-        trainer.train()
-        curve = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-        return {"curve": curve, "before": before, "loss": loss_per_token(judge, judge.train_dataset)}
+        return self.train(model, self.train_rows, STEPS, rate, self.seed)
 
 
-def pipeline(base: Path, method: str, seed: int) -> dict[str, Any]:
-    """A recipe's run: its held-out loss."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, rows in zip(("train", "test"), build(seed, 240, 60), strict=True):
-            write_jsonl(Path(folder, f"{name}.jsonl"), rows)
-        recipe = {
-            "mode": "ffn", "output_dir": f"{folder}/out", "model": {"name_or_path": str(base)}, "seed": seed,
-            "data": {"train": f"{folder}/train.jsonl", "eval": f"{folder}/test.jsonl", "label_column": "domain"},
-            "num_experts": N, "num_train_epochs": 2, "sft": {**SFT, "save_steps": 10_000}, "moe": {"top_k": 2},
-        }  # fmt: skip
-        run = UpIT(recipe_from_dict({**recipe, **PIPELINE[method]}))
-        run.run()
-        return {"loss": run.records["evaluate"]["metrics"]["loss"]["adapted"]["mean"]}
+# --- running ----------------------------------------------------------------------------------------------------------
 
 
-def wanted(parts: list[str], seeds: list[int]) -> Iterator[tuple[str, str, int]]:
-    for seed in seeds:
-        for part, methods in (("initial", INITIAL), ("pipeline", PIPELINE)):
-            if part in parts:
-                yield from ((part, method, seed) for method in methods)
+def work(base: Path, ledger: Ledger, worker: int, workers: int) -> None:
+    """One worker's share of the runs: tuning first, then the seeds."""
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    tuning = [(TUNING_SEED, method, rate) for method in INITIAL for rate in RATES]
+    do(base, ledger, tuning[worker::workers])
+    while not all(ledger.has("", *job) for job in tuning):
+        time.sleep(5)  # another worker makes it
+    rates = tuned(ledger)
+    do(base, ledger, [(seed, method, rates[method]) for seed in SEEDS for method in INITIAL][worker::workers])
 
 
-def difference(values: list[float], others: list[float]) -> str:
-    return " | ".join(paired_difference(values, others).cells())
+def do(base: Path, ledger: Ledger, wanted: Sequence[tuple[int, str, float]]) -> None:
+    for seed, method, rate in wanted:
+        if not ledger.has("", seed, method, rate):
+            start = time.perf_counter()
+            with tempfile.TemporaryDirectory() as folder:
+                points = Experiment(base, seed, Path(folder)).run(method, rate)
+            record = {"order": "", "seed": seed, "method": method, "rate": rate, "points": points}
+            ledger.add(record, f"{time.perf_counter() - start:.0f} s, loss {points[-1]['loss']:.4f}")
 
 
-def report(runs: dict[tuple[str, str, int], dict[str, Any]], seeds: int, out: Path) -> None:
-    def of(part: str, method: str) -> list[dict[str, Any]]:
-        return [runs[part, method, seed] for seed in range(seeds)]
+def tuned(ledger: Ledger) -> dict[str, float]:
+    """Each method's better rate."""
+    return {
+        method: min(RATES, key=lambda rate: ledger.find("", TUNING_SEED, method, rate)["points"][-1]["loss"])
+        for method in INITIAL
+    }
 
-    def mean(rows: list[dict[str, Any]], key: str) -> float:
-        return sum(row[key] for row in rows) / len(rows)
 
-    windows = [f"{a + 1}–{a + WINDOW}" for a in range(0, STEPS, WINDOW)]
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def report(ledger: Ledger, table: Path) -> None:
+    """Write and print the table; the figure goes beside it."""
+    rates = tuned(ledger)
+    curves = {
+        method: [[p["loss"] for p in ledger.find("", seed, method, rates[method])["points"]] for seed in SEEDS]
+        for method in INITIAL
+    }
+    means = {method: torch.tensor(of).mean(0).tolist() for method, of in curves.items()}
+    steps = [POINTS.index(step) for step in range(0, STEPS + 1, STEPS // 10)]
     lines = [
-        "# Initial experts, and UpIT for whole FFNs",
-        "",
-        f"Made by `python -m benchmarks.upcycle_study`: a 1M-parameter Llama becomes a Mixtral of {N} experts, {seeds} "
-        "seeds. Losses are means over seeds; differences are paired by seed, with 95 % intervals.",
-        "",
-        f"## Initial experts: training loss by steps (all weights, rate {RATE:g}), and held-out loss",
-        "",
-        f"| experts | {' | '.join(windows)} | held out, before | after | difference from copy | 95 % interval |",
-        "|" + "---|" * (len(windows) + 5),
-    ]
-    copies = [row["loss"] for row in of("initial", "copy")]
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    for i, method in enumerate(INITIAL):
-        rows = of("initial", method)
-        curve = torch.tensor([row["curve"] for row in rows]).mean(0)
-        cells = [f"{value:.3f}" for value in curve.view(len(windows), -1).mean(1).tolist()]
-        compared = " | " if method == "copy" else difference([row["loss"] for row in rows], copies)
-        lines.append(
-            f"| {method} | {' | '.join(cells)} | {mean(rows, 'before'):.3f} | {mean(rows, 'loss'):.4f} | {compared} |"
-        )
-        style = "-" if method.startswith("drop") else "--"
-        axes.plot(range(10, STEPS + 1, 10), curve.tolist(), style, label=method, color=plt.cm.viridis(i / len(INITIAL)))
-    axes.set(xlabel="training step", ylabel="training loss", title="Upcycled Mixtral of 4 experts, by initial experts")
+        "# When does Drop-Upcycling overtake copies?", "",
+        "Made by `python -m benchmarks.upcycle_study run --workers 2` and `… report`. The script's head says what was",
+        f"fixed before the first run. Held-out loss, mean of {len(SEEDS)} seeds, lower is better.", "",
+        f"| experts | rate | {' | '.join(f'step {POINTS[i]}' for i in steps)} |", f"|---|---|{'---|' * len(steps)}",
+    ]  # fmt: skip
+    for method, of in means.items():
+        lines.append(f"| {method} | {rates[method]:g} | {' | '.join(f'{of[i]:.3f}' for i in steps)} |")
+    lines += ["", "| contrast, at the end | difference, 95 % interval |", "|---|---|"]
+    for method, other in PRIMARY:
+        ends = [[curve[-1] for curve in curves[name]] for name in (method, other)]
+        lines.append(f"| {method} minus {other} | {' '.join(paired_difference(*ends).cells())} |")
+    behind = [i for i in range(len(POINTS)) if means["drop"][i] >= means["copy"][i]]
+    crossing = "never" if behind[-1:] == [len(POINTS) - 1] else f"from step {POINTS[max(behind, default=-1) + 1]} on"
+    lines += ["", f"The mean curve of `drop` stays below that of `copy`: {crossing}."]
+    table.write_text("\n".join(lines) + "\n")
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for method, of in means.items():
+        axes.plot(POINTS[1:], of[1:], label=method)
+    axes.set(xlabel="step", ylabel="held-out loss", xscale="log", title=f"A Mixtral of {N} experts, by initial values")
     axes.legend()
-    figure.savefig(out.with_suffix(".png"), dpi=110)
-    lines += [
-        "",
-        "## UpIT for whole FFNs and its baselines: held-out loss, mean of the domains; 2 passes, 720 examples",
-        "",
-        "| method | held-out loss | difference from Upcycle-SFT | 95 % interval |",
-        "|---|---|---|---|",
-    ]
-    others = [row["loss"] for row in of("pipeline", "Upcycle-SFT")]
-    for method in PIPELINE:
-        losses = [row["loss"] for row in of("pipeline", method)]
-        compared = " | " if method == "Upcycle-SFT" else difference(losses, others)
-        lines.append(f"| {method} | {sum(losses) / len(losses):.4f} | {compared} |")
-    out.write_text("\n".join(lines) + "\n")
-    print(out.read_text())
+    figure.savefig(table.with_suffix(".png"), dpi=110)
+    plt.close(figure)
+    print("\n".join(lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "report"])
     parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="the base model; trained if missing")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--part", choices=("initial", "pipeline"), help="run only this part; write no report")
-    parser.add_argument("--runs", type=Path, default=Path(".cache/upcycle-study"), help="finished runs")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/upcycle_study.md"))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the finished runs")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    base = ensure_base(args.base, 0)
-    args.runs.mkdir(parents=True, exist_ok=True)
-    runs = {}
-    parts = [args.part] if args.part else ["initial", "pipeline"]
-    for part, method, seed in wanted(parts, list(range(args.seeds))):
-        run = partial(initial if part == "initial" else pipeline, base, method, seed)
-        runs[part, method, seed] = finished(args.runs / f"{part}-{slug(method)}-{seed}.json", run)
-    if args.part is None:
-        report(runs, args.seeds, args.out)
+    if args.command == "report":
+        report(Ledger(args.results), args.results.with_suffix(".md"))
+    elif args.worker is not None:
+        work(args.base, Ledger(args.results), args.worker, args.workers)
+    else:
+        ensure_base(args.base, 0)
+        command = [sys.executable, "-m", "benchmarks.upcycle_study", "run", "--workers", str(args.workers)]
+        command += ["--results", str(args.results), "--base", str(args.base), "--worker"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started = [subprocess.Popen([*command, str(worker)], env=env) for worker in range(args.workers)]
+        sys.exit(max(process.wait() for process in started))
 
 
 if __name__ == "__main__":

@@ -181,3 +181,26 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     assert any(line.startswith("| PESC | – | – | – | – | – |") for line in lines)  # a run is missing
     assert any("all runs of the main table: 3 of 4" in line for line in lines)
     assert (tmp_path / "study.png").stat().st_size > 10_000
+
+
+def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):
+    from benchmarks.runs import Ledger
+    from benchmarks.upcycle_study import INITIAL, POINTS, RATES, SEEDS, TUNING_SEED, report
+
+    ledger, crossing = Ledger(tmp_path / "study.jsonl"), POINTS[-4]
+    for seed in (TUNING_SEED, *SEEDS):
+        for method in INITIAL:
+            for rate in RATES:
+                for_drop = [2.5 if step < crossing else 1.9 - 0.01 * (seed % 100) for step in POINTS]
+                losses = for_drop if method == "drop" else [2.0] * len(POINTS)
+                points = [{"step": s, "loss": of + rate} for s, of in zip(POINTS, losses, strict=True)]
+                record = {"order": "", "seed": seed, "method": method, "rate": rate, "points": points}
+                ledger.add(record, "")
+    capsys.readouterr()
+    report(ledger, tmp_path / "study.md")
+    lines = (tmp_path / "study.md").read_text().splitlines()
+    assert capsys.readouterr().out.strip().splitlines() == lines
+    # Differences -0.10, -0.11, -0.12: standard error 0.01 / √3, t of two degrees of freedom 4.3027.
+    assert "| drop minus copy | -0.1100 [-0.1348, -0.0852] |" in lines
+    assert any(line.startswith(f"| copy | {RATES[0]:g} | 2.001 |") for line in lines)
+    assert lines[-1] == f"The mean curve of `drop` stays below that of `copy`: from step {crossing} on."

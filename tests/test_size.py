@@ -9,7 +9,7 @@ from peft import get_peft_model
 from test_steering import NATIVE
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from moe_peft import MoELoraConfig
+from moe_peft import MoELoraConfig, replace_routers
 from moe_peft.merging import similarities, update_gram, update_inner, value_gram
 from moe_peft.models.size import ModelSize, expert_similarity, model_size
 
@@ -156,3 +156,16 @@ def test_experts_of_a_model():
     torch.testing.assert_close(expert_similarity(native), expected)
     assert expert_similarity(tiny_llama()) is None
     assert expert_similarity(adapted(num_experts_pattern={r"layers\.0\.mlp": 3})) is None
+
+
+@pytest.mark.parametrize("router, extra", [("linear", 0), ("mlp", 64 * 64)])
+def test_a_native_moe_with_other_routers(router, extra):
+    """Per layer, an MLP router has [d, d] more than a linear gate."""
+    model = NATIVE["mixtral"]()
+    before = model_size(model)
+    n_layers = model.config.num_hidden_layers
+    d = model.config.hidden_size
+    replace_routers(model, router)
+    added = n_layers * (d * d if extra else 0)
+    assert model_size(model) == ModelSize(before.total + added, before.active + added, before.flops + 2 * added)
+    assert expert_similarity(model).shape == (model.config.num_local_experts,) * 2

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..adapter.layer import MoELoraLayer
 from ..merging import similarities, update_gram, value_gram
-from .view import adapter_layers, base_model, native_routers
+from .view import adapter_layers, base_model, gate_size, native_routers
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
 
 def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:
     """The experts of every layer of a native MoE, n and k: what stands beside a router and has n of everything."""
-    routers = {router: (int(router.weight.shape[0]), int(router.top_k)) for router in native_routers(model)}  # type: ignore[arg-type,index,union-attr]
+    routers = {router: gate_size(router) for router in native_routers(model)}
     for block in model.modules():
         children = list(block.children())
         for router in (child for child in children if child in routers):

@@ -165,13 +165,13 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
         for name in layer.active_adapters  # not, say, the copy that a DPO trainer keeps as its reference
         if name in layer.moe_lora_router
     ]
-    sizes = sizes or [_gate_size(router) for router in native_routers(model)]
+    sizes = sizes or [gate_size(router) for router in native_routers(model)]
     if not sizes:
         raise ValueError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
     return sizes
 
 
-def _gate_size(gate: Any) -> tuple[int, int]:
+def gate_size(gate: Any) -> tuple[int, int]:
     """(n, k)"""
     n = gate.num_experts if isinstance(gate, RoutedGate) else gate.weight.shape[0]
     return int(n), int(gate.top_k)

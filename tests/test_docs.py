@@ -181,6 +181,14 @@ def test_site_loads_nothing_from_the_net(site: Path):
         assert not [tag for tag in tags if re.search(r'(?:src|href)="?(?:https?:)?//', tag)]
 
 
+def test_site_has_the_notes_that_pages_link_to(site: Path):
+    for page in site.rglob("*.html"):
+        links = re.findall(r'href="([^":#]+)', page.read_text(encoding="utf-8"))
+        assert not [
+            link for link in links if link.endswith(".md") or ("recipes/" in link and not (page.parent / link).exists())
+        ]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_api_page_has_every_public_name(package: str, site: Path):
     html, module = (site / "api.html").read_text(encoding="utf-8"), importlib.import_module(package)

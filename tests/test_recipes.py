@@ -1,23 +1,43 @@
-"""Every recipe parses and can be planned, on a model of its family built from a config."""
+"""
+Every recipe parses and can be planned, on a model of its base's shape built from a config; so can every override that
+its note names.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import tiny_llama
 from datasets import Dataset
-from transformers import LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+)
 
 from moe_peft.cli import main
+from moe_peft.models.attention_routers import attention_gates
+from moe_peft.native.upcycle import upcycled_config
 from moe_peft.upit import load_recipe
 from moe_peft.upit.pipeline import UpIT
 from moe_peft.upit.plan import plan
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-UPIT = sorted((RECIPES / "upit").glob("*.yaml"))
+ALL = sorted(path for folder in ("upit", "upcycling") for path in (RECIPES / folder).glob("*.yaml"))
+UPCYCLING = [path for path in ALL if path.parent.name == "upcycling"]
+recipes = pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 LLAMA_8B = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
     vocab_size=128256, dtype="bfloat16",
@@ -45,49 +65,248 @@ SHEARED = LlamaConfig(
     hidden_size=2560, intermediate_size=6912, num_hidden_layers=32, num_attention_heads=20, vocab_size=32000,
     dtype="bfloat16",
 )  # fmt: skip
-# The same model: 4 FFNs in place of one, four gates, all of it trained.
-DENSE_SHEARED = 2 * 32000 * 2560 + 32 * (4 * 2560 * 2560 + 3 * 2560 * 6912 + 2 * 2560) + 2560
-CONFIGS["sheared-llama-2.7b-paper-ffn"] = (SHEARED, DENSE_SHEARED + 32 * (3 * 3 * 2560 * 6912 + 4 * 2560))
+DENSE_1B = LlamaConfig(
+    hidden_size=2048, intermediate_size=7168, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=8,
+    vocab_size=48586, dtype="bfloat16",
+)  # fmt: skip
+QWEN_05B = Qwen2Config(
+    hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16,
+    vocab_size=151936, tie_word_embeddings=True, dtype="bfloat16",
+)  # fmt: skip
+MISTRAL = MistralConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=32768, sliding_window=None, dtype="bfloat16",
+)  # fmt: skip
+# All weights of these are trained. Dense: embeddings and head, then per layer attention, FFN and norms, a last norm.
+DENSE = {
+    "sheared-llama-2.7b-paper-ffn": 2 * 32000 * 2560 + 32 * (4 * 2560**2 + 3 * 2560 * 6912 + 2 * 2560) + 2560,
+    "drop-upcycling": 2 * 48586 * 2048 + 24 * (3 * 2048**2 + 3 * 2048 * 7168 + 2 * 2048) + 2048,
+    # Tied embeddings; queries, keys and values have biases.
+    "router-upcycling": 151936 * 1024 + 24 * (4 * 1024**2 + 3 * 1024 + 3 * 1024 * 2816 + 2 * 1024) + 1024,
+    "three-phase": 2 * 32768 * 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096,
+}
+# The same models with n FFNs in place of one, and n gates.
+CONFIGS["sheared-llama-2.7b-paper-ffn"] = (
+    SHEARED,
+    DENSE["sheared-llama-2.7b-paper-ffn"] + 32 * (3 * 3 * 2560 * 6912 + 4 * 2560),
+)
+CONFIGS["drop-upcycling"] = (DENSE_1B, DENSE["drop-upcycling"] + 24 * (7 * 3 * 2048 * 7168 + 8 * 2048))
+# An untied head, and the shared expert of 32 neurons with its gate that a Qwen2-MoE must have.
+CONFIGS["router-upcycling"] = (
+    QWEN_05B,
+    DENSE["router-upcycling"] + 151936 * 1024
+    + 24 * (7 * 3 * 1024 * 2816 + 8 * 1024 + 3 * 1024 * 32 + 1024),
+)  # fmt: skip
+CONFIGS["three-phase"] = (MISTRAL, DENSE["three-phase"] + 32 * (7 * 3 * 4096 * 14336 + 8 * 4096))
+# What the sources say of these models' sizes, in billions.
+PUBLISHED = {"drop-upcycling": (1.5, 8.9), "router-upcycling": (0.5, 2.1), "three-phase": (7.2, 46.7)}
+# Bytes of the base in memory.
+BASES = {"llama3-8b-qlora": 5.6e9, "qwen3-8b": 16.4e9, "llama2-7b-paper": 13.5e9, "router-upcycling": 4 * 0.464e9}
+TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] }}{% endfor %}"
 
 
-@pytest.mark.parametrize("path", UPIT, ids=lambda path: path.stem)
-def test_dry_run(path, tmp_path, tokenizer, capsys, monkeypatch):
-    config, trainable = CONFIGS[path.stem]
-    config.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    row = {"messages": [{"role": r, "content": "w3 w4 w5"} for r in ("user", "assistant")], "domain": "code"}
-    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(row)] * 3000))
-    data = str(tmp_path / "data.jsonl")
-    overrides = [
-        f"model.name_or_path={tmp_path / 'model'}",
-        f"data.train={data}",
-        f"data.eval={data}",
-        f"output_dir={tmp_path / 'out'}",
-        f"sft.chat_template_path={tmp_path / 'template.jinja'}",
-    ]
-    recipe = load_recipe(path, overrides)
+@pytest.fixture(autouse=True)
+def any_tokenizer(monkeypatch):
+    """Of Qwen2 folders, `AutoTokenizer` would make a tokenizer that does not know the words of the tests."""
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", PreTrainedTokenizerFast.from_pretrained)
+
+
+def local(path, folder, config, tokenizer, row, rows):
+    """Overrides that name a model of a recipe's shape, data and a template in `folder`."""
+    config.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    (folder / "data.jsonl").write_text("\n".join([json.dumps(row)] * rows))
+    settings = {
+        "model.name_or_path": folder / "model",
+        "data.train": folder / "data.jsonl",
+        "data.eval": folder / "data.jsonl",
+        "output_dir": folder / "out",
+    }
+    if path not in UPCYCLING:
+        settings["sft.chat_template_path"] = folder / "template.jinja"
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def printed_plan(path, overrides, capsys):
+    """What `--dry-run` prints, and the stages by name."""
     main(["upit", "--config", str(path), "--dry-run", *(part for o in overrides for part in ("--set", o))])
-    printed = capsys.readouterr().out
+    return capsys.readouterr().out, {stage.name: stage for stage in plan(UpIT(load_recipe(path, overrides)))}
+
+
+@recipes
+def test_dry_run(path, tmp_path, tokenizer, capsys):
+    config, trainable = CONFIGS[path.stem]
+    row = {"messages": [{"role": r, "content": "w3 w4 w5"} for r in ("user", "assistant")], "domain": "code"}
+    rows = 3000
+    if path in UPCYCLING:  # whole contexts: 4095 words and the end
+        row, rows = {"text": " ".join(["w3"] * 4095)}, 1000
+    overrides = local(path, tmp_path, config, tokenizer, row, rows)
+    recipe = load_recipe(path, overrides)
+    printed, stages = printed_plan(path, overrides, capsys)
     assert "post_train" in printed and not (tmp_path / "out").exists()
-    stages = {stage.name: stage for stage in plan(UpIT(recipe))}
-    assert list(stages) == ["prepare", "router_init", "post_train"]
-    rows = recipe.sft["per_device_train_batch_size"] * recipe.sft.get("gradient_accumulation_steps", 1)
-    assert stages["prepare"].steps == round(recipe.num_train_epochs * recipe.prepare_share * 3000 / rows)
+    batch = recipe.sft["per_device_train_batch_size"] * recipe.sft.get("gradient_accumulation_steps", 1)
+    if path in UPCYCLING:
+        assert list(stages) == ["post_train"]
+        assert stages["post_train"].steps == round(1000 / batch) and stages["post_train"].tokens == 1000 * 4096
+        dense, moe = PUBLISHED[path.stem]
+        assert DENSE[path.stem] / 1e9 == pytest.approx(dense, rel=0.09) and trainable / 1e9 == pytest.approx(moe, 0.02)
+        assert 8 * batch == 1024  # processes × rows
+    else:
+        assert list(stages) == ["prepare", "router_init", "post_train"]
+        assert stages["prepare"].steps == round(recipe.num_train_epochs * recipe.prepare_share * 3000 / batch)
     if trainable is not None:
         assert stages["post_train"].trainable == trainable and f"{trainable:,}" in printed
-        base = {"llama3-8b-qlora": 5.6e9, "qwen3-8b": 16.4e9, "llama2-7b-paper": 13.5e9}.get(path.stem, 5.4e9)
-        beside = 4 * (trainable - DENSE_SHEARED) if path.stem.endswith("ffn") else 4 * trainable
+        base = BASES.get(path.stem, 2 * DENSE.get(path.stem, 0))
+        beside = 4 * (trainable - DENSE.get(path.stem, 0))
         assert stages["post_train"].memory == pytest.approx(base + beside + 12 * trainable, rel=0.15)
 
 
+def overrides_of(note):
+    """The overrides that a note names: of each piece of code, without placeholders."""
+    text = note.read_text()
+    pieces = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for piece in pieces for line in piece.replace("\\\n", "").splitlines()]
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    for code in (*lines, *spans):
+        words = shlex.split(code) if "--set" in code else []
+        found = [after for word, after in pairwise(words) if word == "--set"]
+        if found:
+            yield found
+
+
+@recipes
+def test_overrides_of_the_notes(path):
+    """Each is a recipe, and gives a MoE that its base can become."""
+    bases = {
+        "llm-jp/Dense-1.5B": DENSE_1B,
+        "llm-jp/Dense-152M": LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=12),
+        "llm-jp/Dense-3.7B": LlamaConfig(hidden_size=3072, intermediate_size=8192, num_hidden_layers=28),
+        "Qwen/Qwen2.5-1.5B": Qwen2Config(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28),
+        "Qwen/Qwen1.5-0.5B": QWEN_05B,
+        "Qwen/Qwen3-0.6B-Base": Qwen3Config(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28),
+        "mistralai/Mistral-7B-v0.3": MISTRAL,
+        "princeton-nlp/Sheared-LLaMA-2.7B": SHEARED,
+    }
+    named = list(overrides_of(path.with_suffix(".md")))
+    assert len(named) >= {"drop-upcycling": 12, "three-phase": 6}.get(path.stem, path in UPCYCLING)
+    default = load_recipe(path)
+    for overrides in named:
+        recipe = load_recipe(path, overrides)
+        assert recipe != default, f"{overrides} change nothing"
+        if recipe.mode == "ffn":
+            upcycled_config(bases[recipe.model.name_or_path], recipe.upcycle_config())
+
+
+def test_drop_upcycling_with_shared_experts():
+    """Appendix C.6.2: mN - k_s experts, mk - k_s gates, and a shared block of k_s·f/m neurons."""
+    path = RECIPES / "upcycling" / "drop-upcycling.yaml"
+    overrides = next(o for o in overrides_of(path.with_suffix(".md")) if "moe.num_shared_experts=2" in o)
+    base = Qwen2Config(hidden_size=1536, intermediate_size=8960)
+    moe = upcycled_config(base, load_recipe(path, overrides).upcycle_config())[1]
+    assert (moe.num_experts, moe.num_experts_per_tok) == (4 * 8 - 2, 4 * 2 - 2)
+    assert (moe.moe_intermediate_size, moe.shared_expert_intermediate_size) == (8960 // 4, 2 * 8960 // 4)
+
+
+def test_branch_train_mix_averages_four_models(tmp_path, tokenizer):
+    """The override of the note: two experts from each of four models, everything else their mean."""
+    path = RECIPES / "upcycling" / "drop-upcycling.yaml"
+    overrides = next(o for o in overrides_of(path.with_suffix(".md")) if "moe.init=checkpoints" in o)
+    names = ("seed", "japanese", "english", "code")
+    models = [tiny_llama(seed=i) for i in range(4)]
+    for name, model in zip(names, models, strict=True):
+        model.save_pretrained(tmp_path / name)
+    given = ", ".join(str(tmp_path / name) for name in names * 2)
+    own = [*overrides, f"prepare.checkpoints=[{given}]", *local(path, tmp_path, models[0].config, tokenizer, {}, 1)]
+    models[0].save_pretrained(tmp_path / "model")
+    pipeline = UpIT(load_recipe(path, [*own, "model.dtype=float32"]))
+    assert [stage.name for stage in pipeline.stages] == ["post_train", "evaluate"]
+    pipeline.stages[0].check_base()
+    pipeline.stages[0].assemble(tmp_path / "moe")
+    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    for i in range(8):
+        ffn, block = models[i % 4].model.layers[1].mlp, moe.model.layers[1].mlp.experts
+        assert block.down_proj[i].equal(ffn.down_proj.weight)
+        assert block.gate_up_proj[i].chunk(2)[1].equal(ffn.up_proj.weight)
+    mean = sum(model.model.layers[0].self_attn.q_proj.weight.double() for model in models) / 4
+    assert (moe.model.layers[0].self_attn.q_proj.weight.double() - mean).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("path", UPCYCLING, ids=lambda path: path.stem)
+def test_upcycling_recipes_run(path, tmp_path, tokenizer):
+    """At a toy size: 20 steps on packed contexts, with the recipe's losses and rates, to a native MoE."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if path.stem == "router-upcycling" else 4}
+    base = AutoModelForCausalLM.from_config(type(CONFIGS[path.stem][0])(**TOY, **heads))
+    overrides = local(path, tmp_path, base.config, tokenizer, {"text": "w3 w4 w5 w6 w7 w8 w9"}, 80)
+    base.save_pretrained(tmp_path / "model")
+    toy = {
+        "max_length": 16,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "bf16": "false",
+        "logging_steps": 1,
+    }
+    overrides += [f"sft.{name}={value}" for name, value in toy.items()]
+    if path.stem == "router-upcycling":
+        overrides.append("sft.lr_scheduler_kwargs.num_decay_steps=4")
+    folder = UpIT(load_recipe(path, overrides)).run()
+    record = json.loads((tmp_path / "out" / "manifest.json").read_text())["stages"]["post_train"]
+    history = [entry for entry in record["metrics"]["history"] if "learning_rate" in entry]
+    assert len(history) == 20
+    rates = torch.tensor([entry["learning_rate"] for entry in history], dtype=torch.float64)
+    step = torch.arange(20, dtype=torch.float64)
+    if path.stem == "drop-upcycling":
+        expected = 2e-5 + (2e-4 - 2e-5) * (1 + (step / 20 * torch.pi).cos()) / 2
+    elif path.stem == "router-upcycling":  # one step of warm-up, from the smallest rate
+        expected = 5e-4 * (1 - 0.9 * ((step - 16).clamp(min=0) / 4).sqrt())
+        expected[0] = 5e-5
+    else:
+        expected = 2e-5 * torch.where((step < 1) | (step >= 15), 0.1, 1.0).double()
+    torch.testing.assert_close(rates, expected, rtol=1e-6, atol=0)
+    assert all(entry["aux_loss"] > 0 and entry["router_z_loss"] > 0 for entry in history)
+    moe = AutoModelForCausalLM.from_pretrained(folder)
+    count = getattr(moe.config, "num_local_experts", None) or moe.config.num_experts
+    assert (count, moe.config.num_experts_per_tok) == (8, 2)
+    assert moe.config.router_aux_loss_coef == (0.01 if path.stem == "three-phase" else 0.02)
+
+
+@pytest.mark.parametrize("rate", [0.0, 5e-4])
+def test_attention_routers_in_python(rate, tmp_path, tokenizer, monkeypatch):
+    """The snippet of Router Upcycling's note, on a toy model: routers from the dense model, trained and folded."""
+    note = (RECIPES / "upcycling" / "router-upcycling.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", note, re.DOTALL)
+    for old, new in (
+        ("Qwen/Qwen1.5-0.5B", str(tmp_path / "model")),
+        ("learning_rate=5e-4", f"learning_rate={rate}, max_steps=2, bf16=False, report_to='none'"),
+    ):
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    base = Qwen2ForCausalLM(Qwen2Config(**TOY, num_attention_heads=8, num_key_value_heads=8))
+    base.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    Path("runs/pretraining").mkdir(parents=True)
+    Path("runs/pretraining/train.jsonl").write_text("\n".join([json.dumps({"text": "w3 w4 w5 w6 w7 w8 w9"})] * 20))
+    exec(compile(code, "router-upcycling.md", "exec"), {})
+    moe = AutoModelForCausalLM.from_pretrained("runs/attention-routers/model")
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 1]])  # rows are alike, so one has their mean keys
+    gates = attention_gates(base, [{"input_ids": ids}], 8)
+    for layer, gate in zip(moe.model.layers, gates, strict=True):
+        distance = (layer.mlp.gate.weight - gate).abs().max()
+        assert distance < 1e-6 if rate == 0 else 1e-5 < distance < 0.1
+
+
 def test_every_recipe_has_a_readme_that_names_it():
-    assert len(UPIT) >= 4
-    for path in UPIT:
+    assert len(ALL) >= 8 and len(UPCYCLING) >= 3
+    page = (RECIPES.parent / "docs" / "upit.md").read_text()
+    for path in ALL:
         text = path.with_suffix(".md").read_text()
         assert path.name in text
         assert "not yet run" in text or path.stem == "quickstart"
+        assert f"(../recipes/{path.parent.name}/{path.stem}.md)" in page
 
 
 def test_launcher_configs_parse():

@@ -21,6 +21,7 @@ PRIMARY = (
     ("UpIT 4→8, genetic", "UpIT 4→8, random"),
     ("UpIT 4→8, genetic", "UpIT"),
 )
+SWEPT = SEEDS[:2]
 SWEEPS = {
     "share of the data": {share: f"{share:g} of the data" for share in (0.125, 0.25, 0.5, 1)},
     "experts": {n: f"{n} experts" for n in (2, 4, 8, 16)},
@@ -113,8 +114,8 @@ def _sweeps(results: Results) -> list[str]:
         rows += [f"| {sweep} | {' | '.join(VARIED)} | UpIT minus LoRAMoE-SFT |", f"|---|{'---|' * (len(VARIED) + 1)}"]
         for value, label in labels.items():
             names = [_varied(method, label) for method in VARIED]
-            cells = [_cell(results.mean(["iid"], name, "loss")) for name in names]
-            rows.append(f"| {value:g} | {' | '.join(cells)} | {results.difference(*names, ['iid'], 'loss')} |")
+            cells = [_cell(results.mean(["iid"], name, "loss", SWEPT)) for name in names]
+            rows.append(f"| {value:g} | {' | '.join(cells)} | {results.difference(*names, ['iid'], 'loss', SWEPT)} |")
         rows.append("")
     return rows
 
@@ -148,7 +149,7 @@ def _figure(results: Results, path: Path) -> None:
         axis.set(title=f"first half {order}", xlabel="share of stage 4", ylabel="held-out loss", yscale="log")
     for axis, (sweep, labels) in zip(axes[len(ORDERS) :], SWEEPS.items(), strict=True):
         for method in VARIED:
-            means = [results.mean(["iid"], _varied(method, label), "loss") for label in labels.values()]
+            means = [results.mean(["iid"], _varied(method, label), "loss", SWEPT) for label in labels.values()]
             known = [(value, mean) for value, mean in zip(labels, means, strict=True) if mean is not None]
             axis.plot(*zip(*known, strict=True) if known else ((), ()), label=method, marker="o")
         axis.set(title="order iid", xlabel=sweep, ylabel="held-out loss", xscale="log", xticks=list(labels))

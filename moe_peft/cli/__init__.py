@@ -14,6 +14,8 @@ from importlib import import_module
 from .. import __version__
 
 COMMANDS = {
+    "sft": "fine-tune a MoE-LoRA adapter or a native MoE",
+    "dpo": "tune one by preferences",
     "upit": "run a recipe: UpIT or one of its baselines",
     "inspect": "report where a model's tokens go",
     "upcycle": "make a native MoE from dense models",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,19 @@ from datasets import Dataset, load_dataset
 
 from ..messages import one_line
 
+# Columns of the formats that TRL's trainers take.
+SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
+PREFERENCES = ({"chosen", "rejected"},)
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-def load_data(source: str | dict[str, Any], field: str, label_column: str | None, split: str = "train") -> Dataset:
+def load_data(
+    source: str | dict[str, Any],
+    field: str,
+    label_column: str | None,
+    split: str = "train",
+    formats: Sequence[set[str]] = SUPERVISED,
+) -> Dataset:
     """
     Load a data set as the recipe's `data` section names it.
 
@@ -22,6 +32,7 @@ def load_data(source: str | dict[str, Any], field: str, label_column: str | None
         field: the field that messages name.
         label_column: a column that the data must have.
         split: the split, e.g. "test" or "train[:100]". A file has the split "train".
+        formats: columns of which the data must have one set.
 
     Raises:
         ValueError: the data set does not exist, is empty, or lacks the label column.
@@ -39,11 +50,9 @@ def load_data(source: str | dict[str, Any], field: str, label_column: str | None
         raise ValueError(f"{field}={source!r}: {one_line(error)}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise ValueError(f"{field}={source!r}: no examples; name a split that has some")
-    known = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
-    if not any(columns <= set(dataset.column_names) for columns in known):
-        raise ValueError(
-            f"{field}={source!r}: columns {dataset.column_names}: needs messages, prompt and completion, or text"
-        )
+    if not any(columns <= set(dataset.column_names) for columns in formats):
+        needed = "messages, prompt and completion, or text" if formats is SUPERVISED else "chosen and rejected"
+        raise ValueError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
     if label_column is not None and label_column not in dataset.column_names:
         raise ValueError(f"label_column={label_column!r}: {field} has only {dataset.column_names}")
     return dataset

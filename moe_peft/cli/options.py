@@ -1,0 +1,187 @@
+"""
+The options of the commands that train: TRL's dataclasses and the fields of `MoELoraConfig`, all under their own names,
+as flags and as keys of a YAML file. Flags go first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from peft import PeftConfig
+from trl import ModelConfig, ScriptArguments, TrlParser
+
+from ..adapter.config import MoELoraConfig
+from ..messages import one_line, unknown_key
+
+
+@dataclass
+class RunOptions:
+    """What no other dataclass has."""
+
+    use_peft: bool | None = field(
+        default=None,
+        metadata={"help": "Train a MoE-LoRA adapter. By default yes, unless the model is a native MoE."},
+    )
+    stages: list[str] | None = field(
+        default=None,
+        metadata={"help": "Train one stage after the other: routers, rest, joint. In YAML also stage → its settings."},
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop."})
+
+
+def _reduced(kind: type, left_out: set[str], types: Mapping[str, Any]) -> type:
+    """A dataclass with the fields of another, of types that a command line can give."""
+    hints = {**get_type_hints(kind), **types}
+    kept = [f for f in dataclasses.fields(kind) if f.init and f.name not in left_out]
+    own = [
+        (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))
+        if f.default is not dataclasses.MISSING
+        else (f.name, hints[f.name], field(default_factory=f.default_factory, metadata=f.metadata))  # type: ignore[arg-type]
+        for f in kept
+    ]
+    return dataclasses.make_dataclass(kind.__name__, own)  # type: ignore[arg-type]
+
+
+_WORDS = ("target_modules", "target_projections", "exclude_modules", "layers_pattern", "modules_to_save")
+_MAPPINGS = ("num_experts_pattern", "rank_pattern", "alpha_pattern")
+_LORA = {f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith("lora_")}
+_LORA |= {"use_peft", "use_rslora", "use_dora"}
+ModelOptions = _reduced(ModelConfig, _LORA, {})
+AdapterOptions = _reduced(
+    MoELoraConfig,
+    {f.name for f in dataclasses.fields(PeftConfig)} | {"router_aux_loss_coef"},  # TRL's configs have it
+    {
+        **dict.fromkeys(_WORDS, list[str] | None),
+        **dict.fromkeys(_MAPPINGS, dict),
+        "layers_to_transform": list[int] | None,
+        "init_lora_weights": str,
+    },
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    What a training command was told.
+
+    Args:
+        data, training, model: TRL's `ScriptArguments`, the trainer's config and `ModelConfig`.
+        adapter: fields of `MoELoraConfig`.
+        run: the command's own.
+    """
+
+    data: ScriptArguments
+    training: Any
+    model: ModelConfig
+    adapter: dict[str, Any]
+    run: RunOptions
+
+    def adapter_config(self) -> MoELoraConfig:
+        own = dict(self.adapter)
+        for name in _WORDS[:3]:  # like TRL: a single word may be a regex or "all-linear"
+            if isinstance(own[name], list) and len(own[name]) == 1 and name != "target_projections":
+                own[name] = own[name][0]
+        if self.training.router_aux_loss_coef is not None:
+            own["router_aux_loss_coef"] = self.training.router_aux_loss_coef
+        return MoELoraConfig(task_type="CAUSAL_LM", **own)
+
+
+class TrainingParser(TrlParser):
+    """
+    TRL's parser, whose errors are one line that names the key, the value and the remedy.
+
+    Args:
+        config: the trainer's config, e.g. `MoESFTConfig`.
+    """
+
+    def __init__(self, config: type, **own: Any) -> None:
+        super().__init__([ScriptArguments, config, ModelOptions, AdapterOptions, RunOptions], allow_abbrev=False, **own)
+        self.actions = {action.dest: action for action in self._actions}
+        for name in (*_MAPPINGS, "expert_map"):
+            if name in self.actions:
+                self.actions[name].type = _mapping
+        self.actions["init_lora_weights"].type = _truth_or_word
+        self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
+
+    def error(self, message: str) -> Any:
+        raise ValueError(message)
+
+    def parse_args(self, arguments: Sequence[str]) -> Options:  # type: ignore[override]
+        """
+        Raises:
+            ValueError: an unknown key or flag, or a wrong value; FileNotFoundError.
+        """
+        found = _split([*arguments])
+        if found.config is not None:
+            self._take(_read(found.config), found.config)
+        data, training, model, adapter, run, _, rest = self.parse_args_into_dataclasses(
+            found.rest, return_remaining_strings=True
+        )
+        for flag in rest:
+            raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions]))
+        values = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+        return Options(data, training, ModelConfig(**values), vars(adapter), run)
+
+    def _take(self, settings: Mapping[str, Any], path: str) -> None:
+        """Make the settings of a file the defaults."""
+        for key, value in settings.items():
+            if key not in self.actions:
+                raise ValueError(f"{path}: {unknown_key(str(key), self.actions)}")
+            self.actions[key].default = _value(key, value, self.actions[key])
+            self.actions[key].required = False
+
+
+def _split(arguments: list[str]) -> argparse.Namespace:
+    """The file of settings, and the other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    found, rest = parser.parse_known_args(arguments)
+    return argparse.Namespace(config=found.config, rest=rest)
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: no YAML: {one_line(error)}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: must be a mapping of keys to values")
+    return settings
+
+
+def _value(key: str, value: Any, action: argparse.Action) -> Any:
+    """A value of a file, of the type that the flag has."""
+    if value is None or isinstance(value, dict):
+        return value
+    listed = action.nargs in ("+", "*")
+    if isinstance(value, list) and not listed:
+        raise ValueError(f"{key}={value!r}: must be a single value")
+    values = value if isinstance(value, list) else [value]
+    try:
+        found = [action.type(str(one)) if callable(action.type) else one for one in values]
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        kind = getattr(action.type, "__name__", "")
+        must = f"must be {kind}" if kind in ("int", "float", "str") else one_line(error)
+        raise ValueError(f"{key}={value!r}: {must}") from error
+    return found if listed else found[0]
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text!r}: must be JSON like {{"name": 4}}')
+    return found
+
+
+def _truth_or_word(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)

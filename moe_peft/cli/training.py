@@ -1,0 +1,186 @@
+"""What the commands that train do with their options: load, plan, train stage by stage, save."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState, init_empty_weights
+from datasets import Dataset
+from peft import get_peft_model
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from trl import get_quantization_config
+
+from ..messages import one_line, one_of, unknown_key
+from ..models.size import model_size
+from ..models.view import native_routers, router_parameters
+from ..training.data import PREFERENCES, SUPERVISED, load_data
+from ..training.freezing import freeze_for_stage
+from ..training.planning import memory_bytes, rows_and_length, training_line
+from ..training.router_losses import Stage
+from .options import Options
+
+
+def train(options: Options, trainer: Any) -> None:
+    """
+    Train every stage and save the result, with the tokenizer, in `output_dir`.
+
+    Args:
+        trainer: the trainer's class.
+
+    Raises:
+        ValueError: model, data and settings do not fit together.
+    """
+    found = list(stages(options))
+    data, held_out = load_datasets(options)
+    model = load_model(options)
+    config = options.adapter_config() if adapts(options, model) else None
+    tokenizer = _tokenizer(options)
+    for number, args in enumerate(found):
+        set_seed(args.seed)  # of the adapter's initial values
+        made = trainer(
+            model=model, args=args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer,
+            peft_config=config,
+        )  # fmt: skip
+        made.train(resume_from_checkpoint=_checkpoint(args))
+        if number == len(found) - 1:
+            made.save_model(options.training.output_dir)
+            if options.training.push_to_hub:
+                made.push_to_hub(dataset_name=options.data.dataset_name)
+            made.accelerator.print(f"result: {options.training.output_dir}")
+        made.end()
+        model, config = made.model, None
+    PartialState().destroy_process_group()
+
+
+def stages(options: Options) -> Iterator[Any]:
+    """
+    The arguments of each stage. With several, each has a folder of its own for its checkpoints.
+
+    Raises:
+        ValueError: an unknown stage, or a setting of one that is unknown or wrong.
+    """
+    given, training = options.run.stages, options.training
+    if given is None:
+        yield training
+        return
+    if not given:
+        raise ValueError(f"stages={given!r}: name at least one of {', '.join(Stage.__args__)}")  # type: ignore[attr-defined]
+    names = {f.name for f in dataclasses.fields(training) if f.init}
+    for name, own in (given if isinstance(given, dict) else dict.fromkeys(given)).items():
+        if name not in Stage.__args__:  # type: ignore[attr-defined]
+            raise ValueError(one_of("stages", name, Stage.__args__))  # type: ignore[attr-defined]
+        own = {} if own is None else own
+        if not isinstance(own, dict):
+            raise ValueError(f"stages.{name}={own!r}: must be a mapping of settings")
+        for key in own:
+            if key not in names:
+                raise ValueError(unknown_key(f"stages.{name}.{key}", names))
+        settings = {key: getattr(training, key) for key in names}
+        folder = str(Path(str(training.output_dir)) / name)
+        try:
+            yield type(training)(**{**settings, "output_dir": folder, **own, "training_stage": name})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"stages.{name}: {one_line(error)}") from error
+
+
+def load_datasets(options: Options) -> tuple[Dataset, Dataset | None]:
+    """The training split, and the test split if the trainer evaluates."""
+    data, training = options.data, options.training
+    if data.dataset_name is None:
+        raise ValueError("dataset_name=None: name a file, a folder or a data set")
+    source: Any = data.dataset_name
+    if data.dataset_config is not None:
+        source = {"path": data.dataset_name, "name": data.dataset_config}
+    formats = SUPERVISED if hasattr(training, "assistant_only_loss") else PREFERENCES
+    label = getattr(training, "label_column", None)
+    found = [load_data(source, "dataset_name", label, data.dataset_train_split, formats)]
+    if training.eval_strategy != "no":
+        found.append(load_data(source, "dataset_name", label, data.dataset_test_split, formats))
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def load_model(options: Options) -> Any:
+    """The model with its weights; a quantized one is placed on this process's device."""
+    model, quantization = options.model, get_quantization_config(options.model)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            _name(options), revision=model.model_revision, dtype=model.dtype,
+            attn_implementation=model.attn_implementation, quantization_config=quantization,
+            device_map={"": PartialState().device} if quantization is not None else None,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model_name_or_path={_name(options)!r}: {one_line(error)}") from error
+
+
+def adapts(options: Options, model: Any) -> bool:
+    """Whether the training is of a MoE-LoRA adapter."""
+    chosen = options.run.use_peft
+    return not native_routers(model) if chosen is None else chosen
+
+
+def print_plan(options: Options) -> None:
+    """Steps, tokens, parameters and memory of every stage, found without loading weights."""
+    found = list(stages(options))
+    data, _ = load_datasets(options)
+    tokenizer = _tokenizer(options)
+    try:
+        config = AutoConfig.from_pretrained(_name(options), revision=options.model.model_revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model_name_or_path={_name(options)!r}: {one_line(error)}") from error
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    table = Table("stage", title=f"{_name(options)}: {len(data):,} examples")
+    for column in ("steps", "tokens", "trainable parameters", "memory, about"):
+        table.add_column(column, justify="right")
+    base, whole = model.num_parameters(), model
+    if adapts(options, model):
+        with torch.device("meta"):
+            whole = get_peft_model(model, options.adapter_config())
+    quantization = {"load_in_4bit": options.model.load_in_4bit, "load_in_8bit": options.model.load_in_8bit}
+    for args in found:
+        rows, length = rows_and_length(data, tokenizer, args)
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
+        steps = args.max_steps if args.max_steps > 0 else max(1, round(args.num_train_epochs * -(-rows // batch)))
+        freeze_for_stage(whole, router_parameters(whole), args.training_stage, "sft")
+        trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+        memory = memory_bytes(
+            model, args, length, sum(p.numel() for p in whole.parameters()) - base, trainable,
+            half=bool(args.bf16 or args.fp16), dtype=options.model.dtype or "auto", quantization=quantization,
+        )  # fmt: skip
+        cells = (f"{steps:,}", f"{round(steps * batch * length):,}", f"{trainable:,}", f"{memory / 2**30:.2f} GiB")
+        table.add_row(args.training_stage, *cells)
+    console = Console()
+    console.print(table)
+    for args in found:
+        console.print(f"{args.training_stage}: {training_line(args)}", highlight=False, soft_wrap=True)
+    console.print(f"model: {model_size(whole)}", highlight=False, soft_wrap=True)
+    console.print(f"result: {options.training.output_dir}", highlight=False, soft_wrap=True)
+
+
+def _name(options: Options) -> str:
+    name = options.model.model_name_or_path
+    if name is None:
+        raise ValueError("model_name_or_path=None: name a model folder or a model of the hub")
+    return name
+
+
+def _tokenizer(options: Options) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(_name(options), revision=options.model.model_revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model_name_or_path={_name(options)!r}: no tokenizer: {one_line(error)}") from error
+
+
+def _checkpoint(args: Any) -> str | None:
+    """Where a stage goes on: `resume_from_checkpoint` is a checkpoint's folder, or true for the stage's last one."""
+    given = args.resume_from_checkpoint
+    if str(given).lower() not in ("true", "1"):
+        return given
+    return get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None

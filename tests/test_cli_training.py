@@ -1,0 +1,237 @@
+"""`moe-peft sft` and `moe-peft dpo`: what a user types, against the same training in Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import tiny_llama
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, PeftConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, set_seed
+from upit_case import rows
+
+from moe_peft import MoELoraConfig
+from moe_peft.cli import main
+from moe_peft.cli.sft import parser
+from moe_peft.models.view import adapter_layers
+from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.training import MoESFTConfig, MoESFTTrainer
+
+ADAPTER = {"num_experts": 6, "top_k": 2, "r": 4, "lora_alpha": 8}
+SETTINGS = {
+    "per_device_train_batch_size": 4, "learning_rate": 5e-3, "max_steps": 6, "bf16": False, "use_cpu": True,
+    "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True, "save_steps": 3, "logging_steps": 1,
+}  # fmt: skip
+MASKS = {"a": [1, 1, 0, 0, 0, 0], "b": [0, 0, 1, 1, 0, 0], "c": [0, 0, 0, 0, 1, 1]}
+MAPS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    """Base model, data, and the settings of a run."""
+    folder = tmp_path_factory.mktemp("case")
+    tiny_llama(vocab=128).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows(24))))
+    pairs = [{"prompt": f"w{i + 3}", "chosen": f" w{i + 4} w5", "rejected": f" w{i + 9} w7"} for i in range(12)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    return {
+        "model_name_or_path": str(folder / "base"), "dataset_name": str(folder / "train.jsonl"), **ADAPTER, **SETTINGS
+    }  # fmt: skip
+
+
+def run(command: str, folder: Path, settings: dict, *flags: str) -> Path:
+    (folder / "run.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "out"), **settings}, sort_keys=False))
+    main([command, "--config", str(folder / "run.yaml"), *flags])
+    return folder / "out"
+
+
+def refused(command: str, folder: Path, settings: dict, *flags: str, capsys: pytest.CaptureFixture) -> str:
+    with pytest.raises(SystemExit) as end:
+        run(command, folder, settings, *flags)
+    assert end.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and not (folder / "out").exists()
+    return lines[0]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_the_command_trains_what_python_trains(case, tokenizer, tmp_path):
+    out = run("sft", tmp_path, case, "--learning_rate", "1e-2", "--router-z-loss-coef", "0.001")
+    args = MoESFTConfig(
+        output_dir=str(tmp_path / "python"), **{**SETTINGS, "learning_rate": 1e-2}, router_z_loss_coef=0.001
+    )
+    base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"], dtype=torch.float32)
+    data = Dataset.from_list(rows(24))
+    set_seed(args.seed)
+    config = MoELoraConfig(task_type="CAUSAL_LM", **ADAPTER)
+    trainer = MoESFTTrainer(base, args, train_dataset=data, processing_class=tokenizer, peft_config=config)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "python"))
+    ours, theirs = weights(out), weights(tmp_path / "python")
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=0)
+    config = PeftConfig.from_pretrained(out)
+    assert (config.num_experts, config.top_k, config.r, config.lora_alpha) == (6, 2, 4, 8)
+    log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert log[0]["learning_rate"] == 1e-2 and "router_z_loss" in log[0]
+    assert AutoPeftModelForCausalLM.from_pretrained(out)(input_ids=torch.tensor([[3, 4]])).logits.isfinite().all()
+
+
+def test_two_stages_from_one_file(case, tmp_path):
+    """Routers alone, with their own rate; then all but the routers."""
+    stages = {"routers": {"learning_rate": 5e-2, "max_steps": 12, "save_steps": 12}, "rest": None}
+    out = run("sft", tmp_path, {**case, "label_column": "domain", "expert_map": MASKS, "stages": stages})
+    routers, end = weights(out / "routers" / "checkpoint-12"), weights(out)
+    assert routers.keys() == end.keys()
+    for name, value in routers.items():
+        of_router = "router" in name
+        assert torch.equal(end[name], value) == of_router, name
+        if name.endswith("moe_lora_B.up_proj"):
+            assert not value.any()  # the first stage left the experts alone
+    for stage, step, rate in (("routers", 12, 5e-2), ("rest", 6, 5e-3)):
+        log = json.loads((out / stage / f"checkpoint-{step}" / "trainer_state.json").read_text())["log_history"]
+        assert log[0]["learning_rate"] == rate
+        if stage == "routers":
+            assert log[-2]["compliance"] > log[0]["compliance"] + 0.1
+
+
+def test_stages_may_be_flags(case, tmp_path):
+    flags = ["--stages", "routers", "rest", "--label_column", "domain", "--expert_map", json.dumps(MAPS)]
+    out = run("sft", tmp_path, case, *flags)
+    assert (out / "routers" / "checkpoint-6").is_dir() and (out / "rest" / "checkpoint-6").is_dir()
+
+
+def test_hard_masks(case, tmp_path):
+    settings = {**case, "label_column": "domain", "expert_map": {"a": [0, 1], "b": [2, 3], "c": [2, 3]}}
+    out = run("sft", tmp_path, {**settings, "router_label_mask": True})
+    for name, value in weights(out).items():
+        if ".moe_lora_B." in name:
+            used = [bool(value[i].any()) for i in range(6)]
+            assert used == [True] * 4 + [False] * 2, name
+
+
+def test_resumed_is_as_never_stopped(case, tmp_path):
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    # A constant rate, so that a training of 3 steps begins like one of 6.
+    settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}
+    settings["stages"] = ["routers", "rest"]
+    first = {**settings, "stages": {"routers": None, "rest": {"max_steps": 3}}}
+    out = run("sft", tmp_path / "stopped", first)  # as if killed after the third step of the second stage
+    assert run("sft", tmp_path / "stopped", settings, "--resume_from_checkpoint", "true") == out
+    whole = run("sft", tmp_path / "whole", settings)
+    assert weights(whole).keys() == weights(out).keys()
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(out)[name], value, rtol=0, atol=0)
+
+
+def test_a_native_moe_trains_all_its_weights(case, tmp_path):
+    moe = upcycle(case["model_name_or_path"], tmp_path / "moe", UpcycleConfig(num_experts=4, top_k=2))
+    own = {key: value for key, value in case.items() if key not in ADAPTER}
+    before = AutoModelForCausalLM.from_pretrained(moe).state_dict()
+    out = run("sft", tmp_path, {**own, "model_name_or_path": str(moe)})
+    after = AutoModelForCausalLM.from_pretrained(out)
+    assert after.config.model_type == "mixtral"
+    changed = {name for name, value in after.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == before.keys()
+
+
+def test_attention_experts_and_patterns(case, tmp_path):
+    own = {"target_modules": ["mlp", "q_proj", "v_proj"], "num_experts_pattern": {"[qv]_proj": 1}}
+    out = run("sft", tmp_path, {**case, **own})
+    model = AutoPeftModelForCausalLM.from_pretrained(out)
+    assert len(adapter_layers(model)) == 2
+    names = {name.split(".moe_lora")[0].rsplit(".", 1)[-1] for name in weights(out)}
+    assert {"mlp", "q_proj", "v_proj"} <= names
+
+
+def test_quantized_base(case, tmp_path):
+    out = run("sft", tmp_path, {**case, "load_in_4bit": True, "max_steps": 2})
+    assert any(value.any() for name, value in weights(out).items() if ".moe_lora_B." in name)
+
+
+def test_evaluation_on_a_split(case, tmp_path):
+    (tmp_path / "data").mkdir()
+    for split, offset in (("train", 0), ("test", 5)):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(12, offset))))
+    own = {"dataset_name": str(tmp_path / "data"), "eval_strategy": "steps", "eval_steps": 3}
+    out = run("sft", tmp_path, {**case, **own})
+    log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert sum("eval_loss" in record for record in log) == 2
+
+
+def test_dpo(case, tmp_path):
+    own = {"dataset_name": case["dataset_name"].replace("train.jsonl", "pairs.jsonl"), "router_aux_loss_coef": 0.5}
+    out = run("dpo", tmp_path, {**case, **own})
+    log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert "rewards/margins" in log[0] and "aux_loss" in log[0]
+    assert PeftConfig.from_pretrained(out).router_aux_loss_coef == 0.5
+
+
+def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
+    stages = {"routers": {"learning_rate": 1e-2}, "rest": None}
+    own = {"label_column": "domain", "expert_map": MAPS, "stages": stages, "max_steps": -1, "num_train_epochs": 2}
+    out = run("sft", tmp_path, {**case, **own}, "--dry-run")
+    printed = capsys.readouterr().out
+    routers, experts = 2 * 6 * 64, 2 * 6 * 4 * 3 * (64 + 128)
+    for number in (f"{routers:,}", f"{experts:,}", "12", "learning rate 0.01", "FLOP per token"):
+        assert number in printed, number
+    assert not out.exists()
+    base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"])
+    model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM", **ADAPTER))
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == routers + experts
+
+
+@pytest.mark.parametrize("own, message", [
+    ({"num_expert": 4}, "num_expert: unknown key; did you mean 'num_experts'?"),
+    ({"num_experts": "four"}, "num_experts='four': must be int"),
+    ({"num_experts": [4]}, r"num_experts=[4]: must be a single value"),
+    ({"use_cpu": "maybe"}, "use_cpu='maybe'"),
+    ({"mixing": "both"}, "mixing='both'"),
+    ({"top_k": 9}, "top_k=9: use at most the number of experts (6)"),
+    ({"stages": ["router"]}, "stages='router': must be one of joint, routers, rest"),
+    ({"stages": []}, "stages=[]: name at least one of"),
+    ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),
+    ({"dataset_name": None}, "dataset_name=None: name a file"),
+    ({"dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl': no such file"),
+    ({"model_name_or_path": "no/such/model"}, "model_name_or_path='no/such/model':"),
+    ({"model_name_or_path": None}, "model_name_or_path=None: name a model folder"),
+    ({"label_column": "topic", "expert_map": MAPS}, "label_column='topic': dataset_name has only"),
+    ({"load_in_4bit": True, "load_in_8bit": True}, "8 bit and 4 bit precision"),
+])  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(own, message, case, tmp_path, capsys):
+    assert message in refused("sft", tmp_path, {**case, **own}, capsys=capsys)
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--num_expert", "4"], "--num_expert: unknown key; did you mean '--num_experts'?"),
+    (["--learning_rat", "1"], "--learning_rat: unknown key; did you mean '--learning_rate'?"),
+    (["--num_experts", "four"], "--num_experts"),
+    (["--expert_map", "a=0"], "must be JSON"),
+])  # fmt: skip
+def test_wrong_flags_too(flags, message, case, tmp_path, capsys):
+    assert message in refused("sft", tmp_path, case, *flags, capsys=capsys)
+
+
+def test_data_of_the_other_kind_is_refused(case, tmp_path, capsys):
+    assert "needs chosen and rejected" in refused("dpo", tmp_path, case, capsys=capsys)
+
+
+def test_flags_go_before_the_file_and_all_fields_are_flags(case, tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**case, "output_dir": "out", "learning_rate": "3e-4"}))
+    options = parser("moe-peft sft").parse_args(["--config", str(tmp_path / "run.yaml"), "--top-k", "1"])
+    assert options.adapter["top_k"] == 1 and options.adapter["num_experts"] == 6
+    assert options.training.learning_rate == 3e-4
+    fields = {f for f in MoELoraConfig.__dataclass_fields__ if f not in PeftConfig.__dataclass_fields__}
+    assert fields - {"router_aux_loss_coef"} == options.adapter.keys()
+    assert options.adapter_config() == MoELoraConfig(task_type="CAUSAL_LM", **{**ADAPTER, "top_k": 1})

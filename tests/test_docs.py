@@ -33,12 +33,14 @@ PRINTED = {
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "logits differ by",
     "steering.md": "'compliance'",
+    "training.md": "FLOP per token",
     "upit.md": "router_init",
 }
 WRITTEN = {
     "adapter.md": "lora-prose-again/adapter_model.safetensors",
     "native-checkpoints.md": "exported/model.safetensors",
     "routers.md": "routing/load.png",
+    "training.md": "labels/adapter_model.safetensors",
     "upit.md": "upit/adapter/adapter_model.safetensors",
 }
 # A process that has imported what takes long, and of which every page gets a copy. It has not imported `moe_peft`: each

@@ -97,3 +97,57 @@ def test_two_processes_give_the_gradients_of_one(kind: str, mixing: str, folder:
     assert got.keys() == want.keys()
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# --- the updates of experts that are trained at once ----------------------------------------------------------------
+
+
+def own_updates(own: torch.nn.Module, average: bool) -> dict[str, torch.Tensor]:
+    """Two AdamW steps of experts with 2, 1, 0 and 2 steps of their own, clipped by each expert's own norm."""
+    from transformers import TrainingArguments
+    from transformers.trainer_callback import TrainerControl, TrainerState
+
+    from moe_peft.upit.own_updates import OwnUpdates
+
+    trained = [p for p in own.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, eps=1e-4)
+    callback = OwnUpdates([2, 1, 0, 2], 1e-2)
+    given = (TrainingArguments(output_dir="unused", use_cpu=True), TrainerState(), TrainerControl())
+    callback.on_train_begin(*given, model=own)
+    for step in range(2):
+        given[1].global_step = step
+        optimizer.zero_grad()
+        for rank in range(WORLD) if average else [dist.get_rank()]:
+            (own(**batch(rank)).loss / (WORLD if average else 1)).backward()
+        callback.on_pre_optimizer_step(*given)
+        optimizer.step()
+        callback.on_optimizer_step(*given)
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in own.named_parameters()}
+
+
+def run_own_updates(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    own, mesh = model("output"), init_device_mesh("cpu", (WORLD,))
+    for layer in own.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    found = own_updates(fully_shard(own, mesh=mesh), average=False)
+    if rank == 0:
+        torch.save(found, Path(folder) / "own-updates.pt")
+    dist.destroy_process_group()
+
+
+def test_own_updates_of_experts_under_fsdp2(tmp_path):
+    before = {n: p.detach().clone() for n, p in model("output").named_parameters()}
+    one = own_updates(model("output"), average=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(run_own_updates, (port, str(tmp_path)), nprocs=WORLD)
+    sharded = torch.load(tmp_path / "own-updates.pt")
+    assert sharded.keys() == one.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(sharded[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        if "moe_lora_" in name:
+            assert torch.equal(value[2], before[name][2]) and not torch.equal(value[0], before[name][0])

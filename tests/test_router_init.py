@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, softplus
 from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
-from moe_peft import force_experts, lora_to_moe
+from moe_peft import MoELoraConfig, force_experts, lora_to_moe
 from moe_peft.training.scoring import example_losses
 from moe_peft.upit.buckets import expert_batches
 from moe_peft.upit.objectives import routing_loss
@@ -246,12 +246,8 @@ def test_weights_after_stage_3_are_those_of_separate_trainings(mixing, objective
     for optimizer in reference.optimizers:
         optimizer.param_groups[0]["eps"] = 1e-3  # so that rounding is not blown up where gradients are tiny
     trainer = make_trainer(loras, tokenizer, tmp_path / "data")
-    labels = ["a", "b", "a", "b", "c", "a", "b", "a", "b", "c", "a", "b"]
-    data = trainer.train_dataset.remove_columns("domain").add_column("domain", labels)
-    result = init_router(
-        model, data, args, tokenizer, objective=objective, alpha=0.3, buckets="label", label_column="domain",
-        expert_map={"a": [2], "b": [0], "c": [1]},
-    )  # fmt: skip
+    data = trainer.train_dataset.remove_columns("domain").add_column("domain", LABELS)
+    result = init_router(model, data, args, tokenizer, objective=objective, alpha=0.3, **UNEVEN)
     assert [len(bucket) for bucket in result.buckets] == [5, 2, 5, 0]
     size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     batches = [expert_batches(bucket, 3, size, args.seed + i) for i, bucket in enumerate(result.buckets)]
@@ -261,6 +257,67 @@ def test_weights_after_stage_3_are_those_of_separate_trainings(mixing, objective
     untrained = PeftModel.from_pretrained(tiny_llama(), loras[3]).state_dict()
     if objective == "positive":  # the expert without examples
         torch.testing.assert_close(reference.models[3].state_dict(), untrained, rtol=0, atol=0)
+
+
+LABELS = ["a", "b", "a", "b", "c", "a", "b", "a", "b", "c", "a", "b"]
+UNEVEN = {"buckets": "label", "label_column": "domain", "expert_map": {"a": [2], "b": [0], "c": [1]}}  # 5, 2, 5 and 0
+
+
+def uneven_rows():
+    return Dataset.from_list([{**row, "domain": label} for row, label in zip(rows(12), LABELS, strict=True)])
+
+
+def test_routers_with_a_row_for_each_expert_train_alike(loras, tokenizer, tmp_path):
+    """Under forced routing they have the same logits, so the same updates, clipping and decay included."""
+    own = {"max_grad_norm": 0.5, "weight_decay": 0.1, "lr_scheduler_type": "constant", "num_train_epochs": 3}
+    found = {}
+    for router in ("linear", "sigmoid", "top_p", "threshold", "switch", "soft"):
+        settings = {"router_type": router, **({"router_threshold": 0.3} if router in ("top_p", "threshold") else {})}
+        model = moe(loras, "projection", **settings)
+        before = {name: p.clone() for name, p in model.named_parameters() if "moe_lora_" in name}
+        args = arguments(tmp_path / router, per_device_train_batch_size=2, **own)
+        init_router(model, uneven_rows(), args, tokenizer, **UNEVEN)
+        found[router] = {name: p.detach() for name, p in model.named_parameters() if "moe_lora_" in name}
+        for name, value in found[router].items():
+            assert torch.equal(value[3], before[name][3]) and not torch.equal(value[0], before[name][0])
+    for router, values in found.items():
+        for name, value in values.items():
+            torch.testing.assert_close(value, found["linear"][name], rtol=1e-5, atol=1e-7, msg=f"{router} {name}")
+
+
+def test_what_belongs_to_no_single_expert_trains_too(tokenizer, tmp_path):
+    """A LoRA beside the experts is trained by all of them; experts that only one layer has are left alone."""
+    torch.manual_seed(0)
+    patterns = {"q_proj": 1, "layers.1.mlp": 6}
+    config = MoELoraConfig(
+        num_experts=4, r=2, target_modules=["mlp", "q_proj"], num_experts_pattern=patterns, init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = get_peft_model(tiny_llama(), config)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    args = arguments(tmp_path, per_device_train_batch_size=2, num_train_epochs=3, weight_decay=0.1)
+    init_router(model, uneven_rows(), args, tokenizer, **UNEVEN)
+    for name, value in model.named_parameters():
+        if "q_proj.moe_lora" in name:
+            assert not torch.equal(value, before[name]), name
+        if "layers.1.mlp.moe_lora" in name:
+            assert torch.equal(value[3:], before[name][3:]) and not torch.equal(value[:3], before[name][:3]), name
+
+
+@pytest.mark.parametrize("own, message", [
+    ({"max_steps": 50}, "max_steps=50, num_train_epochs=3: set num_train_epochs to a whole number"),
+    ({"num_train_epochs": 0.5}, "num_train_epochs=0.5: set num_train_epochs to a whole number"),
+    ({"optim": "adafactor"}, "optim='adafactor': mixes the experts of a tensor; use adamw_torch"),
+])  # fmt: skip
+def test_settings_that_have_no_meaning_here_are_refused(own, message, loras, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        init_router(moe(loras), Dataset.from_list(rows(12)), arguments(tmp_path, **own), tokenizer)
+
+
+def test_routers_without_parameters_are_refused(tokenizer, tmp_path):
+    model = get_peft_model(tiny_llama(), MoELoraConfig(num_experts=4, router_type="locmoe", task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="these routers have no parameters to initialise"):
+        init_router(model, Dataset.from_list(rows(12)), arguments(tmp_path), tokenizer)
 
 
 def test_an_expert_moves_as_far_as_in_its_own_training(loras, tokenizer, tmp_path):

@@ -34,8 +34,8 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
     """
     The stages of a run that train.
 
-    Steps are exact unless packing or truncation to `max_length` changes the number of rows; tokens come from the mean
-    length of up to 500 rows.
+    Steps are exact unless packing or truncation to `max_length` changes the number of rows, or stage 3's buckets differ
+    in size; tokens come from the mean length of up to 500 rows.
 
     Raises:
         ValueError: the recipe, its base or its data do not fit together.

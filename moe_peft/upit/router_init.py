@@ -32,7 +32,7 @@ from ..training.labels import RowCollator
 from ..training.scoring import example_losses
 from .buckets import Buckets, expert_batches, fill_buckets
 from .objectives import OBJECTIVES, routing_loss
-from .own_updates import OwnUpdates
+from .own_updates import OwnUpdates, refuse_optimizer
 
 _COLUMNS = ("expert", "batch_size")  # of each row: its expert, and the rows of the expert's batch (0: a filler)
 
@@ -186,8 +186,16 @@ def init_router(
         raise ValueError(
             "router_init: packing and padding_free must be off, because every example has an expert of its own"
         )
+    if args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs) or args.num_train_epochs < 1:
+        raise ValueError(
+            f"router_init: max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: set "
+            "num_train_epochs to a whole number of passes of each expert over its bucket, and leave max_steps out"
+        )
+    refuse_optimizer(args)
     num_experts = min(n for n, _ in router_sizes(model, "router_init"))
     routers = router_parameters(model)
+    if not routers:
+        raise ValueError("router_init: these routers have no parameters to initialise; use another router_type")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in routers or (train_experts and "moe_lora_" in name))
     set_seed(args.seed)
@@ -212,10 +220,10 @@ def init_router(
         label_column=label_column,
         expert_map=expert_map,
     )
-    rows, epochs = step_rows(trainer.args), max(1, round(args.num_train_epochs))
+    rows, epochs = step_rows(trainer.args), int(args.num_train_epochs)
     batches = [expert_batches(bucket, epochs, rows, args.seed + i) for i, bucket in enumerate(found)]
     trainer.set_batches(batches)
-    trainer.add_callback(OwnUpdates(model, [len(own) for own in batches], args.max_grad_norm))
+    trainer.add_callback(OwnUpdates([len(own) for own in batches], args.max_grad_norm))
     trainer.args.max_grad_norm = 0.0  # `OwnUpdates` clips
     return RouterInit(found, perplexity, train(trainer))
 

@@ -201,6 +201,11 @@ class RouterInit(TrainingStage):
             labels = self.context.train_data[r.data.label_column]
             rule.fill(Seeds(len(labels), r.num_experts, self.seed, labels=labels, expert_map=r.router_init.expert_map))
 
+    def settings(self) -> dict[str, Any]:
+        found = super().settings()
+        found.pop("within_budget")  # decides stage 4's share only
+        return found
+
     def seed_data(self) -> Dataset:
         """The seed set."""
         data = self.context.train_data

@@ -27,9 +27,8 @@ _INCIDENTAL = {
     "report_to", "run_name", "project", "trackio_space_id", "log_level", "log_level_replica", "log_on_each_node",
     "logging_dir", "logging_strategy", "logging_first_step", "logging_steps", "logging_nan_inf_filter", "disable_tqdm",
     "include_num_input_tokens_seen", "include_tokens_per_second", "skip_memory_metrics", "save_steps",
-    "save_on_each_node", "dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory",
-    "dataloader_persistent_workers", "dataloader_prefetch_factor", "torch_empty_cache_steps", "hub_model_id",
-    "hub_token", "hub_private_repo",
+    "save_on_each_node", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+    "torch_empty_cache_steps", "ddp_timeout", "hub_model_id", "hub_token", "hub_private_repo",
 }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def compare_losses(means: dict[str, float]) -> str:
         verdict = f"UpIT does not win: its mean loss, {means['UpIT']:.3f}, is {gap:.3f} above {best}'s"
     return (
         f"{verdict}. The base model has {means['base']:.3f}. This is one run with one seed; "
-        "benchmarks/results/upit_study.md compares the methods over five."
+        "docs/studies.md says what is known with more."
     )
 
 

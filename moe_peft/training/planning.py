@@ -54,7 +54,7 @@ def rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFT
 
 def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> int:
     """
-    Tokens of a row, before truncation, in the formats that TRL takes.
+    Tokens of a row, before truncation, in the formats that TRL takes; of a preference, those of both answers.
 
     Raises:
         ValueError: a row of no known format.
@@ -62,15 +62,21 @@ def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> int:
     if "input_ids" in row:
         return len(row["input_ids"])
     if "messages" in row:
-        return len(tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"])
+        return _tokens(tokenizer, row["messages"])
+    if "chosen" in row and "rejected" in row:
+        prompt = row.get("prompt", type(row["chosen"])())
+        return _tokens(tokenizer, prompt + row["chosen"]) + _tokens(tokenizer, prompt + row["rejected"])
     if "prompt" in row and "completion" in row:
-        whole = row["prompt"] + row["completion"]
-        if isinstance(whole, list):
-            return len(tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"])
-        return len(tokenizer(whole)["input_ids"]) + 1  # TRL adds the end
+        return _tokens(tokenizer, row["prompt"] + row["completion"])
     if "text" in row:
-        return len(tokenizer(row["text"])["input_ids"]) + 1
+        return _tokens(tokenizer, row["text"])
     raise ValueError(f"data.train: columns {sorted(row)}: needs messages, or prompt and completion, or text")
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, whole: str | list[dict[str, str]]) -> int:
+    if isinstance(whole, list):
+        return len(tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"])
+    return len(tokenizer(whole)["input_ids"]) + 1  # TRL adds the end
 
 
 def training_line(args: SFTConfig) -> str:

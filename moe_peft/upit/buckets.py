@@ -88,7 +88,10 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
         raise ValueError(f"perplexity_buckets: capacity={capacity}: must be at least 1")
     if perplexity_SN.isnan().any():
         bad = perplexity_SN.isnan().any(1).nonzero().flatten().tolist()
-        raise ValueError(f"perplexity_buckets: no perplexity for examples {bad[:5]}; they have no token to score")
+        raise ValueError(
+            f"perplexity_buckets: no perplexity for examples {bad[:5]}; they have no token to "
+            "score, or their loss is not a number"
+        )
     buckets: Buckets = [[] for _ in range(n)]
     for example, ranking in enumerate(perplexity_SN.argsort(dim=1, stable=True).tolist()):
         expert = next((i for i in ranking if len(buckets[i]) < capacity), None)

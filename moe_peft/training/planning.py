@@ -46,7 +46,7 @@ def rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFT
     limit = args.max_length or float("inf")
     lengths = [row_tokens(tokenizer, data[i]) for i in range(0, len(data), stride)]
     mean = sum(min(length, limit) for length in lengths) / len(lengths)
-    if args.packing and args.max_length:
+    if getattr(args, "packing", False) and args.max_length:
         whole = len(data) * sum(lengths) / len(lengths)
         return max(1, round(whole / args.max_length)), float(args.max_length)
     return len(data), mean

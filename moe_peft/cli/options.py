@@ -102,13 +102,18 @@ class TrainingParser(TrlParser):
     """
 
     def __init__(self, config: type, **own: Any) -> None:
+        self.actions: dict[str, argparse.Action] = {}  # by key; of a flag and its `--no_…`, the flag
         super().__init__([ScriptArguments, config, ModelOptions, AdapterOptions, RunOptions], allow_abbrev=False, **own)
-        self.actions = {action.dest: action for action in self._actions}
         for name in (*_MAPPINGS, "expert_map"):
             if name in self.actions:
                 self.actions[name].type = _mapping
         self.actions["init_lora_weights"].type = _truth_or_word
         self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
+
+    def add_argument(self, *names: Any, **own: Any) -> Any:
+        action = super().add_argument(*names, **own)
+        self.actions.setdefault(action.dest, action)
+        return action
 
     def error(self, message: str) -> Any:
         raise ValueError(message)

@@ -156,6 +156,8 @@ def print_plan(options: Options) -> None:
         )  # fmt: skip
         cells = (f"{steps:,}", f"{round(steps * batch * length):,}", f"{trainable:,}", f"{memory / 2**30:.2f} GiB")
         table.add_row(args.training_stage, *cells)
+    if not PartialState().is_main_process:
+        return
     console = Console()
     console.print(table)
     for args in found:

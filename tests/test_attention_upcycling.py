@@ -19,7 +19,7 @@ from upit_case import run
 from moe_peft.cli import main
 from moe_peft.models.view import native_routers
 from moe_peft.native import UpcycleConfig, upcycle
-from moe_peft.routing.attention_heads import attention_weights
+from moe_peft.routing.attention_heads import attention_weights, fitting_heads
 from moe_peft.training.calibration import calibration_batches
 from moe_peft.upit import recipe_from_dict
 
@@ -78,6 +78,54 @@ def test_every_family_with_keys_of_its_own_gets_them(kind, tmp_path):
     torch.testing.assert_close(logits(made), logits(dense), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("n, split, given, m", [
+    (4, "independent", None, 8), (3, "independent", None, 2), (3, "partition", None, 1), (12, "partition", None, 4),
+    (8, "partition", 2, 2), (4, "independent", 4, 4),
+])  # fmt: skip
+def test_as_many_gates_as_the_split_has_from_as_many_heads_as_fit(n, split, given, m, tmp_path):
+    """4 heads of 16, of which 2 share a key: 8, 6, 3, 12, 8 and 8 gates for n experts of 2 parts each."""
+    dense = dense_model("llama")
+    own = {"fine_grained_split": split, "granularity": 2, "router_init": "attention", "router_num_heads": given}
+    config = UpcycleConfig(num_experts=n, top_k=2, **own)
+    made = upcycle(saved(dense, tmp_path / "dense"), tmp_path / "moe", config, calibration=BATCHES)
+    count = n if split == "partition" else 2 * n
+    for found, layer, mean in zip(gates(made), dense.model.layers, means_of(dense), strict=True):
+        query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 16, m, count)
+        expected = key[:, 0] @ query.sum(0) / (64 / m) ** 0.5
+        torch.testing.assert_close(found, expected.repeat_interleave(2 * n // count, 0), rtol=1e-4, atol=1e-5)
+        assert found.unique(dim=0).shape[0] == count
+
+
+@pytest.mark.parametrize("heads, width, n, m", [
+    (4, 16, 8, 8), (4, 16, 6, 2), (4, 15, 6, 6), (32, 128, 8, 8), (28, 128, 8, 8), (24, 128, 16, 16), (4, 5, 7, 1),
+])  # fmt: skip
+def test_the_most_heads_that_fit(heads, width, n, m):
+    assert fitting_heads(heads, width, n) == m
+    weights = torch.randn(heads * width, 8), torch.randn(heads * width), torch.randn(8)
+    for other in range(1, n + 1):
+        if other > m:
+            with pytest.raises(ValueError, match=f"num_heads={other}: must divide"):
+                attention_weights(*weights, width, other, n)
+    query, key = attention_weights(*weights, width, m, n)
+    assert query.shape == (m, heads * width // m, 8) and key.shape == (n, 1, heads * width // m)
+
+
+@pytest.mark.parametrize("settings, own, message", [
+    ({"router_init": "attention"}, {"router_weights": {0: torch.zeros(4, 32)}, "calibration": BATCHES},
+     "router_weights: router_init='attention' has no use for it"),
+    ({"router_init": "zeros"}, {"router_weights": {0: torch.zeros(4, 32)}}, "router_weights: router_init='zeros'"),
+    ({}, {"calibration": BATCHES}, "calibration: router_init='normal' has no use for it; set router_init='attention'"),
+    ({"router_num_heads": 4}, {}, "router_num_heads=4: goes with router_init='attention'"),
+    ({"router_init": "attention", "router_num_heads": 0}, {"calibration": BATCHES}, "router_num_heads=0: use a whole"),
+    ({"router_init": "attention", "router_num_heads": 2.5}, {"calibration": BATCHES}, "router_num_heads=2.5: must be"),
+])  # fmt: skip
+def test_arguments_without_a_use_are_refused(settings, own, message, tmp_path):
+    folder = saved(dense_model("llama"), tmp_path / "dense")
+    with pytest.raises(ValueError, match=f"^upcycle: {message}") as error:
+        upcycle(folder, tmp_path / "moe", UpcycleConfig(**{"num_experts": 4, **settings}), **own)
+    assert "\n" not in str(error.value)
+
+
 @torch.no_grad()
 def means_of(dense) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Mean keys and mean inputs, where a layer may have no norm before its attention: from the attention's input."""
@@ -101,7 +149,9 @@ def means_of(dense) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("kind, settings, calibration, message", [
     ("llama", {}, None, r"router_init='attention': give calibration data \(calibration=…, --calibration FILE\)"),
     ("llama", {}, [], "router_init='attention': init_attention_routers: batches: no tokens"),
-    ("llama", {"num_experts": 3}, BATCHES, "num_heads=3: must divide the attention's size 64"),
+    ("llama", {"num_experts": 3, "router_num_heads": 3}, BATCHES,
+     "router_num_heads=3: .*: must divide the attention's size 64, .* num_experts=3; try 1"),
+    ("llama", {"router_num_heads": 8}, BATCHES, "num_heads=8: a linear gate takes at most num_experts=4"),
     ("phi3", {}, BATCHES, "Phi3ForCausalLM has no attention with q_proj, k_proj and head_dim"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_and_leaves_nothing(kind, settings, calibration, message, tmp_path):
@@ -181,3 +231,12 @@ def test_recipes_with_several_models_or_stage_3_refuse_them(tokenizer, tmp_path)
     for own in ({}, {"method": "self_moe", "prepare": {}}, {"prepare": {"experts": "copies"}}):
         with pytest.raises(ValueError, match=r"moe.router_init='attention': must be another"):
             recipe_from_dict({**case, **own, "moe": moe})
+
+
+def test_recipes_refuse_independent_parts_where_stage_3_makes_their_gates(tokenizer, tmp_path):
+    case = settings_in(tmp_path, tokenizer)
+    moe = {**case["moe"], "fine_grained_split": "independent"}
+    with pytest.raises(ValueError, match=r"moe.fine_grained_split='independent': must be 'partition': stage 3 makes"):
+        recipe_from_dict({**case, "moe": {**moe, "granularity": 2}})
+    recipe_from_dict({**case, "moe": moe})
+    recipe_from_dict({**case, "moe": {**moe, "granularity": 2}, "router_init": {"buckets": "none"}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from moe_peft.models.view import native_routers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.routing.attention_heads import attention_weights, fitting_heads
 from moe_peft.training.calibration import calibration_batches
-from moe_peft.upit import recipe_from_dict
+from moe_peft.upit import ffn_stages, recipe_from_dict
 
 READABLE = [kind for kind in DENSE if kind != "phi3"]
 
@@ -179,12 +180,14 @@ def test_the_command_reads_a_data_file(tokenizer, tmp_path, capsys):
     main([
         "upcycle", "--model", folder, "--output", str(out), "--num-experts", "4", "--init", "drop",
         "--router-init", "attention", "--calibration", str(tmp_path / "data.jsonl"), "--calibration-examples", "4",
+        "--seed", "7",
     ])  # fmt: skip
     assert str(out) in capsys.readouterr().out
-    data = load_dataset("json", data_files=str(tmp_path / "data.jsonl"), split="train").select(range(4))
+    data = load_dataset("json", data_files=str(tmp_path / "data.jsonl"), split="train")
+    data = data.select(torch.randperm(5, generator=torch.Generator().manual_seed(7))[:4].tolist())
     rows = [tokenizer(text)["input_ids"] + [1] for text in data["text"]]  # TRL ends every text
     batches = [{"input_ids": torch.tensor([row])} for row in rows]
-    config = UpcycleConfig(num_experts=4, init="drop", router_init="attention")
+    config = UpcycleConfig(num_experts=4, init="drop", router_init="attention", seed=7)
     upcycle(folder, tmp_path / "again", config, calibration=batches)
     for found, expected in zip(gates(out), gates(tmp_path / "again"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
@@ -193,29 +196,54 @@ def test_the_command_reads_a_data_file(tokenizer, tmp_path, capsys):
     assert not (tmp_path / "no").exists()
 
 
-def test_calibration_takes_the_first_examples_and_limits_their_length(tokenizer, tmp_path, monkeypatch):
+def test_calibration_draws_examples_and_limits_their_length(tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": "w3 " * (i + 4)}) for i in range(20)))
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": "w3 " * (i + 1)}) for i in range(20)))
     data = load_dataset("json", data_files=str(tmp_path / "data.jsonl"), split="train")
-    batches = calibration_batches(data, tokenizer, max_examples=5, batch_size=2, max_length=6)
-    assert [len(batch["input_ids"]) for batch in batches] == [2, 2, 1]
-    lengths = [int(row.sum()) for batch in batches for row in batch["attention_mask"]]
-    assert lengths == [5, 6, 6, 6, 6]  # with the end of the text
+
+    def lengths(**own) -> list[int]:
+        batches = calibration_batches(data, tokenizer, max_examples=5, batch_size=2, **own)
+        assert [len(batch["input_ids"]) for batch in batches] == [2, 2, 1]
+        return [int(row.sum()) for batch in batches for row in batch["attention_mask"]]
+
+    for seed in (0, 3):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))[:5].tolist()
+        assert order != list(range(5))
+        assert lengths(seed=seed) == [i + 2 for i in order]  # with the end of the text
+        assert lengths(seed=seed, max_length=6) == [min(i + 2, 6) for i in order]
+    assert lengths() == lengths(seed=0)
+    assert len(calibration_batches(data, tokenizer, max_examples=50, batch_size=20)) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_an_empty_file_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text("")
+    folder = saved(dense_model("llama"), tmp_path / "dense")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([
+            "upcycle", "--model", folder, "--output", str(tmp_path / "moe"), "--num-experts", "4",
+            "--router-init", "attention", "--calibration", str(tmp_path / "data.jsonl"),
+        ])  # fmt: skip
+    error = capsys.readouterr().err.strip()
+    assert error.endswith("data.jsonl': no examples; name a split that has some") and "\n" not in error
 
 
 # --- recipes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method, own", [("upcycle_pt", {}), ("upcycle_sft", {"router_init": {"buckets": "none"}})])
-def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path):
+def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path, monkeypatch):
+    drawn = Mock(side_effect=calibration_batches)
+    monkeypatch.setattr(ffn_stages, "calibration_batches", drawn)
     case = settings_in(tmp_path, tokenizer)
     moe = {**case["moe"], "router_init": "attention", "init": "drop"}
-    case = {**case, "method": method, **own, "moe": moe, "num_train_epochs": 1}
+    case = {**case, "method": method, **own, "moe": moe, "num_train_epochs": 1, "seed": 11}
     pipeline = run(case, tmp_path / "out")
     assert (pipeline.root / "model" / "model.safetensors").exists()
     stage = stage_of(pipeline, "post_train")
-    batches = calibration_batches(pipeline.context.train_data, pipeline.context.tokenizer)
+    assert drawn.call_args.kwargs == {"seed": stage.seed} and stage.seed > 11
+    batches = calibration_batches(pipeline.context.train_data, pipeline.context.tokenizer, seed=stage.seed)
     stage.assemble(tmp_path / "moe", batches)
     source = stage.given.experts[0] if stage.given.experts else pipeline.recipe.model.name_or_path
     config = UpcycleConfig(num_experts=4, top_k=2, router_init="attention")

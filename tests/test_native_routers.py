@@ -54,6 +54,7 @@ KINDS = {
     "threshold": RouterSettings("threshold"),
     "locmoe": RouterSettings("locmoe"),
 }
+SAVING_SETS = {"architectures", "dtype", "_name_or_path", "transformers_version"}
 FOLD = ("linear", "attention", "soft", "locmoe")  # and "switch", where the family does not divide gates by their sum
 
 
@@ -382,6 +383,29 @@ def test_routers_can_be_replaced_again(first):
     assert all(p.requires_grad for p in router_parameters(model).values())
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad.abs().sum() > 0 for p in router_parameters(model).values())
+
+
+@pytest.mark.parametrize("reloaded, own", [(False, {}), (False, {"top_k": 2}), (True, {})])
+@pytest.mark.parametrize("first", ["switch", "soft", "mlp"])
+@pytest.mark.parametrize("family, normalizes", [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", True)])
+def test_a_second_replacement_goes_back_to_the_stock_gates_rule(family, normalizes, first, reloaded, own, tmp_path):
+    """The model with its own weights in a linear router again is the model of before."""
+    model = moe(family, **({} if family == "mixtral" else {"norm_topk_prob": normalizes}))
+    other = copy.deepcopy(model)
+    replace_routers(other, first, top_k=None if first == "switch" else 3)
+    if reloaded:
+        other.save_pretrained(tmp_path)
+        other = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        load_routers(other, tmp_path)
+        assert router_sizes(other, "test") == [(N, {"switch": 1, "soft": N, "mlp": 3}[first])] * 2
+    replace_routers(other, "linear", **own)
+    for gate, old in zip(native_routers(other), native_routers(model), strict=True):
+        gate.moe_router.weight.data = old.weight.data.clone()
+    torch.testing.assert_close(other(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    fold_routers(other)
+    before, after = (m.config.to_dict() for m in (model, other))
+    assert {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} <= SAVING_SETS
+    torch.testing.assert_close(other(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_gates_give_frozen_routers():

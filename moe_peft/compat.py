@@ -1,5 +1,5 @@
 """
-Every private name of peft, trl and transformers that this package overrides, calls or reads, in one place.
+Every private name of peft, trl, transformers and torch that this package overrides, calls or reads, in one place.
 
 `PRIVATE` lists them; a test looks each one up and names those that a new version has moved. `private` looks up those
 that are called by their import path.
@@ -51,6 +51,8 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     # The fused head's output, read in `training.scoring` and UpIT's router initialisation.
     "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
     "trl.trainer.utils": ("add_fused_lm_head",),
+    # Whether a layer runs under a checkpoint, in `adapter.recording`.
+    "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
 }
 
 

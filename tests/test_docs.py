@@ -54,6 +54,13 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
+def test_the_readme_counts_the_routers():
+    from moe_peft.routing import ROUTERS
+
+    word = {9: "Nine", 10: "Ten", 11: "Eleven", 12: "Twelve"}[len(ROUTERS)]
+    assert f"[{word} routers](docs/routers.md)" in README.read_text(encoding="utf-8")
+
+
 def apply_diff(diff: str, root: Path) -> None:
     """Apply a diff whose hunks have no line numbers: the text before a change must occur once in its file."""
     for change in re.split(r"^(?=--- )", diff, flags=re.MULTILINE)[1:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 
 import pytest
 import reference as reference_module
@@ -17,6 +18,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig
+from moe_peft.adapter import recording
 from moe_peft.adapter.ffn import find_layout
 from moe_peft.adapter.ffn_layer import MoELoraFFN
 from moe_peft.adapter.recording import Collection, state
@@ -168,6 +170,76 @@ def test_layers_that_run_again_under_checkpointing_get_their_own_tokens(reentran
     for name, expected in gradients[0].items():
         assert expected.abs().sum() > 0
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-6, atol=1e-8)
+
+
+def in_order(adapted, first, second):
+    (a, b) = (adapted(input_ids=ids, labels=ids).loss for ids in (first, second))
+    a.backward()
+    b.backward()
+
+
+def one_unused(adapted, first, second):
+    loss = adapted(input_ids=first, labels=first).loss
+    adapted(input_ids=second)
+    loss.backward()
+
+
+def one_token_apart(adapted, first, second):
+    second = first.clone()
+    second[0, 0] += 1
+    in_order(adapted, first, second)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("passes", [in_order, one_unused, one_token_apart])
+def test_checkpointed_passes_may_go_backward_in_any_order_or_never(passes, reentrant):
+    gradients = []
+    for checkpointed in (False, True):
+        adapted = model().train()
+        if checkpointed:
+            adapted.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            adapted.enable_input_require_grads()
+        for _ in range(2):
+            passes(adapted, IDS, IDS + 1)
+        gradients.append({n: p.grad for n, p in adapted.named_parameters() if p.requires_grad})
+    for name, expected in gradients[0].items():
+        assert expected.abs().sum() > 0
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_second_run_that_differs_by_rounding_gets_its_tokens():
+    router = make_router(16, 4, RouterSettings("hash")).train()
+    x, zeros = torch.randn(18, 16), torch.zeros(18, 16)
+    for kept, again in ((x, x * (1 + 2**-8)), (x.bfloat16(), x), (zeros, zeros), (x.log(), x.log())):
+        recording._past_passes[router] = deque([recording._Pass(IDS, recording._kept(kept))])
+        assert recording.token_ids_for(router, again) is IDS
+        assert not recording._past_passes[router]
+
+
+def test_a_second_run_without_its_first_is_refused():
+    adapted = model().train()
+    adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    adapted.enable_input_require_grads()
+    loss = adapted(input_ids=IDS, labels=IDS).loss
+    loss.backward(retain_graph=True)
+    adapted(input_ids=IDS + 1)
+    with pytest.raises(ValueError, match="router_type='hash': a layer runs again on 18 hidden states of none") as error:
+        loss.backward()
+    assert "\n" not in str(error.value)
+
+
+def test_ids_are_kept_under_checkpointing_alone_and_until_backward():
+    adapted = model().train()
+    kept = lambda: [len(recording._past_passes.get(router, ())) for router in routers(adapted)]  # noqa: E731
+    adapted(input_ids=IDS, labels=IDS).loss.backward()
+    adapted(input_ids=IDS)
+    assert kept() == [0, 0]
+    adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    adapted.enable_input_require_grads()
+    loss = adapted(input_ids=IDS, labels=IDS).loss
+    assert kept() == [1, 1]
+    loss.backward()
+    assert kept() == [0, 0]
 
 
 @pytest.mark.parametrize("own", [{}, {"packing": True, "max_length": 16}, {"padding_free": True}], ids=str)

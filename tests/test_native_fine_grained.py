@@ -182,13 +182,28 @@ def test_parts_of_a_partition_share_a_gate(dense, tmp_path):
     routers = {str(i): torch.randn(4, D) for i in range(LAYERS)}
     save_file(routers, tmp_path / "routers.safetensors")
     own = {"router_init": "given", "router_weights": str(tmp_path / "routers.safetensors")}
-    for split in ("partition", "independent"):
-        config = UpcycleConfig(4, 2, granularity=4, num_shared_experts=3, fine_grained_split=split, **own)
-        for i, block in enumerate(blocks(upcycle(dense, tmp_path / split, config))):
-            assert torch.equal(block.router, torch.stack([routers[str(i)][(j + 3) // 4] for j in range(13)]))
+    config = UpcycleConfig(4, 2, granularity=4, num_shared_experts=3, **own)
+    for i, block in enumerate(blocks(upcycle(dense, tmp_path / "given", config))):
+        assert torch.equal(block.router, torch.stack([routers[str(i)][(j + 3) // 4] for j in range(13)]))
     for block in blocks(out):
         assert block.router.unique(dim=0).shape[0] == 4
         assert all(torch.equal(block.router[j], block.router[1 + 4 * ((j - 1) // 4)]) for j in range(1, 13))
+
+
+@pytest.mark.parametrize("split", ["partition", "independent"])
+def test_given_gates_may_be_those_of_the_fine_grained_experts(split, dense, tmp_path):
+    routers = {i: torch.randn(16, D) for i in range(LAYERS)}
+    config = UpcycleConfig(4, 2, granularity=4, num_shared_experts=3, fine_grained_split=split)
+    for i, block in enumerate(blocks(upcycle(dense, tmp_path / "moe", config, routers))):
+        assert torch.equal(block.router, routers[i][3:])
+
+
+def test_independent_experts_are_not_given_the_same_gates(dense, tmp_path):
+    config = UpcycleConfig(4, 2, granularity=4, fine_grained_split="independent")
+    message = rf"layer 0 has shape \(4, {D}\); give \(16, {D}\), a gate for each .* fine_grained_split='independent'"
+    with pytest.raises(ValueError, match=message) as error:
+        upcycle(dense, tmp_path / "moe", config, {i: torch.randn(4, D) for i in range(LAYERS)})
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("split", ["partition", "independent"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_peft import allow_experts, fold_routers, force_experts, init_attention_routers, replace_routers
-from moe_peft.analysis.inspect import _load
+from moe_peft.analysis import inspect
+from moe_peft.analysis.record import record_routing
 from moe_peft.models.native_routers import CONFIG_FIELD
+from moe_peft.models.size import model_size
 from moe_peft.models.view import native_routers, router_parameters, router_sizes
 from moe_peft.native import UpcycleConfig, load_routers, upcycle
 from moe_peft.routing import ROUTERS, RouterSettings
@@ -50,6 +54,7 @@ KINDS = {
     "threshold": RouterSettings("threshold"),
     "locmoe": RouterSettings("locmoe"),
 }
+SAVING_SETS = {"architectures", "dtype", "_name_or_path", "transformers_version"}
 FOLD = ("linear", "attention", "soft", "locmoe")  # and "switch", where the family does not divide gates by their sum
 
 
@@ -302,12 +307,23 @@ def test_what_names_no_routers_or_lacks_their_weights_is_refused(tmp_path):
         load_routers(model, tmp_path / "plain")
 
 
-def test_inspect_reads_a_saved_model_with_its_routers(tokenizer, tmp_path):
-    model = with_router("mlp", vocab_size=128)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    again, _ = _load(str(tmp_path))
-    torch.testing.assert_close(again.eval()(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_reads_a_saved_model_with_its_routers(kind, tokenizer, tmp_path, monkeypatch):
+    """The size that it reports and the experts that it counts are those of the model that was saved."""
+    model = with_router(kind, vocab_size=128)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [[3 + i, 9, 17 + i, 5, 60 - i] for i in range(6)]
+    texts = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) for row in rows]
+    (tmp_path / "data.jsonl").write_text("\n".join(texts))
+    reported = {}
+    monkeypatch.setattr(inspect, "write_report", lambda *args: reported.update(args[3]) or [])  # figures take long
+    found = inspect.inspect_model(str(tmp_path / "model"), str(tmp_path / "data.jsonl"), tmp_path / "out")
+    assert reported["size"] == asdict(model_size(model))
+    ids = torch.tensor([tokenizer(json.loads(text)["text"])["input_ids"] + [1] for text in texts])
+    with record_routing(model, ["all"]) as expected, torch.no_grad():
+        model(input_ids=ids)
+    assert torch.equal(found.counts, expected.counts) and found.counts.sum() > 0
 
 
 def test_copies_and_pickles_compute_the_same():
@@ -367,6 +383,29 @@ def test_routers_can_be_replaced_again(first):
     assert all(p.requires_grad for p in router_parameters(model).values())
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad.abs().sum() > 0 for p in router_parameters(model).values())
+
+
+@pytest.mark.parametrize("reloaded, own", [(False, {}), (False, {"top_k": 2}), (True, {})])
+@pytest.mark.parametrize("first", ["switch", "soft", "mlp"])
+@pytest.mark.parametrize("family, normalizes", [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", True)])
+def test_a_second_replacement_goes_back_to_the_stock_gates_rule(family, normalizes, first, reloaded, own, tmp_path):
+    """The model with its own weights in a linear router again is the model of before."""
+    model = moe(family, **({} if family == "mixtral" else {"norm_topk_prob": normalizes}))
+    other = copy.deepcopy(model)
+    replace_routers(other, first, top_k=None if first == "switch" else 3)
+    if reloaded:
+        other.save_pretrained(tmp_path)
+        other = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        load_routers(other, tmp_path)
+        assert router_sizes(other, "test") == [(N, {"switch": 1, "soft": N, "mlp": 3}[first])] * 2
+    replace_routers(other, "linear", **own)
+    for gate, old in zip(native_routers(other), native_routers(model), strict=True):
+        gate.moe_router.weight.data = old.weight.data.clone()
+    torch.testing.assert_close(other(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    fold_routers(other)
+    before, after = (m.config.to_dict() for m in (model, other))
+    assert {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} <= SAVING_SETS
+    torch.testing.assert_close(other(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_gates_give_frozen_routers():

@@ -393,5 +393,5 @@ def test_what_cannot_be_initialised_says_so(make, batches, message):
 
 
 def test_a_linear_gate_has_one_key_per_expert():
-    with pytest.raises(ValueError, match="num_heads=8: a linear gate takes at most n=4"):
+    with pytest.raises(ValueError, match="num_heads=8: a linear gate takes at most num_experts=4"):
         init_attention_routers(adapter("linear"), BATCHES, num_heads=8)

@@ -130,7 +130,7 @@ class MoELoraLayer(BaseTunerLayer):
         if spec.num_experts == 1:
             return None
         router = self.router(adapter_name)
-        logits_TN = router(x_TD, token_ids_for(router, len(x_TD))) if router.by_token_id else router(x_TD)
+        logits_TN = router(x_TD, token_ids_for(router, x_TD)) if router.by_token_id else router(x_TD)
         if self.steering is None:
             gates_TK, experts_TK = router.choose(logits_TN, spec.top_k, spec.normalize_top_k)
         else:

@@ -13,10 +13,14 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from ..compat import private
+
+_top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 # A router's experts [T, k] and their gates [T, k]. A gate of 0 leaves an expert out; None: all gates are more than 0.
 Choice = tuple[torch.Tensor, torch.Tensor | None]
@@ -68,34 +72,74 @@ def record_choice(experts_TK: torch.Tensor, gates_TK: torch.Tensor) -> None:
 # --- token ids ------------------------------------------------------------------------------------------------------
 #
 # With gradient checkpointing, layers run again during backward, when nobody knows the batch any more. Routers that need
-# its ids therefore keep those of the last forward passes with gradients. Autograd goes through the passes of one
-# backward in reverse order, so a second run takes the most recent ids.
+# its ids therefore keep those of the last forward passes under checkpointing, with some entries of their input. A
+# second run takes the ids whose input was the same, since losses may go backward in any order, or never.
 
 _MOST_PASSES = 64  # before one backward
-_past_ids: weakref.WeakKeyDictionary[nn.Module, deque[torch.Tensor]] = weakref.WeakKeyDictionary()
+_KEPT_COLUMNS = 8  # of a router's input
+_DIFFERENCE = 0.1  # of a token's kept entries, relative: kernels may round differently in a second run
+
+
+class _Pass(NamedTuple):
+    ids: torch.Tensor  # [T] in any shape
+    input_TC: torch.Tensor  # some columns of the router's input
+
+
+_past_passes: weakref.WeakKeyDictionary[nn.Module, deque[_Pass]] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable
-def token_ids_for(router: nn.Module, count: int) -> torch.Tensor:
+def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
     """
-    The ids of the `count` tokens that a router is about to route.
+    The ids of the tokens that a router is about to route, from their hidden states [T, d].
 
     Raises:
-        ValueError: the model was not called with one id for each of these tokens.
+        ValueError: the model was not called with one id for each of these tokens, or a layer runs again during backward
+            on hidden states of no forward pass.
     """
-    collection, past = state.collection, _past_ids.setdefault(router, deque(maxlen=_MOST_PASSES))
-    if collection is None:  # the second run of a checkpointed layer
-        ids = past.pop() if past else None
-    else:
-        ids = collection.token_ids
-        if ids is not None and collection.grad_enabled and router.training:
-            past.append(ids)
+    collection, count = state.collection, len(x_TD)
+    if collection is None and router in _past_passes:
+        return _ids_of_first_run(_past_passes[router], x_TD)
+    ids = None if collection is None else collection.token_ids
     if ids is None or ids.numel() != count:
         has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"
         raise ValueError(
             f"MoELoraConfig: router_type='hash': {has} for {count} hidden states; call the whole model with input_ids, "
             "on a decoder-only model, or use another router_type"
         )
+    if collection is not None and collection.grad_enabled and router.training and _is_checkpointed():
+        past = _past_passes.setdefault(router, deque(maxlen=_MOST_PASSES))
+        past.append(_Pass(ids, _kept(x_TD)))
+    return ids
+
+
+def _is_checkpointed() -> bool:
+    """
+    Whether the layer at work may run again, in a pass with gradients: a reentrant checkpoint turns them off, another
+    one saves no tensors, by hooks.
+    """
+    return not torch.is_grad_enabled() or _top_saved_tensors_hooks(False) is not None
+
+
+def _kept(x_TD: torch.Tensor) -> torch.Tensor:
+    return x_TD.detach()[:, :_KEPT_COLUMNS].nan_to_num()
+
+
+def _ids_of_first_run(past: deque[_Pass], x_TD: torch.Tensor) -> torch.Tensor:
+    """Takes the pass whose input is nearest. This waits for the device, but in second runs alone."""
+    x_TC = _kept(x_TD).float()
+    limit_T = _DIFFERENCE * x_TC.norm(dim=1).clamp(min=1e-12)
+    alike = [place for place, other in enumerate(past) if other.input_TC.shape == x_TC.shape]
+    ratios = [((past[place].input_TC.float() - x_TC).norm(dim=1) / limit_T).max() for place in alike]
+    nearest, place = min(zip(torch.stack(ratios).tolist(), alike, strict=True)) if ratios else (2.0, 0)
+    if nearest > 1:
+        raise ValueError(
+            f"MoELoraConfig: router_type='hash': a layer runs again on {len(x_TD)} hidden states of none of the "
+            f"{len(past)} forward passes whose input_ids are kept; under gradient checkpointing, go backward once "
+            f"through a forward pass (no retain_graph) and through at most {_MOST_PASSES} together"
+        )
+    ids = past[place].ids
+    del past[place]
     return ids
 
 

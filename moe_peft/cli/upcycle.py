@@ -22,7 +22,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="data for --router-init attention: a .jsonl, .json, .csv or .parquet file, or a data set's name",
     )
     parser.add_argument(
-        "--calibration-examples", type=int, default=256, metavar="N", help="examples of it to use, from the first on"
+        "--calibration-examples", type=int, default=256, metavar="N", help="examples of it to draw, with --seed"
     )
     return parser
 
@@ -49,4 +49,4 @@ def _batches(options: argparse.Namespace) -> list[dict[str, Any]]:
         tokenizer = AutoTokenizer.from_pretrained(options.model[0])
     except OSError as error:
         raise ValueError(f"upcycle: --calibration needs the model's tokenizer: {one_line(error)}") from error
-    return calibration_batches(data, tokenizer, options.calibration_examples)
+    return calibration_batches(data, tokenizer, options.calibration_examples, seed=options.seed)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..adapter.ffn_layer import MoELoraFFN
-from ..routing.attention_heads import attention_weights
+from ..routing.attention_heads import attention_weights, fitting_heads
 from ..routing.routers import LinearRouter, Router, RouterSettings, folded_weight
 from .attention import attention_before, attention_means, is_attention, no_attention, query_weight
 from .gate import RoutedGate
@@ -84,16 +84,21 @@ def attention_gates(
 
     Args:
         dense: a dense model.
-        batches, num_heads: see `init_attention_routers`.
+        batches: see `init_attention_routers`.
         num_experts: n.
+        num_heads: m, at most n. None: the largest that fits, see `fitting_heads`.
 
     Raises:
         ValueError: the model has layers whose queries and keys cannot be read, sizes do not fit, or there is no data.
     """
-    attentions = [module for module in base_model(dense).modules() if is_attention(module)]
+    attentions: list[Any] = [module for module in base_model(dense).modules() if is_attention(module)]
     if len(attentions) != text_config(dense).num_hidden_layers:
         raise no_attention(dense)
-    sizes = [(_linear_heads(num_heads, num_experts), num_experts)] * len(attentions)
+    if num_heads is None:
+        heads = [fitting_heads(a.config.num_attention_heads, int(a.head_dim), num_experts) for a in attentions]
+    else:
+        heads = [_linear_heads(num_heads, num_experts)] * len(attentions)
+    sizes = [(m, num_experts) for m in heads]
     weights = _weights(dense, attentions, batches, sizes)
     return [folded_weight(query_MWD.double().sum(0), key_NCW.double()).cpu() for query_MWD, key_NCW in weights]
 
@@ -208,7 +213,7 @@ class _Place(NamedTuple):
 
 def _linear_heads(num_heads: int | None, n: int) -> int:
     if (num_heads or n) > n:
-        raise ValueError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most n={n} heads")
+        raise ValueError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most num_experts={n}")
     return num_heads or n
 
 

@@ -16,8 +16,8 @@ from ..routing.routers import Router
 class RoutedGate:
     """
     Mixin for the gate class of a native MoE: `moe_router` computes the logits and chooses the experts. Where that
-    router folds, the state dict has the gate's `weight` too, so that other software loads the right model from a
-    checkpoint.
+    router folds, the state dict has the gate's `weight` too, so that transformers loads the right model from a
+    checkpoint (stricter loaders may refuse the names of the router's parameters).
     """
 
     moe_router: Router

@@ -13,7 +13,9 @@ from ..routing.routers import ROUTERS, RouterSettings, make_router
 from .gate import RoutedGate, gate_rule, put_router, take_router
 from .view import base_model, native_routers, router_sizes, text_config
 
-CONFIG_FIELD = "moe_peft_router"  # of a native MoE's config: the settings of the routers in the place of its gates
+# Fields of a native MoE's config while routers are in the place of its gates: their settings, and what the gates did.
+CONFIG_FIELD = "moe_peft_router"
+STOCK_FIELD = "moe_peft_stock_gate"
 
 
 def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: int | None = None, seed: int = 0) -> None:
@@ -26,12 +28,13 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     stock gates of routers that fold; there is no stock checkpoint of a model with other routers.
 
     The config's `num_experts_per_tok` becomes what the router uses: 1 with "switch", n with "soft". With "switch",
-    gates are probabilities, so `norm_topk_prob` becomes False where the family has that field.
+    gates are probabilities, so `norm_topk_prob` becomes False where the family has that field. A later call goes back
+    to both values of the stock gates.
 
     Args:
         model: a native MoE of transformers whose gates are linear, with a softmax over the top k.
         router: a name in `ROUTERS`, or the settings of a router; its `attention_size` follows from the model.
-        top_k: experts per token; None keeps the model's.
+        top_k: experts per token; None: the stock gates'.
         seed: the seed of the random values.
 
     Raises:
@@ -47,12 +50,13 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     except ValueError as error:
         raise ValueError(f"replace_routers: {error}") from error
     config = text_config(model)
+    stock = getattr(config, STOCK_FIELD, None) or {"top_k": sizes[0][1], "normalizes": rules[0]}
     made = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for (n, own_k), normalizes in zip(sizes, rules, strict=True):
-            spec = _adapter_config(given, n, top_k or own_k, normalizes).expert_spec("", config)
-            keeps = normalizes and (spec.normalize_top_k or not hasattr(config, "norm_topk_prob"))
+        for n, _ in sizes:
+            spec = _adapter_config(given, n, top_k or stock["top_k"], stock["normalizes"]).expert_spec("", config)
+            keeps = stock["normalizes"] and (spec.normalize_top_k or not hasattr(config, "norm_topk_prob"))
             made.append((make_router(config.hidden_size, n, spec.router), spec.top_k, keeps))
     for (path, gate), (new, k, normalizes) in zip(gates.items(), made, strict=True):
         put_router(gate, new, k, normalizes, _like(model, path))
@@ -62,6 +66,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     if hasattr(config, "norm_topk_prob"):
         config.norm_topk_prob = made[0][2]
     setattr(config, CONFIG_FIELD, {name: value for name, value in asdict(given).items() if name != "attention_size"})
+    setattr(config, STOCK_FIELD, stock)
 
 
 def fold_native_routers(model: nn.Module) -> None:
@@ -78,8 +83,9 @@ def fold_native_routers(model: nn.Module) -> None:
         raise ValueError(f"fold_routers: {error}") from error
     for (path, gate), weight_ND in zip(gates.items(), weights, strict=True):
         take_router(gate, weight_ND, _like(model, path))
-    if hasattr(text_config(model), CONFIG_FIELD):
-        delattr(text_config(model), CONFIG_FIELD)
+    for name in (CONFIG_FIELD, STOCK_FIELD):
+        if hasattr(text_config(model), name):
+            delattr(text_config(model), name)
 
 
 def native_gates(model: nn.Module, caller: str) -> dict[str, Any]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import get_args, get_type_hints
 
 from .initialise import INITIALISATIONS, RouterInit, Split
 from .writing import parse_dtype, parse_size
-
-# What a field may hold, by its default's type.
-_KINDS: dict[type, tuple[type, ...]] = {
-    int: (int,), float: (float, int), bool: (bool,), str: (str,), type(None): (str, type(None)),
-}  # fmt: skip
 
 
 @dataclass
@@ -28,8 +24,8 @@ class UpcycleConfig:
             (Drop-Upcycling, appendix C.6.1).
         fine_grained_split: the neurons of a fine-grained expert. `"partition"`: the m parts of an expert are a random
             partition of the FFN. They share their initial gate, so they are chosen together at first, and the function
-            is kept. `"independent"`: every fine-grained expert has f/m random neurons of its own and a gate of its own
-            (the paper's choice); the function is kept on average only.
+            is kept. `"independent"`: every fine-grained expert has f/m random neurons of its own and a gate of its own,
+            however gates are made (the paper's choice); the function is kept on average only.
         num_shared_experts: k_s of the m·n fine-grained experts are always active, as one shared block of k_s·f/m
             random neurons. m·n - k_s experts are routed and m·top_k - k_s of them are active, so that the active width
             stays top_k·f (Drop-Upcycling, appendix C.6.2). Needs a family with a shared expert (Qwen2-MoE).
@@ -41,7 +37,10 @@ class UpcycleConfig:
             experts tie; the parts of one are then not chosen together), `"given"`, or `"attention"`: what an attention
             router folds into whose queries and keys are the dense model's (Router Upcycling, section 3.2).
         router_init_std: std, the gates' standard deviation; of `"uniform"`, U(-√3·std, √3·std).
-        router_weights: for `"given"`, a safetensors file with a tensor [n, d] per layer, named "0", "1", …
+        router_num_heads: for `"attention"`, m: routers that the attention's heads are grouped into. None: the largest
+            number that divides the number of gates and the attention's size (n itself, if it does).
+        router_weights: for `"given"`, a safetensors file with a tensor per layer, named "0", "1", …: [m·n, d], a gate
+            for each fine-grained expert, or, with the split `"partition"`, also [n, d].
         router_aux_loss_coef: coefficient of the load-balancing loss in the MoE's config (Drop-Upcycling, A.4: 0.02).
         dtype: of the weights; None keeps the model's.
         max_shard_size: of the output's files.
@@ -74,6 +73,7 @@ class UpcycleConfig:
     weight_scaling: bool = field(default=True, metadata={"help": "Keep the size of the FFN's output."})
     router_init: str = field(default="normal", metadata={"help": f"Initial gates: {', '.join(RouterInit.__args__)}."})  # type: ignore[attr-defined]
     router_init_std: float = field(default=0.02, metadata={"help": "Standard deviation of random gates."})
+    router_num_heads: int | None = field(default=None, metadata={"help": "attention: groups of heads (m)."})
     router_weights: str | None = field(default=None, metadata={"help": "Safetensors file with the given gates."})
     router_aux_loss_coef: float = field(default=0.02, metadata={"help": "Load-balancing loss coefficient."})
     dtype: str | None = field(default=None, metadata={"help": "float32, bfloat16 or float16; default: the model's."})
@@ -81,11 +81,11 @@ class UpcycleConfig:
     seed: int = field(default=0, metadata={"help": "Seed of everything random."})
 
     def __post_init__(self) -> None:
-        for own in fields(self):
-            kinds = _KINDS[type(own.default)]
-            value = getattr(self, own.name)
+        for name, hint in get_type_hints(type(self)).items():
+            kinds = {float: (float, int)}.get(hint) or get_args(hint) or (hint,)
+            value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                self._refuse(own.name, f"must be {' or '.join(kind.__name__ for kind in kinds)}")
+                self._refuse(name, f"must be {' or '.join(kind.__name__ for kind in kinds)}")
         parse_dtype(self.dtype, None, "upcycle")
         parse_size(self.max_shard_size, "upcycle")
         for name in ("num_experts", "top_k", "granularity"):
@@ -112,6 +112,15 @@ class UpcycleConfig:
             self._refuse("num_added_shared_experts", "use this or num_shared_experts")
         if (self.router_init == "given") != (self.router_weights is not None):
             self._refuse("router_weights", "goes with router_init='given'")
+        if self.router_num_heads is not None and self.router_init != "attention":
+            self._refuse("router_num_heads", "goes with router_init='attention'")
+        if self.router_num_heads is not None and self.router_num_heads < 1:
+            self._refuse("router_num_heads", "use a whole number of at least 1")
+
+    @property
+    def num_gates(self) -> int:
+        """Initial gates of a layer, before shared experts are left out: the parts of a partition have one together."""
+        return self.num_experts * (1 if self.fine_grained_split == "partition" else self.granularity)
 
     def _refuse(self, name: str, remedy: str) -> None:
         raise ValueError(f"upcycle: {name}={getattr(self, name)!r}: {remedy}")

@@ -11,7 +11,7 @@ import torch
 
 from ..models.gate import RoutedGate
 from ..models.native_routers import CONFIG_FIELD, native_gates, replace_routers
-from ..models.view import text_config
+from ..models.view import router_sizes, text_config
 from ..routing.routers import RouterSettings
 from .checkpoint import Checkpoint
 
@@ -39,7 +39,7 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
     settings = getattr(text_config(model), CONFIG_FIELD, None)
     if settings is None:
         raise ValueError(f"load_routers: {os.fspath(folder)!r}: its config names no routers; use the model as it is")
-    replace_routers(model, RouterSettings(**settings))
+    replace_routers(model, RouterSettings(**settings), top_k=router_sizes(model, "load_routers")[0][1])
     state = router_tensors(model, folder)
     for path, gate in native_gates(model, "load_routers").items():
         own = {name.removeprefix(f"{path}."): tensor for name, tensor in state.items() if name.startswith(f"{path}.")}

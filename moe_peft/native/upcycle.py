@@ -43,12 +43,13 @@ def upcycle(
             comes from the i-th (in turn, where there are fewer than experts), and all other weights are averaged.
         output_dir: a folder that does not exist yet. A killed run leaves none.
         config: see `UpcycleConfig`.
-        router_weights: layer → given gates [n, d], in place of the file that the config names.
+        router_weights: layer → given gates, in the shapes of `UpcycleConfig.router_weights` and in place of that file.
         calibration: for `router_init="attention"`, batches of `input_ids` [B, S] and, if there is padding,
             `attention_mask` [B, S]. They run through the dense model, so the gates do not depend on the experts.
 
     Raises:
-        ValueError: no family holds the models, a setting does not fit, a checkpoint is broken, or `output_dir` exists.
+        ValueError: no family holds the models, a setting does not fit, an argument has no use, a checkpoint is broken,
+            or `output_dir` exists.
     """
     config = config or UpcycleConfig()
     names = [os.fspath(models)] if isinstance(models, (str, os.PathLike)) else [os.fspath(m) for m in models]
@@ -61,6 +62,7 @@ def upcycle(
         check_same_architecture(source, sources[0], "upcycle: models")
     dense = sources[0].config
     family, moe = upcycled_config(dense, config)
+    _check_arguments(config, router_weights, calibration)
     given = router_weights if router_weights is not None else _read_routers(config)
     if config.router_init == "attention":
         given = _attention_gates(sources, config, calibration)
@@ -122,6 +124,15 @@ def check_same_architecture(model: DenseModel, other: DenseModel, what: str) -> 
             )
 
 
+def _check_arguments(config: UpcycleConfig, router_weights: Any, calibration: Any) -> None:
+    """Refuse what would be ignored."""
+    init = config.router_init
+    if init != "attention" and calibration is not None:
+        raise ValueError(f"upcycle: calibration: router_init={init!r} has no use for it; set router_init='attention'")
+    if init not in ("given", UpcycleConfig.router_init) and router_weights is not None:
+        raise ValueError(f"upcycle: router_weights: router_init={init!r} has no use for it; leave router_init out")
+
+
 def _attention_gates(
     sources: Sequence[DenseModel], config: UpcycleConfig, calibration: Iterable[Mapping[str, Any]] | None
 ) -> dict[int, torch.Tensor]:
@@ -134,9 +145,10 @@ def _attention_gates(
     if torch.accelerator.is_available():
         dense.to(torch.accelerator.current_accelerator())
     try:
-        return dict(enumerate(attention_gates(dense, calibration, config.num_experts)))
+        return dict(enumerate(attention_gates(dense, calibration, config.num_gates, config.router_num_heads)))
     except ValueError as error:
-        raise ValueError(f"upcycle: router_init='attention': {error}") from error
+        own = "" if config.router_num_heads is None else f", router_num_heads={config.router_num_heads}"
+        raise ValueError(f"upcycle: router_init='attention'{own}: {error}") from error
 
 
 def _read_routers(config: UpcycleConfig) -> dict[int, torch.Tensor] | None:

@@ -29,7 +29,7 @@ class Upcycled:
 
     Args:
         sources: dense models of one architecture.
-        routers: layer → given gates [n, d]; None draws them as the config says.
+        routers: layer → given gates [n, d] or [m·n, d]; None draws them as the config says.
 
     Raises:
         ValueError: given gates are missing in a layer, have another shape, or hold NaN or infinity.
@@ -51,14 +51,17 @@ class Upcycled:
             self._check_routers(routers)
 
     def _check_routers(self, routers: Mapping[int, torch.Tensor]) -> None:
-        dense = self.sources[0].config
+        dense, c = self.sources[0].config, self.config
+        shapes = [(n, dense.hidden_size) for n in sorted({c.num_gates, c.num_experts * c.granularity})]
+        wanted = " or ".join(map(str, shapes))
+        if c.num_gates > c.num_experts:
+            wanted += f", a gate for each fine-grained expert with fine_grained_split={c.fine_grained_split!r},"
         for layer in range(dense.num_hidden_layers):
-            shape = (self.config.num_experts, dense.hidden_size)
             if layer in routers and not routers[layer].isfinite().all():
                 raise ValueError(f"upcycle: router_weights: layer {layer} holds NaN or infinity; give other ones")
-            if layer not in routers or tuple(routers[layer].shape) != shape:
+            if layer not in routers or tuple(routers[layer].shape) not in shapes:
                 has = f"shape {tuple(routers[layer].shape)}" if layer in routers else "no tensor"
-                raise ValueError(f"upcycle: router_weights: layer {layer} has {has}; give {shape} for every layer")
+                raise ValueError(f"upcycle: router_weights: layer {layer} has {has}; give {wanted} for every layer")
 
     def backbone(self, name: str) -> torch.Tensor:
         if len(self.sources) == 1:
@@ -70,12 +73,12 @@ class Upcycled:
 
     def router(self, layer: int) -> torch.Tensor:
         c, d = self.config, self.sources[0].config.hidden_size
-        parts = c.granularity if c.fine_grained_split == "partition" else 1  # that share a gate
         if self.routers is not None:
-            weight_ND, parts = self.routers[layer], c.granularity
+            weight_ND = self.routers[layer]
         else:
-            n, generator = c.num_experts * c.granularity // parts, generator_for(c.seed, layer, "router")
-            weight_ND = router_weight(c.router_init, n, d, generator, c.router_init_std)  # type: ignore[arg-type]
+            generator = generator_for(c.seed, layer, "router")
+            weight_ND = router_weight(c.router_init, c.num_gates, d, generator, c.router_init_std)  # type: ignore[arg-type]
+        parts = c.num_experts * c.granularity // len(weight_ND)
         return weight_ND.repeat_interleave(parts, dim=0)[c.num_shared_experts :]
 
     def experts(self, layer: int) -> Iterator[FFN]:

@@ -37,11 +37,11 @@ def attention_weights(
             entries.
     """
     heads, (size, d) = weight_HD.shape[0] // head_dim, weight_HD.shape
-    parts = m // math.gcd(heads, m)
+    parts = _parts_of_a_head(heads, m)
     if head_dim % parts or max(m, n) % min(m, n):
         raise ValueError(
             f"init_attention_routers: num_heads={m}: must divide the attention's size {size}, and divide, or be a "
-            f"multiple of, the {n} experts"
+            f"multiple of, num_experts={n}; try {fitting_heads(heads, head_dim, n)}"
         )
     key_heads = mean_keys_K.numel() // head_dim
     keys_PW = mean_keys_K.view(key_heads, head_dim).repeat_interleave(heads // key_heads, dim=0)
@@ -55,6 +55,17 @@ def attention_weights(
     chosen = torch.tensor(groups)
     key_GW = share_keys(keys_PW[chosen].flatten(1), mean_queries_PW[chosen].flatten(1))
     return query_MWD, key_GW.view(n, max(1, m // n), -1)
+
+
+def fitting_heads(heads: int, head_dim: int, n: int) -> int:
+    """The largest number of routers, at most n, that n experts and `heads` heads of width `head_dim` can be given."""
+    fits = (m for m in range(n, 0, -1) if n % m == 0 and head_dim % _parts_of_a_head(heads, m) == 0)
+    return next(fits)  # 1, if no other
+
+
+def _parts_of_a_head(heads: int, m: int) -> int:
+    """Into how many parts each head is split so that m divides their number."""
+    return m // math.gcd(heads, m)
 
 
 def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:

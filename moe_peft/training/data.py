@@ -46,6 +46,8 @@ def load_data(
         arguments = dict(source)
     try:
         dataset = load_dataset(**{"split": split, **arguments})
+    except StopIteration:
+        dataset = None  # an empty file
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{field}={source!r}: {one_line(error)}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
@@ -56,6 +58,12 @@ def load_data(
     if label_column is not None and label_column not in dataset.column_names:
         raise ValueError(f"label_column={label_column!r}: {field} has only {dataset.column_names}")
     return dataset
+
+
+def drawn(dataset: Dataset, count: int, seed: int) -> Dataset:
+    """`count` of the examples, or all if there are fewer, in random order."""
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    return dataset.select(order[:count].tolist())
 
 
 def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> Dataset:

@@ -15,6 +15,7 @@ from datasets import Dataset
 
 from ..messages import one_of
 from ..routing.expert_map import label_text, read_expert_map
+from ..training.data import drawn
 
 Buckets = list[list[int]]
 
@@ -64,8 +65,7 @@ def draw_seeds(dataset: Dataset, count: int, seed: int) -> Dataset:
     The seed set: `count` of the examples, in random order. Rules with a capacity visit them in this order, so that it
     must not follow that of the file, which may be sorted by domain.
     """
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
-    return dataset.select(order[:count].tolist())
+    return drawn(dataset, count, seed)
 
 
 def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None) -> Buckets:

@@ -146,7 +146,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         assembled = folder / STATE / "assembled"
         calibration = None
         if r.moe.get("router_init") == "attention":  # in every process: TRL's preparation waits for all
-            calibration = calibration_batches(self.context.train_data, self.context.tokenizer)
+            calibration = calibration_batches(self.context.train_data, self.context.tokenizer, seed=self.seed)
         if PartialState().is_main_process and not assembled.exists():
             self.assemble(assembled, calibration)
         PartialState().wait_for_everyone()

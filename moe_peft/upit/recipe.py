@@ -208,6 +208,7 @@ class Recipe:
         apart = [name for name, other in OBJECTIVES.items() if other.own_logit_only]
         several = init != "checkpoints" or self.facts.specialises
         unquantized = not self.model.quantization
+        split = self.moe.get("fine_grained_split")
         gates, one_model = self.moe.get("router_init"), not self.facts.prepares or self.copies
         for path, value, good, allowed in (
             ("moe.init", init, several, "another: this method has one checkpoint"),
@@ -216,6 +217,12 @@ class Recipe:
                 gates,
                 gates != "attention" or (one_model and not self.initialises_routers),
                 "another: attention gates are those of one dense model, and stage 3 would replace them",
+            ),
+            (
+                "moe.fine_grained_split",
+                split,
+                split != "independent" or self.moe.get("granularity", 1) == 1 or not self.initialises_routers,
+                "'partition': stage 3 makes a gate for each of num_experts, not for their parts",
             ),
             ("prepare.adapters", given, given is None, "null in the mode 'ffn'; use prepare.checkpoints"),
             ("model.quantization", self.model.quantization, unquantized, "null: all weights are trained"),

@@ -11,7 +11,8 @@ from conftest import tiny_llama
 from peft import get_peft_model
 from test_label_masks import MASKED
 from test_steering import KINDS, K, N, ids, make
-from test_trainer import make_model, make_trainer
+from test_trainer import LABELS, make_model, make_trainer
+from transformers import TrainerCallback
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts, record_routing
 from moe_peft.routing.routers import ROUTERS
@@ -162,3 +163,22 @@ def test_an_unhealthy_layer_is_named(percent, facts):
 def test_many_layers_are_one_line():
     found = load_verdicts(shares(90, 5, 3, 2).expand(30, 4), [4] * 30)
     assert len(found) == 30 and "27 more layers like that" in verdict_line(found) and len(verdict_line(found)) < 700
+
+
+def test_the_logged_load_is_that_of_all_steps_since_the_last_log(tokenizer, tmp_path):
+    """And not the mean of the variations of small batches, which is large for even routing too."""
+    own = {"max_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer, seen = make_trainer(tmp_path, tokenizer, make_model(), **own, **LABELS), [0]
+
+    class Noting(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            seen.append(statistics.counts[0].clone())
+
+    trainer.add_callback(Noting())
+    with record_routing(trainer.model) as statistics:
+        trainer.train()
+    for record, counts in zip(trainer.state.log_history, (seen[2] - seen[0], seen[4] - seen[2]), strict=False):
+        share = counts / counts.sum(1, keepdim=True)
+        assert record["load_cv"] == pytest.approx((share.std(1, correction=0) / share.mean(1)).mean().item())
+        assert record["load_cv_by_chance"] == pytest.approx((5 / counts[0].sum().item()) ** 0.5)
+        assert record["dead_experts"] == (share < 0.01).sum()

@@ -72,25 +72,38 @@ def test_lora_experts_and_the_summary(case, tmp_path, capsys):
     records["evaluate"]["metrics"]["warnings"] = [f"layer {i}: collapsed: expert 0 gets 90 %" for i in range(5)]
     print_summary(pipeline)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "similarity of experts" in printed and "active per token" in printed and "FLOP per token" in printed
+    assert (
+        "similarity of experts: cosine of their updates B A" in printed
+        and "active per token" in printed
+        and "FLOP per token" in printed
+    )
     assert "load of the experts: layer 0: collapsed" in printed and "2 more layers like that" in printed
     assert "Try this: raise router_aux_loss_coef" in printed
     found = records["post_train"]["metrics"]["similarity"]
     assert f"{found['mean']:.2f}" in printed
 
     del records["evaluate"]  # a run without held-out data: what training logged last
+    assert 0 < records["post_train"]["metrics"].pop("load_cv_by_chance") < 0.3  # an earlier version's record has none
     records["post_train"]["metrics"] |= {"load_cv": 0.5, "dead_experts": 1.0}
     pipeline.__dict__["stages"] = pipeline.stages[:-1]
     print_summary(pipeline)
     assert "coefficient of variation 0.50, 1 dead experts" in " ".join(capsys.readouterr().out.split())
+    records["post_train"]["metrics"] |= {"load_cv_by_chance": 0.1}
+    print_summary(pipeline)
+    assert "variation 0.50 (by chance 0.10), 1 dead experts" in " ".join(capsys.readouterr().out.split())
+    records["post_train"]["metrics"] |= {"load_cv_by_chance": 0.2}  # too few tokens to tell
+    print_summary(pipeline)
+    assert "load of the experts" not in capsys.readouterr().out
     records["post_train"]["metrics"] |= {"load_cv": 0.2, "dead_experts": 0.0}
     print_summary(pipeline)
     assert "load of the experts" not in capsys.readouterr().out
 
 
-def test_ffn_experts(case, tmp_path):
+def test_ffn_experts(case, tmp_path, capsys):
     settings = {key: value for key, value in case.items() if key != "adapter"}
     pipeline = run({**settings, "mode": "ffn"}, tmp_path)
+    print_summary(pipeline)
+    assert "cosine of their differences from the base's FFNs" in " ".join(capsys.readouterr().out.split())
     base = load_file(f"{case['model']['name_or_path']}/model.safetensors")
     names = [name for name in sorted(base) if ".mlp." in name]
 

@@ -18,6 +18,7 @@ from upit_case import rows
 from moe_peft.analysis import LoadCallback, RoutingStatistics, figures, record_routing
 from moe_peft.analysis.report import write_report
 from moe_peft.cli import main
+from moe_peft.native import UpcycleConfig, upcycle
 
 MAP = {"code": [0, 1, 2], "prose": [3, 5]}
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
@@ -220,7 +221,11 @@ def test_inspect_says_what_it_measured(folder, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "LlamaForCausalLM, bfloat16, not quantized" in printed
     assert "split train[:12], 12 examples" in printed
-    assert "active per token" in printed and "FLOP per token" in printed and "similarity of experts: " in printed
+    assert (
+        "active per token" in printed
+        and "FLOP per token" in printed
+        and "similarity of experts: cosine of their updates B A " in printed
+    )
     assert "chance" in printed and "33.3%" in printed
     about = report["about"]
     assert about["dtype"] == "bfloat16" and about["quantization"] is None and about["split"] == "train[:12]"
@@ -235,6 +240,27 @@ def test_inspect_says_what_it_measured(folder, capsys):
     assert by_index["compliance_by_domain"] == report["compliance_by_domain"]
     if report["warnings"]:
         assert "Try this: raise router_aux_loss_coef" in printed
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_inspect_of_a_native_moe_with_one_expert_and_with_several(n, folder, tokenizer, capsys):
+    moe = upcycle(folder / "base", folder / "moe", UpcycleConfig(num_experts=n, top_k=1, init="noise"))
+    tokenizer.save_pretrained(moe)
+    command = ["inspect", "--model", moe, "--data", folder / "data.jsonl", "--output", folder / "report"]
+    main(list(map(str, command)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("similarity of experts: cosine of their weights " in printed) == (n > 1)
+    report = json.loads((folder / "report" / "routing.json").read_text())
+    assert report["experts"] == [n, n] and len(report["about"]["similarity"]) == n
+    assert report["about"]["similarity_of"] == "weights"
+    assert "Try this" not in printed if n == 1 else report["load"]["by_chance"] > 0
+
+
+def test_inspect_says_where_the_data_are_too_few(folder, capsys):
+    report = inspect(folder, "--max-examples", "2", expert_map=EXPERTS)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert report["load"]["by_chance"] > 0.1
+    assert bool(report["warnings"]) != ("too few to judge its load: by chance alone" in printed)
 
 
 def test_inspect_of_a_quantized_base(folder, capsys):

@@ -17,7 +17,7 @@ from trl import SFTConfig
 from ..messages import one_line, one_of
 from ..models.native_routers import CONFIG_FIELD
 from ..models.size import ModelSize, expert_similarity, model_size
-from ..models.view import base_model, text_config
+from ..models.view import adapter_layers, base_model, text_config
 from ..native import load_routers
 from ..routing.expert_map import label_text
 from ..routing.statistics import REMEDY
@@ -128,6 +128,7 @@ def _about(model: Any) -> dict[str, Any]:
         "quantization": _quantization(base.config),
         "size": asdict(model_size(model)),
         "similarity": None if found is None else found.tolist(),
+        "similarity_of": "updates B A" if adapter_layers(model) else "weights",
     }
 
 
@@ -148,7 +149,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         f"{about['model']}: {how}",
         f"{about['data']}: split {about['split']}, {about['examples']:,} examples",
         str(ModelSize(**about["size"])),
-        *_alike(about["similarity"]),
+        *_alike(about["similarity"], about["similarity_of"]),
     ):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     has_map = statistics.allowed is not None
@@ -167,14 +168,16 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     warnings = statistics.warnings()
     for line in [*warnings, f"Try this: {REMEDY}"] if warnings else []:
         console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
+    if not warnings and statistics.doubt():
+        console.print(statistics.doubt(), highlight=False, soft_wrap=True, markup=False)
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)
 
 
-def _alike(similarity: list[list[float]] | None) -> list[str]:
-    """How alike two different experts are."""
-    if similarity is None:
+def _alike(similarity: list[list[float]] | None, of: str) -> list[str]:
+    """How alike two different experts are, by their cosine."""
+    pairs = [value for i, row in enumerate(similarity or []) for value in row[:i]]
+    if not pairs:  # no experts, or one
         return []
-    pairs = [value for i, row in enumerate(similarity) for value in row[:i]]
     mean = sum(pairs) / len(pairs)
-    return [f"similarity of experts: {mean:.3f} ({min(pairs):.3f} to {max(pairs):.3f})"]
+    return [f"similarity of experts: cosine of their {of} {mean:.3f} ({min(pairs):.3f} to {max(pairs):.3f})"]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..models.view import RoutedPass, observed_routing, router_sizes, text_config
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
-from ..routing.statistics import chosen_experts, load_health, load_verdicts
+from ..routing.statistics import chosen_experts, load_doubt, load_health, load_verdicts
 from .token_classes import TOKEN_CLASSES
 
 POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
@@ -191,6 +191,10 @@ class RoutingStatistics:
     def warnings(self) -> list[str]:
         """One line for each layer whose load is not healthy, see `load_verdicts`."""
         return load_verdicts(self.counts.sum(0), self.sizes)
+
+    def doubt(self) -> str:
+        """Why the absence of warnings says little, if there is too little data, see `load_doubt`."""
+        return load_doubt(self.counts.sum(0), self.sizes)
 
     def as_dict(self) -> dict[str, Any]:
         """All statistics as plain lists, ready for JSON."""

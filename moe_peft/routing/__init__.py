@@ -10,6 +10,7 @@ from .statistics import (
     compliance,
     entropies,
     expert_counts,
+    load_doubt,
     load_health,
     load_verdicts,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "entropies",
     "expert_counts",
     "label_losses",
+    "load_doubt",
     "load_health",
     "load_verdicts",
     "make_router",

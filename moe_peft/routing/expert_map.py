@@ -25,7 +25,8 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
 
     All lists of a map have one of two forms. A list of indices names each expert once, from 0 to n - 1. A mask has n
     entries, 0 or 1 (or false and true), and at least one 1. With whole numbers and two experts, `[0, 1]` and `[1, 0]`
-    are both; other lists of the map may decide, else the map is refused.
+    are both; other lists of the map may decide, else the map is refused. With more experts, a map of several labels
+    whose lists are all `[0, 1]` or `[1, 0]` is refused too: they look like masks of the wrong length.
 
     Args:
         expert_map: label → indices or mask.
@@ -33,7 +34,8 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
         caller: where the map was given; messages begin with it.
 
     Raises:
-        ValueError: a list has neither form, lists have different forms, or the map can be read in both.
+        ValueError: a list has neither form, lists have different forms, the map can be read in both, or it looks like
+            masks for two of more experts.
     """
     if not isinstance(expert_map, Mapping) or not expert_map:
         raise ValueError(f"{caller}: {expert_map!r}: give a map of labels to experts, e.g. {{'math': [0, 1]}}")
@@ -51,7 +53,32 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
             f"{caller}: {_shown(expert_map)}: with two experts these may be indices or masks; write masks as "
             "[true, false], both experts as [true, true]"
         )
+    chosen = [readings[forms[0]] for readings in read.values()]
+    if forms == ["indices"] and num_experts > 2 and len(read) > 1 and all(sorted(own) == [0, 1] for own in chosen):
+        raise ValueError(
+            f"{caller}: {_shown(expert_map)}: these look like masks for two experts, but there are {num_experts}; "
+            f"write masks of {num_experts} entries"
+        )
     return {label: readings[forms[0]] for label, readings in read.items()}
+
+
+def check_allowed(expert_map: Mapping[str, Sequence[int]], fewest: int, caller: str) -> None:
+    """
+    Check a map, as `read_expert_map` returns it, whose labels may only go to their own experts.
+
+    Args:
+        fewest: how many experts a token needs: top_k, or 1 where routers may leave experts out.
+        caller: where the map was given; messages begin with it.
+
+    Raises:
+        ValueError: a label has fewer experts.
+    """
+    for label, experts in expert_map.items():
+        if len(experts) < fewest:
+            raise ValueError(
+                f"{caller}: {label!r} has {len(experts)} of the experts, a token gets top_k={fewest}; give it at least "
+                "as many, or lower top_k"
+            )
 
 
 def expert_masks(expert_map: Mapping[str, Sequence[int]], num_experts: int) -> torch.Tensor:
@@ -67,29 +94,39 @@ def _readings(given: Any, n: int, what: str) -> dict[str, list[int]]:
     given = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise ValueError(f"{what}: give a list of experts from 0 to {n - 1}, or a mask of {n} entries")
-    booleans = [isinstance(entry, bool) for entry in given]
-    if any(booleans) and not all(booleans):
+    booleans = any(isinstance(entry, bool) for entry in given)
+    if booleans and not all(isinstance(entry, bool) for entry in given):
         raise ValueError(f"{what}: true and false among numbers; write indices, or a mask of 0 and 1")
     try:
         entries = [operator.index(entry) for entry in given]
     except TypeError:
         raise ValueError(f"{what}: name experts by whole numbers") from None
-    is_mask = len(entries) == n and set(entries) <= {0, 1} and any(entries)
-    if any(booleans) and not is_mask:
-        raise ValueError(f"{what}: a mask has {n} entries, one for each expert, and allows at least one")
-    if not is_mask and not (entries and all(0 <= i < n for i in entries)):
-        raise ValueError(f"{what}: name experts from 0 to {n - 1}, or give a mask of {n} entries")
-    if not any(entries) and len(entries) == n > 1:
-        raise ValueError(f"{what}: the mask allows no expert; set the entries of some to 1")
-    repeated = len(set(entries)) < len(entries)
-    if not is_mask and repeated:
-        raise ValueError(f"{what}: names an expert twice; a mask has {n} entries of 0 and 1, one for each expert")
-    readings = {}
-    if not repeated and not any(booleans) and max(entries) < n:
-        readings["indices"] = entries
-    if is_mask:
-        readings["mask"] = [i for i, entry in enumerate(entries) if entry]
-    return readings
+    readings = {"mask": _as_mask(entries, n)}
+    if not booleans:
+        readings["indices"] = _as_indices(entries, n)
+    found = {form: read for form, read in readings.items() if isinstance(read, list)}
+    if not found:
+        form = "mask" if booleans or entries == [0] * n else "indices"
+        raise ValueError(f"{what}: {readings[form]}")
+    return found
+
+
+def _as_indices(entries: list[int], n: int) -> list[int] | str:
+    """The experts that a list of indices names, or why it is none."""
+    if not entries or not all(0 <= entry < n for entry in entries):
+        return f"name experts from 0 to {n - 1}, or give a mask of {n} entries"
+    if len(set(entries)) < len(entries):
+        return f"names an expert twice; a mask has {n} entries of 0 and 1, one for each expert"
+    return entries
+
+
+def _as_mask(entries: list[int], n: int) -> list[int] | str:
+    """The experts that a mask allows, or why it is none."""
+    if len(entries) != n or not set(entries) <= {0, 1}:
+        return f"a mask has {n} entries, one for each expert, and allows at least one"
+    if not any(entries):
+        return "the mask allows no expert; set the entries of some to 1"
+    return [i for i, entry in enumerate(entries) if entry]
 
 
 def _shown(value: Any, limit: int = 80) -> str:

@@ -49,6 +49,7 @@ class Router(nn.Module):
     # --- traits: what the rest of the package reads ---
     no_fold: ClassVar[str] = ""  # why no linear gate with a softmax over the top k equals this router; "": one does
     linear_gate: ClassVar[bool] = False  # whether it is such a gate already (not inherited)
+    has_parameters: ClassVar[bool] = True  # whether there is anything to train in it
     leaves_out: ClassVar[bool] = False  # whether a token may get fewer experts than top_k
     all_experts: ClassVar[bool] = False  # whether each token gets all experts; a balancing loss is then constant
     only_top_k: ClassVar[int | None] = None  # the only top_k that it supports; its gates are then not normalised
@@ -316,6 +317,8 @@ class PooledRouter(Router):
     average pooling). LocMoE's locality loss is not implemented: it is about experts on several devices.
     """
 
+    has_parameters = False
+
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         return F.adaptive_avg_pool1d(x_TD, self.num_experts)
 
@@ -331,6 +334,7 @@ class HashRouter(Router):
 
     no_fold = "it routes by token ids, and a linear gate sees hidden states"
     by_token_id = True
+    has_parameters = False
 
     def make(self) -> None:
         self.salt: torch.Tensor

@@ -45,6 +45,8 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
     return chosen_TN.scatter_(1, experts_TK, kept_TK)
 
 
+# A layer's load is judged only if it varies by more than this many times what even routing gives by chance.
+_CLEARLY = 3.0
 # What is healthy. With more than 25 experts even loads come near 2 %, so both limits shrink with the even load 1/n.
 HEALTHY_VARIATION = 0.3
 _DEAD, _DEAD_OF_EVEN = 0.01, 0.25
@@ -63,6 +65,7 @@ class LoadHealth:
     smallest: float  # share of a layer's assignments; healthy above 2 %
     largest: float
     dead: int  # experts with less than 1 % of their layer's assignments (a quarter of the even load, if that is less)
+    by_chance: float = 0.0  # the coefficient of variation that even routing of as many assignments would have
 
 
 def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
@@ -80,6 +83,7 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
         min(float(share_N.min()) for share_N in shares),
         max(float(share_N.max()) for share_N in shares),
         sum(_dead(share_N) for share_N in shares),
+        sum(_by_chance(counts_N, n) for counts_N, n in zip(counts_LN, sizes, strict=True)) / len(sizes),
     )
 
 
@@ -87,8 +91,10 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int]) -> list[str]:
     """
     One line for each layer whose load is not healthy: a coefficient of variation above 0.3, an expert with less than
     2 % of the assignments (half the even load, if that is less), or one or two experts with most of them: more than
-    half, and more than 2 or 1.5 times their even share. Layers without assignments have no verdict. `REMEDY` says what
-    to try.
+    half, and more than 2 or 1.5 times their even share. `REMEDY` says what to try.
+
+    There is no verdict on a layer with too few assignments to tell it from even routing: its coefficient of variation
+    must be three times what A random assignments to n experts have, √((n - 1)/A). `load_doubt` says so.
 
     Args:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
@@ -96,11 +102,37 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int]) -> list[str]:
     """
     found = []
     for layer, (counts_N, n) in enumerate(zip(counts_LN, sizes, strict=True)):
-        share_N = _shares(counts_N[:n])
-        collapsed, facts = _facts(share_N) if share_N.any() else (False, [])
+        share_N, by_chance = _shares(counts_N[:n]), _by_chance(counts_N, n)
+        if not is_clear(_variation(share_N), by_chance):
+            continue
+        collapsed, facts = _facts(share_N, by_chance)
         if facts:
             found.append(f"layer {layer}: {'collapsed' if collapsed else 'uneven'}: {'; '.join(facts)}")
     return found
+
+
+def is_clear(variation: float, by_chance: float) -> bool:
+    """Whether a load is clearly not that of even routing: it varies three times as much as that does by chance."""
+    return variation > _CLEARLY * by_chance
+
+
+def load_doubt(counts_LN: torch.Tensor, sizes: Sequence[int]) -> str:
+    """
+    Why the absence of verdicts says little: with so few assignments, a layer's load may vary by more than 0.3 and not
+    be told from even routing. "" if there are enough.
+
+    Args:
+        counts_LN: assignments per layer and expert, [L, n], on the CPU.
+        sizes: experts of each layer; the rest of a row is padding.
+    """
+    chances = [_by_chance(counts_N, n) for counts_N, n in zip(counts_LN, sizes, strict=True)]
+    layer = max(range(len(sizes)), key=chances.__getitem__)
+    if not is_clear(HEALTHY_VARIATION, chances[layer]):
+        return (
+            f"layer {layer} has {int(counts_LN[layer].sum()):,} assignments to {sizes[layer]} experts, too few to judge"
+            f" its load: by chance alone the coefficient of variation is {chances[layer]:.2f}; use more data"
+        )
+    return ""
 
 
 def verdict_line(verdicts: Sequence[str], most: int = 3) -> str:
@@ -111,7 +143,7 @@ def verdict_line(verdicts: Sequence[str], most: int = 3) -> str:
     return ". ".join([*verdicts[:most], *more, f"Try this: {REMEDY}"])
 
 
-def _facts(share_N: torch.Tensor) -> tuple[bool, list[str]]:
+def _facts(share_N: torch.Tensor, by_chance: float) -> tuple[bool, list[str]]:
     """Whether a layer has collapsed, and what is not healthy about its loads."""
     n, facts = len(share_N), []
     dead, variation, smallest = _dead(share_N), _variation(share_N), float(share_N.min())
@@ -129,7 +161,8 @@ def _facts(share_N: torch.Tensor) -> tuple[bool, list[str]]:
     elif smallest < min(_SMALL, _SMALL_OF_EVEN / n):
         facts.append(f"expert {int(share_N.argmin())} gets {_percent(smallest)} of the assignments")
     if variation > HEALTHY_VARIATION:
-        facts.append(f"coefficient of variation {variation:.2f}, healthy below {HEALTHY_VARIATION}")
+        limits = f"healthy below {HEALTHY_VARIATION}, by chance {by_chance:.2f}"
+        facts.append(f"coefficient of variation {variation:.2f}, {limits}")
     return one or two or dead > 0, facts
 
 
@@ -143,6 +176,12 @@ def _shares(counts_N: torch.Tensor) -> torch.Tensor:
 
 def _variation(share_N: torch.Tensor) -> float:
     return float(share_N.std(correction=0) / share_N.mean()) if share_N.any() else 0.0
+
+
+def _by_chance(counts_N: torch.Tensor, n: int) -> float:
+    """The coefficient of variation that random assignments, as many as there are, have on average; 0 without any."""
+    assignments = float(counts_N.sum())
+    return ((n - 1) / assignments) ** 0.5 if assignments else 0.0
 
 
 def _dead(share_N: torch.Tensor) -> int:

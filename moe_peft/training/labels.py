@@ -4,7 +4,7 @@ Labels for label-supervised routing: one label per token, so that labels survive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,16 @@ def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) ->
         raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset must be a map-style Dataset")
     if column not in dataset.column_names:
         raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset has {dataset.column_names}")
-    unknown = sorted({label_text(label) for label in dataset.unique(column)} - set(labels))
+    unknown = unknown_labels(dataset, column, labels)
     if unknown:
         raise ValueError(
             f"MoESFTTrainer: expert_map: no experts for the labels {unknown} of the {name} dataset; add them"
         )
+
+
+def unknown_labels(dataset: Dataset, column: str, labels: Iterable[str]) -> list[str]:
+    """The labels of a data set, as text, that are not among `labels`."""
+    return sorted({label_text(label) for label in dataset.unique(column)} - set(labels))
 
 
 def with_token_labels(

@@ -103,13 +103,15 @@ class RouterLossConfig(_Coefficients):
 class RouterLossesMixin:
     """
     Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
-    `router_entropy`, `load_cv`, `dead_experts` and, with labels, `compliance`. Its config is a `RouterLossConfig`.
+    `router_entropy`, `load_cv`, `load_cv_by_chance`, `dead_experts` and, with labels, `compliance`. Its config is a
+    `RouterLossConfig`.
 
-    The load is what routers did, masks and dropped slots included. Per-token losses are averaged over all real tokens
-    of an optimizer step (the label loss over those that `router_label_tokens` names), whatever the number of
-    accumulation steps and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The
-    balancing loss is not a mean over tokens: as in TRL, it is computed for each micro-batch and averaged. If a trainer
-    runs the model several times for one loss, only the passes with gradients count.
+    The load is what routers did since the last log, masks and dropped slots included; `load_cv_by_chance` is the
+    variation that even routing of as many tokens would have. Per-token losses are averaged over all real tokens of an
+    optimizer step (the label loss over those that `router_label_tokens` names), whatever the number of accumulation
+    steps and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The balancing loss is
+    not a mean over tokens: as in TRL, it is computed for each micro-batch and averaged. If a trainer runs the model
+    several times for one loss, only the passes with gradients count.
 
     Raises:
         ValueError: the model has no routers, or nothing is left to train.
@@ -137,6 +139,7 @@ class RouterLossesMixin:
         self.aux_loss_enabled = False
         config.output_router_logits = False
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage, caller)
+        self._load: dict[bool, torch.Tensor] = {}  # in training or not → assignments since the last log, [L, n]
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
         self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
         self._step_label_tokens: torch.Tensor | None = None  # those of them with a label loss
@@ -298,7 +301,7 @@ class RouterLossesMixin:
 
     @torch.no_grad()
     def _note_load(self, passes: Sequence[RoutedPass], batch: RouterBatch) -> None:
-        """Log how evenly the experts were used, over all processes."""
+        """Log how evenly the experts were used since the last log, over all batches and processes."""
         device = batch.mask.device
         by_layer = zip(*(seen.chosen for seen in passes), strict=True)
         counts_LN = torch.stack([
@@ -306,9 +309,14 @@ class RouterLossesMixin:
             for of_layer in by_layer
         ])  # fmt: skip
         counts_LN = self.accelerator.reduce(counts_LN, "sum").cpu()  # type: ignore[attr-defined]
+        log = self._log_of_mode()
+        if "load_cv" in log:  # which the trainer clears when it logs
+            counts_LN += self._load[self.model.training]
+        self._load[self.model.training] = counts_LN
         health = load_health(counts_LN, self._sizes)
-        self._log_of_mode()["load_cv"].append(health.coefficient_of_variation)
-        self._log_of_mode()["dead_experts"].append(float(health.dead))
+        log["load_cv"] = [health.coefficient_of_variation]
+        log["load_cv_by_chance"] = [health.by_chance]
+        log["dead_experts"] = [float(health.dead)]
 
     def _log_of_mode(self) -> Any:
         return self._metrics["train" if self.model.training else "eval"]

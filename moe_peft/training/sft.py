@@ -14,7 +14,7 @@ from typing import Any
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from ..models.steering import common_size, fewest_allowed
-from ..routing.expert_map import expert_masks, label_text, read_expert_map
+from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
 from .resuming import NativeResumeMixin
 from .router_losses import RouterLossConfig, RouterLossesMixin
@@ -68,18 +68,10 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
             known = read_expert_map(args.expert_map, max(self._sizes), "MoESFTTrainer: expert_map")
             self._allowed = expert_masks(known, max(self._sizes))
             if args.router_label_mask:
-                self._check_masks(known)
+                caller = "MoESFTTrainer: router_label_mask=True"
+                common_size(self.model, caller)
+                check_allowed(known, fewest_allowed(self.model), caller)
             self.data_collator = LabelCollator(self.data_collator)
-
-    def _check_masks(self, known: dict[str, list[int]]) -> None:
-        common_size(self.model, "MoESFTTrainer: router_label_mask=True")
-        k = fewest_allowed(self.model)
-        for label, experts in known.items():
-            if len(experts) < k:
-                raise ValueError(
-                    f"MoESFTTrainer: router_label_mask=True: {label!r} has {len(experts)} of the experts, a token gets "
-                    f"top_k={k}; give it at least as many, or lower top_k"
-                )
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str

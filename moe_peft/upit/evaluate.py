@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from ..analysis.record import RoutingStatistics, record_routing
+from ..models.steering import allow_experts
 from ..models.view import adapter_layers, native_routers
 from ..routing.expert_map import label_text
 from ..training.scoring import example_losses, make_scorable
@@ -45,6 +47,7 @@ def evaluate(
     processing_class: PreTrainedTokenizerBase,
     label_column: str | None = None,
     base: PreTrainedModel | None = None,
+    label_mask: Mapping[str, Sequence[int]] | None = None,
 ) -> Evaluation:
     """
     Losses of the model and of its base, routing shares, and what is not healthy about the load of the experts.
@@ -53,6 +56,7 @@ def evaluate(
         dataset: held-out examples; `args` says how they are prepared.
         label_column: a column of domains.
         base: the model to compare with; None takes the model without its adapter.
+        label_mask: domain → the indices of the only experts that its tokens may go to; None: all.
     """
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one
@@ -67,7 +71,8 @@ def evaluate(
             part = data.select([i for i, label in enumerate(labels) if label == domain])
             if statistics is not None:
                 statistics.current = domain
-            losses["adapted"][domain] = _mean(*example_losses(model, part, collator))
+            with nullcontext() if label_mask is None else allow_experts(model, label_mask[domain]):
+                losses["adapted"][domain] = _mean(*example_losses(model, part, collator))
     if base is not None:
         make_scorable(base)
     with model.disable_adapter() if base is None else nullcontext():

@@ -37,8 +37,7 @@ def post_train(
             whole training of this stage.
         output_dir: for the adapter or the model.
         train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
-
-        callbacks: of the trainer.
+        eval_dataset, callbacks: of the trainer.
 
     Returns:
         the training's log and checkpoints.

@@ -19,7 +19,7 @@ from ..adapter.config import MoELoraConfig
 from ..merging import Expansion, Similarity
 from ..messages import one_of
 from ..native.upcycle import UpcycleConfig
-from ..routing.expert_map import read_expert_map
+from ..routing.expert_map import check_allowed, read_expert_map
 from . import passthrough
 from .buckets import BUCKETS, BucketRule
 from .methods import METHODS, Method
@@ -178,6 +178,7 @@ class Recipe:
         self._check_passed_on()
         {"lora": self._check_lora, "ffn": self._check_ffn}[self.mode]()
         self._check_labels()
+        self._check_expert_maps()
         self._check_number_of_experts()
 
     def _check_passed_on(self) -> None:
@@ -198,7 +199,13 @@ class Recipe:
         passthrough.ADAPTER.check("adapter", self.adapter)
         given = self.prepare.checkpoints
         _require("prepare.checkpoints", given, given is None, "null in the mode 'lora'; use prepare.adapters")
-        self.moe_config()
+        config = self.moe_config()
+        if not config.router_class.has_parameters and self.facts.assembles:
+            remedy = "these routers have no parameters; use another router_type"
+            if self.initialises_routers:
+                raise ValueError(f"adapter.router_type={config.router_type!r}: {remedy}, or router_init.buckets=none")
+            if not self.trains_experts:
+                raise ValueError(f"adapter.router_type={config.router_type!r}: {remedy}: stage 4 trains nothing else")
 
     def _check_ffn(self) -> None:
         _require_no_keys("adapter", self.adapter, "ffn", "moe")
@@ -246,12 +253,15 @@ class Recipe:
                 f"router_init.buckets={self.router_init.buckets!r} needs a column of labels"
             )
 
+    def _check_expert_maps(self) -> None:
         if self.router_init.expert_map is not None:
             read_expert_map(self.router_init.expert_map, self.num_experts, "router_init.expert_map")
-        expert_map = self.post_train.sft.get("expert_map")
-        if expert_map is not None:
-            _require("data.label_column", None, self.data.label_column is not None, "set for post_train.sft.expert_map")
-            read_expert_map(expert_map, self.num_experts, "post_train.sft.expert_map")
+        known = self.expert_map
+        if known is None:
+            return
+        _require("data.label_column", None, self.data.label_column is not None, "set for post_train.sft.expert_map")
+        if self.masks_labels:
+            check_allowed(known, self._fewest_allowed(), "post_train.sft.router_label_mask=True")
 
     def _check_number_of_experts(self) -> None:
         n, given, method = self.num_experts, self.given_experts(), self.expand.method
@@ -301,6 +311,17 @@ class Recipe:
         """Whether stage 4 trains more than the routers."""
         return self.post_train.train_experts and self.facts.trains_experts
 
+    @property
+    def expert_map(self) -> dict[str, list[int]] | None:
+        """Label → the routed experts that stage 4 trains it with; None if the recipe names none."""
+        given = self.post_train.sft.get("expert_map")
+        return None if given is None else read_expert_map(given, self._routed()[0], "post_train.sft.expert_map")
+
+    @property
+    def masks_labels(self) -> bool:
+        """Whether tokens may only go to the experts of their label, in stage 4 and in evaluation."""
+        return self.facts.assembles and bool(self.post_train.sft.get("router_label_mask"))
+
     def given_experts(self) -> int:
         """m, the number of experts that stage 1 gives."""
         if self.prepare.given is not None:
@@ -317,6 +338,18 @@ class Recipe:
         if kind != "lora":  # one recipe may serve several methods
             settings = {key: value for key, value in settings.items() if key not in passthrough.OF_LORAS}
         return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", expert_type=kind, **settings)
+
+    def _routed(self) -> tuple[int, int]:
+        """The MoE's routed experts, and those of them that serve a token."""
+        if self.mode == "lora":
+            return self.num_experts, self.moe_config().top_k
+        c = self.upcycle_config()
+        return c.num_experts * c.granularity - c.num_shared_experts, c.top_k * c.granularity - c.num_shared_experts
+
+    def _fewest_allowed(self) -> int:
+        """How many experts a label needs: those of a token, or one if routers may leave experts out."""
+        may_leave_out = self.mode == "lora" and self.moe_config().router_class.leaves_out
+        return 1 if may_leave_out else self._routed()[1]
 
     def upcycle_config(self, **own: Any) -> UpcycleConfig:
         """The native MoE's configuration."""

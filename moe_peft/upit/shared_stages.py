@@ -17,6 +17,7 @@ from ..analysis.figures import plot_shares
 from ..messages import one_line
 from ..training.checkpoints import Trained, copy_result
 from ..training.data import in_blocks
+from ..training.labels import unknown_labels
 from ..training.sft import MoESFTConfig
 from .buckets import Seeds, draw_seeds
 from .evaluate import evaluate
@@ -250,6 +251,18 @@ class PostTrain(TrainingStage):
             own["label_column"] = self.recipe.data.label_column
         return super().arguments(folder, **own)
 
+    def check(self) -> None:
+        r = self.recipe
+        column, known = r.data.label_column, r.expert_map
+        if known is None or column is None:
+            return
+        # Without a mask, held-out data may have other domains.
+        held_out = self.context.eval_data if r.masks_labels else None
+        for name, data in (("data.train", self.context.train_data), ("data.eval", held_out)):
+            unknown = unknown_labels(data, column, known) if data is not None else []
+            if unknown:
+                raise ValueError(f"post_train.sft.expert_map: no experts for the labels {unknown} of {name}; add them")
+
     def describe(self, metrics: dict[str, Any]) -> str:
         return "the MoE"
 
@@ -268,12 +281,21 @@ class Evaluate(TrainerStage):
     def load(self, folder: Path) -> tuple[PeftModel | PreTrainedModel, PreTrainedModel | None]:
         """The trained model, and its base if the model does not hold that itself."""
 
+    @property
+    def label_mask(self) -> dict[str, list[int]] | None:
+        """The experts that tokens of a label may go to, if stage 4 trained with such a mask."""
+        return self.recipe.expert_map if self.recipe.masks_labels else None
+
+    def settings(self) -> dict[str, Any]:
+        masked = {} if self.label_mask is None else {"label_mask": self.label_mask}
+        return {**super().settings(), **masked}
+
     def run(self, folder: Path) -> dict[str, Any]:
         r, data = self.recipe, self.context.eval_data
         assert data is not None and self.given.model is not None
         model, base = self.load(self.given.model)
         args = self.arguments(folder)
-        found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base)
+        found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base, self.label_mask)
         if args.should_save and found.shares:
             plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
         shares = {domain: share.tolist() for domain, share in found.shares.items()}

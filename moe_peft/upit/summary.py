@@ -9,9 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models.size import ModelSize
-from ..routing.statistics import HEALTHY_VARIATION, REMEDY, verdict_line
+from ..routing.statistics import HEALTHY_VARIATION, REMEDY, is_clear, verdict_line
 from .pipeline import UpIT
 from .plan import plan
+
+# What the similarity of experts is, by the recipe's mode.
+_ALIKE = {
+    "lora": "similarity of experts: cosine of their updates B A",
+    "ffn": "similarity of experts: cosine of their differences from the base's FFNs",
+}
 
 
 def print_summary(pipeline: UpIT) -> None:
@@ -24,7 +30,8 @@ def print_summary(pipeline: UpIT) -> None:
     console = Console()
     records = pipeline.records
     columns = ("stage", "steps", "loss", "what it made", "similarity of experts")
-    table = Table(*columns, title=f"{pipeline.recipe.method}: {pipeline.root}")
+    recipe = pipeline.recipe
+    table = Table(*columns, title=f"{recipe.method}: {pipeline.root}", caption=_ALIKE.get(recipe.mode))
     for stage in pipeline.stages:
         metrics = records[stage.name]["metrics"]
         loss = metrics.get("loss")
@@ -60,10 +67,14 @@ def _verdict(metrics: dict[str, dict[str, Any]]) -> str:
     if "warnings" in metrics.get("evaluate", {}):
         return verdict_line(metrics["evaluate"]["warnings"])
     last = metrics.get("post_train", {})
-    variation, dead = last.get("load_cv", 0.0), int(last.get("dead_experts", 0))
-    if variation <= HEALTHY_VARIATION and not dead:
+    variation, dead, by_chance = (last.get(name, 0.0) for name in ("load_cv", "dead_experts", "load_cv_by_chance"))
+    if not is_clear(variation, by_chance) or (variation <= HEALTHY_VARIATION and not dead):
         return ""
-    return f"coefficient of variation {variation:.2f}, {dead} dead experts in the last steps. Try this: {REMEDY}"
+    chance = f" (by chance {by_chance:.2f})" if by_chance else ""
+    return (
+        f"coefficient of variation {variation:.2f}{chance}, {dead:.0f} dead experts in the last steps. "
+        f"Try this: {REMEDY}"
+    )
 
 
 def _loss_table(losses: dict[str, dict[str, float]]) -> Table:

@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from examples.toy.base import CONTEXT, END, corpus, ensure_base, sums, take
+from examples.toy.base import corpus, ensure_base, running_text, sums, take
 from examples.toy.domains import is_held_out, package, stdlib_modules
 from moe_peft.contexts import evaluating
 from moe_peft.native import UpcycleConfig, upcycle
@@ -102,10 +101,8 @@ class Experiment:
         self.tokenizer = AutoTokenizer.from_pretrained(base)
 
     def rows(self, documents: Sequence[str], count: int) -> torch.Tensor:
-        """Running text as rows of token ids, [at most count, CONTEXT]."""
-        ids = list(chain.from_iterable(self.tokenizer([text + END for text in documents])["input_ids"]))
-        count = min(count, len(ids) // CONTEXT)
-        return torch.tensor(ids[: count * CONTEXT]).view(count, CONTEXT)
+        """Running text as rows of token ids, [at most count, 256]."""
+        return torch.tensor(running_text(documents, self.tokenizer)[:count])
 
     @cached_property
     def train_rows(self) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -235,3 +237,23 @@ def test_flags_go_before_the_file_and_all_fields_are_flags(case, tmp_path):
     fields = {f for f in MoELoraConfig.__dataclass_fields__ if f not in PeftConfig.__dataclass_fields__}
     assert fields - {"router_aux_loss_coef"} == options.adapter.keys()
     assert options.adapter_config() == MoELoraConfig(task_type="CAUSAL_LM", **{**ADAPTER, "top_k": 1})
+
+
+def test_two_processes_train_as_one(case, tmp_path):
+    """Half the batch each, over gloo. SGD and all experts at once, so that rounding is not blown up."""
+    own = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "top_k": 6, "router_aux_loss_coef": 0.0}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = run("sft", tmp_path / "one", {**case, **own})
+    two = {**case, **own, "per_device_train_batch_size": 2, "output_dir": str(tmp_path / "two" / "out")}
+    (tmp_path / "two" / "run.yaml").write_text(yaml.safe_dump(two))
+    # `accelerate launch --cpu` starts one process whatever one asks for, hence torch's own launcher.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moe_peft"]
+    command += ["sft", "--config", str(tmp_path / "two" / "run.yaml")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected, found = weights(one), weights(tmp_path / "two" / "out")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+        assert "moe_lora_B" not in name or value.any()

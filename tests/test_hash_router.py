@@ -151,25 +151,12 @@ def test_saved_and_loaded_it_routes_alike(tmp_path):
     assert not (tmp_path / "moe").exists()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_layers_that_run_again_under_checkpointing_get_their_own_tokens(reentrant):
+def at_once(adapted, first, second):
     """Two passes of equal size before one backward, and one without gradients in between."""
-    gradients = []
-    other = IDS.flip(0, 1)
-    for checkpointed in (False, True):
-        adapted = model().train()
-        if checkpointed:
-            adapted.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            adapted.enable_input_require_grads()
-        for _ in range(2):
-            loss = adapted(input_ids=IDS, labels=IDS).loss + 3 * adapted(input_ids=other, labels=other).loss
-            with torch.no_grad():
-                adapted(input_ids=other[:, :4])
-            loss.backward()
-        gradients.append({n: p.grad for n, p in adapted.named_parameters() if p.requires_grad})
-    for name, expected in gradients[0].items():
-        assert expected.abs().sum() > 0
-        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-6, atol=1e-8)
+    loss = adapted(input_ids=first, labels=first).loss + 3 * adapted(input_ids=second, labels=second).loss
+    with torch.no_grad():
+        adapted(input_ids=second[:, :4])
+    loss.backward()
 
 
 def in_order(adapted, first, second):
@@ -191,8 +178,8 @@ def one_token_apart(adapted, first, second):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("passes", [in_order, one_unused, one_token_apart])
-def test_checkpointed_passes_may_go_backward_in_any_order_or_never(passes, reentrant):
+@pytest.mark.parametrize("passes", [at_once, in_order, one_unused, one_token_apart])
+def test_layers_that_run_again_under_checkpointing_get_their_own_tokens(passes, reentrant):
     gradients = []
     for checkpointed in (False, True):
         adapted = model().train()

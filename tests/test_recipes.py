@@ -16,6 +16,7 @@ import torch
 import yaml
 from conftest import tiny_llama
 from datasets import Dataset
+from shapes import LLAMA_8B, QWEN_8B
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,19 +39,12 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 ALL = sorted(path for folder in ("upit", "upcycling") for path in (RECIPES / folder).glob("*.yaml"))
 UPCYCLING = [path for path in ALL if path.parent.name == "upcycling"]
 recipes = pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-LLAMA_8B = LlamaConfig(
-    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-    vocab_size=128256, dtype="bfloat16",
-)  # fmt: skip
 # Shapes as published; trainable parameters counted by hand: per layer and projection r·(in + out), per router n·hidden.
 CONFIGS = {
     "quickstart": (tiny_llama().config, None),
     "llama3-8b-qlora": (LLAMA_8B, 32 * (8 * 16 * 3 * (4096 + 14336) + 8 * 4096)),
     "qwen3-8b": (
-        Qwen3Config(
-            hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128, vocab_size=151936, dtype="bfloat16",
-        ),
+        QWEN_8B,
         36 * (16 * 16 * 3 * (4096 + 12288) + 16 * 4096),
     ),
     "llama2-7b-paper": (

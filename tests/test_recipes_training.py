@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from shapes import LLAMA_8B, QWEN_8B
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from moe_peft.cli import main
@@ -14,14 +15,6 @@ from moe_peft.native.upcycle import upcycled_config
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path for command in ("sft", "dpo") for path in (ROOT / "recipes" / command).glob("*.yaml"))
-LLAMA_8B = LlamaConfig(
-    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-    vocab_size=128256, dtype="bfloat16",
-)  # fmt: skip
-QWEN_8B = Qwen3Config(
-    hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
-    head_dim=128, vocab_size=151936, dtype="bfloat16",
-)  # fmt: skip
 QWEN_06B = Qwen3Config(
     hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
     head_dim=128, vocab_size=151936, tie_word_embeddings=True, dtype="bfloat16",

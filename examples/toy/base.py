@@ -134,11 +134,26 @@ def ensure_base(
         documents += more
         random.Random(seed).shuffle(documents)
     tokenizer = train_tokenizer(documents, vocab_size)
-    ids = list(chain.from_iterable(tokenizer([text + END for text in documents])["input_ids"]))
-    rows = [ids[start : start + CONTEXT] for start in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
-
     set_seed(seed)
-    config = LlamaConfig(
+    # Written under a temporary name and renamed when complete: an interrupted run leaves no broken model folder.
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model = LlamaForCausalLM(base_config(tokenizer, hidden, layers))
+    train(model, running_text(documents, tokenizer), partial, seed)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(path)
+    return path
+
+
+def running_text(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """The documents' tokens one after the other, cut into rows of CONTEXT."""
+    ids = list(chain.from_iterable(tokenizer([text + END for text in documents])["input_ids"]))
+    return [ids[start : start + CONTEXT] for start in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
+
+
+def base_config(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
@@ -152,11 +167,12 @@ def ensure_base(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # Written under a temporary name and renamed when complete: an interrupted run leaves no broken model folder.
-    partial = path.with_name(f"{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+
+
+def train(model: LlamaForCausalLM, rows: list[list[int]], folder: Path, seed: int) -> None:
+    """One pass over the rows, with a progress bar."""
     args = TrainingArguments(
-        output_dir=str(partial),
+        output_dir=str(folder),
         run_name="base model",
         disable_tqdm=False,
         num_train_epochs=1,
@@ -171,14 +187,9 @@ def ensure_base(
         seed=seed,
     )
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
-    model = LlamaForCausalLM(config)
     trainer = Trainer(model, args, default_data_collator, dataset)
     show_progress(trainer)
     trainer.train()
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(path)
-    return path
 
 
 def main() -> None:

@@ -196,6 +196,14 @@ def write_jsonl(path: Path, rows: list[Row]) -> None:
     partial.replace(path)
 
 
+def write_sides(out: Path, train: list[Row], test: list[Row]) -> None:
+    """Write `train.jsonl` and `test.jsonl`, and say how many rows they have."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("test", test)):
+        write_jsonl(out / f"{name}.jsonl", rows)
+        print(f"{out / name}.jsonl: {len(rows)} rows")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the three-domain instruction set.")
     parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl and test.jsonl")
@@ -204,11 +212,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:
-        train, test = build(args.seed, args.train, args.test)
-        args.out.mkdir(parents=True, exist_ok=True)
-        for name, rows in (("train", train), ("test", test)):
-            write_jsonl(args.out / f"{name}.jsonl", rows)
-            print(f"{args.out / name}.jsonl: {len(rows)} rows")
+        write_sides(args.out, *build(args.seed, args.train, args.test))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from .domains import Row, is_held_out, write_jsonl
+from .domains import Row, is_held_out, write_sides
 
 LENGTHS = range(4, 8)  # digits of a question
 
@@ -125,10 +125,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for name, side in zip(("train", "test"), build(args.seed, args.train, args.test), strict=True):
-            write_jsonl(args.out / f"{name}.jsonl", side)
-            print(f"{args.out / name}.jsonl: {len(side)} rows")
+        write_sides(args.out, *build(args.seed, args.train, args.test))
     except OSError as error:
         sys.exit(f"error: {error}")
 

@@ -145,23 +145,7 @@ def expert_to_lora(
             f"expert_to_lora: expert_type={source.expert_type!r}: such an expert has a non-linearity, which no LoRA "
             "has; keep the whole adapter"
         )
-    state: dict[str, torch.Tensor] = {}
-    ranks, alphas = {}, {}
-    for owner, layer in model.get_base_model().named_modules():
-        if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
-            continue
-        spec = layer.moe_lora_spec[adapter_name]
-        if not 0 <= expert < spec.num_experts and spec.num_experts > 1:
-            raise ValueError(f"expert_to_lora: expert={expert}: {owner} has experts 0 to {spec.num_experts - 1}")
-        index = expert if spec.num_experts > 1 else 0
-        A_all, B_all = layer.expert_parameters(adapter_name)
-        for projection, A in A_all.items():
-            name = owner if isinstance(layer, MoELoraLinear) else f"{owner}.{projection}"
-            name = name.replace(".base_layer", "")
-            B = B_all[projection]
-            state[f"{_PREFIX}{name}.lora_A.weight"] = A[index].detach().cpu().clone()
-            state[f"{_PREFIX}{name}.lora_B.weight"] = B[index].detach().cpu().T.contiguous()
-            ranks[name], alphas[name] = spec.r, spec.lora_alpha
+    state, ranks, alphas = _matrices_of(model, expert, adapter_name)
     config = LoraConfig(
         r=source.r,
         lora_alpha=source.lora_alpha,
@@ -177,6 +161,31 @@ def expert_to_lora(
     if save_directory is not None:
         _save_whole(Path(save_directory), config, state)
     return config, state
+
+
+def _matrices_of(
+    model: PeftModel, expert: int, adapter_name: str
+) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, float]]:
+    """An expert's A and B under PEFT's names, and by module their rank and alpha."""
+    state: dict[str, torch.Tensor] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for owner, layer in model.get_base_model().named_modules():
+        if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
+            continue
+        spec = layer.moe_lora_spec[adapter_name]
+        if not 0 <= expert < spec.num_experts and spec.num_experts > 1:
+            raise ValueError(f"expert_to_lora: expert={expert}: {owner} has experts 0 to {spec.num_experts - 1}")
+        index = expert if spec.num_experts > 1 else 0
+        A_all, B_all = layer.expert_parameters(adapter_name)
+        for projection, A in A_all.items():
+            name = owner if isinstance(layer, MoELoraLinear) else f"{owner}.{projection}"
+            name = name.replace(".base_layer", "")
+            B = B_all[projection]
+            state[f"{_PREFIX}{name}.lora_A.weight"] = A[index].detach().cpu().clone()
+            state[f"{_PREFIX}{name}.lora_B.weight"] = B[index].detach().cpu().T.contiguous()
+            ranks[name], alphas[name] = spec.r, spec.lora_alpha
+    return state, ranks, alphas
 
 
 def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:

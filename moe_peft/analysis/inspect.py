@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import AutoPeftModelForCausalLM
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,7 @@ from ..native import load_routers
 from ..routing.expert_map import label_text
 from ..routing.statistics import REMEDY
 from ..training.data import load_data
+from ..training.scoring import Collator
 from ..training.tokenizing import tokenized
 from .record import RoutingStatistics, record_routing
 from .report import write_report
@@ -79,24 +81,26 @@ def inspect_model(
     )  # fmt: skip
     rows, collator = tokenized(dataset, tokenizer, args)
     labels = [label_text(label) for label in rows[label_column]] if label_column else ["all"] * len(rows)
-    size = model.get_input_embeddings().weight.shape[0]
-    device = next(model.parameters()).device
-    model.eval()
-    classes, domains = classify_tokens(tokenizer, size), sorted(set(labels))
-    with record_routing(model, domains, expert_map, classes, position_width) as statistics:
-        for start in tqdm(range(0, len(rows), batch_size), desc="routing"):
-            examples = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
-            statistics.current = labels[start : start + batch_size]
-            batch = collator(examples)
-            model(
-                input_ids=batch["input_ids"].to(device),
-                attention_mask=batch["attention_mask"].to(device),
-                logits_to_keep=1,
-            )
+    classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
+    with record_routing(model, sorted(set(labels)), expert_map, classes, position_width) as statistics:
+        _run(model, rows, collator, labels, batch_size, statistics)
     about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows)}
     files = write_report(statistics, output_dir, suffix, about)
     _print(statistics, about, files)
     return statistics
+
+
+def _run(
+    model: Any, rows: Dataset, collator: Collator, labels: list[str], batch_size: int, statistics: RoutingStatistics
+) -> None:
+    """Forward passes over all rows, whose labels the statistics are told."""
+    device = next(model.parameters()).device
+    model.eval()
+    for start in tqdm(range(0, len(rows), batch_size), desc="routing"):
+        batch = collator([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
+        statistics.current = labels[start : start + batch_size]
+        inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+        model(**inputs, logits_to_keep=1)
 
 
 def _load(path: str, dtype: str, quantization: dict[str, Any] | None) -> tuple[Any, Any]:

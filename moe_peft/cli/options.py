@@ -39,14 +39,12 @@ class RunOptions:
 def _reduced(kind: type, left_out: set[str], types: Mapping[str, Any]) -> type:
     """A dataclass with the fields of another, of types that a command line can give."""
     hints = {**get_type_hints(kind), **types}
-    kept = [f for f in dataclasses.fields(kind) if f.init and f.name not in left_out]
-    own = [
-        (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))
-        if f.default is not dataclasses.MISSING
-        else (f.name, hints[f.name], field(default_factory=f.default_factory, metadata=f.metadata))  # type: ignore[arg-type]
-        for f in kept
+    own: list[Any] = [
+        (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))  # type: ignore[call-overload]
+        for f in dataclasses.fields(kind)
+        if f.init and f.name not in left_out
     ]
-    return dataclasses.make_dataclass(kind.__name__, own)  # type: ignore[arg-type]
+    return dataclasses.make_dataclass(kind.__name__, own)
 
 
 _WORDS = ("target_modules", "target_projections", "exclude_modules", "layers_pattern", "modules_to_save")
@@ -85,8 +83,8 @@ class Options:
 
     def adapter_config(self) -> MoELoraConfig:
         own = dict(self.adapter)
-        for name in _WORDS[:3]:  # like TRL: a single word may be a regex or "all-linear"
-            if isinstance(own[name], list) and len(own[name]) == 1 and name != "target_projections":
+        for name in ("target_modules", "exclude_modules"):  # like TRL: a single word may be a regex or "all-linear"
+            if own[name] is not None and len(own[name]) == 1:
                 own[name] = own[name][0]
         if self.training.router_aux_loss_coef is not None:
             own["router_aux_loss_coef"] = self.training.router_aux_loss_coef
@@ -123,11 +121,13 @@ class TrainingParser(TrlParser):
         Raises:
             ValueError: an unknown key or flag, or a wrong value; FileNotFoundError.
         """
-        found = _split([*arguments])
+        files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        files.add_argument("--config")
+        found, flags = files.parse_known_args(arguments)
         if found.config is not None:
             self._take(_read(found.config), found.config)
         data, training, model, adapter, run, _, rest = self.parse_args_into_dataclasses(
-            found.rest, return_remaining_strings=True
+            flags, return_remaining_strings=True
         )
         for flag in rest:
             raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions]))
@@ -141,14 +141,6 @@ class TrainingParser(TrlParser):
                 raise ValueError(f"{path}: {unknown_key(str(key), self.actions)}")
             self.actions[key].default = _value(key, value, self.actions[key])
             self.actions[key].required = False
-
-
-def _split(arguments: list[str]) -> argparse.Namespace:
-    """The file of settings, and the other flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    found, rest = parser.parse_known_args(arguments)
-    return argparse.Namespace(config=found.config, rest=rest)
 
 
 def _read(path: str) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..training.sft import MoESFTConfig, MoESFTTrainer
 from .options import Options, TrainingParser
-from .training import print_plan, train
+from .training import train_or_plan
 
 
 def parser(prog: str) -> TrainingParser:
@@ -12,7 +12,4 @@ def parser(prog: str) -> TrainingParser:
 
 
 def run(options: Options) -> None:
-    if options.run.dry_run:
-        print_plan(options)
-    else:
-        train(options, MoESFTTrainer)
+    train_or_plan(options, MoESFTTrainer)

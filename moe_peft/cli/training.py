@@ -27,9 +27,9 @@ from ..training.router_losses import Stage
 from .options import Options
 
 
-def train(options: Options, trainer: Any) -> None:
+def train_or_plan(options: Options, trainer: Any) -> None:
     """
-    Train every stage and save the result, with the tokenizer, in `output_dir`.
+    Train every stage and save the result, with the tokenizer, in `output_dir`; or print the plan, if that is asked for.
 
     Args:
         trainer: the trainer's class.
@@ -37,6 +37,9 @@ def train(options: Options, trainer: Any) -> None:
     Raises:
         ValueError: model, data and settings do not fit together.
     """
+    if options.run.dry_run:
+        print_plan(options)
+        return
     found = list(stages(options))
     data, held_out = load_datasets(options)
     model = load_model(options)

@@ -83,9 +83,6 @@ def init_expert_routers(
     folders = expert_folders(Path(output_dir), len(experts))
     vectors, logs = [], []
     for i, (source, target) in enumerate(zip(experts, folders, strict=True)):
-        own = copy.copy(args)
-        own.output_dir = str(Path(str(args.output_dir)) / f"expert-{i}")
-        own.remove_unused_columns, own.train_sampling_strategy = False, "sequential"
         batches = expert_batches(buckets[i], max(1, round(args.num_train_epochs)), step_rows(args), args.seed + i)
         set_seed(args.seed + i)
         model = load(source)
@@ -99,7 +96,7 @@ def init_expert_routers(
             parameter.requires_grad_(name == _VECTORS or (train_experts and ".mlp." in name))
         trainer = ExpertTrainer(
             model=model,
-            args=own,
+            args=_own_arguments(args, i),
             train_dataset=dataset,
             processing_class=processing_class,
             alpha=alpha,
@@ -112,6 +109,13 @@ def init_expert_routers(
         del trainer, model
         free_memory()
     return ExpertRouters(folders, router_weights(vectors), logs)
+
+
+def _own_arguments(args: SFTConfig, expert: int) -> SFTConfig:
+    own = copy.copy(args)
+    own.output_dir = str(Path(str(args.output_dir)) / f"expert-{expert}")
+    own.remove_unused_columns, own.train_sampling_strategy = False, "sequential"
+    return own
 
 
 def _keep_expert(trainer: ExpertTrainer, trained: Trained, source: Path, target: Path) -> torch.Tensor:

@@ -151,8 +151,6 @@ class FFNPostTrain(_OfFFNs, PostTrain):
             self.assemble(assembled, calibration)
         PartialState().wait_for_everyone()
         model = load_checkpoint(r.model, assembled)
-        # A folder that an earlier version assembled has the family's own coefficient.
-        model.config.router_aux_loss_coef = r.upcycle_config().router_aux_loss_coef
         size = model_size(model)
         trained = post_train(
             model,

@@ -182,16 +182,7 @@ def init_router(
     Raises:
         ValueError: settings that do not go together, an unknown name, or labels without experts.
     """
-    if args.packing or args.padding_free:
-        raise ValueError(
-            "router_init: packing and padding_free must be off, because every example has an expert of its own"
-        )
-    if args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs) or args.num_train_epochs < 1:
-        raise ValueError(
-            f"router_init: max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: set "
-            "num_train_epochs to a whole number of passes of each expert over its bucket, and leave max_steps out"
-        )
-    refuse_optimizer(args)
+    _check(args)
     num_experts = min(n for n, _ in router_sizes(model, "router_init"))
     routers = router_parameters(model)
     if not routers:
@@ -226,6 +217,23 @@ def init_router(
     trainer.add_callback(OwnUpdates([len(own) for own in batches], args.max_grad_norm))
     trainer.args.max_grad_norm = 0.0  # `OwnUpdates` clips
     return RouterInit(found, perplexity, train(trainer))
+
+
+def _check(args: SFTConfig) -> None:
+    """
+    Raises:
+        ValueError: arguments that have no meaning in this stage.
+    """
+    if args.packing or args.padding_free:
+        raise ValueError(
+            "router_init: packing and padding_free must be off, because every example has an expert of its own"
+        )
+    if args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs) or args.num_train_epochs < 1:
+        raise ValueError(
+            f"router_init: max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: set "
+            "num_train_epochs to a whole number of passes of each expert over its bucket, and leave max_steps out"
+        )
+    refuse_optimizer(args)
 
 
 def _perplexities(trainer: RouterInitTrainer, num_experts: int) -> torch.Tensor:

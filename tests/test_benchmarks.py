@@ -177,7 +177,7 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     contrast = "-0.4850 [-0.5055, -0.4645]"
     row = next(line for line in lines if line.startswith("| UpIT minus LoRAMoE-SFT |"))
     assert row.startswith(f"| UpIT minus LoRAMoE-SFT | {contrast} | {contrast} | {contrast} | +0.0000 [")
-    assert any(line.startswith("| UpIT | 0.002 | 1.1650 | 1.1650 | 0.5000 | 0.5000 |") for line in lines)
+    assert any(line.startswith(f"| UpIT | {RATES[1]:g} | 1.1650 | 1.1650 | 0.5000 | 0.5000 |") for line in lines)
     assert any(line.startswith("| PESC | – | – | – | – | – |") for line in lines)  # a run is missing
     assert any("all runs of the main table: 3 of 4" in line for line in lines)
     assert (tmp_path / "study.png").stat().st_size > 10_000

@@ -17,7 +17,7 @@ from test_numerics import D, dense_ffn, tensors
 from transformers import T5Config, T5ForConditionalGeneration
 from trl import SFTConfig, SFTTrainer
 
-from moe_peft import MoELoraConfig
+from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.adapter import recording
 from moe_peft.adapter.ffn import find_layout
 from moe_peft.adapter.ffn_layer import MoELoraFFN
@@ -265,3 +265,17 @@ def test_without_token_ids_it_is_refused_in_one_line():
     seq2seq = get_peft_model(t5, config(**{**own, "task_type": "SEQ_2_SEQ_LM"}))
     with pytest.raises(ValueError, match=r"no input_ids for 18 hidden states; .* on a decoder-only model"):
         seq2seq(input_ids=IDS, decoder_input_ids=IDS)
+
+
+@pytest.mark.parametrize(
+    ("own", "field"),
+    [
+        ({"label_column": "domain", "expert_map": {"a": [0, 1], "b": [2, 3]}}, "router_label_loss_coef=1.0"),
+        ({"router_z_loss_coef": 0.1}, "router_z_loss_coef=0.1"),
+    ],
+)
+def test_a_loss_on_routers_that_cannot_learn_is_refused(own, field, tokenizer, tmp_path):
+    args = MoESFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none", **own)
+    rows = Dataset.from_list([{"text": "w1 w2", "domain": name} for name in ("a", "b")])
+    with pytest.raises(ValueError, match=rf"{field}: these routers have no parameters to train; set it to 0"):
+        MoESFTTrainer(model(), args=args, train_dataset=rows, processing_class=tokenizer)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import sys
+import types
 import weakref
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,9 @@ import yaml
 from conftest import tiny_llama
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
-from upit_case import make_case, run, run_as_two_processes
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from upit_case import contents, make_case, run, run_as_two_processes
 
 import moe_peft
 from moe_peft.adapter.layer import MoELoraLayer
@@ -157,16 +162,55 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     caplog.clear()
     first = run(case, tmp_path)
     assert stages("done already") == ["prepare", "expand", "router_init", "post_train", "evaluate"]
+    before = contents(first.root)
+    other = {"router_init": {**case["router_init"], "objective": "softmax"}}
+    what = "settings.objective positive → softmax"
+    with pytest.raises(ValueError, match=rf"router_init is done, but this recipe differs: {what}; .* --redo"):
+        run(case, tmp_path, **other)
+    assert contents(first.root) == before  # nothing is removed without being asked for
+    plan = UpIT(recipe_from_dict({**case, "output_dir": str(first.root), **other})).outlook()
+    assert plan == {
+        "prepare": "done",
+        "expand": "done",
+        "router_init": f"again: {what}",
+        "post_train": "again, if the result of router_init changes",
+        "evaluate": "again, if the result of post_train changes",
+    }
     caplog.clear()
-    changed = run(case, tmp_path, router_init={**case["router_init"], "objective": "softmax"})
+    changed = run(case, tmp_path, redo=True, **other)
     assert stages("done already") == ["prepare", "expand"]
     assert stages("as it changed") == ["router_init", "post_train", "evaluate"]
     assert "settings.objective positive → softmax" in caplog.text
     weights = [p.records["post_train"]["files"][f"adapter/{WEIGHTS}"] for p in (first, changed)]
     assert weights[0] != weights[1]
     caplog.clear()
-    again = run(case, tmp_path)  # back again: the same bytes as at first
+    again = run(case, tmp_path, redo=True)  # back again: the same bytes as at first
     assert again.records["post_train"]["files"] == first.records["post_train"]["files"]
+
+
+def test_trackers_have_one_run_a_stage_and_keep_their_files(case, tmp_path, monkeypatch):
+    """TensorBoard's files outlive a stage's state; W&B, of which this stands for what transformers calls, is closed."""
+    log = []
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    wandb.run, wandb.finish = None, lambda: (log.append("finish"), setattr(wandb, "run", None))
+
+    class Callback(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            if wandb.run is None:
+                log.append((args.run_name, os.environ["WANDB_RUN_GROUP"]))
+                wandb.run = object()
+
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "stand-in", Callback)
+    monkeypatch.setattr("trl.trainer.base_trainer.is_wandb_available", lambda: False)  # for its model card
+    pipeline = run(case, tmp_path, sft={**case["sft"], "report_to": ["tensorboard", "stand-in"], "logging_steps": 1})
+    trained = ["prepare", "router_init", "post_train"]
+    assert log == [entry for name in trained for entry in ((f"out-{name}", "out"), "finish")]
+    logs = pipeline.root / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == sorted(trained)
+    assert all(list((logs / name).rglob("events.out.tfevents.*")) for name in trained)
+    assert "WANDB_RUN_GROUP" not in os.environ and "TENSORBOARD_LOGGING_DIR" not in os.environ
 
 
 def test_a_second_run_of_one_object_does_nothing_again(case, tmp_path):
@@ -212,7 +256,7 @@ def test_changed_data_redoes_everything(case, tmp_path):
     rows = Path(case["data"]["train"]).read_text().splitlines()
     (tmp_path / "other.jsonl").write_text("\n".join(rows[1:] + rows[:1]))
     data = {**case["data"], "train": str(tmp_path / "other.jsonl")}
-    second = run(case, tmp_path, method="loramoe_pt", data=data)
+    second = run(case, tmp_path, redo=True, method="loramoe_pt", data=data)
     assert first.records["post_train"]["files"] != second.records["post_train"]["files"]
 
 

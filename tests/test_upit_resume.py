@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from upit_case import make_case, run_in_process
+from upit_case import contents, make_case, run_in_process
 
 # Forward passes: stage 1 has 24, stage 3 has 6 in 2 steps, stage 4 has 24; stage 1 saves at 5, 10, 15, 16, 20 and 24.
 STEPS, SAVE_STEPS = 54, 5
@@ -31,10 +31,6 @@ KILLS = [
     ("renaming a stage", 6),  # the result
     ("writing json", 3),
 ]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,11 @@ def rows(count: int, offset: int = 0) -> list[dict[str, str]]:
     ]
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Base model and data in `folder`; returns a recipe's settings, with relative paths."""
     tiny_llama(vocab=128).save_pretrained(folder / "base")
@@ -66,10 +71,10 @@ def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
     }
 
 
-def run(case: dict[str, Any], folder: Path, **settings: Any) -> UpIT:
+def run(case: dict[str, Any], folder: Path, redo: bool = False, **settings: Any) -> UpIT:
     """Run the recipe, with other settings, to `folder/out`."""
     pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(folder / "out"), **settings}))
-    pipeline.run()
+    pipeline.run(redo)
     return pipeline
 
 
@@ -108,7 +113,7 @@ def _run(settings: dict[str, Any], folder: str, kill: tuple[str, int] | None) ->
     if kill is not None:
         owner, name = _points()[kill[0]]
         _kill_at(owner, name, kill[1])
-    UpIT(recipe_from_dict(settings)).run()
+    UpIT(recipe_from_dict(settings)).run(redo=True)
 
 
 def _points() -> dict[str, tuple[Any, str]]:

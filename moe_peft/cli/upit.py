@@ -18,6 +18,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. post_train.seed=1"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument(
+        "--redo",
+        action="store_true",
+        help="remove finished stages that a changed recipe does not fit, and do them again",
+    )
     return parser
 
 
@@ -26,6 +31,6 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         print_plan(pipeline)
     else:
-        pipeline.run()
+        pipeline.run(options.redo)
         print_summary(pipeline)
         PartialState().destroy_process_group()

@@ -133,6 +133,13 @@ class RouterLossesMixin:
         if self.args.training_stage == "routers" and not routers:
             raise ValueError(f"{caller}: training_stage='routers': these routers have no parameters; use 'joint'")
         self._coefficients = {name: getattr(self.args, coefficient_field(name)) for name in ROUTER_LOSSES}
+        for name, loss in ROUTER_LOSSES.items():
+            wanted = not loss.needs_labels or getattr(self.args, "expert_map", None) is not None
+            if self._coefficients[name] and wanted and not routers:
+                raise ValueError(
+                    f"{caller}: {coefficient_field(name)}={self._coefficients[name]}: these routers have no parameters "
+                    "to train; set it to 0"
+                )
         if self._coefficients["aux"] is None:
             self._coefficients["aux"] = getattr(config, "router_aux_loss_coef", 0.0)
         # TRL would add its own balancing loss.

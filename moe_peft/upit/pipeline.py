@@ -20,7 +20,8 @@ from .lora_stages import LORA_STAGES
 from .recipe import Recipe, as_dict
 from .run import RunContext
 from .shared_stages import TrainerStage, shared_out
-from .stages import Artefacts, Stage, run_stage
+from .stages import Artefacts, Stage, outlook, run_stage
+from .tracking import tracked
 
 MODES: dict[str, tuple[type[Stage], ...]] = {"lora": LORA_STAGES, "ffn": FFN_STAGES}
 
@@ -66,9 +67,12 @@ class UpIT:
         """Where the result is, or will be."""
         return self.root / self._trained.name
 
-    def run(self) -> Path:
+    def run(self, redo: bool = False) -> Path:
         """
         Do every stage that is missing.
+
+        Args:
+            redo: whether finished stages that the recipe has changed may be removed and done again.
 
         Returns:
             the result, with the tokenizer: `<output_dir>/adapter`, an adapter folder; in the mode "ffn"
@@ -76,7 +80,7 @@ class UpIT:
 
         Raises:
             ValueError: the recipe, its base or its data do not fit together; before anything is written, if this can
-                be known then.
+                be known then. A finished stage would have to be done again, and `redo` is not set.
         """
         self.join_processes()
         for stage in self.stages:
@@ -85,13 +89,19 @@ class UpIT:
         self.root.mkdir(parents=True, exist_ok=True)
         self.context.records = {}
         for stage in self.stages:
-            self.records[stage.name] = run_stage(self.root, stage)
+            with tracked(self.root, stage.name):
+                self.records[stage.name] = run_stage(self.root, stage, redo)
             free_memory()
         if PartialState().is_main_process:
             publish(self._trained, self.result)
             write_json(self.root / "manifest.json", self._manifest())
         PartialState().wait_for_everyone()
         return self.result
+
+    def outlook(self) -> dict[str, str]:
+        """What `run` would do with each stage, by name: "done", "to do", "goes on", or "again" and why."""
+        self.context.records = {}
+        return outlook(self.stages)
 
     def join_processes(self, **own: Any) -> None:
         """

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -159,11 +160,17 @@ class Stage(ABC):
         return json.loads(json.dumps(found, default=str))  # as it will be read again
 
 
-def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
+def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
     """
     Do a stage unless it is done already, and return its record: identity, metrics, hashes of its files.
 
     The work is done in `<name>.partial`, which is renamed when it is whole.
+
+    Args:
+        redo: whether a stage that is done, but with other settings or inputs, may be removed and done again.
+
+    Raises:
+        ValueError: it would have to be, and may not.
     """
     folder, partial = root / stage.name, root / f"{stage.name}.partial"
     identity = stage.identity()
@@ -173,6 +180,13 @@ def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
         if main:
             logger.info("%s: done already", stage.name)
         return done
+    if done is not None and not redo:
+        change = _difference(_decisive(done["identity"]), _decisive(identity))
+        raise ValueError(
+            f"{folder} is done, but this recipe differs: {change}; "
+            "take the change back, choose another output_dir, or do this stage and those after it again with --redo "
+            "(in Python run(redo=True))"
+        )
     whole = read_json(partial / _RECORD)
     begun = read_json(partial / _IDENTITY) or (whole and whole["identity"])
     goes_on = begun is not None and _decisive(begun) == _decisive(identity)
@@ -191,9 +205,11 @@ def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
         if main:
             logger.info("%s: running", stage.name)
         metrics = stage.run(partial)
+        PartialState().wait_for_everyone()
+        # In every process, because those that wait for long time out.
+        metrics = {**metrics, **stage.likeness(partial)}
         if main:
             files = hash_folder(partial, leave_out=(STATE, _IDENTITY))
-            metrics = {**metrics, **stage.likeness(partial)}
             write_json(partial / _RECORD, {"identity": identity, "metrics": metrics, "files": files})
     if main:
         shutil.rmtree(partial / STATE, ignore_errors=True)
@@ -203,6 +219,23 @@ def run_stage(root: Path, stage: Stage) -> dict[str, Any]:
     record = read_json(folder / _RECORD)
     assert record is not None
     return record
+
+
+def outlook(stages: Sequence[Stage]) -> dict[str, str]:
+    """What a run would do with each of its stages, by name: nothing, go on, begin, or do it again and why."""
+    found: dict[str, str] = {}
+    for stage in stages:
+        done, earlier = read_json(stage.folder / _RECORD), [name for name, what in found.items() if what != "done"]
+        if done is None:
+            found[stage.name] = "goes on" if stage.folder.with_name(f"{stage.name}.partial").exists() else "to do"
+            continue
+        identity = stage.identity()
+        if _same_result(done["identity"], identity):
+            found[stage.name] = f"again, if the result of {earlier[-1]} changes" if earlier else "done"
+        else:
+            found[stage.name] = f"again: {_difference(_decisive(done['identity']), _decisive(identity))}"
+        stage.context.records[stage.name] = done
+    return found
 
 
 def _same_result(done: dict[str, Any], wanted: dict[str, Any]) -> bool:

@@ -105,6 +105,9 @@ def print_plan(pipeline: UpIT) -> None:
         cells = (f"{stage.epochs:.3g}", f"{stage.steps:,}", f"{stage.tokens:,}", f"{stage.trainable:,}")
         table.add_row(name, *cells, f"{stage.memory / 2**30:.2f} GiB")
     console.print(table)
+    if pipeline.root.exists():
+        for name, what in pipeline.outlook().items():
+            console.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
     kinds = {stage.training: [other.name for other in stages if other.training == stage.training] for stage in stages}
     for kind, names in kinds.items():
         console.print(f"{', '.join(names)}: {kind}", highlight=False, soft_wrap=True)

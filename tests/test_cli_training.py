@@ -189,6 +189,10 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     for number in (f"{routers:,}", f"{experts:,}", "12", "learning rate 0.01", "FLOP per token"):
         assert number in printed, number
     assert not out.exists()
+    run("sft", tmp_path, {**case, **own}, "--dry-run", "--processes", "3", "--strategy", "zero2")
+    shared = capsys.readouterr().out
+    for text in ("parameters 0.00 GiB, gradients", "memory per process", " 4 "):  # a third of the steps
+        assert text in shared, text
     base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"])
     model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM", **ADAPTER))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == routers + experts
@@ -203,6 +207,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"top_k": 9}, "top_k=9: use at most the number of experts (6)"),
     ({"stages": ["router"]}, "stages='router': must be one of joint, routers, rest"),
     ({"stages": []}, "stages=[]: name at least one of"),
+    ({"strategy": "fsdp2"}, "strategy='fsdp2': is for --dry-run"),
     ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),
     ({"dataset_name": None}, "dataset_name=None: name a file"),
     ({"dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl': no such file"),

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
 from conftest import tiny_llama
 from datasets import Dataset
 from shapes import LLAMA_8B, QWEN_8B
@@ -154,7 +156,7 @@ def test_dry_run(path, tmp_path, tokenizer, capsys):
         assert stages["post_train"].trainable == trainable and f"{trainable:,}" in printed
         base = BASES.get(path.stem, 2 * DENSE.get(path.stem, 0))
         beside = 4 * (trainable - DENSE.get(path.stem, 0))
-        assert stages["post_train"].memory == pytest.approx(base + beside + 12 * trainable, rel=0.15)
+        assert stages["post_train"].memory.total == pytest.approx(base + beside + 12 * trainable, rel=0.15)
 
 
 def overrides_of(note):
@@ -303,12 +305,43 @@ def test_every_recipe_has_a_readme_that_names_it():
         assert f"(../recipes/{path.parent.name}/{path.stem}.md)" in page
 
 
-def test_launcher_configs_parse():
-    for path in (RECIPES / "accelerate").glob("*.yaml"):
-        from accelerate.commands.config.config_args import ClusterConfig
+LAUNCHERS = sorted((RECIPES / "accelerate").glob("*.yaml"))
+KINDS = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "multi_node": "FSDP"}
 
-        settings = yaml.safe_load(path.read_text())
-        assert ClusterConfig.from_yaml_file(yaml_file=str(path)).num_processes == settings["num_processes"]
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.stem)
+def test_launch_files_are_what_accelerate_takes(path):
+    settings = yaml.safe_load(path.read_text())
+    found = ClusterConfig.from_yaml_file(yaml_file=str(path))  # refuses unknown keys
+    assert found.distributed_type == KINDS[path.stem] and found.num_processes == settings["num_processes"]
+    parser = launch_command_parser()
+    own = {action.dest for action in parser._actions}
+    for section, prefix in (("fsdp_config", ""), ("deepspeed_config", "")):
+        assert {prefix + key for key in settings.get(section, {})} <= own
+    if path.stem.startswith("zero"):
+        assert settings["deepspeed_config"]["zero_stage"] == int(path.stem[-1])
+
+
+def commands_of(note):
+    """The lines of its bash pieces; of a line for `srun bash -c`, the line inside."""
+    for piece in re.findall(r"```bash\n(.*?)```", note.read_text(), re.DOTALL):
+        for line in piece.replace("\\\n", "").splitlines():
+            words = shlex.split(line)
+            yield shlex.split(words[3]) if words[:2] == ["srun", "bash"] else words
+
+
+def test_every_launch_file_is_used_by_a_note_in_a_command_that_accelerate_takes():
+    used = set()
+    for note in RECIPES.glob("*/*.md"):
+        for words in commands_of(note):
+            if words[:2] == ["accelerate", "launch"]:
+                found = launch_command_parser().parse_args(["0" if "$" in word else word for word in words[2:]])
+                used.add(Path(found.config_file).stem)
+                assert (RECIPES.parent / found.config_file).exists()
+                assert found.module and found.training_script == "moe_peft"
+                command, flag, recipe = found.training_script_args
+                assert command in ("upit", "sft", "dpo") and flag == "--config" and (RECIPES.parent / recipe).exists()
+    assert used == {path.stem for path in LAUNCHERS}
 
 
 def test_paper_data_conversions(monkeypatch):

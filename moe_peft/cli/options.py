@@ -34,6 +34,10 @@ class RunOptions:
         metadata={"help": "Train one stage after the other: routers, rest, joint. In YAML also stage → its settings."},
     )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop."})
+    processes: int | None = field(default=None, metadata={"help": "With dry_run: plan for this many processes."})
+    strategy: str | None = field(
+        default=None, metadata={"help": "With dry_run: what divides the state among them: ddp, fsdp2, zero2 or zero3."}
+    )
 
 
 def _reduced(kind: type, left_out: set[str], types: Mapping[str, Any]) -> type:

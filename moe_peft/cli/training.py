@@ -22,7 +22,7 @@ from ..models.size import model_size
 from ..models.view import native_routers, router_parameters
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
-from ..training.planning import memory_bytes, rows_and_length, training_line
+from ..training.planning import Launch, Memory, memory, planned_launch, rows_and_length, training_line
 from ..training.router_losses import Stage
 from .options import Options
 
@@ -37,8 +37,9 @@ def train_or_plan(options: Options, trainer: Any) -> None:
     Raises:
         ValueError: model, data and settings do not fit together.
     """
+    launch = planned_launch(options.run.processes, options.run.strategy, options.run.dry_run)
     if options.run.dry_run:
-        print_plan(options)
+        print_plan(options, launch)
         return
     found = list(stages(options))
     data, held_out = load_datasets(options)
@@ -128,7 +129,7 @@ def adapts(options: Options, model: Any) -> bool:
     return not native_routers(model) if chosen is None else chosen
 
 
-def print_plan(options: Options) -> None:
+def print_plan(options: Options, launch: Launch) -> None:
     """Steps, tokens, parameters and memory of every stage, found without loading weights."""
     found = list(stages(options))
     data, _ = load_datasets(options)
@@ -140,31 +141,37 @@ def print_plan(options: Options) -> None:
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
     table = Table("stage", title=f"{_name(options)}: {len(data):,} examples")
-    for column in ("steps", "tokens", "trainable parameters", "memory, about"):
+    for column in ("steps", "tokens", "trainable parameters", "memory per process, about"):
         table.add_column(column, justify="right")
     base, whole = model.num_parameters(), model
     if adapts(options, model):
         with torch.device("meta"):
             whole = get_peft_model(model, options.adapter_config())
     quantization = {"load_in_4bit": options.model.load_in_4bit, "load_in_8bit": options.model.load_in_8bit}
+    needed: list[Memory] = []
     for args in found:
         rows, length = rows_and_length(data, tokenizer, args)
-        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * launch.processes
         steps = args.max_steps if args.max_steps > 0 else max(1, round(args.num_train_epochs * -(-rows // batch)))
         freeze_for_stage(whole, router_parameters(whole), args.training_stage, "sft")
         trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
-        memory = memory_bytes(
-            model, args, length, sum(p.numel() for p in whole.parameters()) - base, trainable,
+        needed.append(memory(
+            model, args, length, sum(p.numel() for p in whole.parameters()) - base, trainable, launch=launch,
             half=bool(args.bf16 or args.fp16), dtype=options.model.dtype or "auto", quantization=quantization,
-        )  # fmt: skip
-        cells = (f"{steps:,}", f"{round(steps * batch * length):,}", f"{trainable:,}", f"{memory / 2**30:.2f} GiB")
+        ))  # fmt: skip
+        cells = (
+            f"{steps:,}",
+            f"{round(steps * batch * length):,}",
+            f"{trainable:,}",
+            f"{needed[-1].total / 2**30:.2f} GiB",
+        )
         table.add_row(args.training_stage, *cells)
     if not PartialState().is_main_process:
         return
     console = Console()
     console.print(table)
-    for args in found:
-        console.print(f"{args.training_stage}: {training_line(args)}", highlight=False, soft_wrap=True)
+    for args, parts in zip(found, needed, strict=True):
+        console.print(f"{args.training_stage}: {training_line(args)}; {parts}", highlight=False, soft_wrap=True)
     console.print(f"model: {model_size(whole)}", highlight=False, soft_wrap=True)
     console.print(f"result: {options.training.output_dir}", highlight=False, soft_wrap=True)
 

@@ -6,6 +6,7 @@ import argparse
 
 from accelerate import PartialState
 
+from ..training.planning import STRATEGIES, planned_launch
 from ..upit.parsing import load_recipe
 from ..upit.pipeline import UpIT
 from ..upit.summary import print_plan, print_summary
@@ -18,6 +19,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. post_train.seed=1"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--processes", type=int, help="with --dry-run: plan for this many processes")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="with --dry-run: what divides the state among them")
     parser.add_argument(
         "--redo",
         action="store_true",
@@ -27,9 +30,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
+    launch = planned_launch(options.processes, options.strategy, options.dry_run)
     pipeline = UpIT(load_recipe(options.config, options.set))
     if options.dry_run:
-        print_plan(pipeline)
+        print_plan(pipeline, launch)
     else:
         pipeline.run(options.redo)
         print_summary(pipeline)

@@ -3,18 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
+from ..messages import one_of
+
 _SAMPLED_ROWS = 500  # for the mean length
-_STATE_BYTES = 16  # of a trainable parameter: weight, gradient and Adam's two moments in float32
+_GRADIENT_BYTES, _MOMENT_BYTES = 4, 8  # of a trainable parameter: its gradient, and Adam's two moments
+
+# What each strategy divides among the processes; the rest is the same in all of them.
+STRATEGIES = {
+    "ddp": (),
+    "zero2": ("gradients", "optimizer"),
+    "zero3": ("parameters", "gradients", "optimizer"),
+    "fsdp2": ("parameters", "gradients", "optimizer"),
+}
 
 
-def memory_bytes(
+@dataclass(frozen=True)
+class Launch:
+    """
+    How a training will be launched: the number of processes, and what divides its state among them.
+
+    Raises:
+        ValueError: an unknown strategy, or less than one process.
+    """
+
+    processes: int = 1
+    strategy: str = "ddp"
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(one_of("strategy", self.strategy, STRATEGIES))
+        if self.processes < 1:
+            raise ValueError(f"processes={self.processes}: must be 1 or more")
+
+
+def planned_launch(processes: int | None, strategy: str | None, dry_run: bool) -> Launch:
+    """
+    The launch that a plan is for: what was asked for, or this process's own.
+
+    Raises:
+        ValueError: they are given for a run that is no plan; an unknown strategy.
+    """
+    if not dry_run and (processes, strategy) != (None, None):
+        name, value = ("processes", processes) if processes is not None else ("strategy", strategy)
+        raise ValueError(f"{name}={value!r}: is for --dry-run; a run takes it from its launcher (accelerate launch)")
+    return Launch(PartialState().num_processes if processes is None else processes, strategy or "ddp")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in asdict(self).items())
+
+
+def memory(
     model: PreTrainedModel,
     args: SFTConfig,
     length: float,
@@ -24,10 +85,14 @@ def memory_bytes(
     half: bool,
     dtype: str = "auto",
     quantization: Mapping[str, Any] | None = None,
-) -> int:
+    launch: Launch = Launch(),
+) -> Memory:
     """
-    An estimate for one device, without sharding: base weights, 4 bytes per other parameter that is held, 16 per
-    trainable one, and the activations of one batch (those that gradient checkpointing keeps, or all).
+    An estimate for one process: base weights, 4 bytes per other parameter that is held, 4 and 8 per trainable one for
+    gradients and Adam's moments, and the activations of one batch (those that gradient checkpointing keeps, or all).
+
+    DDP's buckets hold the gradients once more. Where parameters are divided, two layers (the one that computes and the
+    next) and what is in no layer, such as embeddings, are whole all the same.
 
     Args:
         model: the base, without weights.
@@ -36,8 +101,19 @@ def memory_bytes(
         half: whether it trains in mixed precision.
         dtype: of the base's weights; "auto" is the config's.
     """
-    weights = _base_bytes(model, dtype, quantization or {}) + 4 * held + (_STATE_BYTES - 4) * trainable
-    return weights + _activation_bytes(model.config, args, length, 2 if half else 4)
+    base, largest, outside = _base_bytes(model, dtype, quantization or {})
+    buckets = 2 if launch.strategy == "ddp" and launch.processes > 1 else 1
+    found = Memory(
+        base + 4 * held,
+        _GRADIENT_BYTES * trainable * buckets,
+        _MOMENT_BYTES * trainable,
+        _activation_bytes(model.config, args, length, 2 if half else 4),
+    )
+    shares = {name: -(-getattr(found, name) // launch.processes) for name in STRATEGIES[launch.strategy]}
+    if "parameters" in shares and launch.processes > 1:
+        whole = 2 * (largest + 4 * held // model.config.get_text_config().num_hidden_layers) + outside
+        shares["parameters"] = min(shares["parameters"] + whole, found.parameters)
+    return replace(found, **shares)
 
 
 def rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[int, float]:
@@ -85,16 +161,24 @@ def training_line(args: SFTConfig) -> str:
     return f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}"
 
 
-def _base_bytes(model: PreTrainedModel, dtype: str, quantization: Mapping[str, Any]) -> int:
+def _base_bytes(model: PreTrainedModel, dtype: str, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Of all weights, of the largest layer, and of those in no layer."""
     kind = getattr(torch, dtype) if dtype != "auto" else getattr(model.config, "dtype", None) or torch.float32
     packed = 0.55 if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else None
     head = model.get_output_embeddings()
-    total = 0.0
-    for module in model.modules():
-        own = sum(p.numel() for p in module.parameters(recurse=False))
-        linear = isinstance(module, torch.nn.Linear) and module is not head and packed is not None
-        total += own * (packed if linear and packed is not None else kind.itemsize)
-    return round(total)
+
+    def size(part: torch.nn.Module) -> float:
+        total = 0.0
+        for module in part.modules():
+            own = sum(p.numel() for p in module.parameters(recurse=False))
+            linear = isinstance(module, torch.nn.Linear) and module is not head and packed is not None
+            total += own * (packed if linear and packed is not None else kind.itemsize)
+        return total
+
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    layers = [size(layer) for layer in max(lists, key=size)] if lists else []
+    whole = size(model)
+    return round(whole), round(max(layers, default=0.0)), round(whole - sum(layers))
 
 
 def _activation_bytes(config: Any, args: SFTConfig, length: float, width: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState, init_empty_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from ..training.planning import memory_bytes, rows_and_length, training_line
+from ..training.planning import Launch, Memory, memory, rows_and_length, training_line
 from .inputs import load_config
 from .pipeline import UpIT
 from .shared_stages import TrainingStage
@@ -18,7 +18,7 @@ from .shared_stages import TrainingStage
 @dataclass(frozen=True)
 class StagePlan:
     """
-    One stage. `memory` is estimated by `memory_bytes`; `training` names the rate, the schedule and the context.
+    One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context.
     """
 
     name: str
@@ -26,16 +26,19 @@ class StagePlan:
     steps: int
     tokens: int
     trainable: int
-    memory: int
+    memory: Memory
     training: str
 
 
-def plan(pipeline: UpIT) -> list[StagePlan]:
+def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     """
     The stages of a run that train.
 
     Steps are exact unless packing or truncation to `max_length` changes the number of rows, or stage 3's buckets differ
     in size; tokens come from the mean length of up to 500 rows.
+
+    Args:
+        launch: how the run will be launched; None: as this process was.
 
     Raises:
         ValueError: the recipe, its base or its data do not fit together.
@@ -44,6 +47,7 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
     # A plan may be made on a machine without the accelerator that the run will have.
     own = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
     pipeline.join_processes(**own)
+    launch = launch or Launch(PartialState().num_processes)
     data = pipeline.context.train_data
     tokenizer = _with_template(pipeline.context.tokenizer, r.sft.get("chat_template_path"))
     config = load_config(r.model)
@@ -56,15 +60,16 @@ def plan(pipeline: UpIT) -> list[StagePlan]:
             continue
         args = stage.arguments(pipeline.root, **own)
         rows, length = rows_and_length(data, tokenizer, args)
-        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * launch.processes
         steps = stage.steps(rows, batch)
         held, trainable = stage.sizes(empty)
         half = _half_precision(stage)
-        memory = memory_bytes(
-            empty, args, length, held, trainable, half=half, dtype=r.model.dtype, quantization=r.model.quantization
-        )
+        needed = memory(
+            empty, args, length, held, trainable, half=half, dtype=r.model.dtype, quantization=r.model.quantization,
+            launch=launch,
+        )  # fmt: skip
         tokens = round(stage.epochs * rows * length)
-        found.append(StagePlan(stage.name, stage.epochs, steps, tokens, trainable, memory, training_line(args)))
+        found.append(StagePlan(stage.name, stage.epochs, steps, tokens, trainable, needed, training_line(args)))
     return found
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..models.size import ModelSize
 from ..routing.statistics import HEALTHY_VARIATION, REMEDY, is_clear, verdict_line
+from ..training.planning import Launch
 from .pipeline import UpIT
 from .plan import plan
 
@@ -85,16 +86,16 @@ def _loss_table(losses: dict[str, dict[str, float]]) -> Table:
     return table
 
 
-def print_plan(pipeline: UpIT) -> None:
+def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     """The stages, what they will take, and how many examples there are."""
-    stages = plan(pipeline)
+    stages = plan(pipeline, launch)
     if not PartialState().is_main_process:
         return
     console = Console()
     r = pipeline.recipe
     title = f"{r.method}: {len(pipeline.context.train_data):,} examples, {r.num_train_epochs:g} passes, seed {r.seed}"
     table = Table("stage", title=title)
-    for column in ("passes", "steps", "tokens", "trainable parameters", "memory, about"):
+    for column in ("passes", "steps", "tokens", "trainable parameters", "memory per process, about"):
         table.add_column(column, justify="right")
     planned = {stage.name: stage for stage in stages}
     for name in pipeline.stage_names():
@@ -103,11 +104,13 @@ def print_plan(pipeline: UpIT) -> None:
             table.add_row(name)
             continue
         cells = (f"{stage.epochs:.3g}", f"{stage.steps:,}", f"{stage.tokens:,}", f"{stage.trainable:,}")
-        table.add_row(name, *cells, f"{stage.memory / 2**30:.2f} GiB")
+        table.add_row(name, *cells, f"{stage.memory.total / 2**30:.2f} GiB")
     console.print(table)
     if pipeline.root.exists():
         for name, what in pipeline.outlook().items():
             console.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
+    for stage in stages:
+        console.print(f"{stage.name}: {stage.memory}", highlight=False, soft_wrap=True)
     kinds = {stage.training: [other.name for other in stages if other.training == stage.training] for stage in stages}
     for kind, names in kinds.items():
         console.print(f"{', '.join(names)}: {kind}", highlight=False, soft_wrap=True)

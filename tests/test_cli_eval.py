@@ -92,28 +92,34 @@ def test_adapter_beside_its_base_has_the_harness_numbers(folder, tmp_path, capsy
     assert about["n-samples"]["toy_a"] == {"original": 24, "effective": 10} and about["dtype"] == "float32"
 
 
-def test_each_expert_alone_is_its_lora(folder, tmp_path, capsys):
+def test_each_expert_alone_is_its_lora_and_the_exports_expert(folder, tmp_path, capsys):
     """Independent: an expert as PEFT's LoRA adapter, evaluated by the harness."""
-    found = evaluate(folder, tmp_path / "out", "--model", folder / "adapter", "--each-expert", "--no-base")
-    assert list(found) == ["model", *(f"expert {i}" for i in range(4))]
+    every = ("--each-expert", "--limit", 8)
+    found = evaluate(folder, tmp_path / "out", "--model", folder / "adapter", *every)
+    assert list(found) == ["model", *(f"expert {i}" for i in range(4)), "base"]
     for expert in (0, 3):
         expert_to_lora(adapter_of(folder), expert, tmp_path / f"lora-{expert}")
         alone = PeftModel.from_pretrained(dense(folder / "base"), tmp_path / f"lora-{expert}")
-        assert_same(found[f"expert {expert}"], plain(alone, folder))
-    assert len({scores["toy_text", "word_perplexity"] for scores in found.values()}) == 5
+        assert_same(found[f"expert {expert}"], plain(alone, folder, limit=8))
+    assert len({scores["toy_text", "word_perplexity"] for scores in found.values()}) == 6
     table = (tmp_path / "out" / "results.md").read_text().split("Each expert alone:\n\n")[1].splitlines()
     assert table[0] == "|  | toy_text word_perplexity ↓ | toy_both acc ↑ |"  # not the tasks of the group
     assert table[4].startswith(f"| expert 1 | {found['expert 1']['toy_text', 'word_perplexity'][0]:.4f} |")
     assert (tmp_path / "out" / "experts.png").read_bytes().startswith(b"\x89PNG")
     assert "Each expert alone" in capsys.readouterr().out
-
-
-def test_native_moe_has_its_adapters_numbers_also_by_expert(folder, tmp_path):
-    adapter = evaluate(folder, tmp_path / "one", "--model", folder / "adapter", "--each-expert")
     native = evaluate(
-        folder, tmp_path / "two", "--model", folder / "native", "--each-expert", "--base", folder / "base"
+        folder, tmp_path / "native", "--model", folder / "native", "--base", folder / "base", "--no-base", *every
     )
-    assert list(native) == ["model", *(f"expert {i}" for i in range(4)), "base"]
+    assert list(native) == ["model", *(f"expert {i}" for i in range(4))]
+    for name, scores in native.items():
+        assert_same(scores, found[name])
+
+
+def test_native_moe_beside_a_base(folder, tmp_path):
+    """Independent: the adapter that it was exported from."""
+    adapter = evaluate(folder, tmp_path / "one", "--model", folder / "adapter")
+    native = evaluate(folder, tmp_path / "two", "--model", folder / "native", "--base", folder / "base")
+    assert list(native) == ["model", "base"]
     for name, scores in native.items():
         assert_same(scores, adapter[name])
 

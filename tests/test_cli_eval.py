@@ -304,3 +304,29 @@ def test_plain_lm_eval_loads_an_adapter_and_agrees(folder, tmp_path):
         assert results[task][f"{metric},none"] == pytest.approx(value, rel=1e-6)
         if stderr is not None:
             assert results[task][f"{metric}_stderr,none"] == pytest.approx(stderr, rel=1e-6)
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+def test_from_the_command_line(tmp_path):
+    """The example, as a user starts it: the export has the adapter's numbers."""
+    script = Path(__file__).parents[1] / "examples" / "from_the_command_line.sh"
+    sizes = {"BASE": "--hidden 32 --layers 2 --vocab-size 512 --chars 60000", "ROWS": "16 8", "STEPS": "4"}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, **sizes, "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", str(script), str(tmp_path / "out")], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "logits differ by at most" in done.stdout and "Each expert alone" in done.stdout
+    assert (tmp_path / "out" / "routing" / "load.png").is_file()
+    adapter, export = (
+        json.loads((tmp_path / "out" / name / "results.json").read_text())["scores"]
+        for name in ("evaluation", "evaluation-exported")
+    )
+    found = {(score["task"], score["metric"]): score["value"] for score in export["model"]}
+    wanted = {(score["task"], score["metric"]): score["value"] for score in adapter["model"]}
+    assert len(found) == 6 and found == pytest.approx(wanted, rel=1e-5)
+    bits = {scores[-1]["value"] for scores in (adapter["model"], adapter["base"], adapter["expert 0"])}
+    assert len(bits) == 3 and all(score["metric"] in ("acc", "bits_per_byte") for score in adapter["model"])

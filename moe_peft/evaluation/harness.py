@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import Accelerator, PartialState
 
 from ..messages import one_line
@@ -56,6 +59,8 @@ class Harness:
     """
     Tasks, loaded once, for any number of models. In several processes, each takes its share of the examples.
 
+    The numbers are those of `lm_eval.simple_evaluate`, which loads tasks for each model anew and looks at the machine.
+
     Args:
         settings: the tasks and how they are put to a model.
 
@@ -66,35 +71,41 @@ class Harness:
     def __init__(self, settings: TaskSettings) -> None:
         self.settings = settings
         with _quiet():
-            self.manager, self.tasks = _load_tasks(settings)
+            self.loaded = _load_tasks(settings)
+        for task in self.loaded["tasks"].values():
+            own = task.get_config("num_fewshot")
+            if own != 0:  # a task that says 0 wants none
+                task.set_config("num_fewshot", (own or 0) if settings.num_fewshot is None else settings.num_fewshot)
 
     def run(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """
-        What `lm_eval.simple_evaluate` returns, without single examples. The main process alone gets it; others get {}.
+        What `lm_eval.evaluate` returns, without single examples. The main process alone gets it; others get {}.
 
         Args:
             model: a model of transformers or PEFT, on the device that it runs on.
             tokenizer: its tokenizer.
         """
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluate
+        from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
-        s, own = self.settings, {}
-        if s.seed is not None:
-            own = dict.fromkeys(
-                ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), s.seed
-            )
+        s = self.settings
+        other = DEFAULT_OTHER_SEED if s.seed is None else s.seed
+        random.seed(DEFAULT_RANDOM_SEED if s.seed is None else s.seed)
+        np.random.seed(other)
+        torch.manual_seed(other)
+        for task in self.loaded["tasks"].values():
+            task.set_fewshot_seed(other)
         with _quiet():
-            found = simple_evaluate(
-                model=_language_model(model, tokenizer, s.batch_size), tasks=self.tasks, task_manager=self.manager,
-                num_fewshot=s.num_fewshot, batch_size=str(s.batch_size), limit=s.limit,
-                apply_chat_template=s.apply_chat_template, log_samples=False, **own,
+            found = evaluate(
+                _language_model(model, tokenizer, s.batch_size), self.loaded, limit=s.limit, log_samples=False,
+                apply_chat_template=s.apply_chat_template, fewshot_as_multiturn=bool(s.apply_chat_template),
             )  # fmt: skip
         return found or {}
 
 
-def _load_tasks(settings: TaskSettings) -> tuple[Any, list[Any]]:
+def _load_tasks(settings: TaskSettings) -> Any:
     """
-    The manager, and the tasks and groups that were asked for.
+    The tasks and groups that were asked for.
 
     Where a folder of the user's has them all, the harness's own thousands of tasks are not looked through.
     """
@@ -112,12 +123,9 @@ def _load_tasks(settings: TaskSettings) -> tuple[Any, list[Any]]:
         raise ValueError(f"tasks={name!r}: no such task; {remedy}")
     names = [match for name in names for match in (manager.match_tasks([name]) or [name])]
     try:
-        loaded = manager.load(list(dict.fromkeys(names)))
+        return manager.load(list(dict.fromkeys(names)))
     except Exception as error:  # whatever a task file, its code or its data raises
         raise ValueError(f"tasks={','.join(settings.tasks)!r}: {one_line(error)}") from error
-    inside = {child for group in loaded.get("groups", {}).values() for child in group.child_names}
-    every = {**loaded["tasks"], **loaded.get("groups", {})}
-    return manager, [found for name, found in every.items() if name not in inside]
 
 
 def _unknown(names: list[str], manager: Any) -> list[str]:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..models.view import base_model, router_sizes
 from .harness import Harness, TaskSettings
 from .scores import Grid, Scores, as_markdown, as_table, by_metric, by_model, read_scores, top_level
 
-_KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better", "lm_eval_version")
+_KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better")
 _EXPERT = "expert "  # begins the name of an expert that was evaluated alone
 
 
@@ -77,6 +78,7 @@ def evaluate_model(
         "model": model_path, "class": type(base_model(model)).__name__,
         "dtype": str(base_model(model).dtype).removeprefix("torch."),
         "quantization": quantization_of(base_model(model).config),
+        "lm_eval": version("lm_eval"),
         "experts": None if experts is None else list(experts), **asdict(settings),
     }  # fmt: skip
     if with_base and adapter:

@@ -35,7 +35,7 @@ Scores = dict[tuple[str, str], Score]
 
 
 def read_scores(results: Mapping[str, Any]) -> Scores:
-    """(task, metric) → score, of what `lm_eval.simple_evaluate` returns."""
+    """(task, metric) → score, of what `lm_eval.evaluate` returns."""
     with_metrics = {task for task, row in results["results"].items() if any("," in name for name in row)}
     groups = {name: children for name, children in results["group_subtasks"].items() if name in with_metrics}
     parts = {child for children in groups.values() for child in children}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From an empty folder to a trained, inspected, evaluated and exported MoE, by commands alone. Needs no network and no
-# GPU; about 10 minutes on two cores.
+# GPU; some minutes on two cores, most of them for the base model.
 #
 #     bash examples/from_the_command_line.sh FOLDER
 #

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
@@ -13,18 +11,16 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from rich.console import Console
 
-from ..analysis.figures import plot_expert_scores
 from ..analysis.loading import is_adapter, load, quantization_of
 from ..contexts import free_memory
 from ..models.steering import allow_experts, force_experts
 from ..models.view import base_model, router_sizes
 from .harness import Harness, TaskSettings
-from .scores import Grid, Scores, as_markdown, as_table, by_metric, by_model, read_scores, top_level
+from .report import EXPERT, print_results, write_results
+from .scores import Scores, read_scores
 
 _KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better")
-_EXPERT = "expert "  # begins the name of an expert that was evaluated alone
 
 
 def evaluate_model(
@@ -73,7 +69,7 @@ def evaluate_model(
         raw["model"] = harness.run(model, tokenizer)
     for expert in alone:
         with _steered(model, [expert]):
-            raw[f"{_EXPERT}{expert}"] = harness.run(model, tokenizer)
+            raw[f"{EXPERT}{expert}"] = harness.run(model, tokenizer)
     about = {
         "model": model_path, "class": type(base_model(model)).__name__,
         "dtype": str(base_model(model).dtype).removeprefix("torch."),
@@ -93,8 +89,8 @@ def evaluate_model(
     found = {name: read_scores(results) if results else {} for name, results in raw.items()}
     if PartialState().is_main_process:
         kept = {name: value for name, value in raw["model"].items() if name in _KEPT}
-        files = _write(found, {**about, **kept}, Path(output_dir), suffix)
-        _print(found, about, files)
+        files = write_results(found, {**about, **kept}, Path(output_dir), suffix)
+        print_results(found, about, files)
     return found
 
 
@@ -111,47 +107,3 @@ def _steered(model: Any, experts: Sequence[int] | None) -> AbstractContextManage
     if len(experts) == 1:
         return force_experts(model, torch.tensor(experts))
     return allow_experts(model, experts)
-
-
-def _grids(found: Mapping[str, Scores]) -> dict[str, Grid]:
-    """Title → table: the models beside each other and, if experts were evaluated alone, these by task."""
-    models = {name: scores for name, scores in found.items() if not name.startswith(_EXPERT)}
-    grids = {"": by_metric(models)}
-    return grids if len(models) == len(found) else {**grids, "Each expert alone": by_model(found)}
-
-
-def _write(found: Mapping[str, Scores], about: Mapping[str, Any], folder: Path, suffix: str) -> list[Path]:
-    """The files, in a temporary folder until all are whole."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    scores = {name: [score._asdict() for score in of_model.values()] for name, of_model in found.items()}
-    text = json.dumps({"about": about, "scores": scores}, indent=2, default=str)
-    (partial / "results.json").write_text(text + "\n", encoding="utf-8")
-    tables = [f"{title}:\n\n" * bool(title) + as_markdown(grid) for title, grid in _grids(found).items()]
-    (partial / "results.md").write_text("\n".join([f"`{about['model']}`\n", *tables]), encoding="utf-8")
-    written = ["results.json", "results.md"]
-    if any(name.startswith(_EXPERT) for name in found):
-        written.append(f"experts{suffix}")
-        shown = top_level(found["model"])
-        values = {name: [of_model[s.task, s.metric].value for s in shown] for name, of_model in found.items()}
-        tasks, better = [f"{s.task}\n{s.metric}" for s in shown], [s.higher_is_better for s in shown]
-        plot_expert_scores(values, tasks, better, partial / written[-1])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in written:
-        (partial / name).replace(folder / name)
-    shutil.rmtree(partial)
-    return [folder / name for name in written]
-
-
-def _print(found: Mapping[str, Scores], about: Mapping[str, Any], files: Sequence[Path]) -> None:
-    console = Console()
-    lines = [f"{about['model']}: {about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"]
-    lines += [f"base: {about['base']}"] if "base" in about else []
-    lines += [f"experts: {', '.join(map(str, about['experts']))} only"] if about["experts"] is not None else []
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    for title, grid in _grids(found).items():
-        console.print(as_table(grid, title))
-    for path in files:
-        console.print(str(path), highlight=False, soft_wrap=True)

@@ -24,12 +24,16 @@ from conftest import tiny_llama
 
 ROOT = Path(__file__).parents[1]
 README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))
-PACKAGES = ("moe_peft", *(f"moe_peft.{name}" for name in ("analysis", "native", "routing", "training", "upit")))
+PACKAGES = (
+    "moe_peft",
+    *(f"moe_peft.{name}" for name in ("analysis", "evaluation", "native", "routing", "training", "upit")),
+)
 BLOCK = re.compile(r'^```(python|bash|diff|yaml)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 # What shows that a page did more than pass.
 PRINTED = {
     "README.md": "'aux_loss'",
     "adapter.md": "trainable params",
+    "evaluating.md": "Each expert alone",
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "logits differ by",
     "steering.md": "'compliance'",
@@ -38,6 +42,7 @@ PRINTED = {
 }
 WRITTEN = {
     "adapter.md": "lora-prose-again/adapter_model.safetensors",
+    "evaluating.md": "evaluation/experts.png",
     "native-checkpoints.md": "exported/model.safetensors",
     "routers.md": "routing/load.png",
     "training.md": "labels/adapter_model.safetensors",
@@ -131,11 +136,12 @@ def run_page(page: Path) -> None:
 
 
 def run_commands(text: str) -> None:
-    """The block's `moe-peft` commands, without those on recipes for large models, which test_recipes.py plans."""
+    """The block's `moe-peft` commands, without those on recipes for large models, which test_recipes.py plans, and
+    without `exec`, which would become another program."""
     from moe_peft.cli import main
 
     for line in text.replace("\\\n", " ").splitlines():
-        if line.startswith("moe-peft ") and "recipes/" not in line:
+        if line.startswith("moe-peft ") and "recipes/" not in line and not line.startswith("moe-peft exec"):
             main(shlex.split(line, comments=True)[1:])
 
 

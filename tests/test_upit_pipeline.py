@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import tiny_llama
+from eval_case import make_tasks
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, TrainerCallback
@@ -462,6 +463,11 @@ def test_several_processes_do_what_one_does(case, upit, tmp_path):
         "sft": sft,
         "output_dir": str(tmp_path / "two"),
         "adapter": {"r": 4, "lora_alpha": 8, "top_k": 4},
+        "evaluate": {
+            "tasks": ["toy_text", "toy_both"],
+            "include_path": str(make_tasks(tmp_path / "tasks")),
+            "limit": 9,
+        },
     }
     run_as_two_processes(settings, tmp_path)
     one = {**settings, "sft": {**sft, "per_device_train_batch_size": 4}, "output_dir": str(tmp_path / "one")}
@@ -473,6 +479,14 @@ def test_several_processes_do_what_one_does(case, upit, tmp_path):
             torch.testing.assert_close(two[key], value, rtol=tolerance, atol=tolerance)
     manifest = json.loads((tmp_path / "two" / "manifest.json").read_text())
     assert manifest["stages"]["prepare"]["identity"]["processes"] == 2
+    tasks = [
+        json.loads((tmp_path / name / "manifest.json").read_text())["stages"]["evaluate"]["metrics"]["tasks"]
+        for name in ("one", "two")
+    ]
+    for model in ("base", "adapted"):  # the examples are shared out, and every one counts once
+        assert {(s["task"], s["metric"]): s["value"] for s in tasks[1][model]} == pytest.approx(
+            {(s["task"], s["metric"]): s["value"] for s in tasks[0][model]}, rel=1e-4
+        )
     buckets = [json.loads((tmp_path / name / "router_init" / "buckets.json").read_text()) for name in ("one", "two")]
     assert buckets[0]["buckets"] == buckets[1]["buckets"]
 

@@ -17,7 +17,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
-TRAIN = ("training", "analysis", "upit", "cli", "trainer.py")
+TRAIN = ("training", "analysis", "evaluation", "upit", "cli", "trainer.py")
+EVAL = ("evaluation",)  # the extra `eval` too
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:
@@ -43,7 +44,8 @@ FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "moe_peft").rglob("*.p
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_what_a_file_imports_is_declared(path: Path):
-    allowed = declared(PROJECT["dependencies"], EXTRAS["train"] if path.parts[1] in TRAIN else [])
+    extras = [EXTRAS[name] for name, parts in (("train", TRAIN), ("eval", EVAL)) if path.parts[1] in parts]
+    allowed = declared(PROJECT["dependencies"], *extras)
     missing = {
         package
         for package in imported(ROOT / path)
@@ -54,7 +56,9 @@ def test_what_a_file_imports_is_declared(path: Path):
 
 def test_lowest_versions_are_the_lower_bounds():
     """torch's wheels at its lower bound bring gigabytes of CUDA: a newer one is tested in its place."""
-    requirements = declared(PROJECT["dependencies"], *(EXTRAS[name] for name in ("train", "quant", "demo", "test")))
+    requirements = declared(
+        PROJECT["dependencies"], *(EXTRAS[name] for name in ("train", "eval", "quant", "demo", "test"))
+    )
     bounds = {
         name: next(s.version for s in requirement.specifier if s.operator == ">=")
         for name, requirement in requirements.items()

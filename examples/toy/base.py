@@ -196,9 +196,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the toy base model.")
     parser.add_argument("--out", type=Path, default=Path(".cache/base"), help="model folder to make")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=128, help="width")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--chars", type=int, default=5_000_000, help="characters of training text")
     args = parser.parse_args()
     try:
-        print(f"base model: {ensure_base(args.out, args.seed)}")
+        base = ensure_base(args.out, args.seed, args.hidden, args.layers, args.vocab_size, args.chars)
+        print(f"base model: {base}")
     except OSError as error:
         sys.exit(f"error: {error}")
 

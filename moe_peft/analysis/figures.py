@@ -130,6 +130,44 @@ def plot_compliance(
     _save(figure, path, _title("Probability given to the experts of the token's domain", len(shown), len(compliance)))
 
 
+def plot_expert_scores(
+    values: Mapping[str, Sequence[float]],
+    tasks: Sequence[str],
+    higher_is_better: Sequence[bool | None],
+    path: str | Path,
+) -> None:
+    """
+    Heat map of what each expert reaches alone, with the model and its base: a row per model, a column per task. Colors
+    compare within a task, from its worst value to its best one; where better is unknown, higher counts as better.
+
+    Args:
+        values: "model", "expert 0", … → one value per task.
+        tasks: the columns' names.
+        higher_is_better: of each task's metric.
+        path: the file to write.
+    """
+    value_MT = torch.tensor(list(values.values()), dtype=torch.float64)
+    sign_T = torch.tensor([-1.0 if better is False else 1.0 for better in higher_is_better], dtype=torch.float64)
+    good_MT = value_MT * sign_T
+    low_T, high_T = good_MT.amin(0), good_MT.amax(0)
+    place_MT = ((good_MT - low_T) / (high_T - low_T).clamp(min=1e-12)).nan_to_num(0.0)
+    rows, columns = place_MT.shape
+    figure = _figure(max(5.0, min(16.0, 2.6 + 0.9 * columns)), max(3.0, min(16.0, 1.6 + 0.34 * rows)))
+    axis = figure.subplots()
+    image = axis.imshow(place_MT.numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    if columns <= _CELLS_WITH_NUMBERS:
+        for row in range(rows):
+            for column in range(columns):
+                color = "white" if place_MT[row, column] < 0.6 else "black"
+                text = f"{float(value_MT[row, column]):.3g}"
+                axis.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
+    axis.set_xticks(range(columns), tasks, rotation=45, ha="right", fontsize=7)
+    axis.set_yticks(range(rows), list(values), fontsize=7)
+    bar = figure.colorbar(image, ax=axis, shrink=0.9)
+    bar.set_ticks([0, 1], labels=["worst", "best"])
+    _save(figure, path, "Each expert alone, by task")
+
+
 def plot_load_over_time(
     steps: Sequence[int], loads: Sequence[Sequence[float]] | torch.Tensor, path: str | Path
 ) -> None:

@@ -8,28 +8,22 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig
 
-from ..messages import one_line, one_of
-from ..models.native_routers import CONFIG_FIELD
 from ..models.size import ModelSize, expert_similarity, model_size
-from ..models.view import adapter_layers, base_model, text_config
-from ..native import load_routers
+from ..models.view import adapter_layers, base_model
 from ..routing.expert_map import label_text
 from ..routing.statistics import REMEDY
 from ..training.data import load_data
 from ..training.scoring import Collator
 from ..training.tokenizing import tokenized
+from .loading import load, quantization_of
 from .record import RoutingStatistics, record_routing
 from .report import write_report
 from .token_classes import classify_tokens
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @torch.no_grad()
@@ -71,7 +65,7 @@ def inspect_model(
     Raises:
         ValueError: the model or the data does not exist, the model has no routers, or a setting is not what it takes.
     """
-    model, tokenizer = _load(model_path, dtype, quantization)
+    model, tokenizer = load(model_path, dtype, quantization)
     dataset = load_data(data, "--data", label_column, split)
     if max_examples is not None:
         dataset = dataset.select(range(min(max_examples, len(dataset))))
@@ -95,32 +89,11 @@ def _run(
 ) -> None:
     """Forward passes over all rows, whose labels the statistics are told."""
     device = next(model.parameters()).device
-    model.eval()
     for start in tqdm(range(0, len(rows), batch_size), desc="routing"):
         batch = collator([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
         statistics.current = labels[start : start + batch_size]
         inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
         model(**inputs, logits_to_keep=1)
-
-
-def _load(path: str, dtype: str, quantization: dict[str, Any] | None) -> tuple[Any, Any]:
-    if dtype not in DTYPES:
-        raise ValueError(one_of("--dtype", dtype, DTYPES))
-    kind = AutoPeftModelForCausalLM if (Path(path) / "adapter_config.json").is_file() else AutoModelForCausalLM
-    own: dict[str, Any] = {"dtype": dtype}
-    if quantization is not None:
-        try:
-            own["quantization_config"] = BitsAndBytesConfig(**quantization)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"--quantization {quantization}: {one_line(error)}") from error
-    try:
-        model = kind.from_pretrained(path, **own)
-        if kind is AutoModelForCausalLM and hasattr(text_config(model), CONFIG_FIELD):
-            load_routers(model, path)
-        source = path if (Path(path) / "tokenizer_config.json").is_file() else model.config._name_or_path
-        return model, AutoTokenizer.from_pretrained(source)
-    except OSError as error:
-        raise ValueError(f"--model {path!r}: {one_line(error)}") from error
 
 
 def _about(model: Any) -> dict[str, Any]:
@@ -129,21 +102,11 @@ def _about(model: Any) -> dict[str, Any]:
     return {
         "class": type(base).__name__,
         "dtype": str(base.dtype).removeprefix("torch."),
-        "quantization": _quantization(base.config),
+        "quantization": quantization_of(base.config),
         "size": asdict(model_size(model)),
         "similarity": None if found is None else found.tolist(),
         "similarity_of": "updates B A" if adapter_layers(model) else "weights",
     }
-
-
-def _quantization(config: Any) -> str | None:
-    """E.g. "bitsandbytes, load_in_4bit"; None for a model that is not quantized."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    fields = found if isinstance(found, dict) else found.to_dict()
-    method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
-    return ", ".join([str(method), *(name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name))])
 
 
 def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Path]) -> None:

@@ -18,8 +18,10 @@ COMMANDS = {
     "dpo": "tune one by preferences",
     "upit": "run a recipe: UpIT or one of its baselines",
     "inspect": "report where a model's tokens go",
+    "eval": "evaluate a model on tasks of lm-evaluation-harness",
     "upcycle": "make a native MoE from dense models",
     "export": "make a native MoE from a MoE-LoRA adapter and its base",
+    "exec": "run another Python program, such as lm_eval, that can then load the adapters",
 }
 
 

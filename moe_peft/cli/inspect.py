@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
 
 from ..analysis.inspect import inspect_model
+from .parsing import parse_json
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -41,26 +40,13 @@ def run(options: argparse.Namespace) -> None:
         options.data,
         options.output,
         label_column=options.label_column,
-        expert_map=_parse_json("--expert-map", options.expert_map, '{"code": [0, 1], "prose": [2, 3]}'),
+        expert_map=parse_json("--expert-map", options.expert_map, '{"code": [0, 1], "prose": [2, 3]}'),
         split=options.split,
         dtype=options.dtype,
-        quantization=_parse_json("--quantization", options.quantization, '{"load_in_4bit": true}'),
+        quantization=parse_json("--quantization", options.quantization, '{"load_in_4bit": true}'),
         position_width=options.position_width,
         suffix=f".{options.figures}",
         batch_size=options.batch_size,
         max_length=options.max_length,
         max_examples=options.max_examples,
     )
-
-
-def _parse_json(option: str, text: str | None, example: str) -> dict[str, Any] | None:
-    """An option that is a JSON object."""
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} {text!r}: give JSON like {example}")
-    return value

@@ -25,6 +25,7 @@ from .buckets import BUCKETS, BucketRule
 from .methods import METHODS, Method
 from .objectives import OBJECTIVES
 from .selection import SELECTIONS
+from .tasks import EvaluateSection
 
 _NONE = "none"  # leaves a stage out
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -171,6 +172,7 @@ class Recipe:
     expand: ExpandSection = field(default_factory=ExpandSection)
     router_init: RouterInitSection = field(default_factory=RouterInitSection)
     post_train: PostTrainSection = field(default_factory=PostTrainSection)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS[self.mode]:
@@ -180,6 +182,7 @@ class Recipe:
         self._check_labels()
         self._check_expert_maps()
         self._check_number_of_experts()
+        _ = self.evaluate.settings
 
     def _check_passed_on(self) -> None:
         """Keys that are fields of other configurations."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 from trl import SFTConfig
 
 from ..analysis.figures import plot_shares
+from ..evaluation.harness import Harness
+from ..evaluation.scores import Scores
 from ..messages import one_line
 from ..training.checkpoints import Trained, copy_result
 from ..training.data import in_blocks
@@ -22,12 +25,14 @@ from ..training.sft import MoESFTConfig
 from .buckets import Seeds, draw_seeds
 from .evaluate import evaluate
 from .files import expert_folders
+from .hashing import hash_file
 from .inputs import load_model
 from .methods import TRAINING
 from .prepare import prepare_experts
-from .recipe import Recipe
+from .recipe import Recipe, as_dict
 from .selection import chosen_steps
 from .stages import STATE, Artefacts, Stage
+from .tasks import evaluate_tasks, load_harness, recorded_scores, task_files
 
 
 class TrainerStage(Stage):
@@ -268,14 +273,23 @@ class PostTrain(TrainingStage):
 
 
 class Evaluate(TrainerStage):
-    """Held-out losses by domain, and where the tokens of each domain go."""
+    """Held-out losses by domain, where the tokens of each domain go, and tasks of lm-evaluation-harness."""
 
     name = "evaluate"
     inputs = ("model", "eval", "chat_template")
 
     @classmethod
     def wanted(cls, recipe: Recipe) -> bool:
-        return recipe.data.eval is not None
+        return recipe.data.eval is not None or bool(recipe.evaluate.tasks)
+
+    @cached_property
+    def harness(self) -> Harness | None:
+        """The tasks; None if the recipe names none."""
+        settings = self.recipe.evaluate.settings
+        return None if settings is None else load_harness(settings)
+
+    def check(self) -> None:
+        _ = self.harness  # a wrong name should be known before the run
 
     @abstractmethod
     def load(self, folder: Path) -> tuple[PeftModel | PreTrainedModel, PreTrainedModel | None]:
@@ -287,13 +301,28 @@ class Evaluate(TrainerStage):
         return self.recipe.expert_map if self.recipe.masks_labels else None
 
     def settings(self) -> dict[str, Any]:
-        masked = {} if self.label_mask is None else {"label_mask": self.label_mask}
-        return {**super().settings(), **masked}
+        section = as_dict(self.recipe.evaluate)
+        found = {key: value for key, value in super().settings().items() if key not in (*section, "seed")}
+        if self.label_mask is not None:
+            found["label_mask"] = self.label_mask
+        if self.recipe.evaluate.tasks:
+            files = task_files(self.recipe.evaluate, apart_from=self.context.root)
+            found |= {**section, "task_files": [hash_file(path) for path in files]}
+        return found
 
     def run(self, folder: Path) -> dict[str, Any]:
-        r, data = self.recipe, self.context.eval_data
-        assert data is not None and self.given.model is not None
+        assert self.given.model is not None
         model, base = self.load(self.given.model)
+        found = self._losses(folder, model, base)
+        if self.harness is not None:
+            found["tasks"] = evaluate_tasks(self.harness, model, self.context.tokenizer, base)
+        return found
+
+    def _losses(self, folder: Path, model: PeftModel | PreTrainedModel, base: PreTrainedModel | None) -> dict[str, Any]:
+        """Held-out losses and routing, if there are held-out data."""
+        r, data = self.recipe, self.context.eval_data
+        if data is None:
+            return {}
         args = self.arguments(folder)
         found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base, self.label_mask)
         if args.should_save and found.shares:
@@ -302,10 +331,13 @@ class Evaluate(TrainerStage):
         return {"loss": found.losses, "shares": shares, "warnings": found.warnings}
 
     def describe(self, metrics: dict[str, Any]) -> str:
-        return "routing.png" if metrics["shares"] else ""
+        return "routing.png" if metrics.get("shares") else ""
 
     def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
-        return metrics["loss"]
+        return metrics.get("loss")
+
+    def scores(self, metrics: dict[str, Any]) -> dict[str, Scores] | None:
+        return recorded_scores(metrics["tasks"]) if "tasks" in metrics else None
 
 
 def shared_out(recipe: Recipe, experts: list[Path]) -> tuple[Path, ...]:

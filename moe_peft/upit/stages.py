@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from accelerate import PartialState
 
+from ..evaluation.scores import Scores
 from ..messages import one_line
 from .files import read_json, write_json
 from .hashing import hash_folder, hash_json
@@ -115,6 +116,10 @@ class Stage(ABC):
 
     def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
         """Held-out losses by model and domain, if it measured them."""
+        return None
+
+    def scores(self, metrics: dict[str, Any]) -> dict[str, Scores] | None:
+        """Scores on tasks by model, if it measured them."""
         return None
 
     @property

@@ -8,6 +8,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 
+from ..evaluation.scores import as_table, by_metric
 from ..models.size import ModelSize
 from ..routing.statistics import HEALTHY_VARIATION, REMEDY, is_clear, verdict_line
 from ..training.planning import Launch
@@ -23,8 +24,8 @@ _ALIKE = {
 
 def print_summary(pipeline: UpIT) -> None:
     """
-    One table of all stages, with the similarity of the experts after each; one of the held-out losses; the MoE's size;
-    layers whose load is not healthy, and what to try; and where the result is. From the main process.
+    One table of all stages, with the similarity of the experts after each; the held-out losses and the scores on tasks;
+    the MoE's size; layers whose load is not healthy, and what to try; and where the result is. From the main process.
     """
     if not PartialState().is_main_process:
         return
@@ -48,6 +49,9 @@ def print_summary(pipeline: UpIT) -> None:
         losses = stage.losses(records[stage.name]["metrics"])
         if losses is not None:
             console.print(_loss_table(losses))
+        scores = stage.scores(records[stage.name]["metrics"])
+        if scores is not None:
+            console.print(as_table(by_metric(scores)))
     every = {name: record["metrics"] for name, record in records.items()}
     if "size" in every.get("post_train", {}):
         console.print(f"MoE: {ModelSize(**every['post_train']['size'])}", highlight=False, soft_wrap=True)

@@ -1,0 +1,69 @@
+"""`moe-peft eval`, also with `accelerate launch -m moe_peft eval …`."""
+
+from __future__ import annotations
+
+import argparse
+
+from accelerate import PartialState
+
+from ..evaluation import TaskSettings, evaluate_model
+from .parsing import parse_json
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog, description="Evaluate a model on tasks of lm-evaluation-harness.")
+    add = parser.add_argument
+    add("--model", required=True, help="folder of an adapter, a native MoE or a dense model")
+    add("--base", help="an adapter's base, by default the one that it names; else a model to compare with")
+    add("--no-base", action="store_true", help="do not evaluate an adapter's base beside it")
+    add("--tasks", required=True, nargs="+", help="tasks, groups, tags, patterns or YAML files, also with commas")
+    add("--include-path", "--include_path", metavar="FOLDER", help="a folder with further tasks")
+    add("--num-fewshot", "--num_fewshot", type=int, metavar="N", help="examples in the context")
+    add("--batch-size", "--batch_size", default="8", metavar="N", help="requests per forward pass, or auto")
+    add("--limit", type=float, metavar="N", help="examples per task, or below 1 their share")
+    add(
+        "--apply-chat-template", "--apply_chat_template", nargs="?", const=True, default=False, metavar="NAME",
+        help="put prompts into the chat template",
+    )  # fmt: skip
+    add("--seed", type=int, help="of random numbers, example choice included; default: the harness's seeds")
+    add("--experts", metavar="N,N,…", help="let routers choose among these only; a single one gets all tokens")
+    add("--each-expert", action="store_true", help="evaluate each expert alone, too (of --experts, if given)")
+    add("--dtype", default="auto", help="of the weights: auto, float32, bfloat16 or float16")
+    add("--quantization", metavar="JSON", help='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}')
+    add("--output", default="evaluation", metavar="FOLDER", help="folder for results.json, results.md and the figure")
+    add("--figures", default="png", choices=("png", "pdf", "svg"), help="format of the figure")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    settings = TaskSettings(
+        tuple(task for given in options.tasks for task in given.split(",") if task),
+        include_path=options.include_path,
+        num_fewshot=options.num_fewshot,
+        batch_size=options.batch_size,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+        seed=options.seed,
+    )
+    evaluate_model(
+        options.model,
+        settings,
+        options.output,
+        base=options.base,
+        with_base=not options.no_base,
+        experts=_experts(options.experts),
+        each_expert=options.each_expert,
+        dtype=options.dtype,
+        quantization=parse_json("--quantization", options.quantization, '{"load_in_4bit": true}'),
+        suffix=f".{options.figures}",
+    )
+    PartialState().destroy_process_group()
+
+
+def _experts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return sorted({int(one) for one in text.split(",")})
+    except ValueError as error:
+        raise ValueError(f"--experts {text!r}: give numbers with commas, e.g. 0,3") from error

@@ -1,0 +1,57 @@
+"""
+`moe-peft exec`: another program, with `moe_peft` imported in every Python process of it.
+
+Loaders of PEFT know the adapter type only after `import moe_peft`, which other programs do not do. This command puts a
+folder with a `sitecustomize` module first on `PYTHONPATH` and becomes the program, so that the processes which this one
+starts (`accelerate launch`, `torchrun`) inherit it, and exit codes and signals are the program's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import on_start
+
+
+class ProgramParser(argparse.ArgumentParser):
+    """A parser that leaves all to the program, `-m` included; only a help option in the first place is its own."""
+
+    def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        if arguments and arguments[0] in ("-h", "--help"):
+            return super().parse_args(arguments)
+        return argparse.Namespace(program=list(arguments[arguments[:1] == ["--"] :]))
+
+
+def parser(prog: str) -> ProgramParser:
+    return ProgramParser(
+        prog,
+        usage=f"{prog} -- PROGRAM …",
+        description="Run another Python program that can then load MoE-LoRA adapters.",
+        epilog="PROGRAM is a command (lm_eval, accelerate launch, …), a .py file, or -m and a module.",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    command = _command(options.program)
+    folder = str(Path(on_start.__file__).parent)
+    path = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.execve(command[0], command, {**os.environ, "PYTHONPATH": os.pathsep.join(path)})
+
+
+def _command(program: list[str]) -> list[str]:
+    """The program's file and its arguments. Programs of this Python's environment go before others."""
+    if not program:
+        raise ValueError("exec: name a program, e.g. moe-peft exec -- lm_eval --help")
+    name = program[0]
+    if name == "-m" or (name.endswith(".py") and Path(name).is_file()):
+        return [sys.executable, *program]
+    own = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(name, path=own)
+    if found is None:
+        raise ValueError(f"exec: {name!r}: no such program; give a command, a .py file, or -m and a module")
+    return [found, *program[1:]]

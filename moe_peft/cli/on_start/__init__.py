@@ -1,0 +1,1 @@
+"""The folder that `moe-peft exec` puts first on `PYTHONPATH`."""

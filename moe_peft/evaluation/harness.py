@@ -1,0 +1,160 @@
+"""lm-evaluation-harness on a model that is loaded already."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+
+from ..messages import one_line
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """
+    What is evaluated; the harness's own names.
+
+    Args:
+        tasks: tasks, groups or tags of the harness, patterns like `mmlu_*`, or YAML files.
+        include_path: a folder with further tasks, which go before the harness's of the same name.
+        num_fewshot: examples in the context; None: as each task says.
+        batch_size: requests per forward pass, or `auto`.
+        limit: examples per task, or below 1 their share; None: all.
+        apply_chat_template: put prompts into the tokenizer's chat template; a text names one of several.
+        seed: of random numbers, example choice included; None: the harness's own seeds.
+    """
+
+    tasks: tuple[str, ...]
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    batch_size: int | str = 8
+    limit: float | None = None
+    apply_chat_template: bool | str = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ValueError("tasks: name at least one")
+        size = str(self.batch_size)
+        if not (size.isdecimal() and int(size) > 0) and size.partition(":")[0] != "auto":
+            raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number of at least 1, or auto")
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"limit={self.limit!r}: must be above 0; leave it out for all examples")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ValueError(f"num_fewshot={self.num_fewshot!r}: must be at least 0")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ValueError(f"include_path={self.include_path!r}: no such folder")
+
+
+class Harness:
+    """
+    Tasks, loaded once, for any number of models. In several processes, each takes its share of the examples.
+
+    The numbers are those of `lm_eval.simple_evaluate`, which loads tasks for each model anew and looks at the machine.
+
+    Args:
+        settings: the tasks and how they are put to a model.
+
+    Raises:
+        ValueError: lm_eval is not installed, or a task is unknown or cannot be loaded.
+    """
+
+    def __init__(self, settings: TaskSettings) -> None:
+        self.settings = settings
+        with _quiet():
+            self.loaded = _load_tasks(settings)
+        for task in self.loaded["tasks"].values():
+            own = task.get_config("num_fewshot")
+            if own != 0:  # a task that says 0 wants none
+                task.set_config("num_fewshot", (own or 0) if settings.num_fewshot is None else settings.num_fewshot)
+
+    def run(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """
+        What `lm_eval.evaluate` returns, without single examples. The main process alone gets it; others get {}.
+
+        Args:
+            model: a model of transformers or PEFT, on the device that it runs on.
+            tokenizer: its tokenizer.
+        """
+        from lm_eval import evaluate
+        from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+
+        s = self.settings
+        other = DEFAULT_OTHER_SEED if s.seed is None else s.seed
+        random.seed(DEFAULT_RANDOM_SEED if s.seed is None else s.seed)
+        np.random.seed(other)
+        torch.manual_seed(other)
+        for task in self.loaded["tasks"].values():
+            task.set_fewshot_seed(other)
+        with _quiet():
+            found = evaluate(
+                _language_model(model, tokenizer, s.batch_size), self.loaded, limit=s.limit, log_samples=False,
+                apply_chat_template=s.apply_chat_template, fewshot_as_multiturn=bool(s.apply_chat_template),
+            )  # fmt: skip
+        return found or {}
+
+
+def _load_tasks(settings: TaskSettings) -> Any:
+    """
+    The tasks and groups that were asked for.
+
+    Where a folder of the user's has them all, the harness's own thousands of tasks are not looked through.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError(f"{error}; install the evaluation extra: pip install 'moe-peft-hf[eval]'") from error
+    names = list(settings.tasks)
+    manager = TaskManager(include_path=settings.include_path, include_defaults=False)
+    if _unknown(names, manager):
+        manager = TaskManager(include_path=settings.include_path)
+    for name in _unknown(names, manager):
+        near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+        remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm_eval ls tasks` lists all"
+        raise ValueError(f"tasks={name!r}: no such task; {remedy}")
+    names = [match for name in names for match in (manager.match_tasks([name]) or [name])]
+    try:
+        return manager.load(list(dict.fromkeys(names)))
+    except Exception as error:  # whatever a task file, its code or its data raises
+        raise ValueError(f"tasks={','.join(settings.tasks)!r}: {one_line(error)}") from error
+
+
+def _unknown(names: list[str], manager: Any) -> list[str]:
+    return [name for name in names if not manager.match_tasks([name]) and not Path(name).is_file()]
+
+
+def _language_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
+    """The model as the harness takes it, which shares the examples with those of other processes."""
+    from lm_eval.models.huggingface import HFLM
+
+    state = PartialState()
+
+    class SharedHFLM(HFLM):
+        rank = property(lambda self: state.process_index)
+        world_size = property(lambda self: state.num_processes)
+
+    found = SharedHFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    if state.num_processes > 1:
+        found.accelerator = Accelerator()
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Of the harness's log, errors alone: it warns of each default that it uses, for each model again."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,109 @@
+"""`moe-peft eval`: a model on tasks, beside its base, and each of its experts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from ..analysis.loading import is_adapter, load, quantization_of
+from ..contexts import free_memory
+from ..models.steering import allow_experts, force_experts
+from ..models.view import base_model, router_sizes
+from .harness import Harness, TaskSettings
+from .report import EXPERT, print_results, write_results
+from .scores import Scores, read_scores
+
+_KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better")
+
+
+def evaluate_model(
+    model_path: str,
+    settings: TaskSettings,
+    output_dir: str | Path,
+    *,
+    base: str | None = None,
+    with_base: bool = True,
+    experts: Sequence[int] | None = None,
+    each_expert: bool = False,
+    dtype: str = "auto",
+    quantization: dict[str, Any] | None = None,
+    suffix: str = ".png",
+) -> dict[str, Scores]:
+    """
+    Evaluate a model on tasks of lm-evaluation-harness: print tables, and write `results.json` and `results.md`, with
+    `each_expert` also the heat map `experts`.
+
+    Args:
+        model_path: the folder of an adapter, a native MoE or a dense model.
+        settings: the tasks.
+        output_dir: the folder for the files. Each replaces one of its name when all are written.
+        base: of an adapter its base, by default the one that it names; of another model the model to compare it with.
+        with_base: evaluate the base too. An adapter's is the model without the adapter.
+        experts: the only experts that routers may choose; one expert gets all tokens, with gate 1.
+        each_expert: evaluate each expert alone too (of `experts`, if given).
+        dtype: of the weights, as `from_pretrained` takes it.
+        quantization: fields of `BitsAndBytesConfig`; for the base too.
+        suffix: the figure's format: ".png", ".pdf" or ".svg".
+
+    Returns:
+        "model", "base", "expert 0", … → scores, in the main process; in others all are empty.
+
+    Raises:
+        ValueError: the model or a task does not exist, there is no such expert, or a setting is not what it takes.
+    """
+    PartialState(cpu=not torch.accelerator.is_available())
+    if Path(output_dir).exists() and not Path(output_dir).is_dir():
+        raise ValueError(f"--output {str(output_dir)!r}: not a folder")
+    harness, raw = Harness(settings), {}
+    adapter = is_adapter(model_path)
+    model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
+    alone = _alone(model, experts) if each_expert else []
+    with _steered(model, experts):
+        raw["model"] = harness.run(model, tokenizer)
+    for expert in alone:
+        with _steered(model, [expert]):
+            raw[f"{EXPERT}{expert}"] = harness.run(model, tokenizer)
+    about = {
+        "model": model_path, "class": type(base_model(model)).__name__,
+        "dtype": str(base_model(model).dtype).removeprefix("torch."),
+        "quantization": quantization_of(base_model(model).config),
+        "lm_eval": version("lm_eval"),
+        "experts": None if experts is None else list(experts), **asdict(settings),
+    }  # fmt: skip
+    if with_base and adapter:
+        with model.disable_adapter():
+            raw["base"] = harness.run(model, tokenizer)
+        about["base"] = base_model(model).config._name_or_path
+    elif with_base and base is not None:
+        del model
+        free_memory()
+        raw["base"] = harness.run(*load(base, dtype, quantization, option="--base"))
+        about["base"] = base
+    found = {name: read_scores(results) if results else {} for name, results in raw.items()}
+    if PartialState().is_main_process:
+        kept = {name: value for name, value in raw["model"].items() if name in _KEPT}
+        files = write_results(found, {**about, **kept}, Path(output_dir), suffix)
+        print_results(found, about, files)
+    return found
+
+
+def _alone(model: Any, experts: Sequence[int] | None) -> list[int]:
+    """The experts to evaluate one by one."""
+    smallest = min(n for n, _ in router_sizes(model, "--each-expert"))
+    return list(range(smallest) if experts is None else experts)
+
+
+def _steered(model: Any, experts: Sequence[int] | None) -> AbstractContextManager[None]:
+    """Restrict routers to some experts; a single one need not be as many as a token gets."""
+    if experts is None:
+        return nullcontext()
+    if len(experts) == 1:
+        return force_experts(model, torch.tensor(experts))
+    return allow_experts(model, experts)

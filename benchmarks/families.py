@@ -105,6 +105,17 @@ OUTCOMES = {
     "no": "neither FFNs nor all linears work",
 }
 UNTRIED = "not tried"
+INTRODUCTION = """\
+# Model families
+
+Which causal language models of transformers {version} the adapter covers.
+`python -m benchmarks.families --output docs/families.md` makes this page.
+
+The script builds a tiny model of every type from its default config and tries three things: plain LoRA on all linears,
+`MoELoraConfig` with `target_modules=None`, and, where that is refused, `MoELoraConfig` on all linears. A trial passes if
+the loss has its balancing loss, every parameter of the adapter gets a gradient (on all linears: of those that text
+passes through), and `unload()` gives back the model's logits and config.
+"""
 
 
 @dataclass(frozen=True)
@@ -242,19 +253,7 @@ def page(rows: list[Row]) -> str:
     """docs/families.md."""
     tried = [row for row in rows if row.adapter != UNTRIED]
     lines = [
-        "# Model families",
-        "",
-        "Which causal language models of transformers the adapter covers. This command makes the page:",
-        "",
-        "```bash",
-        "python -m benchmarks.families --output docs/families.md",
-        "```",
-        "",
-        f"For transformers {transformers.__version__}, it builds a tiny model of every type from its default config and tries",
-        "three things: plain LoRA on all linears, `MoELoraConfig` with `target_modules=None`, and, where that is refused,",
-        "`MoELoraConfig` on all linears. A trial passes if the loss has its balancing loss, every parameter of the adapter",
-        "gets a gradient, and `unload()` gives back the model's logits and config.",
-        "",
+        INTRODUCTION.format(version=transformers.__version__),
         "| adapter | meaning | model types |",
         "|---|---|---|",
         *(f"| {name} | {text} | {sum(r.adapter == name for r in tried)} |" for name, text in OUTCOMES.items()),

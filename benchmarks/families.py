@@ -112,8 +112,8 @@ Which causal language models of transformers {version} the adapter covers.
 `python -m benchmarks.families --output docs/families.md` makes this page.
 
 The script builds a tiny model of every type from its default config and tries three things: plain LoRA on all linears,
-`MoELoraConfig` with `target_modules=None`, and, where that is refused, `MoELoraConfig` on all linears. A trial passes if
-the loss has its balancing loss, every parameter of the adapter gets a gradient (on all linears: of those that text
+`MoELoraConfig` with `target_modules=None`, and, where that is refused, `MoELoraConfig` on all linears. A trial passes
+if the loss has its balancing loss, every parameter of the adapter gets a gradient (on all linears: of those that text
 passes through), and `unload()` gives back the model's logits and config.
 """
 

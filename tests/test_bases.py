@@ -229,6 +229,12 @@ def test_routers_that_saw_different_numbers_of_tokens_have_no_balancing_loss():
 # --- the table of families ------------------------------------------------------------------------------------------
 
 
+same_version = pytest.mark.skipif(
+    f"transformers {transformers.__version__} " not in TABLE.read_text(), reason="the table is of another transformers"
+)
+
+
+@same_version
 @pytest.mark.parametrize("name", ["bart", "bert", "bitnet", "bloom", "jamba, one expert", "lfm2", "mixtral", "zamba2"])
 def test_the_table_of_families_says_what_happens(name):
     row = examine(name)
@@ -236,8 +242,9 @@ def test_the_table_of_families_says_what_happens(name):
     assert row.lora == "yes" and row.adapter in OUTCOMES
 
 
+@same_version
 def test_the_table_of_families_has_every_model_type():
     text = TABLE.read_text()
     tried = [line.split("|")[1].strip() for line in text.splitlines() if line.count("|") == 5][2:]
-    untried = text.rpartition("only text: ")[2] if "only text: " in text else text.rpartition("than text: ")[2]
+    untried = text.rpartition("more than text: ")[2]
     assert sorted([*tried, *untried.strip().removesuffix(".").split(", ")]) == model_types()

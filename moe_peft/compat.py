@@ -36,7 +36,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_get_base_layer_device_and_dtype",
         "_move_adapter_to_device_of_base_layer",
     ),
-    # Which modules of a native MoE are routers, read in `models.view`.
+    # Which modules of a native MoE are routers, read in `models.view` and `adapter.bases`, `adapter.protocol`.
     "transformers.PreTrainedModel": ("_can_record_outputs",),
     # Resuming of native MoEs, overridden in `training.resuming`.
     "transformers.Trainer": (

@@ -190,7 +190,8 @@ class _Loop:
         layout = self.layout
         if layout is None:
             return project("weight", x)
-        act = getattr(self.layer.base_layer, layout.act)
+        functional = layout.act.startswith("F.")
+        act = getattr(nn.functional, layout.act[2:]) if functional else getattr(self.layer.base_layer, layout.act)
         if layout.fused:
             both = project(layout.up, x)
             half = both.shape[0] // 2

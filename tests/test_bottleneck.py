@@ -429,7 +429,7 @@ def test_export_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"target_modules": ["q_proj"]}, "expert_type='bottleneck': target_modules matches no FFN; name FFNs too"),
+        ({"target_modules": ["q_proj"]}, "expert_type='bottleneck': target_modules matches no FFN, only q_proj; name"),
         ({"target_modules": ["nowhere"]}, "nowhere"),
         ({"rank_pattern": {"mlp": 4}}, "rank_pattern or alpha_pattern matches 'model.layers.0.mlp'"),
         ({"alpha_pattern": {"layers.1.mlp": 4}}, "rank_pattern or alpha_pattern matches 'model.layers.1.mlp'"),

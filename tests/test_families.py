@@ -58,6 +58,7 @@ class Family:
         return model.eval()
 
 
+GPT = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "n_inner": FFN_SIZE, "n_positions": 64}
 FAMILIES = [
     Family("Llama"),
     Family("Mistral"),
@@ -74,12 +75,24 @@ FAMILIES = [
         "GPT2",
         ("c_fc", "c_proj"),
         "transformer.h.{}.mlp",
-        {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "n_inner": FFN_SIZE, "n_positions": 64},
+        GPT,
     ),
     Family("GPTNeoX", ("dense_h_to_4h", "dense_4h_to_h"), "gpt_neox.layers.{}.mlp"),
     Family("Phi", ("fc1", "fc2")),
     Family("Starcoder2", ("c_fc", "c_proj")),
     Family("Nemotron", ("up_proj", "down_proj")),
+    Family("Bloom", ("dense_h_to_4h", "dense_4h_to_h"), "transformer.h.{}.mlp", {"n_layer": LAYERS, "n_head": 4}),
+    Family(
+        "Mpt",
+        ("up_proj", "down_proj"),
+        "transformer.blocks.{}.ffn",
+        {"d_model": HIDDEN, "n_layers": LAYERS, "n_heads": 4, "max_seq_len": 64},
+    ),
+    Family("GPTJ", ("fc_in", "fc_out"), "transformer.h.{}.mlp", {**GPT, "rotary_dim": 8}),
+    Family("CodeGen", ("fc_in", "fc_out"), "transformer.h.{}.mlp", {**GPT, "rotary_dim": 8}),
+    Family("Lfm2", ("w1", "w2", "w3"), "model.layers.{}.feed_forward", {"layer_types": ["conv", "full_attention"]}),
+    Family("ModernBertDecoder", ("Wi", "Wo"), special={"global_attn_every_n_layers": 1}),
+    Family("Llama4", path="model.layers.{}.feed_forward", special={"moe_layers": [], "head_dim": 16}),
 ]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 mixings = pytest.mark.parametrize("mixing", ["output", "projection"])
@@ -132,7 +145,9 @@ def test_random_experts_compute_the_loops(family, mixing):
     x, d_output = tokens()
     for layer in ffn_layers(adapted).values():
         outcome = run(layer, x, d_output)
-        assert (outcome.output - layer.base_layer(x)).abs().max() > 1e-2 * outcome.output.abs().max()
+        assert (
+            outcome.output - layer.layout.block(layer.base_layer, x)
+        ).abs().max() > 1e-2 * outcome.output.abs().max()
         assert_same(outcome, reference(layer, x, d_output), 2e-5)
 
 
@@ -296,14 +311,32 @@ def test_an_ffn_that_computes_something_else_is_refused_before_any_layer_is_touc
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
-def test_blooms_ffn_with_its_residual_argument_is_refused_before_any_layer_is_touched():
-    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=LAYERS, n_head=4)
-    model = transformers.BloomForCausalLM(config)
-    with pytest.raises(ValueError, match=r"^MoELoraConfig: target module 'transformer.h.0.mlp' \(BloomMLP\)"):
-        get_peft_model(model, MoELoraConfig(num_experts=4, r=8, target_modules=["mlp"]))
-    with pytest.raises(ValueError, match=r"^MoELoraConfig: target_modules=None: no FFN block .* BloomForCausalLM"):
-        get_peft_model(model, MoELoraConfig(num_experts=4, r=8))
-    assert not any(isinstance(module, MoELoraLayer) for module in model.modules())
+@pytest.mark.parametrize("expert_type", ["lora", "bottleneck"])
+@pytest.mark.parametrize("name", ["Bloom", "Mpt"])
+def test_a_residual_is_added_after_the_experts_and_the_dropout(name, expert_type):
+    family = next(family for family in FAMILIES if family.name == name)
+    adapted = adapt(family.build(), expert_type=expert_type, init_lora_weights=False)
+    layer = next(iter(ffn_layers(adapted).values()))
+    layer.base_layer.hidden_dropout = 0.5
+    x, residual = tokens(40)
+    leaf = residual.clone().requires_grad_()
+    y = layer(x, leaf)
+    assert_close(y, layer(x) + residual, 1e-6)
+    assert torch.equal(torch.autograd.grad(y.sum(), leaf)[0], torch.ones_like(leaf))
+    assert_close(layer(x), reference(layer, x, residual).output, 2e-5)
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x, residual), layer.base_layer(x, residual))
+    layer.enable_adapters(True)
+    layer.train()
+    dropped = layer(x, residual) - residual
+    assert expert_type == "bottleneck" or 0.4 < (dropped.abs() > 1e-6).double().mean() < 0.6
+
+
+def test_an_ffn_with_a_dropout_that_the_layout_lacks_is_refused():
+    family = next(family for family in FAMILIES if family.name == "ModernBertDecoder")
+    model = Family(family.name, special={**family.special, "mlp_dropout": 0.1}).build()
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp': the forward of ModernBertDecoderMLP does not compute"):
+        adapt(model)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -23,6 +23,8 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OPTConfig,
@@ -712,8 +714,9 @@ def test_targets_that_match_nothing_are_an_error(settings: dict[str, Any], messa
 
 @pytest.mark.parametrize("settings", [{}, {"layers_to_transform": [0]}], ids=["all", "some layers"])
 def test_model_without_ffn_blocks_is_told_to_name_linears(settings: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"no FFN block of a known layout in OPTForCausalLM; name the modules"):
-        adapted(base=tiny_opt(), **settings)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    with pytest.raises(ValueError, match=r"no FFN block of a known layout in MambaForCausalLM; name the modules"):
+        adapted(base=MambaForCausalLM(MambaConfig(**sizes)), **settings)
 
 
 def test_all_linear_gives_every_linear_but_the_head_experts():

@@ -116,6 +116,15 @@ def adapted_smoothly(base: PreTrainedModel, kind: str) -> PeftModel:
     return adapted(base, kind, top_k=4)
 
 
+def test_the_status_and_the_repr_of_a_layer_name_the_quantization(folder, device, quantizer):
+    model = adapted(load(folder, device, quantizer), "linears", target_modules=["mlp", "q_proj"])
+    backends = {status.quantization_backend for status in model.get_layer_status()}
+    assert len(backends) == 1 and None not in backends
+    assert f"quantization_backend='{backends.pop()}'" in repr(model.base_model.model.model.layers[0].mlp)
+    plain = adapted(load(folder, device), "output")
+    assert {status.quantization_backend for status in plain.get_layer_status()} == {None}
+
+
 def quantized_linears(model: nn.Module) -> dict[str, nn.Module]:
     """The linears inside the decoder layers, by the names they have in the base model."""
     return {

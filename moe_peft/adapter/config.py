@@ -89,7 +89,8 @@ class MoELoraConfig(PeftConfig):
             `"projection"`: `Wx + s Σ g_i B_i A_i x` at every projection, with one set of gates per FFN; cheaper, but
             not a native MoE.
         target_modules: FFN blocks or single linear layers, or both: names (matched by suffix) or one regex. `None`
-            finds every FFN of the language model. A single linear always mixes as "projection".
+            finds every FFN of the language model, or the linears of FFNs that have no block of their own (OPT). A
+            single linear always mixes as "projection".
         target_projections: The FFN projections that get experts, e.g. `["gate_proj", "up_proj"]`; `None` takes all.
         exclude_modules: Names or a regex of modules to leave alone.
         layers_to_transform: Layer index or indices to adapt; only with a list of `target_modules`.

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..contexts import evaluating
 
@@ -20,10 +22,11 @@ class FFNLayout:
     Args:
         up: the projection d → f (d → 2f, gate first, when `fused`).
         down: the projection f → d.
-        act: the activation.
+        act: the activation, a module or a function; `"F.silu"` is torch's function, for blocks that call it.
         gate: the gate projection d → f, if it is separate.
         fused: whether `up` computes gate and up in one product.
         dropout: the dropout on the block's output, a module or a probability.
+        residual: whether the block takes a second argument, which it adds to its output after the dropout (BLOOM, MPT).
     """
 
     up: str
@@ -32,6 +35,7 @@ class FFNLayout:
     gate: str | None = None
     fused: bool = False
     dropout: str | None = None
+    residual: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -43,9 +47,18 @@ class FFNLayout:
         return (*self.inputs, self.down)
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether `module` has every part that the layout names."""
-        parts = [*self.projections, self.act, *([self.dropout] if self.dropout else [])]
-        return all(hasattr(module, part) for part in parts)
+        """
+        Whether `module` has every part that the layout names, and the projections' sizes agree. Where the activation is
+        torch's function, the projections must be the only parts: an activation of another name would be another one.
+        """
+        parts = [*self.projections, *(part for part in (self.act, self.dropout) if part and not part.startswith("F."))]
+        if not all(hasattr(module, part) for part in parts):
+            return False
+        if self.act.startswith("F.") and {name for name, _ in module.named_children()} != set(self.projections):
+            return False
+        f = getattr(getattr(module, self.down), "in_features", None)
+        out = getattr(getattr(module, self.up), "out_features", None)
+        return f is None or out is None or out == (2 * f if self.fused else f)
 
     def split(self, pre: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The activation's input and, in gated FFNs, the factor of its output, from the outputs of `inputs`."""
@@ -62,6 +75,8 @@ class FFNLayout:
 
     def activation(self, ffn: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         """The block's activation, as a function that does not change its input."""
+        if self.act.startswith("F."):
+            return getattr(F, self.act[2:])
         act = getattr(ffn, self.act)
         return (lambda x: act(x.clone())) if getattr(act, "inplace", False) else act
 
@@ -78,7 +93,11 @@ class FFNLayout:
         dropout = getattr(ffn, self.dropout)
         if isinstance(dropout, nn.Module):
             return dropout(output)
-        return nn.functional.dropout(output, p=dropout, training=ffn.training)
+        return F.dropout(output, p=dropout, training=ffn.training)
+
+    def block(self, ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The block's own forward, without a residual, [..., d] to [..., d]."""
+        return ffn(x, torch.zeros_like(x)) if self.residual else ffn(x)
 
 
 # The first layout whose parts a module has is used, so a layout comes before those that name fewer of its parts.
@@ -89,7 +108,17 @@ _LAYOUTS: list[FFNLayout] = [
     FFNLayout(up="c_fc", down="c_proj", act="act", dropout="residual_dropout"),  # StarCoder2
     FFNLayout(up="dense_h_to_4h", down="dense_4h_to_h", act="act"),  # GPT-NeoX, Falcon
     FFNLayout(up="fc1", down="fc2", act="activation_fn"),  # Phi
+    FFNLayout(up="fc1", down="fc2", act="activation_fn", fused=True),  # Moshi
+    FFNLayout(gate="gate_proj", up="up_proj", down="down_proj", act="activation_fn"),  # Llama 4's dense layers
     FFNLayout(up="up_proj", down="down_proj", act="act_fn"),  # Nemotron
+    FFNLayout(up="up_proj", down="down_proj", act="act", dropout="hidden_dropout", residual=True),  # MPT
+    FFNLayout(
+        up="dense_h_to_4h", down="dense_4h_to_h", act="gelu_impl", dropout="hidden_dropout", residual=True
+    ),  # BLOOM
+    FFNLayout(up="fc_in", down="fc_out", act="act", dropout="dropout"),  # GPT-J, CodeGen
+    FFNLayout(up="Wi", down="Wo", act="act", fused=True),  # ModernBERT decoder
+    FFNLayout(up="input_linear", down="output_linear", act="activation", fused=True),  # GraniteMoeHybrid's shared MLP
+    FFNLayout(gate="w1", up="w3", down="w2", act="F.silu"),  # LFM2
 ]
 
 
@@ -101,6 +130,15 @@ def register_ffn_layout(layout: FFNLayout) -> None:
 
 def find_layout(module: nn.Module) -> FFNLayout | None:
     """The layout of an FFN block, or None if no registered layout names its parts."""
+    return None if isinstance(module, GradientCheckpointingLayer) else _layout_of_parts(module)
+
+
+def layout_in_layer(module: nn.Module) -> FFNLayout | None:
+    """The layout of the FFN whose parts stand in a decoder layer itself (OPT), or None. No module is that FFN."""
+    return _layout_of_parts(module) if isinstance(module, GradientCheckpointingLayer) else None
+
+
+def _layout_of_parts(module: nn.Module) -> FFNLayout | None:
     return next((layout for layout in _LAYOUTS if layout.matches(module)), None)
 
 
@@ -113,16 +151,20 @@ def dense_forward(layout: FFNLayout, ffn: nn.Module, x: torch.Tensor) -> torch.T
 @torch.no_grad()
 def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch.device, dtype: torch.dtype) -> bool:
     """
-    Whether the layout computes what the block's own forward computes, on a few random tokens.
+    Whether the layout computes what the block's own forward computes, on a few random tokens, and has every dropout
+    of the block.
 
     Blocks whose weights are not available (on the meta device, or sharded by ZeRO-3 or FSDP2) cannot run; they pass.
     """
+    dropouts = [m for m in ffn.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    if any(m is not getattr(ffn, layout.dropout or "", None) for m in dropouts):
+        return False
     if device.type == "meta" or any(_is_sharded(p) for p in ffn.parameters()):
         return True
     x = torch.randn(1, 4, in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         with evaluating(ffn):
-            own, ours = ffn(x), dense_forward(layout, ffn, x)
+            own, ours = layout.block(ffn, x), dense_forward(layout, ffn, x)
     except TypeError:  # the block needs more arguments than its input
         return False
     if not isinstance(own, torch.Tensor) or own.shape != ours.shape:

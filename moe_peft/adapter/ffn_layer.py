@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from peft.utils import quantization_extra_repr
 from torch import nn
 
 from ..contexts import without_autocast
@@ -52,17 +53,23 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         self.in_features, self.out_features = shapes[layout.up][0], shapes[layout.down][1]
         self._init_state(base_layer, shapes, adapter_name)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The block's output for x [..., d]; layouts with `residual` add that, of the same shape."""
         adapters = self._running_adapters()
         if not adapters:
-            return self.base_layer(x)
+            return self.base_layer(x) if residual is None else self.base_layer(x, residual)
+        y = self._adapted(adapters, x)
+        return y if residual is None else residual + y
+
+    def _adapted(self, adapters: list[str], x: torch.Tensor) -> torch.Tensor:
+        """The block's output, without a residual."""
         x_TD = x.reshape(-1, x.shape[-1])
         behind = [a for a in adapters if self.moe_lora_spec[a].expert_type == "bottleneck"]
         if not behind:
             return self._with_loras(adapters, x_TD).view(x.shape)
 
         # Bottleneck experts take the block as it is: they read its output.
-        h_TD = self.base_layer(x).reshape(x_TD.shape)
+        h_TD = self.layout.block(self.base_layer, x).reshape(x_TD.shape)
         outputs = [self._with_bottlenecks(adapter, x_TD, h_TD) for adapter in behind]
         if len(behind) < len(adapters):
             outputs.append(self._with_loras([a for a in adapters if a not in behind], x_TD))
@@ -180,6 +187,9 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
 
     def _projection(self, name: str) -> nn.Module:
         return getattr(self.base_layer, name)
+
+    def extra_repr(self) -> str:
+        return quantization_extra_repr(self)
 
     def update_layer(self, adapter_name: str, spec: ExpertSpec, inference_mode: bool = False) -> None:
         if spec.expert_type == "bottleneck":

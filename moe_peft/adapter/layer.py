@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import nn
 
 from ..compat import private
@@ -55,6 +56,8 @@ class MoELoraLayer(BaseTunerLayer):
         self.moe_lora_router = nn.ModuleDict()
         self.moe_lora_dropout = nn.ModuleDict()
         self.moe_lora_spec: dict[str, ExpertSpec] = {}
+        linear = self._base_linear()  # PEFT's status reports show how it is quantized
+        self.quantization_backend = resolve_quantization_backend(linear, get_apply_tensor_subclass=_refuse_merge)
 
     def update_layer(self, adapter_name: str, spec: ExpertSpec, inference_mode: bool = False) -> None:
         """Add (or re-create) the experts and the router of `adapter_name`."""
@@ -108,10 +111,12 @@ class MoELoraLayer(BaseTunerLayer):
         return cast(nn.ParameterDict, A), cast(nn.ParameterDict, B)
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
+        return super()._get_base_layer_device_and_dtype(self._base_linear())
+
+    def _base_linear(self) -> nn.Module:
+        """The first of the base's linears."""
         projection = self._projection(next(iter(self._shapes)))
-        if isinstance(projection, BaseTunerLayer):
-            projection = projection.get_base_layer()
-        return super()._get_base_layer_device_and_dtype(projection)
+        return projection.get_base_layer() if isinstance(projection, BaseTunerLayer) else projection
 
     def _projection(self, name: str) -> nn.Module:
         raise NotImplementedError
@@ -189,8 +194,9 @@ class MoELoraLayer(BaseTunerLayer):
     def unmerge(self) -> None:
         raise ValueError(f"There is nothing to unmerge. {MERGE_REFUSAL}")
 
-    def __repr__(self) -> str:
-        return "moe_lora." + super().__repr__()
+
+def _refuse_merge(*args: Any) -> None:
+    raise ValueError(MERGE_REFUSAL)
 
 
 def linear_features(module: nn.Module) -> tuple[int, int]:
@@ -217,6 +223,9 @@ class MoELoraLinear(nn.Module, MoELoraLayer):
 
     def _projection(self, name: str) -> nn.Module:
         return self.base_layer
+
+    def extra_repr(self) -> str:
+        return quantization_extra_repr(self)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = self.base_layer(x, *args, **kwargs)

@@ -6,16 +6,16 @@ import re
 import warnings
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import private
 from ..routing.routers import Router, make_router
 from . import protocol
+from .bases import find_ffns, is_encoder_decoder
 from .config import ExpertSpec, MoELoraConfig
 from .ffn import FFNLayout, find_layout, probe_ffn
 from .ffn_layer import MoELoraFFN
@@ -66,13 +66,28 @@ class MoELoraModel(BaseTuner):
                     "another adapter wraps; target the FFN, or add this adapter first"
                 )
             _check_target(name, module, peft_config, model)
-        if peft_config.expert_type == "bottleneck" and targets and not any(map(_ffn_layout, targets.values())):
-            raise ValueError(
-                "MoELoraConfig: expert_type='bottleneck': target_modules matches no FFN; name FFNs too, or leave it out"
-            )
+        if targets and not any(map(_ffn_layout, targets.values())):
+            for field, default in (("expert_type", "lora"), ("target_projections", None)):
+                if (value := getattr(peft_config, field)) != default:
+                    value = sorted(value) if isinstance(value, set) else value
+                    raise ValueError(
+                        f"MoELoraConfig: {field}={value!r}: target_modules matches no FFN, only {_endings(names)}; "
+                        "name FFNs too, or leave it out"
+                    )
+        self._refuse_unbalanced(peft_config, model, names)
         for key in peft_config.num_experts_pattern:
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
                 warnings.warn(f"num_experts_pattern: {key!r} matches no targeted module", RuntimeWarning, stacklevel=2)
+
+    def _refuse_unbalanced(self, config: MoELoraConfig, model: nn.Module, names: list[str]) -> None:
+        """Raise if an encoder-decoder would be trained with routers: it gets no balancing loss."""
+        if not is_encoder_decoder(model) or config.inference_mode or not config.router_aux_loss_coef:
+            return
+        if any(_spec(config, name, model).num_experts > 1 for name in names):
+            raise ValueError(
+                f"MoELoraConfig: router_aux_loss_coef={config.router_aux_loss_coef}: {type(model).__name__} is an "
+                "encoder-decoder, which gets no balancing loss; set it to 0, or use num_experts=1"
+            )
 
     # --- injection --------------------------------------------------------------------------------------------------
 
@@ -183,34 +198,8 @@ class MoELoraModel(BaseTuner):
         return remapped
 
 
-def find_ffns(model: nn.Module) -> set[str]:
-    """Every FFN of the language model, as a set of name endings that match nothing else (usually `{"mlp"}`)."""
-    found = [
-        name
-        for name, module in _language_modules(model)
-        # OPT's decoder layers hold an FFN's parts directly, but are not FFNs.
-        if _ffn_layout(module) is not None and not isinstance(module, GradientCheckpointingLayer)
-    ]
-    if not found:
-        raise ValueError(
-            "MoELoraConfig: target_modules=None: no FFN block of a known layout in "
-            f"{type(model).__name__}; name the modules, or call moe_peft.register_ffn_layout first"
-        )
-    endings = {name.rsplit(".", 1)[-1] for name in found}
-    matched = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in endings]
-    return endings if matched == found else set(found)
-
-
-def _language_modules(model: nn.Module) -> Any:
-    """Named modules, without those of vision or audio towers."""
-    config = getattr(model, "config", None)
-    decoder: Any = None
-    if config is not None and hasattr(config, "get_text_config") and config.get_text_config() is not config:
-        decoder = cast(Any, model).get_decoder()
-    for name, module in model.named_modules():
-        inside = decoder is None or any(module is part for part in decoder.modules())
-        if inside and ".base_layer" not in name:
-            yield name, module
+def _endings(names: list[str]) -> str:
+    return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
 
 
 def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> ExpertSpec:
@@ -263,5 +252,6 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
     if not probe_ffn(layout, module, features, parameter.device, dtype):
         raise ValueError(
             f"MoELoraConfig: target module {name!r}: the forward of {type(module).__name__} does not compute what "
-            f"{layout} does; name single linears inside it instead, or describe it with moe_peft.register_ffn_layout"
+            f"{layout} does; name its linears instead, target_modules={list(layout.projections)}, or describe it with "
+            "moe_peft.register_ffn_layout"
         )

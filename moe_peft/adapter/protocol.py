@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ..routing.gates import pad_logits
 from ..routing.losses import balancing_loss
+from .bases import has_routed_experts, is_encoder_decoder
 from .layer import MoELoraLayer
 from .recording import Collection, state
 
@@ -34,20 +35,17 @@ FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_
 
 def refuse_native_moe(model: nn.Module) -> None:
     """Raise if the model already has routed experts: the adapter would overwrite their config fields."""
-    config = text_config(model)
-    if config is None or _is_installed(model):
-        return
-    # Check the class, not the object: a dense model's config may hold the fields of an adapter that it once had.
-    if hasattr(type(config), "num_experts_per_tok"):
+    if not _is_installed(model) and has_routed_experts(model):
+        kind = getattr(text_config(model), "model_type", type(model).__name__)
         raise ValueError(
-            f"MoELoraConfig: the base model {config.model_type!r} already has routed experts; adapt it with a plain "
-            "LoraConfig, or start from a dense model"
+            f"MoELoraConfig: the base model {kind!r} already has routed experts; adapt it with a plain LoraConfig, or "
+            "start from a dense model"
         )
 
 
 def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     """
-    Set the model config's fields to those of the active adapters; remove them if no router is left.
+    Set the model config's fields to those of the active adapters; put the base's own back if no router is left.
 
     Values that a user or a trainer set (`output_router_logits`, `router_aux_loss_coef`) stay until other adapters are
     active.
@@ -57,7 +55,7 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
     routers = model.__dict__["_moe_lora_synced"] = _routers(model)
     config = text_config(model)
     if not routers:
-        _remove_fields(config)
+        _restore_fields(model)
         return
     config.num_experts = max(n for _, n, _ in routers)
     config.num_experts_per_tok = routers[0][2]
@@ -75,9 +73,23 @@ def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
     ]
 
 
-def _remove_fields(config: Any) -> None:
-    for name in FIELDS:
-        config.__dict__.pop(name, None)
+def _own_fields(config: Any) -> dict[str, Any]:
+    """
+    The values that a config has under the protocol's names: dense models of MoE families (Jamba, Llama 4) have some,
+    and may call them otherwise.
+    """
+    return {key: config.__dict__[key] for key in _keys(config) if key in config.__dict__}
+
+
+def _restore_fields(model: nn.Module) -> None:
+    config = text_config(model)
+    for key in _keys(config):
+        config.__dict__.pop(key, None)
+    config.__dict__.update(model.__dict__["_moe_lora_own_fields"])
+
+
+def _keys(config: Any) -> list[str]:
+    return [config.attribute_map.get(name, name) for name in FIELDS]
 
 
 def text_config(model: nn.Module) -> Any:
@@ -102,6 +114,7 @@ def install(model: nn.Module) -> None:
     if _is_installed(model):
         return
     model.__dict__["_moe_lora_synced"] = None
+    model.__dict__["_moe_lora_own_fields"] = _own_fields(text_config(model))
     model.__dict__["_moe_lora_handles"] = [
         handle
         for module in dict.fromkeys((model, model.base_model))
@@ -113,13 +126,14 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Remove the hooks and the config's fields."""
+    """Remove the hooks, and put the config's own fields back."""
     if not _is_installed(model):
         return
     for handle in model.__dict__.pop("_moe_lora_handles"):
         handle.remove()
-    del model.__dict__["_moe_lora_layers"], model.__dict__["_moe_lora_synced"]
-    _remove_fields(text_config(model))
+    _restore_fields(model)
+    for name in ("layers", "synced", "own_fields"):
+        del model.__dict__[f"_moe_lora_{name}"]
 
 
 def _is_installed(model: nn.Module) -> bool:
@@ -136,14 +150,23 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         # A dense backbone does not know the argument. A caller that passes it to the backbone alone, as `models.view`
         # does, gets the backbone's router logits and leaves the outer model's output and loss as they are.
         outer.enabled |= bool(kwargs.pop("output_router_logits", False))
-        return args, kwargs
+        return args, {**kwargs, **_leave_to_us(module)}
     # TRL's fused forward also reads the argument and passes it on to the backbone.
-    asked = (kwargs.get if kwargs.get("fused_lm_head") else kwargs.pop)("output_router_logits", None)
-    enabled = getattr(text_config(module), "output_router_logits", False) if asked is None else bool(asked)
-    both = getattr(text_config(module), "is_encoder_decoder", False)  # then a decoder's tokens are not `input_ids`
+    config, fused = text_config(module), kwargs.get("fused_lm_head")
+    asked = (kwargs.get if fused else kwargs.pop)("output_router_logits", None)
+    enabled = getattr(config, "output_router_logits", False) if asked is None else bool(asked)
+    kwargs = kwargs if fused else {**kwargs, **_leave_to_us(module)}
+    both = getattr(config, "is_encoder_decoder", False)  # then a decoder's tokens are not `input_ids`
     token_ids = None if both else _argument(module, "input_ids", args, kwargs)
     state.collection = Collection(module, enabled, enabled, bool(asked), outer, token_ids)
     return args, kwargs
+
+
+def _leave_to_us(module: nn.Module) -> dict[str, bool]:
+    """What keeps a dense model of a MoE family from looking for router logits, and from adding a loss of its own."""
+    records = "router_logits" in (getattr(module, "_can_record_outputs", None) or {})
+    knows = hasattr(type(text_config(module)), "output_router_logits")
+    return {"output_router_logits": False} if records or knows else {}
 
 
 @torch.compiler.disable
@@ -165,8 +188,8 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         output = _moe_output_class(type(output))(**{**output, "router_logits": router_logits})
         # No field: it is for `models.view` alone, and would otherwise be a part of every output that is taken apart.
         output.__dict__[CHOICES] = tuple(collection.choices)
-    if module is module.base_model or router_logits is None:
-        return output  # no loss here
+    if router_logits is None or not _has_loss(module):
+        return output
     return _with_aux_loss(module, args, kwargs, output, router_logits, collection.explicit)
 
 
@@ -183,6 +206,16 @@ def _moe_output_class(cls: Any) -> Any:
     return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace={"__module__": cls.__module__})
 
 
+def _has_loss(model: Any) -> bool:
+    """
+    Whether a model computes a language model's loss: whatever has a backbone, or a head of its own (Llama 4's causal
+    model does not name its backbone). Encoder-decoders have logits of two lengths, which do not make one loss.
+    """
+    if is_encoder_decoder(model):
+        return False
+    return model is not model.base_model or model.get_output_embeddings() is not None
+
+
 def _with_aux_loss(
     model: nn.Module, args: tuple, kwargs: dict, output: Any, router_logits: tuple[torch.Tensor, ...], explicit: bool
 ) -> Any:
@@ -192,6 +225,11 @@ def _with_aux_loss(
         loss = output[0]
     if loss is None and not (is_dict and explicit):
         return output
+    if len(lengths := {len(logits) for logits in router_logits}) > 1:
+        raise ValueError(
+            f"MoELoraConfig: router_aux_loss_coef: routers saw different numbers of tokens ({sorted(lengths)}), which "
+            "make no balancing loss; set it to 0, or target modules that read every token once"
+        )
     config = text_config(model)
     mask = _argument(model, "attention_mask", args, kwargs)
     known = isinstance(mask, torch.Tensor) and mask.dim() == 2  # else packed, or no padding

@@ -83,9 +83,11 @@ def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None)
     ffns = find_ffns(model)
     names: list[str] = []
     for name, module in model.named_modules():
-        layout = find_layout(module) if name in ffns or name.rsplit(".", 1)[-1] in ffns else None
-        if layout is not None:
-            names += [f"{name}.{p}" for p in layout.projections if chosen is None or p in chosen]
+        if name not in ffns and name.rsplit(".", 1)[-1] not in ffns:
+            continue
+        layout = find_layout(module)
+        of_ffn = [f"{name}.{p}" for p in layout.projections] if layout is not None else [name]  # OPT has linears only
+        names += [full for full in of_ffn if chosen is None or full.rsplit(".", 1)[-1] in chosen]
     if not names:
         raise ValueError(f"adapter.target_projections={chosen}: no FFN of {type(model).__name__} has these")
     short = {name.rsplit(".", 1)[-1] for name in names}

@@ -5,6 +5,7 @@ from .adapter.ffn import FFNLayout, register_ffn_layout
 from .adapter.model import MoELoraModel
 from .analysis.callback import LoadCallback
 from .analysis.record import record_routing
+from .cards import write_model_card
 from .models.attention_routers import fold_routers, init_attention_routers
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
@@ -35,4 +36,5 @@ __all__ = [
     "record_routing",
     "register_ffn_layout",
     "replace_routers",
+    "write_model_card",
 ]

@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..cards import TAGS
 from ..compat import private
 from ..routing.routers import Router, make_router
 from . import protocol
@@ -81,6 +82,8 @@ class MoELoraModel(BaseTuner):
         # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
         protocol.install(model)
         protocol.sync_config(model, self.peft_config)
+        if hasattr(model, "add_model_tags"):  # what any trainer's model card gets
+            cast(Any, model).add_model_tags(list(TAGS))
 
     def _create_and_replace(
         self,

@@ -48,7 +48,8 @@ def export_adapter(
             nothing is written.
     """
     config = read_adapter_config(adapter)
-    dense = open_dense(base_name(config, base), family, "export", None if base else config.revision)
+    source = base_name(config, base)
+    dense = open_dense(source, family, "export", None if base else config.revision)
     content = adapted_content(_read_adapter(adapter), config, dense)
     moe = moe_config(
         (dense.family, dense.moe),
@@ -70,6 +71,8 @@ def export_adapter(
         parse_dtype(dtype, dense.config, "export"),
         parse_size(max_shard_size, "export"),
         "export",
+        [source],
+        "`moe-peft export` from a MoE-LoRA adapter on the base; expert i is the FFN with LoRA i merged",
     )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from trl import SFTConfig
 
 from ..analysis.figures import plot_shares
+from ..cards import write_model_card
 from ..messages import one_line
 from ..training.checkpoints import Trained, copy_result
 from ..training.data import in_blocks
@@ -82,6 +83,13 @@ class TrainingStage(TrainerStage):
             ValueError: the recipe does not fit the base.
         """
 
+    def write_card(self, folder: Path) -> None:
+        """The model card of the result."""
+        r = self.recipe
+        data = r.data.train if isinstance(r.data.train, str) else r.data.train.get("path")
+        made = f"`moe-peft upit`, method `{r.method}`"
+        write_model_card(folder, base=r.model.name_or_path, made=made, datasets=[data] if data else [])
+
     def steps(self, rows: int, batch: int) -> int:
         """Optimizer steps for `rows` training rows, `batch` of them in each."""
         return max(1, round(self.epochs * rows / batch))
@@ -136,6 +144,7 @@ class Prepare(TrainingStage):
         )
         if not self.recipe.facts.assembles and PartialState().is_main_process:
             copy_result(prepared.trained.last, folder / self.output)
+            self.write_card(folder / self.output)
         PartialState().wait_for_everyone()
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 

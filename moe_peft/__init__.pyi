@@ -9,6 +9,7 @@ from .cards import write_model_card
 from .models.attention_routers import fold_routers, init_attention_routers
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
+from .pruning.prune import prune_experts
 from .training.dpo import MoEDPOConfig, MoEDPOTrainer
 from .training.router_losses import RouterLossConfig, RouterLossesMixin
 from .training.sft import MoESFTConfig, MoESFTTrainer
@@ -33,6 +34,7 @@ __all__ = [
     "init_attention_routers",
     "lora_to_moe",
     "pin_dispatch",
+    "prune_experts",
     "record_routing",
     "register_ffn_layout",
     "replace_routers",

@@ -71,7 +71,7 @@ def inspect_model(
     Raises:
         ValueError: the model or the data does not exist, the model has no routers, or a setting is not what it takes.
     """
-    model, tokenizer = _load(model_path, dtype, quantization)
+    model, tokenizer = load_routed(model_path, dtype, quantization)
     dataset = load_data(data, "--data", label_column, split)
     if max_examples is not None:
         dataset = dataset.select(range(min(max_examples, len(dataset))))
@@ -103,7 +103,13 @@ def _run(
         model(**inputs, logits_to_keep=1)
 
 
-def _load(path: str, dtype: str, quantization: dict[str, Any] | None) -> tuple[Any, Any]:
+def load_routed(path: str, dtype: str, quantization: dict[str, Any] | None) -> tuple[Any, Any]:
+    """
+    An adapter on its base or a native MoE, and its tokenizer (that of the base if the folder has none).
+
+    Raises:
+        ValueError: there is no such model, or a setting is not what it takes.
+    """
     if dtype not in DTYPES:
         raise ValueError(one_of("--dtype", dtype, DTYPES))
     kind = AutoPeftModelForCausalLM if (Path(path) / "adapter_config.json").is_file() else AutoModelForCausalLM

@@ -19,6 +19,7 @@ COMMANDS = {
     "upit": "run a recipe: UpIT or one of its baselines",
     "inspect": "report where a model's tokens go",
     "upcycle": "make a native MoE from dense models",
+    "prune": "drop and merge experts of an adapter or a native MoE",
     "export": "make a native MoE from a MoE-LoRA adapter and its base",
 }
 

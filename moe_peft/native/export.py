@@ -76,7 +76,7 @@ def export_adapter(
     )
 
 
-def read_adapter_config(adapter: str | os.PathLike) -> MoELoraConfig:
+def read_adapter_config(adapter: str | os.PathLike, caller: str = "export") -> MoELoraConfig:
     """
     Raises:
         ValueError: the folder holds no config, or that of another adapter type.
@@ -84,9 +84,9 @@ def read_adapter_config(adapter: str | os.PathLike) -> MoELoraConfig:
     try:
         config = PeftConfig.from_pretrained(os.fspath(adapter))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"export: adapter {str(adapter)!r}: {one_line(error)}") from error
+        raise ValueError(f"{caller}: adapter {str(adapter)!r}: {one_line(error)}") from error
     if not isinstance(config, MoELoraConfig):
-        raise ValueError(f"export: adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
+        raise ValueError(f"{caller}: adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
     return config
 
 

@@ -138,13 +138,18 @@ def write_moe(
             for layer in tqdm(range(config.num_hidden_layers), desc=f"{caller}: layers"):
                 for part in family.parts(config, layer, content):
                     writer.write(part.name, part.tensor, part.start)
-        for source in companions:
+        copy_companions(companions[0], folder)
+        for source in companions[1:]:
             _copy(source, folder, _COMPANIONS)
-        copy_terms(companions[0], folder)
         config.save_pretrained(folder)
         add_older_names(folder / "config.json", family, config)
         write_model_card(folder, base=bases, made=made)
     return output_dir
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what goes with a model or an adapter: tokenizer, chat template, generation config, terms of use."""
+    _copy(source, folder, (*_COMPANIONS, *_TERMS))
 
 
 def copy_terms(source: Path, folder: Path) -> None:

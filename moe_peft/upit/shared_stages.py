@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from trl import SFTConfig
 
 from ..analysis.figures import plot_shares
+from ..analysis.html import load_section, losses_section, shares_section, write_page
 from ..cards import write_model_card
 from ..messages import one_line
 from ..training.checkpoints import Trained, copy_result
@@ -21,7 +22,7 @@ from ..training.data import in_blocks
 from ..training.labels import unknown_labels
 from ..training.sft import MoESFTConfig
 from .buckets import Seeds, draw_seeds
-from .evaluate import evaluate
+from .evaluate import Evaluation, evaluate
 from .files import expert_folders
 from .inputs import load_model
 from .methods import TRAINING
@@ -307,11 +308,22 @@ class Evaluate(TrainerStage):
         found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base, self.label_mask)
         if args.should_save and found.shares:
             plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
+        if args.should_save:
+            self._write_page(found, folder)
         shares = {domain: share.tolist() for domain, share in found.shares.items()}
         return {"loss": found.losses, "shares": shares, "warnings": found.warnings}
 
+    def _write_page(self, found: Evaluation, folder: Path) -> None:
+        """`report.html`: losses beside the base's, and routing."""
+        r, sections = self.recipe, [losses_section(found.losses)]
+        if found.shares:
+            sections += [load_section(found.warnings), shares_section(found.shares, folder / "routing.png")]
+        data = r.data.eval if isinstance(r.data.eval, str) else (r.data.eval or {}).get("path")
+        lead = [f"Base: {Path(r.model.name_or_path).name}", f"Held-out data: {Path(str(data)).name}"]
+        write_page(folder / "report.html", f"Result of the method {r.method}", lead, sections)
+
     def describe(self, metrics: dict[str, Any]) -> str:
-        return "routing.png" if metrics["shares"] else ""
+        return "routing.png, report.html" if metrics["shares"] else "report.html"
 
     def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
         return metrics["loss"]

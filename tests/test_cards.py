@@ -232,3 +232,4 @@ def test_stock_trainers_tag_what_they_push(tmp_path: Path, tokenizer):
         model, arguments(tmp_path), train_dataset=Dataset.from_list(rows(8)), processing_class=tokenizer
     )
     assert {"moe_peft", "mixture-of-experts"} <= set(trainer.model.model_tags)
+    assert trainer.model.unload().model_tags == ["trl", "sft"]

@@ -24,7 +24,10 @@ from conftest import tiny_llama
 
 ROOT = Path(__file__).parents[1]
 README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))
-PACKAGES = ("moe_peft", *(f"moe_peft.{name}" for name in ("analysis", "native", "pruning", "routing", "training", "upit")))
+PACKAGES = (
+    "moe_peft",
+    *(f"moe_peft.{name}" for name in ("analysis", "native", "pruning", "routing", "training", "upit")),
+)
 BLOCK = re.compile(r'^```(python|bash|diff|yaml)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 # What shows that a page did more than pass.
 PRINTED = {

@@ -126,6 +126,7 @@ class MoELoraModel(BaseTuner):
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
         protocol.uninstall(model)
+        _remove_tags(model)
         return model
 
     # --- what token-routed experts cannot do ------------------------------------------------------------------------
@@ -184,6 +185,14 @@ class MoELoraModel(BaseTuner):
             if not found[key].isfinite().all():
                 raise ValueError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
         return remapped
+
+
+def _remove_tags(model: Any) -> None:
+    """Undo what `inject_adapter` has done to the model's tags."""
+    kept = [tag for tag in getattr(model, "model_tags", None) or [] if tag not in TAGS]
+    model.__dict__.pop("model_tags", None)
+    if kept:
+        model.model_tags = kept
 
 
 def find_ffns(model: nn.Module) -> set[str]:

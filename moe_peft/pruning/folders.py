@@ -31,7 +31,7 @@ from ..native.families import FAMILIES
 from ..native.writing import copy_companions
 from ..routing.routers import make_router
 from .plan import Groups
-from .tensors import kept_rows, kept_updates, mean, update_similarity, value_similarity
+from .tensors import kept_rows, kept_updates, mean, stacked, update_similarity, value_similarity
 
 _PREFIX, _ROUTER = "base_model.model.", "moe_lora_router."
 _SHARD = 5 * 10**9  # bytes
@@ -265,7 +265,7 @@ class NativeFolder(Folder):
         if self.family.stacked:
             return self.tensors.tensor(self._names(layer, 0)[part])
         n = self.layers[layer].num_experts
-        return torch.stack([self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n)])
+        return stacked(self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n))
 
 
 def _first(modules: nn.ModuleDict) -> Any:

@@ -194,7 +194,7 @@ def _check_changes(layers: Sequence[PrunedLayer], facts: Sequence[LayerFacts]) -
         return
     known = [float(layer.load.min()) for layer in facts if layer.load is not None]
     smallest = f"; the smallest load is {min(known):.1%}" if known else ""
-    alike = [float((x.similarity - torch.eye(len(x.similarity))).max()) for x in facts if x.similarity is not None]
+    alike = [value for layer in facts if layer.similarity is not None for value in layer.similarity.triu(1).flatten()]
     twins = f"; the largest cosine of two experts is {max(alike):.3f}" if alike else ""
     raise ValueError(
         f"prune: every expert stays{smallest}{twins}; raise min_load, lower merge_twins, or give experts_per_layer"

@@ -53,6 +53,11 @@ def _mean_update(
     return A_RI.to(A_GRI.dtype), B_RO.to(B_GRO.dtype)
 
 
+def stacked(of_each: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The tensors of n experts as one, [n, …]."""
+    return torch.stack(list(of_each))
+
+
 def update_similarity(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Cosines of the experts' updates B A over all projections, [n, n], from each one's A and B."""
     return similarities(sum((update_gram(A, B) for A, B in pairs), torch.zeros(())))

@@ -47,7 +47,8 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_created_lr_scheduler",
     ),
     # Labels of tokens, in `training.sft`; the log, in `training.router_losses`.
-    "trl.SFTTrainer": ("_prepare_dataset", "_metrics", "aux_loss_enabled"),
+    "trl.SFTTrainer": ("_prepare_dataset", "_metrics", "aux_loss_enabled", "_tag_names"),
+    "trl.DPOTrainer": ("_tag_names",),
     # The fused head's output, read in `training.scoring` and UpIT's router initialisation.
     "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
     "trl.trainer.utils": ("add_fused_lm_head",),

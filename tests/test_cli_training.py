@@ -86,6 +86,8 @@ def test_the_command_trains_what_python_trains(case, tokenizer, tmp_path):
     assert (config.num_experts, config.top_k, config.r, config.lora_alpha) == (6, 2, 4, 8)
     log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
     assert log[0]["learning_rate"] == 1e-2 and "router_z_loss" in log[0]
+    card = (out / "README.md").read_text()
+    assert "- Training data: " in card and "6 steps of 4 rows" in card and "import moe_peft" in card
     assert AutoPeftModelForCausalLM.from_pretrained(out)(input_ids=torch.tensor([[3, 4]])).logits.isfinite().all()
 
 
@@ -144,6 +146,10 @@ def test_a_native_moe_trains_all_its_weights(case, tmp_path):
     out = run("sft", tmp_path, {**own, "model_name_or_path": str(moe)})
     after = AutoModelForCausalLM.from_pretrained(out)
     assert after.config.model_type == "mixtral"
+    card = (out / "README.md").read_text()
+    assert (
+        "`mixtral` with 4 experts per layer" in card and "- Training data: " in card and "import moe_peft" not in card
+    )
     changed = {name for name, value in after.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == before.keys()
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))
 PACKAGES = (
     "moe_peft",
-    *(f"moe_peft.{name}" for name in ("analysis", "evaluation", "native", "routing", "training", "upit")),
+    *(f"moe_peft.{name}" for name in ("analysis", "evaluation", "native", "pruning", "routing", "training", "upit")),
 )
 BLOCK = re.compile(r'^```(python|bash|diff|yaml)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 # What shows that a page did more than pass.
@@ -36,6 +36,7 @@ PRINTED = {
     "evaluating.md": "Each expert alone",
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "logits differ by",
+    "pruning.md": "tokens that lost an expert in any layer",
     "steering.md": "'compliance'",
     "training.md": "FLOP per token",
     "upit.md": "router_init",
@@ -44,7 +45,8 @@ WRITTEN = {
     "adapter.md": "lora-prose-again/adapter_model.safetensors",
     "evaluating.md": "evaluation/experts.png",
     "native-checkpoints.md": "exported/model.safetensors",
-    "routers.md": "routing/load.png",
+    "pruning.md": "pruned/pruning.json",
+    "routers.md": "routing/report.html",
     "training.md": "labels/adapter_model.safetensors",
     "upit.md": "upit/adapter/adapter_model.safetensors",
 }

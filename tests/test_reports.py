@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import html
 import json
 import logging
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
 from moe_peft.analysis import LoadCallback, RoutingStatistics, figures, record_routing
+from moe_peft.analysis.html import Section, load_section, write_page
 from moe_peft.analysis.report import write_report
 from moe_peft.cli import main
 from moe_peft.native import UpcycleConfig, upcycle
@@ -240,6 +244,88 @@ def test_inspect_says_what_it_measured(folder, capsys):
     assert by_index["compliance_by_domain"] == report["compliance_by_domain"]
     if report["warnings"]:
         assert "Try this: raise router_aux_loss_coef" in printed
+
+
+class Page(HTMLParser):
+    """What a page loads, its images, headings and tables."""
+
+    def __init__(self, path) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.images: list[bytes] = []
+        self.tables: list[list[list[str]]] = []
+        self.headings: list[str] = []
+        self._open: list[str] = []
+        self.text = path.read_text(encoding="utf-8")
+        self.feed(self.text)
+        assert not self._open  # every tag is closed
+
+    def handle_starttag(self, tag, attrs):
+        own = dict(attrs)
+        for url in (own.get("src"), own.get("href")):
+            if url is not None and url.startswith("data:image/png;base64,"):
+                self.images.append(base64.b64decode(url.partition(",")[2], validate=True))
+            elif url is not None:
+                self.loaded.append(url)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in ("img", "meta"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+        elif self._open and self._open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+    def table(self, first: str) -> dict[str, list[str]]:
+        """The rows, by their first cells, of the table whose header begins so."""
+        (rows,) = (rows for rows in self.tables if rows[0][0] == first)
+        return {row[0]: row[1:] for row in rows[1:]}
+
+
+def test_inspect_writes_one_page_that_holds_everything(folder, capsys):
+    report = inspect(folder, "--html", "--figures", "pdf")
+    assert str(folder / "report" / "report.html") in capsys.readouterr().out
+    page = Page(folder / "report" / "report.html")
+    assert not page.loaded and "http" not in page.text.replace("https://", "http://")  # loads and links to nothing
+    assert len(page.images) == 4 and all(image.startswith(b"\x89PNG") for image in page.images)
+    assert not list((folder / "report").glob("*.png"))
+    assert page.headings[0] == "Where the tokens go" and "Is the load healthy?" in page.headings
+    domains = next(rows for rows in page.tables if rows[0][1:2] == ["tokens"])
+    assert {row[0]: row[1] for row in domains[1:]} == {name: f"{int(n):,}" for name, n in report["tokens"].items()}
+    compliance = next(rows for rows in page.tables if rows[0][1:2] == ["compliance"])
+    assert compliance[-1][:2] == ["all", f"{report['mean_compliance']:.1%}"]
+    layers = page.table("layer")
+    for layer in range(2):
+        counts = [sum(report["token_classes"][name][layer][i] for name in report["token_classes"]) for i in range(6)]
+        most = max(range(6), key=counts.__getitem__)
+        assert layers[str(layer)][3] == f"{most} ({counts[most] / sum(counts):.1%})"
+    alike = next(rows for rows in page.tables if rows[0] == ["expert", *map(str, range(6))])
+    assert float(alike[1][2]) == pytest.approx(report["about"]["similarity"][0][1], abs=0.006)
+    for line in report["warnings"] or ["too few to judge" if "too few" in page.text else "no layer"]:
+        assert line in html.unescape(page.text)
+
+
+def test_pages_escape_what_data_say(tmp_path):
+    section = Section("A <b>", ["x < y"], ["& so"], ["<td>"], [["<script>alert(1)</script>"]])
+    page = Page(write_page(tmp_path / "page.html", "<i>title", ["a & b"], [section]))
+    assert page.headings == ["<i>title", "A <b>"] and page.tables == [[["<td>"], ["<script>alert(1)</script>"]]]
+    assert "<script" not in page.text and "a &amp; b" in page.text
+
+
+def test_verdicts_of_a_page_are_words():
+    bad = load_section(["layer 3: collapsed: 40 %"])
+    assert bad.points == ["layer 3: collapsed: 40 %"] and "raise router_aux_loss_coef" in bad.text[-1]
+    assert load_section([], "too few tokens").text[-1] == "too few tokens"
+    assert load_section([]).text[-1].startswith("Yes") and not load_section([]).points
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -84,6 +84,8 @@ def test_result_is_a_native_moe_with_its_tokenizer(upit, case):
     assert losses["adapted"]["mean"] < losses["base"]["mean"] - 0.1
     history = upit.records["post_train"]["metrics"]["history"]
     assert all("aux_loss" in record for record in history if "loss" in record)
+    card = (upit.root / "model" / "README.md").read_text()
+    assert "- Base model: `base`" in card and "- Training data: `train.jsonl`" in card and "](routing.png)" in card
     assert not list(upit.root.rglob("state")) and not list(upit.root.glob("*.partial"))
 
 

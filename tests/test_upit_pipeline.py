@@ -68,7 +68,17 @@ def test_result_is_an_adapter_like_any_other(upit):
     assert config.peft_type == "MOE_LORA" and config.num_experts == 4 and config.r == 4 and config.lora_alpha == 8
     assert config.lora_dropout == 0.1 and config.mixing == "output"
     model.generate(**tokenizer("w3 w5", return_tensors="pt"), max_new_tokens=3)
-    assert "import moe_peft" in (upit.root / "adapter" / "README.md").read_text()
+    page = (upit.root / "evaluate" / "report.html").read_text()
+    losses = upit.records["evaluate"]["metrics"]["loss"]
+    for name, own in losses["adapted"].items():
+        cells = (name, f"{losses['base'][name]:.3f}", f"{own:.3f}", f"{own - losses['base'][name]:+.3f}")
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert page.count("data:image/png;base64,") == 1 and "Is the load healthy?" in page
+    card = (upit.root / "adapter" / "README.md").read_text()
+    assert "import moe_peft" in card and "[More Information Needed]" not in card and str(upit.root) not in card
+    assert "`moe-peft upit`, method `upit`" in card and "- Training data: `train.jsonl`" in card
+    assert "`MoESFTTrainer` with TRL" in card and "](routing.png)" in card
+    assert (upit.root / "adapter" / "routing.png").read_bytes() == (upit.root / "evaluate" / "routing.png").read_bytes()
 
 
 def test_stages_hand_on_what_they_made(upit):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig, PeftType
 
+from ..cards import write_model_card
 from ..compat import private
 from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 
@@ -19,20 +18,6 @@ _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 EXPERT_FIELDS = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections", "expert_type")
 
 ExpertType = Literal["lora", "bottleneck"]
-
-CARD_SECTION = """
-## How to load this adapter
-
-This adapter is of the type `MOE_LORA`, which the package `moe_peft` adds to PEFT. Import that package first, in the
-same process (without it PEFT stops with `KeyError: 'MOE_LORA'`):
-
-```python
-import moe_peft  # registers MOE_LORA with PEFT
-from peft import AutoPeftModelForCausalLM
-
-model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
-```
-"""
 
 
 @dataclass(frozen=True)
@@ -270,13 +255,9 @@ class MoELoraConfig(PeftConfig):
         return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the config, and state in the folder's model card that loading needs `import moe_peft`."""
+        """Save the config, and the adapter's model card beside it, see `moe_peft.cards.write_model_card`."""
         super().save_pretrained(save_directory, **kwargs)
-        path = Path(save_directory) / "README.md"
-        card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData())
-        if CARD_SECTION.strip().splitlines()[0] not in card.text:
-            card.text += CARD_SECTION
-            card.save(path)
+        write_model_card(save_directory)
 
 
 def _attention_size(config: Any) -> int:

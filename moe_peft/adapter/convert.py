@@ -15,6 +15,7 @@ from peft.utils import load_peft_weights
 from safetensors.torch import save_file
 from torch import nn
 
+from ..cards import write_model_card
 from ..compat import private
 from .config import EXPERT_FIELDS, MoELoraConfig
 from .ffn import find_layout
@@ -265,5 +266,6 @@ def _save_whole(folder: Path, config: LoraConfig, state: dict[str, torch.Tensor]
     with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
         whole = Path(parent) / folder.name
         config.save_pretrained(str(whole))
+        write_model_card(whole, made="`moe_peft.expert_to_lora`: one expert of a MoE-LoRA adapter")
         save_file(state, whole / "adapter_model.safetensors", metadata={"format": "pt"})
         whole.rename(folder)

@@ -6,12 +6,13 @@ import re
 import warnings
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
+from ..cards import TAGS
 from ..compat import private
 from ..routing.routers import Router, make_router
 from . import protocol
@@ -96,6 +97,8 @@ class MoELoraModel(BaseTuner):
         # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
         protocol.install(model)
         protocol.sync_config(model, self.peft_config)
+        if hasattr(model, "add_model_tags"):  # what any trainer's model card gets
+            cast(Any, model).add_model_tags(list(TAGS))
 
     def _create_and_replace(
         self,
@@ -138,6 +141,7 @@ class MoELoraModel(BaseTuner):
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
         protocol.uninstall(model)
+        _remove_tags(model)
         return model
 
     # --- what token-routed experts cannot do ------------------------------------------------------------------------
@@ -200,6 +204,14 @@ class MoELoraModel(BaseTuner):
 
 def _endings(names: list[str]) -> str:
     return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
+
+
+def _remove_tags(model: Any) -> None:
+    """Undo what `inject_adapter` has done to the model's tags."""
+    kept = [tag for tag in getattr(model, "model_tags", None) or [] if tag not in TAGS]
+    model.__dict__.pop("model_tags", None)
+    if kept:
+        model.model_tags = kept
 
 
 def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> ExpertSpec:

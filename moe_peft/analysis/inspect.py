@@ -20,6 +20,7 @@ from ..routing.statistics import REMEDY
 from ..training.data import load_data
 from ..training.scoring import Collator
 from ..training.tokenizing import tokenized
+from .html import write_html
 from .loading import load, quantization_of
 from .record import RoutingStatistics, record_routing
 from .report import write_report
@@ -39,6 +40,7 @@ def inspect_model(
     quantization: dict[str, Any] | None = None,
     position_width: int | None = None,
     suffix: str = ".png",
+    html: bool = False,
     batch_size: int = 8,
     max_length: int = 1024,
     max_examples: int | None = None,
@@ -58,6 +60,7 @@ def inspect_model(
         quantization: fields of `BitsAndBytesConfig`.
         position_width: compliance by position in buckets of this width, see `RoutingStatistics`.
         suffix: the figures' format: ".png", ".pdf" or ".svg".
+        html: also write `report.html`, a page that has all of it and explains it.
         batch_size: examples per forward pass.
         max_length: tokens per example; longer ones are truncated.
         max_examples: how many examples to use, from the first on; None: all.
@@ -80,6 +83,8 @@ def inspect_model(
         _run(model, rows, collator, labels, batch_size, statistics)
     about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows)}
     files = write_report(statistics, output_dir, suffix, about)
+    if html:
+        files.append(write_html(statistics, Path(output_dir) / "report.html", about))
     _print(statistics, about, files)
     return statistics
 

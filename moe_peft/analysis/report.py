@@ -36,7 +36,7 @@ def write_report(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "routing.json", folder / "load.csv", folder / f"load{suffix}", folder / f"coactivation{suffix}"]
+    written = [folder / "routing.json", folder / "load.csv"]
     written[0].write_text(json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2) + "\n")
     shares = statistics.shares()
     rows: list[list[Any]] = []
@@ -44,17 +44,25 @@ def write_report(
         for layer, n in enumerate(statistics.sizes):
             rows += [[domain, layer, expert, float(share_LN[layer, expert])] for expert in range(n)]
     _write_csv(written[1], ["domain", "layer", "expert", "share"], rows)
-    largest = _largest(statistics)
-    plot_shares({domain: shares[domain] for domain in largest}, written[2], "Where each domain's tokens go")
-    plot_coactivation(statistics.coactivation.sum(0), written[3])
+    if statistics.allowed is not None:
+        written.append(folder / "compliance.csv")
+        _write_compliance(statistics, written[-1])
+    return [*written, *write_figures(statistics, folder, suffix)]
+
+
+def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> list[Path]:
+    """The figures of `write_report`; returns their paths."""
+    written, largest, shares = [folder / f"load{suffix}"], _largest(statistics), statistics.shares()
+    plot_shares({domain: shares[domain] for domain in largest}, written[-1], "Where each domain's tokens go")
+    written.append(folder / f"coactivation{suffix}")
+    plot_coactivation(statistics.coactivation.sum(0), written[-1])
     if statistics.token_classes is not None:
         written.append(folder / f"token_classes{suffix}")
         plot_token_classes(statistics.class_counts.sum(1), written[-1])
     if statistics.allowed is not None:
-        written += [folder / "compliance.csv", folder / f"compliance{suffix}"]
-        _write_compliance(statistics, written[-2])
         found = statistics.compliance_by_domain()
         ordered = {domain: found[domain] for domain in largest}
+        written.append(folder / f"compliance{suffix}")
         plot_compliance(ordered, written[-1], statistics.position_starts, statistics.chance())
     return written
 

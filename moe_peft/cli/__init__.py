@@ -20,6 +20,7 @@ COMMANDS = {
     "inspect": "report where a model's tokens go",
     "eval": "evaluate a model on tasks of lm-evaluation-harness",
     "upcycle": "make a native MoE from dense models",
+    "prune": "drop and merge experts of an adapter or a native MoE",
     "export": "make a native MoE from a MoE-LoRA adapter and its base",
     "exec": "run another Python program, such as lm_eval, that can then load the adapters",
 }

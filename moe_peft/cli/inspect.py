@@ -28,6 +28,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--position-width", type=int, metavar="TOKENS", help="compliance by this many positions, not by doubling widths"
     )
     parser.add_argument("--figures", default="png", choices=("png", "pdf", "svg"), help="format of the figures")
+    parser.add_argument("--html", action="store_true", help="also write report.html, a page that explains itself")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=1024, help="maximum tokens per example")
     parser.add_argument("--max-examples", type=int, help="maximum number of examples")
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace) -> None:
         quantization=parse_json("--quantization", options.quantization, '{"load_in_4bit": true}'),
         position_width=options.position_width,
         suffix=f".{options.figures}",
+        html=options.html,
         batch_size=options.batch_size,
         max_length=options.max_length,
         max_examples=options.max_examples,

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from transformers.trainer_utils import get_last_checkpoint
 from trl import get_quantization_config
 
+from ..cards import write_model_card
 from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters
@@ -57,6 +58,8 @@ def train_or_plan(options: Options, trainer: Any) -> None:
             made.save_model(options.training.output_dir)
             if options.training.push_to_hub:
                 made.push_to_hub(dataset_name=options.data.dataset_name)
+            if made.is_world_process_zero():
+                write_model_card(options.training.output_dir, datasets=[str(options.data.dataset_name)])
             made.accelerator.print(f"result: {options.training.output_dir}")
         made.end()
         model, config = made.model, None

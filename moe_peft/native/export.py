@@ -48,7 +48,8 @@ def export_adapter(
             nothing is written.
     """
     config = read_adapter_config(adapter)
-    dense = open_dense(base_name(config, base), family, "export", None if base else config.revision)
+    source = base_name(config, base)
+    dense = open_dense(source, family, "export", None if base else config.revision)
     content = adapted_content(_read_adapter(adapter), config, dense)
     moe = moe_config(
         (dense.family, dense.moe),
@@ -70,10 +71,12 @@ def export_adapter(
         parse_dtype(dtype, dense.config, "export"),
         parse_size(max_shard_size, "export"),
         "export",
+        [source],
+        "`moe-peft export` from a MoE-LoRA adapter on the base; expert i is the FFN with LoRA i merged",
     )
 
 
-def read_adapter_config(adapter: str | os.PathLike) -> MoELoraConfig:
+def read_adapter_config(adapter: str | os.PathLike, caller: str = "export") -> MoELoraConfig:
     """
     Raises:
         ValueError: the folder holds no config, or that of another adapter type.
@@ -81,9 +84,9 @@ def read_adapter_config(adapter: str | os.PathLike) -> MoELoraConfig:
     try:
         config = PeftConfig.from_pretrained(os.fspath(adapter))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"export: adapter {str(adapter)!r}: {one_line(error)}") from error
+        raise ValueError(f"{caller}: adapter {str(adapter)!r}: {one_line(error)}") from error
     if not isinstance(config, MoELoraConfig):
-        raise ValueError(f"export: adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
+        raise ValueError(f"{caller}: adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
     return config
 
 

@@ -202,7 +202,7 @@ class MoEFamily:
         yield Part(block + self.router, content.router(layer))
         for i, ffn in enumerate(experts):
             for name, tensor in self._expert(layer, i).join(ffn).items():
-                yield Part(name, tensor, i * tensor.numel() if self._stacked else 0)
+                yield Part(name, tensor, i * tensor.numel() if self.stacked else 0)
         if self.shared is not None:
             yield from (
                 Part(*item) for item in self.expert.under(block + self.shared).join(content.shared(layer)).items()
@@ -211,7 +211,21 @@ class MoEFamily:
 
     def read_expert(self, layer: int, expert: int, read: Reader) -> FFN:
         """One expert of a MoE's checkpoint."""
-        return self._expert(layer, expert).split((lambda name: read(name)[expert]) if self._stacked else read)
+        return self._expert(layer, expert).split((lambda name: read(name)[expert]) if self.stacked else read)
+
+    def router_name(self, layer: int) -> str:
+        """The tensor of a layer's router."""
+        return self._block(layer) + self.router
+
+    def expert_names(self, layer: int, expert: int) -> tuple[str, ...]:
+        """The tensors of one expert, or, if `stacked`, of all."""
+        names = self._expert(layer, expert)
+        return (*names.inputs, names.down)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether each tensor holds all experts."""
+        return "{expert}" not in self.experts
 
     def has_experts(self, config: PreTrainedConfig, layer: int) -> bool:
         """Whether a layer has a router, and experts."""
@@ -223,17 +237,13 @@ class MoEFamily:
         if self._is_dense(config, layer):
             return self.expert.under(block).shapes(config.intermediate_size, d)
         shapes = {block + self.router: torch.Size((n, d))}
-        for i in range(1 if self._stacked else n):
+        for i in range(1 if self.stacked else n):
             for name, shape in self._expert(layer, i).shapes(f, d).items():
-                shapes[name] = torch.Size((n, *shape)) if self._stacked else shape
+                shapes[name] = torch.Size((n, *shape)) if self.stacked else shape
         if self.shared is not None:
             shapes |= self.expert.under(block + self.shared).shapes(config.shared_expert_intermediate_size, d)
             shapes[block + "shared_expert_gate.weight"] = torch.Size((1, d))
         return shapes
-
-    @property
-    def _stacked(self) -> bool:
-        return "{expert}" not in self.experts
 
     def _block(self, layer: int) -> str:
         return f"model.layers.{layer}.{self.block}."

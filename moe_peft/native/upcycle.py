@@ -75,6 +75,9 @@ def upcycle(
         parse_dtype(config.dtype, dense, "upcycle"),
         parse_size(config.max_shard_size, "upcycle"),
         "upcycle",
+        names,
+        f"`moe-peft upcycle` (initial experts: `{config.init}`, initial gates: `{config.router_init}`); "
+        "it is meant to be trained",
     )
 
 

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig
 
+from ..cards import write_model_card
 from ..messages import one_line
 from .checkpoint import Checkpoint, ShardedWriter, whole_folder
 from .families import Content, DenseFamily, MoEFamily, find_families
@@ -23,6 +24,8 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 # Files beside the weights that belong to the new model too.
 _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                "vocab.txt", "merges.txt", "chat_template*", "*.tiktoken", "additional_chat_templates")  # fmt: skip
+# Files that the base's terms ask to be passed on.
+_TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,7 +75,7 @@ def open_dense(model: str, family: str | None, caller: str, revision: str | None
         config = AutoConfig.from_pretrained(model, revision=revision or "main")
         folder = Path(model)
         if not folder.is_dir():
-            wanted = ["*.json", "*.safetensors", *_COMPANIONS]
+            wanted = ["*.json", "*.safetensors", "README.md", *_COMPANIONS, *_TERMS]
             folder = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (OSError, ValueError) as error:
         raise ValueError(f"{caller}: model {model!r}: {one_line(error)}") from error
@@ -110,14 +113,17 @@ def write_moe(
     dtype: torch.dtype,
     max_shard_size: int,
     caller: str,
+    bases: Sequence[str],
+    made: str,
 ) -> Path:
     """
-    Write a MoE folder: weights under their names on disk, the config, and the files that go with them.
+    Write a MoE folder: weights under their names on disk, the config, the files that go with them, and a model card.
 
     Args:
-        companions: folders from which tokenizer and generation config are copied; a later one's files replace an
-            earlier one's.
+        companions: folders from which tokenizer, chat template and generation config are copied; a later one's files
+            replace an earlier one's. The terms of use are the first one's.
         max_shard_size: bytes.
+        bases, made: what it was made from, and how: see `write_model_card`.
 
     Raises:
         ValueError: `output_dir` exists.
@@ -132,14 +138,31 @@ def write_moe(
             for layer in tqdm(range(config.num_hidden_layers), desc=f"{caller}: layers"):
                 for part in family.parts(config, layer, content):
                     writer.write(part.name, part.tensor, part.start)
-        for path in (path for source in companions for pattern in _COMPANIONS for path in source.glob(pattern)):
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-            else:
-                shutil.copy(path, folder / path.name)
+        copy_companions(companions[0], folder)
+        for source in companions[1:]:
+            _copy(source, folder, _COMPANIONS)
         config.save_pretrained(folder)
         add_older_names(folder / "config.json", family, config)
+        write_model_card(folder, base=bases, made=made)
     return output_dir
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what goes with a model or an adapter: tokenizer, chat template, generation config, terms of use."""
+    _copy(source, folder, (*_COMPANIONS, *_TERMS))
+
+
+def copy_terms(source: Path, folder: Path) -> None:
+    """Copy a model folder's licence and notices, which its derivatives must usually carry."""
+    _copy(source, folder, _TERMS)
+
+
+def _copy(source: Path, folder: Path, patterns: Sequence[str]) -> None:
+    for path in (path for pattern in patterns for path in source.glob(pattern)):
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copy(path, folder / path.name)
 
 
 def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> None:

@@ -8,6 +8,7 @@ router's traits, the class attributes of `Router`: no other file compares router
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -57,6 +58,8 @@ class Router(nn.Module):
     needs_attention: ClassVar[bool] = False  # whether its size depends on the base's attention
     takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialise it from the base's attention
     by_token_id: ClassVar[bool] = False  # whether it routes by token ids alone; a balancing loss is then constant
+    expert_rows: ClassVar[tuple[str, ...]] = ()  # parameters [n, …] with a row per expert; (): it cannot lose experts
+    sized: ClassVar[dict[str, Callable[[int], Any]]] = {}  # settings that follow from n where they are None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -144,6 +147,7 @@ class LinearRouter(Router):
 
     linear_gate = True
     takes_attention = True
+    expert_rows = ("weight",)
     weight: nn.Parameter
 
     def make(self) -> None:
@@ -208,6 +212,7 @@ class ThresholdRouter(LinearRouter):
 
     no_fold = "the number of experts varies from token to token"
     leaves_out = True
+    sized: ClassVar = {"threshold": lambda n: 1 / n}
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         p = self.settings.threshold
@@ -218,6 +223,7 @@ class MLPRouter(Router):
     """Two linear layers, d → d and d → n, without biases and with GELU in between (Router Upcycling, section 4.3)."""
 
     no_fold = "there is a non-linearity between its two matrices"
+    expert_rows = ("weight",)
 
     def make(self) -> None:
         self.hidden = nn.Parameter(torch.empty(self.hidden_size, self.hidden_size))
@@ -245,6 +251,8 @@ class AttentionRouter(Router):
 
     needs_attention = True
     takes_attention = True
+    expert_rows = ("key",)
+    sized: ClassVar = {"num_heads": lambda n: n}
 
     def make(self) -> None:
         s = self.settings

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trl import DPOConfig, DPOTrainer
 
+from ..cards import TAGS
 from .resuming import NativeResumeMixin
 from .router_losses import RouterLossConfig, RouterLossesMixin
 
@@ -17,3 +19,5 @@ class MoEDPOConfig(RouterLossConfig, DPOConfig):
 
 class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
     """`DPOTrainer` with losses on the routers; see `MoEDPOConfig` and `RouterLossesMixin`."""
+
+    _tag_names: ClassVar[list[str]] = [*DPOTrainer._tag_names, *TAGS]

@@ -24,6 +24,7 @@ from ..models.view import RoutedPass, observed_routing, router_parameters, route
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
 from ..routing.statistics import compliance, entropies, load_health
+from .cards import ModelCardMixin
 from .freezing import freeze_for_stage
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
 from .phases import phase_at, three_phase_scheduler
@@ -100,7 +101,7 @@ class RouterLossConfig(_Coefficients):
             )
 
 
-class RouterLossesMixin:
+class RouterLossesMixin(ModelCardMixin):
     """
     Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
     `router_entropy`, `load_cv`, `load_cv_by_chance`, `dead_experts` and, with labels, `compliance`. Its config is a
@@ -111,7 +112,7 @@ class RouterLossesMixin:
     optimizer step (the label loss over those that `router_label_tokens` names), whatever the number of accumulation
     steps and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The balancing loss is
     not a mean over tokens: as in TRL, it is computed for each micro-batch and averaged. If a trainer runs the model
-    several times for one loss, only the passes with gradients count.
+    several times for one loss, only the passes with gradients count. What it saves has the card of `ModelCardMixin`.
 
     Raises:
         ValueError: the model has no routers, or nothing is left to train.

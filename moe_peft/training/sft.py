@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
+from ..cards import TAGS
 from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
@@ -57,6 +58,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
             lacks.
     """
 
+    _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, *TAGS]
     data_collator: Any
     _signature_columns: Any
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..models.size import model_size
 from ..models.view import router_parameters
 from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
-from ..native.writing import open_dense
+from ..native.writing import copy_terms, open_dense
 from ..training.calibration import calibration_batches
 from ..training.scoring import Collator, score_checkpoints
 from ..training.tokenizing import tokenized
@@ -162,6 +162,8 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         )
         if PartialState().is_main_process:
             finish_native(folder / self.output, model.config)
+            copy_terms(model_folder(r.model), folder / self.output)
+            self.write_card(folder / self.output)
         PartialState().wait_for_everyone()
         return {**metrics(trained), "size": asdict(size)}
 

@@ -140,6 +140,9 @@ class LoraPostTrain(_OfLoras, PostTrain):
             output_dir=folder / self.output,
             train_experts=r.trains_experts,
         )
+        if PartialState().is_main_process:
+            self.write_card(folder / self.output)
+        PartialState().wait_for_everyone()
         return {**metrics(trained), "size": asdict(size)}
 
     def sizes(self, model: PreTrainedModel) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 import trl
 from accelerate import PartialState
 
+from ..cards import write_model_card
 from ..contexts import free_memory
 from .ffn_stages import FFN_STAGES
 from .files import publish, write_json
@@ -94,6 +96,7 @@ class UpIT:
             free_memory()
         if PartialState().is_main_process:
             publish(self._trained, self.result)
+            self._add_figure()
             write_json(self.root / "manifest.json", self._manifest())
         PartialState().wait_for_everyone()
         return self.result
@@ -120,6 +123,13 @@ class UpIT:
         folder = self.stages[-1].result.model
         assert folder is not None  # every method trains something
         return folder
+
+    def _add_figure(self) -> None:
+        """Show in the result's model card where its tokens go, if that was measured."""
+        figure = self.root / "evaluate" / "routing.png"
+        if figure.is_file():
+            shutil.copy(figure, self.result / figure.name)
+            write_model_card(self.result)
 
     def _manifest(self) -> dict[str, Any]:
         packages = {"torch": torch, "transformers": transformers, "peft": peft, "trl": trl}

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from trl import SFTConfig
 
 from ..analysis.figures import plot_shares
+from ..analysis.html import load_section, losses_section, shares_section, write_page
+from ..cards import write_model_card
 from ..evaluation.harness import Harness
 from ..evaluation.scores import Scores
 from ..messages import one_line
@@ -23,7 +25,7 @@ from ..training.data import in_blocks
 from ..training.labels import unknown_labels
 from ..training.sft import MoESFTConfig
 from .buckets import Seeds, draw_seeds
-from .evaluate import evaluate
+from .evaluate import Evaluation, evaluate
 from .files import expert_folders
 from .hashing import hash_file
 from .inputs import load_model
@@ -87,6 +89,13 @@ class TrainingStage(TrainerStage):
             ValueError: the recipe does not fit the base.
         """
 
+    def write_card(self, folder: Path) -> None:
+        """The model card of the result."""
+        r = self.recipe
+        data = r.data.train if isinstance(r.data.train, str) else r.data.train.get("path")
+        made = f"`moe-peft upit`, method `{r.method}`"
+        write_model_card(folder, base=r.model.name_or_path, made=made, datasets=[data] if data else [])
+
     def steps(self, rows: int, batch: int) -> int:
         """Optimizer steps for `rows` training rows, `batch` of them in each."""
         return max(1, round(self.epochs * rows / batch))
@@ -141,6 +150,7 @@ class Prepare(TrainingStage):
         )
         if not self.recipe.facts.assembles and PartialState().is_main_process:
             copy_result(prepared.trained.last, folder / self.output)
+            self.write_card(folder / self.output)
         PartialState().wait_for_everyone()
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
@@ -327,11 +337,22 @@ class Evaluate(TrainerStage):
         found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base, self.label_mask)
         if args.should_save and found.shares:
             plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
+        if args.should_save:
+            self._write_page(found, folder)
         shares = {domain: share.tolist() for domain, share in found.shares.items()}
         return {"loss": found.losses, "shares": shares, "warnings": found.warnings}
 
+    def _write_page(self, found: Evaluation, folder: Path) -> None:
+        """`report.html`: losses beside the base's, and routing."""
+        r, sections = self.recipe, [losses_section(found.losses)]
+        if found.shares:
+            sections += [load_section(found.warnings), shares_section(found.shares, folder / "routing.png")]
+        data = r.data.eval if isinstance(r.data.eval, str) else (r.data.eval or {}).get("path")
+        lead = [f"Base: {Path(r.model.name_or_path).name}", f"Held-out data: {Path(str(data)).name}"]
+        write_page(folder / "report.html", f"Result of the method {r.method}", lead, sections)
+
     def describe(self, metrics: dict[str, Any]) -> str:
-        return "routing.png" if metrics.get("shares") else ""
+        return "routing.png, report.html" if metrics.get("shares") else "report.html" if "loss" in metrics else ""
 
     def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
         return metrics.get("loss")

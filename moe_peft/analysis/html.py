@@ -1,0 +1,259 @@
+"""Reports as one HTML page with its figures inside, for readers who have not read the documentation."""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import Environment
+
+from ..models.size import ModelSize
+from ..routing.statistics import HEALTHY_VARIATION, REMEDY
+from .record import RoutingStatistics
+from .report import write_figures
+from .token_classes import TOKEN_CLASSES
+
+_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
+_MOST_CELLS = 16  # of a table of experts by experts
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
+img { max-width: 100%; height: auto; } .wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.9rem; } caption { text-align: left; color: #555; }
+th, td { border: 1px solid #ccc; padding: 0.2rem 0.6rem; text-align: right; } th { background: #f3f3f3; }
+th:first-child, td:first-child { text-align: left; } li.bad { color: #8a4b00; }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<ul>{% for line in lead %}<li>{{ line }}</li>{% endfor %}</ul>
+{% for section in sections %}
+<h2>{{ section.title }}</h2>
+{% for line in section.text %}<p>{{ line }}</p>
+{% endfor %}
+{% if section.points %}<ul>{% for line in section.points %}<li class="bad">{{ line }}</li>{% endfor %}</ul>{% endif %}
+{% if section.rows %}<div class="wide"><table>
+<thead><tr>{% for cell in section.header %}<th>{{ cell }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in section.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table></div>{% endif %}
+{% if section.figure %}<p><img src="{{ section.figure | inlined }}" alt="{{ section.title }}"></p>{% endif %}
+{% endfor %}
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """
+    A part of a page.
+
+    Args:
+        title: its heading.
+        text: paragraphs that explain it.
+        points: what is not as it should be, one line each.
+        header, rows: a table.
+        figure: an image file.
+    """
+
+    title: str
+    text: Sequence[str] = ()
+    points: Sequence[str] = ()
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = field(default_factory=list)
+    figure: Path | None = None
+
+
+def write_page(path: Path, title: str, lead: Sequence[str], sections: Sequence[Section]) -> Path:
+    """Write a page that is whole in one file and loads nothing from elsewhere."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["inlined"] = _inlined
+    page = environment.from_string(_PAGE).render(title=title, lead=lead, sections=sections)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, Any]) -> Path:
+    """
+    The page of `moe-peft inspect`: what `write_report` writes and the command prints, explained.
+
+    Args:
+        about: what was measured, as in `routing.json`.
+    """
+    how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
+    n = max(statistics.sizes)
+    lead = [
+        f"Model: {about['model']} ({how})",
+        f"Size: {ModelSize(**about['size'])}",
+        f"Data: {about['data']}, split {about['split']}, {about['examples']:,} examples",
+        f"Routing: {len(statistics.sizes)} layers with experts, up to {n} in each; "
+        f"a router in each layer sends every token to {statistics.k} of them",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        figures = {figure.stem: figure for figure in write_figures(statistics, Path(folder), ".png")}
+        sections = [
+            load_section(statistics.warnings(), statistics.doubt()),
+            shares_section(statistics.shares(), figures["load"], dict(_tokens(statistics))),
+            _layers(statistics),
+            *_similarity(about["similarity"], about["similarity_of"]),
+            *_compliance(statistics, figures),
+            *_token_classes(statistics, figures),
+            Section(
+                "Which experts work together",
+                ["Of the tokens of the row's expert, the share that the column's expert serves, too, over all layers."],
+                figure=figures["coactivation"],
+            ),
+        ]
+        return write_page(path, "Where the tokens go", lead, sections)
+
+
+def load_section(warnings: Sequence[str], doubt: str = "") -> Section:
+    """Whether the experts are used evenly, in words."""
+    text = [
+        "A MoE is worth its size if all of its experts work. This looks at each layer's load: how the work is shared "
+        "out among its experts."
+    ]
+    if warnings:
+        return Section("Is the load healthy?", [*text, f"These layers are not healthy. Try this: {REMEDY}."], warnings)
+    verdict = doubt or "Yes: no layer's load is clearly uneven."
+    return Section("Is the load healthy?", [*text, verdict])
+
+
+def shares_section(
+    shares: Mapping[str, torch.Tensor], figure: Path, tokens: Mapping[str, str] | None = None
+) -> Section:
+    """
+    Where each domain's tokens go.
+
+    Args:
+        shares: domain → each expert's share of its layer's assignments, [L, n].
+        figure: of the shares.
+        tokens: domain → how many.
+    """
+    rows = []
+    for domain, share_LN in shares.items():
+        share_N = share_LN.mean(0)
+        best = share_N.topk(min(4, len(share_N)))
+        busiest = [f"{i} ({v:.0%})" for v, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        rows.append([domain, *([] if tokens is None else [tokens[domain]]), ", ".join(busiest)])
+    even = 1 / max(share_LN.shape[1] for share_LN in shares.values())
+    return Section(
+        "Where each domain's tokens go",
+        [
+            f"The share of a layer's assignments that each expert gets. Even routing gives every expert {even:.1%}. "
+            "Domains whose rows look alike are not told apart by the routers."
+        ],
+        header=["domain", *([] if tokens is None else ["tokens"]), "busiest experts (share over all layers)"],
+        rows=rows,
+        figure=figure,
+    )
+
+
+def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:
+    """Held-out losses by model and domain, and what training has gained."""
+    base, trained = losses["base"], losses["adapted"]
+    rows = [
+        [name, *(f"{x:.3f}" for x in (base[name], own)), f"{own - base[name]:+.3f}"] for name, own in trained.items()
+    ]
+    return Section(
+        "Losses on held-out data",
+        [
+            "The mean loss per token on data that were not trained on, of the base and of the trained model. Lower is "
+            "better: a negative difference is a gain."
+        ],
+        header=["domain", "base", "trained", "difference"],
+        rows=rows,
+    )
+
+
+def _tokens(statistics: RoutingStatistics) -> Iterator[tuple[str, str]]:
+    for domain, count in zip(statistics.domains, statistics.tokens.tolist(), strict=True):
+        yield domain, f"{int(count):,}"
+
+
+def _layers(statistics: RoutingStatistics) -> Section:
+    rows = []
+    for layer, (counts_N, n) in enumerate(zip(statistics.counts.sum(0), statistics.sizes, strict=True)):
+        share_N = counts_N[:n] / counts_N[:n].sum()
+        variation = float(share_N.std(correction=0) / share_N.mean())
+        least, most = int(share_N.argmin()), int(share_N.argmax())
+        extremes = (f"{i} ({float(share_N[i]):.1%})" for i in (least, most))
+        rows.append([str(layer), str(n), f"{variation:.2f}", *extremes])
+    return Section(
+        "Load of each layer",
+        [
+            "The coefficient of variation is the spread of the experts' shares divided by their mean: 0 is even, up to "
+            f"{HEALTHY_VARIATION} is healthy."
+        ],
+        header=["layer", "experts", "variation", "least used", "most used"],
+        rows=rows,
+    )
+
+
+def _similarity(similarity: list[list[float]] | None, of: str) -> Iterator[Section]:
+    pairs = [value for i, row in enumerate(similarity or []) for value in row[:i]]
+    if similarity is None or not pairs:
+        return
+    text = (
+        f"Cosine of the experts' {of}, over all layers: 1 says that two experts are the same, 0 that they have nothing "
+        f"in common. Here it is {sum(pairs) / len(pairs):.3f} on average, from {min(pairs):.3f} to {max(pairs):.3f}."
+    )
+    names = [str(i) for i in range(len(similarity))]
+    rows = [[name, *(f"{value:.2f}" for value in row)] for name, row in zip(names, similarity, strict=True)]
+    small = len(similarity) <= _MOST_CELLS
+    yield Section("How alike the experts are", [text], header=["expert", *names], rows=rows if small else [])
+
+
+def _compliance(statistics: RoutingStatistics, figures: Mapping[str, Path]) -> Iterator[Section]:
+    if statistics.allowed is None:
+        return
+    chance = statistics.chance()
+    rows = [
+        [domain, f"{statistics.mean_compliance(domain):.1%}", f"{chance[domain]:.1%}"] for domain in statistics.shares()
+    ]
+    yield Section(
+        "Do tokens go to the experts of their domain?",
+        [
+            "The expert map gives each domain its experts. Compliance is the probability that routers give to these. "
+            "Routers that know nothing would reach chance, 100 % is perfect."
+        ],
+        header=["domain", "compliance", "chance"],
+        rows=[*rows, ["all", f"{statistics.mean_compliance():.1%}", ""]],
+        figure=figures["compliance"],
+    )
+
+
+def _token_classes(statistics: RoutingStatistics, figures: Mapping[str, Path]) -> Iterator[Section]:
+    if "token_classes" not in figures:
+        return
+    counts_CN = statistics.class_counts.sum(1)
+    rows = []
+    for expert, counts_C in enumerate(counts_CN.T):
+        total, best = float(counts_C.sum()), counts_C.topk(min(3, len(counts_C)))
+        found = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        rows.append([str(expert), ", ".join(f"{TOKEN_CLASSES[i]} ({v / total:.0%})" for v, i in found if v)])
+    yield Section(
+        "Kinds of tokens",
+        ["What each expert mostly gets, over all layers, and below which experts get each kind of token."],
+        header=["expert", "commonest kinds of its tokens"],
+        rows=rows,
+        figure=figures["token_classes"],
+    )
+
+
+def _inlined(path: Path) -> str:
+    """The file as a URL that holds it."""
+    return f"data:{_TYPES[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"

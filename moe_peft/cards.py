@@ -1,0 +1,366 @@
+"""
+Model cards: the README.md of a folder with an adapter or a model.
+
+A card leads with what the folder holds, its base and how to load it. What a user has written is left alone: only cards
+that nobody has edited since they were generated (here or by PEFT) are written anew, all others get metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+TAGS: tuple[str, ...] = ("mixture-of-experts", "moe_peft")
+_FIGURES = ("routing.png", "load.png", "routing/load.png")
+_FILES = (".json", ".jsonl", ".csv", ".parquet")  # of data
+_PLACE = "path/to/this/folder"
+_MARK = re.compile(r"<!-- moe_peft: (\w+) -->")
+_PROCEDURE, _FRAMEWORK = "## Training procedure", "### Framework versions"
+# What PEFT adds to any card when it saves an adapter.
+_QUANTIZATION = re.compile(r"^The following `bitsandbytes` quantization config .*\n(?:- .*\n?)*", re.MULTILINE)
+_FROM_PEFT = re.compile(rf"^(?:{_PROCEDURE}|{_FRAMEWORK}|- PEFT .*)$", re.MULTILINE)
+_AUTO = {
+    "CAUSAL_LM": "AutoPeftModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
+    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+    "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
+}
+_TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ what }}
+
+{% for fact in facts -%}
+- {{ fact }}
+{% endfor %}
+## How to load
+
+{{ loading }}
+
+```python
+{{ snippet }}
+```
+{% if training %}
+{{ heading }}
+
+{{ training }}
+{% endif %}{% if figure %}
+## Routing
+
+Where the tokens go: each expert's share of its layer's assignments.
+
+![Share of assignments per expert and layer]({{ figure }})
+{% endif %}
+{{ framework }}
+
+{% for name in versions -%}
+- {{ name }}
+{% endfor -%}
+"""
+
+
+def write_model_card(
+    folder: str | os.PathLike,
+    *,
+    base: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    made: str | None = None,
+    training: Iterable[str] = (),
+    datasets: Iterable[str] = (),
+    tags: Iterable[str] = (),
+    title: str | None = None,
+    repo: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """
+    Write or update the model card of a folder that holds a PEFT adapter or a model.
+
+    A README.md that somebody has written or edited keeps its text; only its metadata are updated. Facts about training
+    stay if they are not given anew.
+
+    Args:
+        base: the model or models that it was made from, names or folders; None: what the adapter's config says. Its
+            licence is read from its card, if that is in a local folder or in the hub's cache.
+        made: how it was made, in a few words.
+        training: facts about its training, one line each.
+        datasets: names of the training data. Those that can be names on the hub go into the metadata.
+        tags: further tags.
+        title: the heading; None: the kind of model and its base.
+        repo: its name on the hub, for the snippet.
+        overwrite: replace a text that somebody has written, too.
+
+    Returns:
+        the path of the card.
+
+    Raises:
+        ValueError: the folder holds neither an adapter nor a model.
+    """
+    folder, datasets = Path(folder), list(datasets)
+    path = folder / "README.md"
+    adapter, model = (_read(folder / name) for name in ("adapter_config.json", "config.json"))
+    if not adapter and not model:
+        raise ValueError(f"write_model_card: {str(folder)!r}: no adapter_config.json and no config.json; save it first")
+    given = (adapter or {}).get("base_model_name_or_path") if base is None else base
+    bases = [os.fspath(b) for b in ([given] if isinstance(given, (str, os.PathLike)) else given or []) if b]
+    old = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
+    data = ModelCardData() if old is None else old.data
+    data.tags = [*(data.tags or []), *tags]
+    licences = _update_metadata(data, _own_tags(adapter, model), bases, datasets, folder)
+    if old is not None and not overwrite and not _is_generated(old.text):
+        old.save(path)
+        return path
+    facts = [f"Base model: {', '.join(map(_link, bases))}"] if bases else []
+    facts += [f"Licence of the base: {licence}" for licence in licences] + ([f"Made by {made}"] if made else [])
+    facts += [f"Training data: {', '.join(map(_link_data, datasets))}"] if datasets else []
+    facts = _with_kept(facts, old)
+    what, snippet = _describe_adapter(adapter, folder, bases) if adapter else _describe_model(model or {}, folder)
+    ours = adapter is not None and adapter.get("peft_type") == "MOE_LORA"
+    versions = [f"PEFT {version('peft')}"] if adapter else []
+    card = ModelCard.from_template(
+        data,
+        template_str=_TEMPLATE,
+        title=title or _title(adapter, model, bases),
+        what=what,
+        facts=facts,
+        loading=_loading(ours, snippet),
+        snippet=snippet.replace(_PLACE, repo or _PLACE),
+        heading=_PROCEDURE,
+        training=_training(list(training), old),
+        figure=next((name for name in _FIGURES if (folder / name).is_file()), None),
+        framework=_FRAMEWORK,
+        versions=[*versions, f"moe-peft-hf {_own_version()}", f"Transformers {version('transformers')}"],
+    )
+    _save_marked(card, card.text, path)
+    if adapter:
+        _list_adapters(folder.parent)
+    return path
+
+
+def _own_version() -> str:
+    return import_module(str(__package__)).__version__  # at run time: the package imports this module
+
+
+def licence_of(base: str) -> str | None:
+    """The licence that a model's card names, if the card is on this machine."""
+    data = _card_data(base)
+    name = data.get("license_name") if data.get("license") == "other" else None
+    return name or data.get("license")
+
+
+def _own_tags(adapter: dict[str, Any] | None, model: dict[str, Any] | None) -> list[str]:
+    if adapter is not None:
+        return ["peft", *(TAGS if adapter.get("peft_type") == "MOE_LORA" else TAGS[1:])]
+    return [*(TAGS if _num_experts(model) else TAGS[1:])]
+
+
+def _num_experts(model: dict[str, Any] | None) -> int | None:
+    return (model or {}).get("num_experts", (model or {}).get("num_local_experts"))
+
+
+def _update_metadata(
+    data: ModelCardData, own_tags: Iterable[str], bases: list[str], datasets: list[str], folder: Path
+) -> list[str]:
+    """Add what is missing; returns the licences of the bases. Local paths are left out: the hub refuses them."""
+    data.library_name = "peft" if "peft" in own_tags else "transformers"
+    data.pipeline_tag = data.pipeline_tag or "text-generation"
+    tags = [tag for tag in data.tags or [] if not tag.startswith("base_model:") or _is_repo(tag.rpartition(":")[2])]
+    data.tags = sorted({*tags, *own_tags})
+    named = [data.base_model] if isinstance(data.base_model, str) else data.base_model or []
+    named = list(dict.fromkeys(name for name in (bases or named) if _is_repo(name)))
+    data.base_model = None if not named else named[0] if len(named) == 1 else named
+    public = [name for name in [*(data.datasets or []), *datasets] if _is_repo(name)]
+    data.datasets = list(dict.fromkeys(public)) or None
+    licences = list(dict.fromkeys(filter(None, map(licence_of, bases))))
+    if data.license is None and len(licences) == 1:
+        found = _card_data(bases[0])
+        for field in ("license", "license_name", "license_link"):
+            value = found.get(field)
+            if value and (field != "license_link" or "://" in value or (folder / value).is_file()):
+                setattr(data, field, value)
+    return licences
+
+
+def _describe_adapter(config: dict[str, Any], folder: Path, bases: list[str]) -> tuple[str, str]:
+    """What it is in a sentence, and a snippet that loads it."""
+    ours = config.get("peft_type") == "MOE_LORA"
+    what = f"This is an adapter for PEFT, of the type `{config.get('peft_type')}`."
+    if ours and config.get("expert_type") == "bottleneck":
+        what = _of_experts(config, f"bottleneck experts of size {config['bottleneck_size']}")
+    elif ours:
+        what = _of_experts(config, f"LoRA experts of rank {config['r']}")
+    lines = ["import moe_peft  # adds the adapter type MOE_LORA to PEFT"] if ours else []
+    auto = _AUTO.get(config.get("task_type") or "")
+    if auto is None:
+        return what, "\n".join(
+            [*lines, "from peft import PeftConfig, PeftModel", "from transformers import AutoModel", "",
+             f'config = PeftConfig.from_pretrained("{_PLACE}")',
+             "base = AutoModel.from_pretrained(config.base_model_name_or_path)  # or the class that was trained",
+             f'model = PeftModel.from_pretrained(base, "{_PLACE}")']
+        )  # fmt: skip
+    own = (folder / "tokenizer_config.json").is_file()
+    of_base = bool(bases) and (not os.path.isdir(bases[0]) or (Path(bases[0]) / "tokenizer_config.json").is_file())
+    source = f'"{_PLACE}"' if own else 'model.peft_config["default"].base_model_name_or_path'
+    return what, _snippet([*lines, f"from peft import {auto}"], auto, source if own or of_base else None, auto)
+
+
+def _of_experts(config: dict[str, Any], experts: str) -> str:
+    n, k = config["num_experts"], config["top_k"]
+    router = f"and a router (`{config['router_type']}`) that picks {k} of them for each token"
+    return (
+        "This is a Mixture-of-Experts (MoE) adapter for PEFT, of the type `MOE_LORA`: every adapted module of the base "
+        f"gets {n} {experts}" + (f", {router}." if n > 1 else ".")
+    )
+
+
+def _describe_model(config: dict[str, Any], folder: Path) -> tuple[str, str]:
+    """What it is in a sentence, and a snippet that loads it."""
+    n, k = _num_experts(config), config.get("num_experts_per_tok")
+    kind = config.get("model_type")
+    what = f"This is a language model of the type `{kind}`."
+    if n and k:
+        what = (
+            f"This is a Mixture-of-Experts (MoE) language model of the type `{kind}` with {n} experts per layer, of "
+            f"which each token uses {k}."
+        )
+    auto = "AutoModelForCausalLM"
+    source = f'"{_PLACE}"' if (folder / "tokenizer_config.json").is_file() else None
+    lines, after = [f"from transformers import {auto}"], []
+    if "moe_peft_router" in config:
+        lines.append("from moe_peft.native import load_routers")
+        after = [f'load_routers(model, "{_PLACE}")  # transformers does not know these routers']
+    return what, _snippet(lines, auto, source, "AutoModelForCausalLM", after)
+
+
+def _snippet(lines: list[str], auto: str, tokenizer: str | None, kind: str, after: Sequence[str] = ()) -> str:
+    """Code that loads a model and, if it can generate and there is a tokenizer, generates."""
+    generates = tokenizer is not None and kind.endswith(("CausalLM", "Seq2SeqLM"))
+    if generates and lines[-1].startswith("from transformers"):
+        lines = [*lines[:-1], f"{lines[-1]}, AutoTokenizer"]
+    elif generates:
+        lines = [*lines, "from transformers import AutoTokenizer"]
+    lines = [*lines, "", f'model = {auto}.from_pretrained("{_PLACE}")', *after]
+    if generates:
+        lines += [
+            f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})",
+            'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+            "output = model.generate(**inputs, max_new_tokens=50)",
+            "print(tokenizer.decode(output[0], skip_special_tokens=True))",
+        ]
+    return "\n".join(lines)
+
+
+def _loading(ours: bool, snippet: str) -> str:
+    if ours:
+        return (
+            "Install the package (`pip install moe-peft-hf`) and import `moe_peft` before you load. Without the "
+            "import, PEFT and `pipeline` stop with `KeyError: 'MOE_LORA'`."
+        )
+    if "moe_peft" in snippet:
+        return "Its routers need the package (`pip install moe-peft-hf`)."
+    return "It loads without this package:"
+
+
+def _title(adapter: dict[str, Any] | None, model: dict[str, Any] | None, bases: list[str]) -> str:
+    """It does not depend on the folder, so that the same adapter has the same card wherever it is saved."""
+    of = f" of {Path(bases[0]).name}" if len(bases) == 1 else f" of {len(bases)} models" if bases else ""
+    if adapter is not None:
+        kind = "MoE-LoRA adapter" if adapter.get("peft_type") == "MOE_LORA" else f"{adapter.get('peft_type')} adapter"
+        return kind + of.replace(" of ", " for ", 1)
+    return ("Mixture-of-Experts" if _num_experts(model) else "Language model") + of
+
+
+def _training(given: list[str], old: ModelCard | None) -> str:
+    """The section's text: the given facts or those of the old card, and the quantization that PEFT noted there."""
+    text = "" if old is None else old.text
+    found = re.search(rf"^{_PROCEDURE}\n+(.*?)(?=^##|^<!--|\Z)", text, re.MULTILINE | re.DOTALL)
+    kept = _QUANTIZATION.sub("", found[1]).strip() if found and _MARK.search(text) else ""
+    quantization = _QUANTIZATION.search(text)
+    facts = "\n".join(f"- {fact}" for fact in given) or kept
+    return "\n\n".join(part for part in (facts, quantization[0].strip() if quantization else "") if part)
+
+
+def _with_kept(facts: list[str], old: ModelCard | None) -> list[str]:
+    """The facts, and those of an old card of ours on what they say nothing about."""
+    if old is None or not _MARK.search(old.text):
+        return facts
+    lead = old.text.partition("## How to load")[0]
+    subjects = {fact.split()[0] for fact in facts}
+    kept = [line[2:] for line in lead.splitlines() if line.startswith("- ") and line.split()[1] not in subjects]
+    return [*facts, *kept]
+
+
+def _list_adapters(root: Path) -> None:
+    """Say where adapters with names of their own are: PEFT writes its empty template into the folder above them."""
+    path = root / "README.md"
+    if not path.is_file() or any((root / name).is_file() for name in ("adapter_config.json", "config.json")):
+        return
+    card = ModelCard.load(path, ignore_metadata_errors=True)
+    if not _is_generated(card.text):
+        return
+    names = sorted(found.parent.name for found in root.glob("*/adapter_config.json"))
+    _update_metadata(card.data, ["peft", *TAGS], [], [], root)
+    listed = "\n".join(f"- [{name}]({name}/README.md)" for name in names)
+    how = f'PeftModel.from_pretrained(base, "{_PLACE}", subfolder="{names[0]}")'
+    text = f"# Adapters for PEFT\n\nEach folder holds one; its card says how to load it alone.\n\n{listed}\n\n"
+    _save_marked(card, f"{text}After `import moe_peft`, `{how}` puts one on its base.", path)
+
+
+def _save_marked(card: ModelCard, text: str, path: Path) -> None:
+    card.text = f"{text.rstrip()}\n\n<!-- moe_peft: {_digest(text)} -->\n"
+    card.save(path)
+
+
+def _is_generated(text: str) -> bool:
+    """Whether nobody has edited the text since it was written here, or by PEFT from its template."""
+    mark = _MARK.search(text)
+    return _digest(text) == (mark[1] if mark else _digest(ModelCard.from_template(ModelCardData()).text))
+
+
+def _digest(text: str) -> str:
+    """Of what is not added by PEFT or the marker itself."""
+    for pattern in (_QUANTIZATION, _FROM_PEFT, _MARK):
+        text = pattern.sub("", text)
+    return hashlib.sha256("\n".join(line for line in text.splitlines() if line.strip()).encode()).hexdigest()[:12]
+
+
+def _link(base: str) -> str:
+    return f"[{base}](https://huggingface.co/{base})" if _is_repo(base) else f"`{Path(base).name}`"
+
+
+def _link_data(name: str) -> str:
+    return f"[{name}](https://huggingface.co/datasets/{name})" if _is_repo(name) else f"`{Path(name).name}`"
+
+
+def _is_repo(name: str) -> bool:
+    """Whether it can be a name on the hub, rather than a local path."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not os.path.exists(name) and not name.endswith(_FILES)
+
+
+def _card_data(base: str) -> dict[str, Any]:
+    path = Path(base) / "README.md"
+    if not path.is_file() and _is_repo(base) and isinstance(cached := try_to_load_from_cache(base, path.name), str):
+        path = Path(cached)
+    return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

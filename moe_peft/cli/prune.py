@@ -1,0 +1,75 @@
+"""`moe-peft prune`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from ..pruning import Pruning, prune_experts
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog, description="Drop experts that get next to nothing, and merge experts that are nearly the same."
+    )
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="an adapter or a native MoE")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the result; must not exist yet")
+    parser.add_argument("--data", help="a .jsonl, .json, .csv or .parquet file, or a data set's name")
+    parser.add_argument("--label-column", help="column that holds the domains, for losses by domain")
+    parser.add_argument("--split", default="train", help="split of the data")
+    parser.add_argument(
+        "--min-load", type=float, default=0.01, help="drop experts with a smaller share of their layer's assignments"
+    )
+    parser.add_argument(
+        "--merge-twins", type=float, metavar="COSINE", help="merge experts that are at least this much alike, e.g. 0.99"
+    )
+    parser.add_argument("--experts-per-layer", type=int, metavar="N", help="keep this many in every layer")
+    parser.add_argument(
+        "--drop", metavar="JSON", help='experts to drop: [1, 3] in every layer, or by layer, {"0": [1], "5": [2]}'
+    )
+    parser.add_argument("--dtype", default="auto", help="of the weights while data run through them")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-length", type=int, default=1024, help="maximum tokens per example")
+    parser.add_argument("--max-examples", type=int, help="maximum number of examples")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    own = {name: value for name, value in vars(options).items() if name not in ("model", "output", "drop")}
+    found = prune_experts(options.model, options.output, drop=_parse(options.drop), **own)
+    print_pruning(found)
+    print(options.output)
+
+
+def print_pruning(found: Pruning) -> None:
+    """Tables of what became of the experts, and of the size and the loss before and after."""
+    console = Console()
+    table = Table("layer", "experts", "dropped", "merged", "tokens that lost an expert", title="Pruning")
+    for i, layer in enumerate(found.layers):
+        merged = "; ".join("+".join(map(str, group)) for group in layer.groups if len(group) > 1)
+        lost = "" if found.lost is None else f"{found.lost['layers'][i]:.1%}"
+        count = f"{layer.num_experts} → {len(layer.groups)}"
+        table.add_row(layer.name, count, ", ".join(map(str, layer.dropped)), merged, lost)
+    console.print(table)
+    table = Table("", "before", "after")
+    for row, name in (("parameters", "total"), ("active per token", "active")):
+        table.add_row(row, *(f"{getattr(found.size[when], name):,}" for when in ("before", "after")))
+    for domain in (found.loss or {"before": {}})["before"]:
+        assert found.loss is not None
+        table.add_row(f"loss: {domain}", *(f"{found.loss[when][domain]:.4f}" for when in ("before", "after")))
+    console.print(table)
+    for what, shares in (("lost an expert", found.lost), ("had one that is merged", found.merged)):
+        if shares is not None and shares["any_layer"]:
+            console.print(f"tokens that {what} in any layer: {shares['any_layer']:.1%}", highlight=False)
+
+
+def _parse(text: str | None) -> dict[str, list[int]] | list[int] | None:
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'--drop {text!r}: give JSON like [1, 3] or {{"0": [1], "5": [2]}}') from error

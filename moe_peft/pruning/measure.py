@@ -1,0 +1,83 @@
+"""What data say about a model: the loss, and which experts serve which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from ..models.view import RoutedPass, observed_routing
+from ..training.scoring import Collator, example_losses, make_scorable
+
+
+class Choices:
+    """
+    The experts that served each token of a data set, in one bit each.
+
+    Args:
+        sizes: n of every layer.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self._packed: list[list[np.ndarray]] = [[] for _ in sizes]
+
+    def add(self, seen: RoutedPass) -> None:
+        """Note a forward pass; padding is left out."""
+        for packed, n, chosen_TN in zip(self._packed, self.sizes, seen.chosen, strict=True):
+            length = chosen_TN.shape[0] // seen.mask.shape[0]
+            real_T = seen.mask[:, -length:].flatten().bool().to(chosen_TN.device)
+            packed.append(np.packbits(chosen_TN[real_T, :n].cpu().numpy(), axis=1))
+
+    def layer(self, layer: int) -> np.ndarray:
+        """bool [T, n]"""
+        packed = np.concatenate(self._packed[layer])
+        return np.unpackbits(packed, axis=1, count=self.sizes[layer]).astype(bool)
+
+    def loads(self) -> list[torch.Tensor]:
+        """Each expert's share of its layer's assignments, [n] for every layer."""
+        counts = [torch.from_numpy(self.layer(i).sum(0)).double() for i in range(len(self.sizes))]
+        return [count_N / count_N.sum() for count_N in counts]
+
+    def share_with(self, experts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """
+        The share of tokens that at least one of some experts serves, by layer, and in any layer.
+
+        Args:
+            experts: those of every layer.
+        """
+        hit_LT = np.stack([self.layer(i)[:, list(own)].any(1) for i, own in enumerate(experts)])
+        return {"layers": hit_LT.mean(1).tolist(), "any_layer": float(hit_LT.any(0).mean())}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokenized examples with `input_ids` and `labels`, their domains, and what makes batches of them."""
+
+    data: Dataset
+    domains: Sequence[str]
+    collator: Collator
+    batch_size: int
+
+
+def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[str, float]:
+    """
+    The mean loss per scored token of each domain and, as `"mean"`, of all tokens.
+
+    Args:
+        model: loaded, with routers.
+        choices: notes the experts of every token.
+    """
+    make_scorable(model)
+    with nullcontext() if choices is None else observed_routing(model, choices.add):
+        losses_S1, counts_S = example_losses(model, rows.data, rows.collator, rows=rows.batch_size)
+    found = {}
+    for domain in dict.fromkeys(sorted(rows.domains)):
+        own = [i for i, other in enumerate(rows.domains) if other == domain]
+        found[domain] = float(losses_S1[own].sum() / counts_S[own].sum())
+    return {**found, "mean": float(losses_S1.sum() / counts_S.sum())}

@@ -1,0 +1,218 @@
+"""Pruning: experts that get next to nothing are dropped, experts that are nearly the same become one."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import SFTConfig
+
+from ..analysis.loading import load
+from ..cards import write_model_card
+from ..contexts import free_memory
+from ..models.size import ModelSize
+from ..native.checkpoint import whole_folder
+from ..routing.expert_map import label_text
+from ..training.data import load_data
+from ..training.tokenizing import tokenized
+from .folders import Folder, open_folder
+from .measure import Choices, Rows, losses_of
+from .plan import Groups, LayerFacts, Rules, plan_layers, weights_of
+
+REPORT = "pruning.json"
+
+
+@dataclass(frozen=True)
+class PrunedLayer:
+    """
+    What became of a layer's experts.
+
+    Args:
+        name: the module with the router.
+        num_experts: n, before.
+        groups: the experts before that each one after was made from, [m] lists.
+        dropped: the experts that are gone.
+        load: each expert's share of the layer's assignments before; None without data.
+    """
+
+    name: str
+    num_experts: int
+    groups: Groups
+    dropped: list[int]
+    load: list[float] | None
+
+    @property
+    def merged(self) -> list[int]:
+        """The experts that have become one with another."""
+        return [i for group in self.groups if len(group) > 1 for i in group]
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """
+    What pruning changed.
+
+    Args:
+        layers: in the order of the routers in a forward pass.
+        size: before and after.
+        loss: before and after, by domain and as `"mean"` over all tokens; None without data.
+        lost: the share of tokens that an expert served which is gone, by layer and in any layer; None without data.
+        merged: the same of experts that have become one with another.
+    """
+
+    layers: list[PrunedLayer]
+    size: dict[str, ModelSize]
+    loss: dict[str, dict[str, float]] | None
+    lost: dict[str, Any] | None
+    merged: dict[str, Any] | None
+
+
+def prune_experts(
+    model: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    *,
+    data: str | None = None,
+    label_column: str | None = None,
+    split: str = "train",
+    min_load: float = 0.01,
+    merge_twins: float | None = None,
+    experts_per_layer: int | None = None,
+    drop: Mapping[Any, Sequence[int]] | Sequence[int] | None = None,
+    dtype: str = "auto",
+    batch_size: int = 8,
+    max_length: int = 1024,
+    max_examples: int | None = None,
+) -> Pruning:
+    """
+    Write a MoE-LoRA adapter or a native MoE with fewer experts: the weights and the router rows of those that stay.
+
+    Dropping an expert is as if its router logit were minus infinity: with `normalize_top_k`, a layer's output stays the
+    same for tokens that did not choose it; otherwise the gates of the others, which are probabilities, grow by
+    1/(1 - p), p the one that it had. Merging is approximate: the experts' weights and their router rows become a mean,
+    weighted by load, whose gate is that of one twin and not the sum of both (no row of a linear gate gives that). LoRA
+    experts become the rank-r update that is nearest to the mean of theirs. `loss` says what all this costs.
+
+    Args:
+        model: the folder of an adapter with routers that can lose experts, or of a native MoE of a family that
+            `export` writes. All layers of a native MoE keep as many experts, those of an adapter what they need.
+        output_dir: a folder that does not exist yet. A killed run leaves none.
+        data: a file or a data set's name, in a format that TRL accepts; for loads, and for the loss before and after.
+        label_column: the column that holds the domains, for losses by domain.
+        split: the split of the data.
+        min_load: with data, drop experts with a smaller share of their layer's assignments.
+        merge_twins: merge experts whose cosine is at least this: of their updates B A, or in a native MoE, or with
+            bottleneck experts, of their weights. None: do not merge.
+        experts_per_layer: how many experts stay in every layer; those used least go until so few are left.
+        drop: experts to drop in every layer, or layer (counted from 0, as in `moe-peft inspect`) → experts.
+        dtype, batch_size, max_length, max_examples: of the passes over the data, as `moe-peft inspect` has them.
+
+    Returns:
+        what has changed; also in the folder's `pruning.json`.
+
+    Raises:
+        ValueError: model or data do not exist or do not fit, a router cannot lose experts, a layer would keep fewer
+            than top_k (in an adapter also fewer than two), or nothing would go.
+    """
+    rules = Rules(min_load if data is not None else 0.0, merge_twins, experts_per_layer)
+    if data is None and merge_twins is None and drop is None:
+        raise ValueError("prune: data=None: nothing says which experts go; give data, merge_twins or drop")
+    dropped = _drops(drop)
+    with whole_folder(Path(output_dir), "prune") as partial:
+        folder = open_folder(model)
+        choices, loss, rows = Choices([layer.num_experts for layer in folder.layers]), {}, None
+        if data is not None:
+            loaded, tokenizer = load(os.fspath(model), dtype, None)
+            rows = _rows(tokenizer, data, label_column, split, batch_size, max_length, max_examples)
+            loss["before"] = losses_of(loaded, rows, choices)
+            del loaded
+            free_memory()
+        facts = _facts(folder, None if rows is None else choices.loads(), dropped, rules)
+        groups = plan_layers(facts, rules, folder.same_size)
+        layers = [_pruned(own, layer) for own, layer in zip(groups, facts, strict=True)]
+        _check_changes(layers, facts)
+        weights = [[weights_of(group, layer) for group in own] for own, layer in zip(groups, facts, strict=True)]
+        folder.write(partial, groups, weights)
+        if rows is not None:
+            loss["after"] = losses_of(load(str(partial), dtype, None)[0], rows)
+        found = Pruning(
+            layers,
+            {"before": folder.size, "after": open_folder(partial).size},
+            loss or None,
+            None if rows is None else choices.share_with([layer.dropped for layer in layers]),
+            None if rows is None else choices.share_with([layer.merged for layer in layers]),
+        )
+        (partial / REPORT).write_text(json.dumps(asdict(found), indent=2) + "\n")
+        made = f"`moe-peft prune` of `{Path(model).name}`; `{REPORT}` says which experts are left"
+        write_model_card(partial, base=folder.made_from or os.fspath(model), made=made)
+    return found
+
+
+def _drops(drop: Mapping[Any, Sequence[int]] | Sequence[int] | None) -> dict[int | None, list[int]]:
+    """Layer → experts; the key None stands for all layers."""
+    given = drop if isinstance(drop, Mapping) else {None: drop or []}
+    try:
+        found = {None if key is None else int(key): [int(i) for i in experts] for key, experts in given.items()}
+        if all(i >= 0 for key, experts in found.items() for i in [key or 0, *experts]):
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f'prune: drop={drop!r}: give a list of experts, or layers and theirs, like {{"0": [1, 3]}}')
+
+
+def _facts(
+    folder: Folder, loads: Sequence[torch.Tensor] | None, dropped: Mapping[int | None, list[int]], rules: Rules
+) -> list[LayerFacts]:
+    found = []
+    for i in dropped:
+        if i is not None and i >= len(folder.layers):
+            raise ValueError(f"prune: drop: layer {i}: the model has layers 0 to {len(folder.layers) - 1} with routers")
+    for i, layer in enumerate(folder.layers):
+        own = sorted({*dropped.get(None, []), *dropped.get(i, [])})
+        if own and own[-1] >= layer.num_experts:
+            raise ValueError(f"prune: drop={own}: {layer.name} has experts 0 to {layer.num_experts - 1}")
+        similarity = None if rules.merge_twins is None else folder.similarity(i)
+        load = None if loads is None else loads[i]
+        found.append(LayerFacts(layer.name, layer.num_experts, layer.smallest, load, similarity, own))
+    return found
+
+
+def _pruned(groups: Groups, layer: LayerFacts) -> PrunedLayer:
+    left = {i for group in groups for i in group}
+    gone = [i for i in range(layer.num_experts) if i not in left]
+    return PrunedLayer(layer.name, layer.num_experts, groups, gone, None if layer.load is None else layer.load.tolist())
+
+
+def _check_changes(layers: Sequence[PrunedLayer], facts: Sequence[LayerFacts]) -> None:
+    """Raise if every expert stays."""
+    if any(layer.dropped or layer.merged for layer in layers):
+        return
+    known = [float(layer.load.min()) for layer in facts if layer.load is not None]
+    smallest = f"; the smallest load is {min(known):.1%}" if known else ""
+    alike = [value for layer in facts if layer.similarity is not None for value in layer.similarity.triu(1).flatten()]
+    twins = f"; the largest cosine of two experts is {max(alike):.3f}" if alike else ""
+    raise ValueError(
+        f"prune: every expert stays{smallest}{twins}; raise min_load, lower merge_twins, or give experts_per_layer"
+    )
+
+
+def _rows(
+    tokenizer: Any, data: str, label_column: str | None, split: str, batch_size: int, max_length: int,
+    max_examples: int | None,
+) -> Rows:  # fmt: skip
+    dataset = load_data(data, "--data", label_column, split)
+    if max_examples is not None:
+        dataset = dataset.select(range(min(max_examples, len(dataset))))
+    with tempfile.TemporaryDirectory() as folder:  # the trainer that prepares the data creates one
+        args = SFTConfig(
+            output_dir=folder, bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,
+            use_cpu=not torch.accelerator.is_available(),
+        )  # fmt: skip
+        rows, collator = tokenized(dataset, tokenizer, args)
+    domains = [label_text(label) for label in rows[label_column]] if label_column else []
+    return Rows(rows, domains, collator, batch_size)

@@ -1,0 +1,65 @@
+"""Trainers whose folders have a model card that leads with loading, and says what the training was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import trl
+from peft import PeftModel
+
+from ..cards import write_model_card
+
+_MODELS = ("adapter_config.json", "config.json")
+
+
+class ModelCardMixin:
+    """Mixin for a TRL trainer: `save_model`, checkpoints and `push_to_hub` write the card of `write_model_card`."""
+
+    args: Any
+    model: Any
+    state: Any
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if self.args.should_save:
+            self._write_card(Path(output_dir or self.args.output_dir))
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """
+        The card of `args.output_dir`, once a model has been saved there. TRL's own, in its place, would show code that
+        does not load an adapter. A card that somebody has edited keeps its text.
+
+        Args:
+            model_name: its title; None: the kind of model and its base.
+            dataset_name: the training data.
+            tags: further tags.
+        """
+        if self.is_world_process_zero():  # type: ignore[attr-defined]
+            tags = [tags] if isinstance(tags, str) else list(tags or [])
+            datasets = [] if dataset_name is None else [dataset_name]
+            self._write_card(Path(self.args.output_dir), title=model_name, datasets=datasets, tags=tags)
+
+    def _write_card(self, folder: Path, **own: Any) -> None:
+        if not any((folder / name).is_file() for name in _MODELS):
+            return  # TRL also asks for the card before a checkpoint is written
+        model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
+        base = None if isinstance(model, PeftModel) else model.config._name_or_path
+        tags = [*self._tag_names, *own.pop("tags", [])]  # type: ignore[attr-defined]
+        write_model_card(
+            folder, base=base, training=self._facts(), tags=tags, repo=getattr(self, "hub_model_id", None), **own
+        )
+
+    def _facts(self) -> list[str]:
+        """What the training was; nothing before its first step."""
+        args, steps = self.args, self.state.global_step
+        if not steps:
+            return []
+        schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return [
+            f"`{type(self).__name__}` with TRL {trl.__version__}",
+            f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule}",
+        ]

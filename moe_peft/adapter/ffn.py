@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..contexts import evaluating
+from .liger import plain_forward
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,18 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
     """
     Whether the layout computes what the block's own forward computes, on a few random tokens.
 
-    Blocks whose weights are not available (on the meta device, or sharded by ZeRO-3 or FSDP2) cannot run; they pass.
+    Blocks whose weights are not available (on the meta device, or sharded by ZeRO-3 or FSDP2) cannot run, nor can those
+    of Liger's classes on a CPU; they pass.
     """
     if device.type == "meta" or any(_is_sharded(p) for p in ffn.parameters()):
+        return True
+    forward = plain_forward(ffn)
+    if forward is None:
         return True
     x = torch.randn(1, 4, in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         with evaluating(ffn):
-            own, ours = ffn(x), dense_forward(layout, ffn, x)
+            own, ours = forward(x), dense_forward(layout, ffn, x)
     except TypeError:  # the block needs more arguments than its input
         return False
     if not isinstance(own, torch.Tensor) or own.shape != ours.shape:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .layer import MoELoraLayer
 from .recording import Collection, state
 
 CHOICES = "_moe_lora_choices"  # the attribute of a backbone's output
+IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 
 
@@ -56,6 +58,7 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
         return
     routers = model.__dict__["_moe_lora_synced"] = _routers(model)
     config = text_config(model)
+    _ignore_at_inference(model, bool(routers))
     if not routers:
         _remove_fields(config)
         return
@@ -78,6 +81,15 @@ def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
 def _remove_fields(config: Any) -> None:
     for name in FIELDS:
         config.__dict__.pop(name, None)
+
+
+def _ignore_at_inference(model: Any, ignored: bool) -> None:
+    """Have `Trainer` leave the outputs of `IGNORED` out of its predictions, or no longer."""
+    field = "keys_to_ignore_at_inference"
+    kept = [name for name in getattr(model.config, field, ["past_key_values"]) if name not in IGNORED]
+    setattr(model.config, field, [*kept, *IGNORED] if ignored else kept)
+    if not ignored and kept == getattr(type(model.config), field, None):
+        delattr(model.config, field)  # the class has the same
 
 
 def text_config(model: nn.Module) -> Any:
@@ -119,6 +131,7 @@ def uninstall(model: nn.Module) -> None:
     for handle in model.__dict__.pop("_moe_lora_handles"):
         handle.remove()
     del model.__dict__["_moe_lora_layers"], model.__dict__["_moe_lora_synced"]
+    _ignore_at_inference(model, False)
     _remove_fields(text_config(model))
 
 
@@ -126,7 +139,6 @@ def _is_installed(model: nn.Module) -> bool:
     return "_moe_lora_handles" in model.__dict__
 
 
-@torch.compiler.disable
 def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
     # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
@@ -139,14 +151,15 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs
     # TRL's fused forward also reads the argument and passes it on to the backbone.
     asked = (kwargs.get if kwargs.get("fused_lm_head") else kwargs.pop)("output_router_logits", None)
-    enabled = getattr(text_config(module), "output_router_logits", False) if asked is None else bool(asked)
+    # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
+    by_config = getattr(text_config(module), "output_router_logits", False) and not torch.compiler.is_exporting()
+    enabled = by_config if asked is None else bool(asked)
     both = getattr(text_config(module), "is_encoder_decoder", False)  # then a decoder's tokens are not `input_ids`
     token_ids = None if both else _argument(module, "input_ids", args, kwargs)
     state.collection = Collection(module, enabled, enabled, bool(asked), outer, token_ids)
     return args, kwargs
 
 
-@torch.compiler.disable
 def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     """Add the router logits to the output and, if the model computes a loss, the balancing loss."""
     collection = state.collection
@@ -157,7 +170,7 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     wanted = collection.enabled if module is module.base_model else collection.attached
     if output is None or not wanted:  # None: the forward raised
         return None
-    n = max((logits.shape[-1] for logits in collection.logits), default=0)
+    n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
     if kwargs.get("fused_lm_head") and module is not module.base_model:
         return None  # TRL computes the loss itself, from the backbone's output
@@ -165,17 +178,38 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         output = _moe_output_class(type(output))(**{**output, "router_logits": router_logits})
         # No field: it is for `models.view` alone, and would otherwise be a part of every output that is taken apart.
         output.__dict__[CHOICES] = tuple(collection.choices)
-    if module is module.base_model or router_logits is None:
-        return output  # no loss here
-    return _with_aux_loss(module, args, kwargs, output, router_logits, collection.explicit)
+    if router_logits is None:
+        return output
+    if module is not module.base_model:
+        output = _with_aux_loss(module, args, kwargs, output, router_logits, collection.explicit)
+    forgotten = isinstance(output, dict) and output.get("loss") is None and not collection.explicit
+    if forgotten and module is collection.owner and module.training and any(x.requires_grad for x in router_logits):
+        _tell_unbalanced(type(module).__name__)
+    return output
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # runs while torch.compile traces, too
+def _tell_unbalanced(name: str) -> None:
+    """Warn of a trainer that computes its own loss from an output without one, and asked for no balancing loss."""
+    warnings.warn(
+        f"MoE-LoRA: {name} trains by a loss of its caller's, which lacks the balancing loss; add RouterLossesMixin to "
+        "the trainer (docs/training.md), or pass output_router_logits=True and add router_aux_loss_coef * aux_loss",
+        UserWarning,
+        stacklevel=1,  # one place, so that it is shown once
+    )
+
+
+@torch.compiler.assume_constant_result
 def _moe_output_class(cls: Any) -> Any:
     """
     A dense model's output class with the added fields of a MoE's. Keys that are not fields would suffice for most
     readers, but not for those that take outputs apart and rebuild them (DistributedDataParallel).
     """
+    return _extended(cls)
+
+
+@functools.cache
+def _extended(cls: Any) -> Any:
     missing = [name for name in ("router_logits", "aux_loss") if name not in {f.name for f in dataclasses.fields(cls)}]
     if not missing:
         return cls

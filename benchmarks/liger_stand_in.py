@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, silu
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moe_peft.adapter.liger import spare_layers
@@ -23,8 +23,12 @@ from moe_peft.adapter.liger import spare_layers
 NAME = "liger_kernel.transformers"
 
 
-def swiglu_kernel(*inputs: torch.Tensor) -> torch.Tensor:
+def swiglu_kernel(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("a Triton kernel was started on a CPU")
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return silu(gate) * up
 
 
 class LigerSwiGLUMLP(nn.Module):
@@ -100,8 +104,11 @@ for _thing in (LigerSwiGLUMLP, LigerPhi3SwiGLUMLP):
 
 
 @contextmanager
-def installed() -> Iterator[Any]:
-    """Inside this block, it is the installed Liger; yields the function that `Trainer` calls."""
+def installed(with_ffn: bool = False) -> Iterator[Any]:
+    """
+    Inside this block, it is the installed Liger; yields the function that `Trainer` calls. Its FFN kernel runs only
+    `with_ffn`.
+    """
     package, patches = ModuleType(NAME), ModuleType(f"{NAME}.monkey_patch")
     patches._bind_method_to_module = _bind_method_to_module
     package._apply_liger_kernel_to_instance = patches._apply_liger_kernel_to_instance = _apply_liger_kernel_to_instance
@@ -109,6 +116,7 @@ def installed() -> Iterator[Any]:
     modules = {"liger_kernel": ModuleType("liger_kernel"), NAME: package, patches.__name__: patches}
     with (
         patch.dict(sys.modules, modules),
+        patch.dict(globals(), swiglu_kernel=swiglu if with_ffn else swiglu_kernel),
         patch("transformers.integrations.liger.is_liger_kernel_available", lambda: True),
     ):
         spare_layers(patches)  # as importing Liger does

@@ -89,7 +89,7 @@ def _bind_method_to_module(module: nn.Module, method_name: str, new_method: Any)
 
 def _apply_liger_kernel_to_instance(model: Any, fused_linear_cross_entropy: bool = True) -> None:
     bind = sys.modules[f"{NAME}.monkey_patch"]._bind_method_to_module
-    if fused_linear_cross_entropy and hasattr(model, "lm_head"):
+    if fused_linear_cross_entropy:
         model.forward = MethodType(lce_forward, model)
     for layer in model.base_model.layers:
         bind(layer.mlp, "forward", LigerSwiGLUMLP.forward)

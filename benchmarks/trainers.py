@@ -211,6 +211,8 @@ def make_trainer(trainer: str, setting: str, adapter: str, folder: Path, coeffic
     known = {field.name for field in fields(config_class)}
     if not own.keys() <= known:
         raise NotOffered
+    if setting == "Liger" and trainer == "Reward":  # else Liger gives a reward model a language model's forward
+        own["liger_kernel_config"] = {"fused_linear_cross_entropy": False}
     own |= GENERATES if "num_generations" in known else {}
     own |= {"gradient_checkpointing": False} if trainer != "Trainer" else {}
     rows = data(trainer)

@@ -344,7 +344,7 @@ def cell(trainer: str, setting: str, adapter: str) -> str:
         installed(with_ffn=adapter == "LoRA") if setting == "Liger" else nullcontext(),
     ):
         try:
-            run = train(steps=2 if setting == "compile" else STEPS)
+            run = train(steps=1 if setting == "compile" else STEPS)
             check_moved(run, adapted(trainer, adapter, 1.0))
             check_balancing(run, train_without(), adapter)
             check_saved(run, trainer)
@@ -374,7 +374,8 @@ def heading() -> str:
     return (
         "# Trainers × adapters\n\n"
         f"Made by `python -m benchmarks.trainers` on a CPU: torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, peft {peft.__version__}, trl {trl.__version__}. A tiny Llama, {STEPS} steps.\n"
+        f"{transformers.__version__}, peft {peft.__version__}, trl {trl.__version__}. A tiny Llama, {STEPS} steps "
+        "(compiled: 1).\n"
         'The module\'s first lines say what "yes" means. `RewardTrainer` has `RouterLossesMixin` with MoE-LoRA '
         '(its own loss leaves balancing out). "Liger" is a stand-in that patches the model as Liger does.\n'
     )

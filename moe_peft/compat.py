@@ -49,9 +49,13 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     # Labels of tokens, in `training.sft`; the log, in `training.router_losses`.
     "trl.SFTTrainer": ("_prepare_dataset", "_metrics", "aux_loss_enabled", "_tag_names"),
     "trl.DPOTrainer": ("_tag_names",),
+    # The log of TRL's older trainers.
+    "trl.experimental.orpo.ORPOTrainer": ("_stored_metrics",),
     # The fused head's output, read in `training.scoring` and UpIT's router initialisation.
     "trl.trainer.utils.FusedCausalLMOutput": ("log_probs", "label_mask"),
     "trl.trainer.utils": ("add_fused_lm_head",),
+    # What Liger binds its forwards with, replaced in `adapter.liger`.
+    "liger_kernel.transformers.monkey_patch": ("_bind_method_to_module",),
     # Whether a layer runs under a checkpoint, in `adapter.recording`.
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
 }

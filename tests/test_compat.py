@@ -32,6 +32,8 @@ def place(path: str):
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in PRIVATE.items() for name in names])
 def test_the_name_is_still_where_we_use_it(path, name):
+    if path.startswith("liger_kernel"):
+        pytest.importorskip("liger_kernel.transformers", reason="needs Triton", exc_type=ImportError)
     owner = place(path)
     fields = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
     bases = [b for b in getattr(owner, "__mro__", ()) if b.__module__.partition(".")[0] in PACKAGES]

@@ -1,6 +1,9 @@
-"""torch.compile: the same results, and no graph breaks in the layers."""
+"""torch.compile and torch.export: the same results, in one graph."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -42,21 +45,60 @@ def test_a_compiled_layer_has_no_graph_break_and_the_same_output_and_gradients(m
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
-def test_a_compiled_model_trains_with_the_same_loss_and_gradients():
-    plain = model("output").train()
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_a_compiled_model_is_one_graph_and_trains_with_the_same_loss_and_gradients(mixing: str):
+    plain = model(mixing).train()
     batch = {"input_ids": IDS, "labels": IDS}
-    loss = plain(**batch).loss
-    loss.backward()
+    outputs = plain(**batch)
+    outputs.loss.backward()
     expected = {n: p.grad.clone() for n, p in plain.named_parameters() if p.requires_grad}
-    plain.zero_grad()
     torch._dynamo.reset()
-    compiled = torch.compile(plain, backend="aot_eager")
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
     for _ in range(2):  # the second pass runs the compiled code
         plain.zero_grad()
-        again = compiled(**batch).loss
-        again.backward()
-        torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-6)
+        again = compiled(**batch)
+        again.loss.backward()
+        torch.testing.assert_close(again.loss, outputs.loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(again.aux_loss, outputs.aux_loss, rtol=1e-5, atol=1e-6)
+        assert len(again.router_logits) == 1
+        torch.testing.assert_close(again.router_logits, outputs.router_logits, rtol=1e-4, atol=1e-5)
     assert state.collection is None  # else later passes of this process would record into it
     for name, want in expected.items():
         got = dict(plain.named_parameters())[name].grad
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_compiled_model_follows_changes_of_its_config_and_adapters():
+    plain = model("output").eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    batch = {"input_ids": IDS, "labels": IDS}
+    with_loss = compiled(**batch)
+    plain.config.output_router_logits = False
+    without = compiled(**batch)
+    assert "router_logits" not in without and "aux_loss" not in without
+    balance = plain.config.router_aux_loss_coef * with_loss.aux_loss
+    torch.testing.assert_close(with_loss.loss, without.loss + balance)
+    with plain.disable_adapter():
+        torch.testing.assert_close(compiled(**batch).logits, tiny_llama(layers=1).eval()(**batch).logits)
+
+
+FRESH = """
+import sys, torch
+import transformers.modeling_outputs
+torch.manual_seed(0)
+outputs = torch.export.load(sys.argv[1]).module()(input_ids=torch.load(sys.argv[2]), use_cache=False)
+torch.save(outputs.logits, sys.argv[3])
+assert "moe_peft" not in sys.modules and list(outputs) == ["logits"]
+"""
+
+
+def test_an_exported_model_runs_without_this_package(tmp_path):
+    plain = model("output").eval()
+    program = torch.export.export(plain, (), {"input_ids": IDS, "use_cache": False})
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save(IDS, tmp_path / "ids.pt")
+    files = [str(tmp_path / name) for name in ("model.pt2", "ids.pt", "logits.pt")]
+    subprocess.run([sys.executable, "-c", FRESH, *files], check=True, capture_output=True)
+    torch.testing.assert_close(torch.load(files[2]), plain(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    assert "router_logits" in plain(input_ids=IDS)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..contexts import evaluating
+from .liger import plain_forward
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ class FFNLayout:
             return dropout(output)
         return F.dropout(output, p=dropout, training=ffn.training)
 
-    def block(self, ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The block's own forward, without a residual, [..., d] to [..., d]."""
-        return ffn(x, torch.zeros_like(x)) if self.residual else ffn(x)
+    def block(self, forward: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """A block, or its forward, without a residual, [..., d] to [..., d]."""
+        return forward(x, torch.zeros_like(x)) if self.residual else forward(x)
 
 
 # The first layout whose parts a module has is used, so a layout comes before those that name fewer of its parts.
@@ -154,17 +155,21 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
     Whether the layout computes what the block's own forward computes, on a few random tokens, and has every dropout
     of the block.
 
-    Blocks whose weights are not available (on the meta device, or sharded by ZeRO-3 or FSDP2) cannot run; they pass.
+    Blocks whose weights are not available (on the meta device, or sharded by ZeRO-3 or FSDP2) cannot run, nor can those
+    of Liger's classes on a CPU; they pass.
     """
     dropouts = [m for m in ffn.modules() if isinstance(m, nn.Dropout) and m.p > 0]
     if any(m is not getattr(ffn, layout.dropout or "", None) for m in dropouts):
         return False
     if device.type == "meta" or any(_is_sharded(p) for p in ffn.parameters()):
         return True
+    forward = plain_forward(ffn)
+    if forward is None:
+        return True
     x = torch.randn(1, 4, in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         with evaluating(ffn):
-            own, ours = layout.block(ffn, x), dense_forward(layout, ffn, x)
+            own, ours = layout.block(forward, x), dense_forward(layout, ffn, x)
     except TypeError:  # the block needs more arguments than its input
         return False
     if not isinstance(own, torch.Tensor) or own.shape != ours.shape:

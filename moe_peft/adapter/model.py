@@ -15,7 +15,7 @@ from torch import nn
 from ..cards import TAGS
 from ..compat import private
 from ..routing.routers import Router, make_router
-from . import protocol
+from . import liger, protocol
 from .bases import find_ffns, is_encoder_decoder
 from .config import ExpertSpec, MoELoraConfig
 from .ffn import FFNLayout, find_layout, probe_ffn
@@ -46,6 +46,7 @@ class MoELoraModel(BaseTuner):
 
     def _prepare_model(self, peft_config: MoELoraConfig, model: nn.Module) -> None:
         protocol.refuse_native_moe(model)
+        liger.name_activations(model)
         if peft_config.target_modules is None:
             peft_config.target_modules = find_ffns(model)
         _maybe_include_all_linear_layers(peft_config, model)

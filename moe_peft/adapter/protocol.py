@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .layer import MoELoraLayer
 from .recording import Collection, state
 
 CHOICES = "_moe_lora_choices"  # the attribute of a backbone's output
+IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 
 
@@ -54,6 +56,7 @@ def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
         return
     routers = model.__dict__["_moe_lora_synced"] = _routers(model)
     config = text_config(model)
+    _ignore_at_inference(model, bool(routers))
     if not routers:
         _restore_fields(model)
         return
@@ -90,6 +93,15 @@ def _restore_fields(model: nn.Module) -> None:
 
 def _keys(config: Any) -> list[str]:
     return [config.attribute_map.get(name, name) for name in FIELDS]
+
+
+def _ignore_at_inference(model: Any, ignored: bool) -> None:
+    """Have `Trainer` leave the outputs of `IGNORED` out of its predictions, or no longer."""
+    field = "keys_to_ignore_at_inference"
+    kept = [name for name in getattr(model.config, field, ["past_key_values"]) if name not in IGNORED]
+    setattr(model.config, field, [*kept, *IGNORED] if ignored else kept)
+    if not ignored and kept == getattr(type(model.config), field, None):
+        delattr(model.config, field)  # the class has the same
 
 
 def text_config(model: nn.Module) -> Any:
@@ -131,6 +143,7 @@ def uninstall(model: nn.Module) -> None:
         return
     for handle in model.__dict__.pop("_moe_lora_handles"):
         handle.remove()
+    _ignore_at_inference(model, False)
     _restore_fields(model)
     for name in ("layers", "synced", "own_fields"):
         del model.__dict__[f"_moe_lora_{name}"]
@@ -140,7 +153,6 @@ def _is_installed(model: nn.Module) -> bool:
     return "_moe_lora_handles" in model.__dict__
 
 
-@torch.compiler.disable
 def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
     # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
@@ -154,7 +166,9 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     # TRL's fused forward also reads the argument and passes it on to the backbone.
     config, fused = text_config(module), kwargs.get("fused_lm_head")
     asked = (kwargs.get if fused else kwargs.pop)("output_router_logits", None)
-    enabled = getattr(config, "output_router_logits", False) if asked is None else bool(asked)
+    # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
+    by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
+    enabled = by_config if asked is None else bool(asked)
     kwargs = kwargs if fused else {**kwargs, **_leave_to_us(module)}
     both = getattr(config, "is_encoder_decoder", False)  # then a decoder's tokens are not `input_ids`
     token_ids = None if both else _argument(module, "input_ids", args, kwargs)
@@ -169,7 +183,6 @@ def _leave_to_us(module: nn.Module) -> dict[str, bool]:
     return {"output_router_logits": False} if records or knows else {}
 
 
-@torch.compiler.disable
 def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     """Add the router logits to the output and, if the model computes a loss, the balancing loss."""
     collection = state.collection
@@ -180,7 +193,7 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     wanted = collection.enabled if module is module.base_model else collection.attached
     if output is None or not wanted:  # None: the forward raised
         return None
-    n = max((logits.shape[-1] for logits in collection.logits), default=0)
+    n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
     if kwargs.get("fused_lm_head") and module is not module.base_model:
         return None  # TRL computes the loss itself, from the backbone's output
@@ -188,17 +201,38 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         output = _moe_output_class(type(output))(**{**output, "router_logits": router_logits})
         # No field: it is for `models.view` alone, and would otherwise be a part of every output that is taken apart.
         output.__dict__[CHOICES] = tuple(collection.choices)
-    if router_logits is None or not _has_loss(module):
+    if router_logits is None:
         return output
-    return _with_aux_loss(module, args, kwargs, output, router_logits, collection.explicit)
+    if _has_loss(module):
+        output = _with_aux_loss(module, args, kwargs, output, router_logits, collection.explicit)
+    forgotten = isinstance(output, dict) and output.get("loss") is None and not collection.explicit
+    if forgotten and module is collection.owner and module.training and any(x.requires_grad for x in router_logits):
+        _tell_unbalanced(type(module).__name__)
+    return output
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # runs while torch.compile traces, too
+def _tell_unbalanced(name: str) -> None:
+    """Warn of a trainer that computes its own loss from an output without one, and asked for no balancing loss."""
+    warnings.warn(
+        f"MoE-LoRA: {name} trains by a loss of its caller's, which lacks the balancing loss; add RouterLossesMixin to "
+        "the trainer (docs/training.md), or pass output_router_logits=True and add router_aux_loss_coef * aux_loss",
+        UserWarning,
+        stacklevel=1,  # one place, so that it is shown once
+    )
+
+
+@torch.compiler.assume_constant_result
 def _moe_output_class(cls: Any) -> Any:
     """
     A dense model's output class with the added fields of a MoE's. Keys that are not fields would suffice for most
     readers, but not for those that take outputs apart and rebuild them (DistributedDataParallel).
     """
+    return _extended(cls)
+
+
+@functools.cache
+def _extended(cls: Any) -> Any:
     missing = [name for name in ("router_logits", "aux_loss") if name not in {f.name for f in dataclasses.fields(cls)}]
     if not missing:
         return cls

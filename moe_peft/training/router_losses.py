@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal
 
 import torch
@@ -105,7 +105,7 @@ class RouterLossesMixin(ModelCardMixin):
     """
     Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
     `router_entropy`, `load_cv`, `load_cv_by_chance`, `dead_experts` and, with labels, `compliance`. Its config is a
-    `RouterLossConfig`.
+    `RouterLossConfig`; a plain config of the trainer's gets that one's fields with their defaults.
 
     The load is what routers did since the last log, masks and dropped slots included; `load_cv_by_chance` is the
     variation that even routing of as many tokens would have. Per-token losses are averaged over all real tokens of an
@@ -116,6 +116,7 @@ class RouterLossesMixin(ModelCardMixin):
 
     Raises:
         ValueError: the model has no routers, or nothing is left to train.
+        RuntimeError: the trainer computes its loss without `compute_loss`, as TRL's `OnlineDPOTrainer` does.
     """
 
     args: Any
@@ -126,6 +127,9 @@ class RouterLossesMixin(ModelCardMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         caller = type(self).__name__
+        for own in fields(RouterLossConfig):
+            if not hasattr(self.args, own.name):  # a plain config
+                setattr(self.args, own.name, own.default)
         if self.args.n_gpu > 1:  # nn.DataParallel would mix up the passes of its replicas
             raise ValueError(f"{caller}: one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
         config = text_config(self.model)
@@ -147,6 +151,7 @@ class RouterLossesMixin(ModelCardMixin):
         self.aux_loss_enabled = False
         config.output_router_logits = False
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage, caller)
+        self._added = False  # whether the current step's loss has the routers' losses
         self._load: dict[bool, torch.Tensor] = {}  # in training or not → assignments since the last log, [L, n]
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
         self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
@@ -202,7 +207,14 @@ class RouterLossesMixin(ModelCardMixin):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         trainer: Any = super()
         with self._masked(inputs):  # in the backward pass too: gradient checkpointing runs layers again
-            return trainer.training_step(model, inputs, *args, **kwargs)
+            self._added = False
+            loss = trainer.training_step(model, inputs, *args, **kwargs)
+        if not self._added:
+            raise RuntimeError(
+                f"{type(self).__name__}: the trainer's training_step does not call compute_loss, so it cannot get "
+                "losses on routers; use another trainer, or a plain LoraConfig"
+            )
+        return loss
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -231,6 +243,7 @@ class RouterLossesMixin(ModelCardMixin):
         batch = self._router_batch(counted, token_labels, inputs)
         loss = self._with_router_losses(loss, batch, loss_is_of_whole_step(self, num_items_in_batch))
         self._note_load(counted, batch)
+        self._added = True
         return (loss, *rest) if return_outputs else loss
 
     def _router_batch(self, passes: list[RoutedPass], token_labels: torch.Tensor | None, inputs: Any) -> RouterBatch:
@@ -327,7 +340,8 @@ class RouterLossesMixin(ModelCardMixin):
         log["dead_experts"] = [float(health.dead)]
 
     def _log_of_mode(self) -> Any:
-        return self._metrics["train" if self.model.training else "eval"]
+        log = self._metrics if hasattr(self, "_metrics") else self._stored_metrics  # type: ignore[attr-defined]
+        return log["train" if self.model.training else "eval"]
 
 
 def _mean(values_LT: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:

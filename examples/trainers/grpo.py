@@ -1,0 +1,56 @@
+"""
+GRPO: train an adapter by rewards of its own answers. The data has the columns `prompt` and `answer`; the reward is the
+share of the answer's words that a completion has, so put your own in its place.
+
+    python -m examples.trainers.grpo --model_name_or_path my-base-model --dataset_name my-data --output_dir grpo \
+        --num_generations 8 --max_completion_length 256 --learning_rate 1e-5 --router_z_loss_coef 0.001
+
+The flags are the fields of TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig`, and of `RouterLossConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
+
+from moe_peft import MoELoraConfig, RouterLossConfig, RouterLossesMixin
+
+
+@dataclass
+class MoEGRPOConfig(RouterLossConfig, GRPOConfig):
+    """`GRPOConfig` with the fields of the routers' losses."""
+
+
+class MoEGRPOTrainer(RouterLossesMixin, GRPOTrainer):
+    """`GRPOTrainer` with losses on the routers."""
+
+
+def shared_words(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """The share of each answer's words that the completion has."""
+    pairs = ((set(text.split()), set(right.split())) for text, right in zip(completions, answer, strict=True))
+    return [len(said & wanted) / max(1, len(wanted)) for said, wanted in pairs]
+
+
+def main(arguments: list[str] | None = None) -> MoEGRPOTrainer:
+    script, training, model = TrlParser((ScriptArguments, MoEGRPOConfig, ModelConfig)).parse_args_and_config(arguments)
+    trainer = MoEGRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model.model_name_or_path, dtype=model.dtype),
+        processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path),
+        reward_funcs=shared_words,
+        args=training,
+        train_dataset=load_dataset(script.dataset_name, split=script.dataset_train_split),
+        peft_config=MoELoraConfig(
+            num_experts=4, top_k=2, r=model.lora_r, lora_alpha=model.lora_alpha, task_type="CAUSAL_LM"
+        ),
+    )
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

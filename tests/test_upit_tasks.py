@@ -44,7 +44,7 @@ def recorded(pipeline: UpIT, name: str) -> dict:
 def done_again(case, folder, caplog, **settings) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.INFO, "moe_peft"):
-        run(case, folder, **settings)
+        run(case, folder, redo=True, **settings)
     return [record.message.split(":")[0] for record in caplog.records if "done again" in record.message]
 
 

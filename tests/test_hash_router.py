@@ -277,5 +277,5 @@ def test_without_token_ids_it_is_refused_in_one_line():
 def test_a_loss_on_routers_that_cannot_learn_is_refused(own, field, tokenizer, tmp_path):
     args = MoESFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none", **own)
     rows = Dataset.from_list([{"text": "w1 w2", "domain": name} for name in ("a", "b")])
-    with pytest.raises(ValueError, match=rf"{field}: these routers have no parameters to train; set it to 0"):
+    with pytest.raises(ValueError, match=rf"{field}: these routers go by token ids, so the loss is a constant; set"):
         MoESFTTrainer(model(), args=args, train_dataset=rows, processing_class=tokenizer)

@@ -68,7 +68,7 @@ def test_settings_that_decide_no_result_leave_finished_stages_alone(tmp_path):
     assert run_stage(tmp_path, again) == done
     decisive = pipeline_of({**settings, "sft": {**settings["sft"], "learning_rate": 1e-4}}).stages[0]
     decisive.run = lambda folder: {"steps": 1}
-    with pytest.raises(ValueError, match="settings.sft.learning_rate 0.005 → 0.0001; .* --redo"):
+    with pytest.raises(ValueError, match=r"settings\.sft\.learning_rate 0\.005 → 0\.0001; .* --redo"):
         run_stage(tmp_path, decisive)
     assert run_stage(tmp_path, decisive, redo=True)["metrics"] == {"steps": 1}
 

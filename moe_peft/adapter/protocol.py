@@ -98,10 +98,11 @@ def _keys(config: Any) -> list[str]:
 def _ignore_at_inference(model: Any, ignored: bool) -> None:
     """Have `Trainer` leave the outputs of `IGNORED` out of its predictions, or no longer."""
     field = "keys_to_ignore_at_inference"
-    kept = [name for name in getattr(model.config, field, ["past_key_values"]) if name not in IGNORED]
+    usual = getattr(type(model.config), field, ["past_key_values"])  # what `Trainer` takes, too
+    kept = [name for name in getattr(model.config, field, usual) if name not in IGNORED]
     setattr(model.config, field, [*kept, *IGNORED] if ignored else kept)
-    if not ignored and kept == getattr(type(model.config), field, None):
-        delattr(model.config, field)  # the class has the same
+    if kept == usual and not ignored:
+        delattr(model.config, field)
 
 
 def text_config(model: nn.Module) -> Any:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..compat import loss_is_of_whole_step
 from ..models.steering import steered
-from ..models.view import RoutedPass, observed_routing, router_parameters, router_sizes, text_config
+from ..models.view import RoutedPass, adapter_layers, observed_routing, router_parameters, router_sizes, text_config
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
 from ..routing.statistics import compliance, entropies, load_health
@@ -138,12 +138,14 @@ class RouterLossesMixin(ModelCardMixin):
         if self.args.training_stage == "routers" and not routers:
             raise ValueError(f"{caller}: training_stage='routers': these routers have no parameters; use 'joint'")
         self._coefficients = {name: getattr(self.args, coefficient_field(name)) for name in ROUTER_LOSSES}
+        own_routers = [router for layer in adapter_layers(self.model) for router in layer.moe_lora_router.values()]
+        constant = bool(own_routers) and all(router.by_token_id for router in own_routers)
         for name, loss in ROUTER_LOSSES.items():
             wanted = not loss.needs_labels or getattr(self.args, "expert_map", None) is not None
-            if self._coefficients[name] and wanted and not routers:
+            if constant and wanted and self._coefficients[name]:
                 raise ValueError(
-                    f"{caller}: {coefficient_field(name)}={self._coefficients[name]}: these routers have no parameters "
-                    "to train; set it to 0"
+                    f"{caller}: {coefficient_field(name)}={self._coefficients[name]}: these routers go by token ids, "
+                    "so the loss is a constant; set it to 0"
                 )
         if self._coefficients["aux"] is None:
             self._coefficients["aux"] = getattr(config, "router_aux_loss_coef", 0.0)

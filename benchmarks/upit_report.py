@@ -13,7 +13,19 @@ import matplotlib.pyplot as plt
 
 from .differences import paired_difference
 from .runs import Ledger
-from .upit_study import CURVES, EXPANDED, IDEAS, MAIN, ORDERS, SEEDS, TUNING_SEED, VARIED, at_end
+from .upit_study import (
+    CURVES,
+    EXPANDED,
+    IDEAS,
+    MAIN,
+    ORDERS,
+    SEEDS,
+    TUNING_SEED,
+    VARIED,
+    at_end,
+    best_rate,
+    tuned,
+)  # fmt: skip
 
 Key = tuple[str, int, str]  # order, seed, method
 PRIMARY = (
@@ -33,9 +45,9 @@ class Results:
     """Held-out results along stage 4, by order, seed and method."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.records = ledger.records()
+        self.ledger = ledger
         self.runs: dict[Key, dict[str, Any]] = {
-            (r["order"], r["seed"], r["method"]): r for r in self.records if r["seed"] != TUNING_SEED
+            (r["order"], r["seed"], r["method"]): r for r in ledger.records() if r["seed"] != TUNING_SEED
         }
 
     def last(self, order: str, seed: int, method: str, outcome: str) -> float | None:
@@ -54,14 +66,6 @@ class Results:
         pairs = [[self.mean(orders, name, outcome, [seed]) for name in (method, other)] for seed in seeds]
         whole = [pair for pair in pairs if None not in pair]
         return " ".join(paired_difference(*zip(*whole, strict=True)).cells()) if len(whole) > 1 else "–"
-
-    def tuned(self) -> dict[str, dict[float, float]]:
-        """Method → rate → loss on the tuning seed."""
-        found: dict[str, dict[float, float]] = {}
-        for record in self.records:
-            if record["seed"] == TUNING_SEED:
-                found.setdefault(record["method"], {})[record["rate"]] = at_end(record, "loss")
-        return found
 
 
 def report(ledger: Ledger, table: Path) -> None:
@@ -99,12 +103,11 @@ def _contrasts(results: Results) -> list[str]:
 
 
 def _losses(results: Results) -> list[str]:
-    tuned = results.tuned()
     columns = [f"{outcome}, {order}" for outcome in ("loss", "exact") for order in ORDERS]
     rows = ["## All methods", "", f"| method | rate | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
     for name, method in MAIN.items():
-        of_rate = tuned.get(method.tuned_as or name, {})
-        rate = f"{min(of_rate, key=of_rate.__getitem__):g}" if of_rate else "–"
+        as_name = method.tuned_as or name
+        rate = f"{best_rate(results.ledger, as_name):g}" if tuned(results.ledger, as_name) else "–"
         cells = [_cell(results.mean([order], name, outcome)) for outcome in ("loss", "exact") for order in ORDERS]
         rows.append(f"| {name} | {rate} | {' | '.join(cells)} |")
     return [*rows, ""]

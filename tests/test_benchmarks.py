@@ -204,3 +204,17 @@ def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):
     assert "| drop minus copy | -0.1100 [-0.1348, -0.0852] |" in lines
     assert any(line.startswith(f"| copy | {RATES[0]:g} | 2.001 |") for line in lines)
     assert lines[-1] == f"The mean curve of `drop` stays below that of `copy`: from step {crossing} on."
+
+
+def test_the_upit_study_tries_rates_until_the_best_lies_between_worse_ones(tmp_path):
+    from benchmarks.runs import Ledger
+    from benchmarks.upit_study import RATES, TUNING_SEED, best_rate, missing_rate
+
+    for optimum in (RATES[0] / 4, RATES[0], RATES[1], 4 * RATES[-1]):
+        ledger, tried = Ledger(tmp_path / f"{optimum}.jsonl"), []
+        while (rate := missing_rate(ledger, "UpIT")) is not None:
+            tried.append(rate)
+            points = [{"loss": abs(rate - optimum)}] * 3
+            ledger.add({"order": "iid", "seed": TUNING_SEED, "method": "UpIT", "rate": rate, "points": points}, "")
+        assert best_rate(ledger, "UpIT") == optimum
+        assert min(tried) < optimum < max(tried) and len(tried) == len(set(tried)) <= 6

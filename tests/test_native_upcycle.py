@@ -282,7 +282,7 @@ def test_one_process_at_a_time_writes_a_folder(tmp_path):
 
 def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_path):
     """SIGKILL while layers are written."""
-    saved(dense_model("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=24), tmp_path / "dense")
+    saved(dense_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=24), tmp_path / "dense")
     command = [sys.executable, "-m", "moe_peft", "upcycle", "--model", str(tmp_path / "dense")]
     command += ["--output", str(tmp_path / "moe"), "--init", "drop"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -152,6 +152,7 @@ def test_dry_run(path, tmp_path, tokenizer, capsys):
     else:
         assert list(stages) == ["prepare", "router_init", "post_train"]
         assert stages["prepare"].steps == round(recipe.num_train_epochs * recipe.prepare_share * 3000 / batch)
+    assert "FLOP per token" in printed and "active per token" in printed
     if trainable is not None:
         assert stages["post_train"].trainable == trainable and f"{trainable:,}" in printed
         base = BASES.get(path.stem, 2 * DENSE.get(path.stem, 0))

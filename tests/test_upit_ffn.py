@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,7 @@ def test_plan_counts_what_is_trained(case, upit):
     assert stages["prepare"].trainable == base.num_parameters()
     assert stages["router_init"].trainable == ffns + 2 * 64 and stages["router_init"].steps == 8
     assert stages["post_train"].trainable == moe.num_parameters()
+    assert asdict(stages["post_train"].moe) == upit.records["post_train"]["metrics"]["size"]
     assert {name: stage.steps for name, stage in stages.items() if name != "router_init"} == {
         name: upit.records[name]["metrics"]["steps"] for name in ("prepare", "post_train")
     }

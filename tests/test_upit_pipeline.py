@@ -9,6 +9,7 @@ import shutil
 import sys
 import types
 import weakref
+from dataclasses import asdict
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -406,6 +407,8 @@ def test_plan_is_what_happens(method, case, upit, tmp_path):
     for name, stage in stages.items():
         assert stage.steps == pipeline.records[name]["metrics"]["steps"]
         assert stage.memory.total > 4 * sum(p.numel() for p in tiny_llama(vocab=128).parameters())
+    if method != "lora":
+        assert asdict(stages["post_train"].moe) == pipeline.records["post_train"]["metrics"]["size"]
     if method == "upit":
         model = AutoPeftModelForCausalLM.from_pretrained(upit.root / "adapter", is_trainable=True)
         assert stages["post_train"].trainable == model.get_nb_trainable_parameters()[0]

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..models.size import model_size
+from ..models.size import ModelSize, model_size
 from ..models.view import router_parameters
 from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
 from ..native.writing import copy_terms, open_dense
@@ -167,9 +167,15 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         PartialState().wait_for_everyone()
         return {**metrics(trained), "size": asdict(size)}
 
-    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+    def moe_size(self, model: PreTrainedModel) -> ModelSize:
+        return model_size(self._empty_moe(model))
+
+    def _empty_moe(self, model: PreTrainedModel) -> PreTrainedModel:
         with torch.device("meta"):
-            native = AutoModelForCausalLM.from_config(upcycled_config(model.config, self.recipe.upcycle_config())[1])
+            return AutoModelForCausalLM.from_config(upcycled_config(model.config, self.recipe.upcycle_config())[1])
+
+    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+        native = self._empty_moe(model)
         moe, routers = native.num_parameters(), sum(p.numel() for p in router_parameters(native).values())
         return moe - model.num_parameters(), moe if self.recipe.trains_experts else routers
 

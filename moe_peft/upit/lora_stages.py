@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 
 from ..adapter.convert import lora_to_moe
-from ..models.size import model_size
+from ..models.size import ModelSize, model_size
 from ..models.view import router_parameters
 from .expand import expand_experts
 from .files import copy_adapter, write_buckets
@@ -147,6 +147,13 @@ class LoraPostTrain(_OfLoras, PostTrain):
 
     def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
         return _moe_sizes(self.recipe, model, self.recipe.trains_experts)
+
+    def moe_size(self, model: PreTrainedModel) -> ModelSize:
+        with torch.device("meta"):
+            adapted = get_peft_model(model, self.recipe.moe_config())
+        found = model_size(adapted)
+        adapted.unload()
+        return found
 
 
 class LoraEvaluate(Evaluate):

@@ -9,16 +9,18 @@ import torch
 from accelerate import PartialState, init_empty_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from ..models.size import ModelSize
 from ..training.planning import Launch, Memory, memory, rows_and_length, training_line
 from .inputs import load_config
 from .pipeline import UpIT
-from .shared_stages import TrainingStage
+from .shared_stages import PostTrain, TrainingStage
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """
-    One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context.
+    One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context;
+    `moe` is the size of the MoE, of the stage that trains the whole of it.
     """
 
     name: str
@@ -28,6 +30,7 @@ class StagePlan:
     trainable: int
     memory: Memory
     training: str
+    moe: ModelSize | None = None
 
 
 def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
@@ -69,7 +72,8 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
             launch=launch,
         )  # fmt: skip
         tokens = round(stage.epochs * rows * length)
-        found.append(StagePlan(stage.name, stage.epochs, steps, tokens, trainable, needed, training_line(args)))
+        moe = stage.moe_size(empty) if isinstance(stage, PostTrain) else None
+        found.append(StagePlan(stage.name, stage.epochs, steps, tokens, trainable, needed, training_line(args), moe))
     return found
 
 

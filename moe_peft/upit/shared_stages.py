@@ -20,6 +20,7 @@ from ..cards import write_model_card
 from ..evaluation.harness import Harness
 from ..evaluation.scores import Scores
 from ..messages import one_line
+from ..models.size import ModelSize
 from ..training.checkpoints import Trained, copy_result
 from ..training.data import in_blocks
 from ..training.labels import unknown_labels
@@ -260,6 +261,10 @@ class PostTrain(TrainingStage):
     @property
     def result(self) -> Artefacts:
         return replace(self.given, model=self.folder / self.output)
+
+    @abstractmethod
+    def moe_size(self, model: PreTrainedModel) -> ModelSize:
+        """The size of the MoE that it will train, from the base without weights."""
 
     def arguments(self, folder: Path, **own: Any) -> SFTConfig:
         if "expert_map" in self.sft:

@@ -118,4 +118,7 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     kinds = {stage.training: [other.name for other in stages if other.training == stage.training] for stage in stages}
     for kind, names in kinds.items():
         console.print(f"{', '.join(names)}: {kind}", highlight=False, soft_wrap=True)
+    for stage in stages:
+        if stage.moe is not None:
+            console.print(f"MoE: {stage.moe}", highlight=False, soft_wrap=True)
     console.print(f"result: {pipeline.result}", highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import moe_peft
-from moe_peft.cli import COMMANDS, main
+from moe_peft.cli import COMMANDS, ONCE, main
 
 LIGHT = """
 import sys
@@ -60,6 +60,16 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):
     assert end.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in last and "Traceback" not in last
+
+
+@pytest.mark.parametrize("command", ONCE)
+def test_the_first_of_several_processes_does_the_work(command, monkeypatch):
+    """torch's and accelerate's launchers number their processes; a second one would write to the same folder."""
+    monkeypatch.setenv("RANK", "1")
+    assert main([command]) is None  # not even the missing options are looked at
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        main([command])
 
 
 def test_version_is_the_distributions():

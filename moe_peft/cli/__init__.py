@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -24,11 +25,14 @@ COMMANDS = {
     "export": "make a native MoE from a MoE-LoRA adapter and its base",
     "exec": "run another Python program, such as lm_eval, that can then load the adapters",
 }
+ONCE = ("inspect", "upcycle", "prune", "export")  # of a launcher's processes, the first alone does the work
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Invalid input ends it with a one-line message and exit code 2."""
     options, rest = _parser().parse_known_args(arguments)
+    if options.command in ONCE and os.environ.get("RANK", "0") != "0":
+        return
     try:
         try:
             command = import_module(f".{options.command}", __name__)

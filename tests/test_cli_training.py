@@ -214,6 +214,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"stages": ["router"]}, "stages='router': must be one of joint, routers, rest"),
     ({"stages": []}, "stages=[]: name at least one of"),
     ({"strategy": "fsdp2"}, "strategy='fsdp2': is for --dry-run"),
+    ({"zzz": 1}, "zzz: unknown key; see `moe-peft sft --help`"),
     ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),
     ({"dataset_name": None}, "dataset_name=None: name a file"),
     ({"dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl': no such file"),
@@ -268,3 +269,16 @@ def test_two_processes_train_as_one(case, tmp_path):
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
         assert "moe_lora_B" not in name or value.any()
+
+
+def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    run("sft", tmp_path, {**case, "bf16": True, "use_cpu": False}, "--dry-run")
+    assert "memory per process" in capsys.readouterr().out
+    for own in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit):
+            run("sft", tmp_path, {**case, "use_peft": False}, *own)
+        assert "LlamaForCausalLM has no router" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["sft", "--num_expert", "4"])
+    assert "did you mean" in capsys.readouterr().err  # before anything else is looked at

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from conftest import tiny_llama
+from datasets import Dataset
 from test_size import ATTENTION, FFN
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
-from moe_peft.training.planning import STRATEGIES, Launch, memory, planned_launch
+from moe_peft.training.planning import (
+    STRATEGIES,
+    Launch,
+    memory,
+    planned_launch,
+    rows_and_length,
+    steps_and_rows,
+)  # fmt: skip
 
 LAYER = ATTENTION + FFN + 2 * 64
 OUTSIDE = 2 * 128 * 64 + 64  # embeddings, head, norm
 BASE = 4 * (2 * LAYER + OUTSIDE)
 HELD, TRAINED = 3000, 2000
-# Of a row of 10 tokens in float32: both layers' activations, as nothing is computed again.
-ACTIVATIONS = 4 * 10 * 4 * 2 * (10 * 64 + 8 * 128)
+# Of 4 rows of 10 tokens in float32: both layers' activations, as nothing is computed again, and a tile of the logits.
+ACTIVATIONS = 4 * 10 * 4 * (2 * (10 * 64 + 8 * 128) + 128)
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +73,41 @@ def test_wrong_launches_are_refused_in_one_line():
     with pytest.raises(ValueError, match=r"strategy='ddp': is for --dry-run"):
         planned_launch(None, "ddp", dry_run=False)
     assert planned_launch(None, None, dry_run=True) == Launch(1, "ddp")
+
+
+def test_half_the_bytes_where_bfloat16_weights_train(tmp_path):
+    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
+    found = memory(tiny_llama(), args, 10, 0, 1000, half=False, trained=torch.bfloat16)
+    assert (found.gradients, found.optimizer) == (2 * 1000, 4 * 1000)
+
+
+def test_logits_count_by_tiles(tmp_path):
+    args = SFTConfig(str(tmp_path), per_device_train_batch_size=8, bf16=False, use_cpu=True)
+    small, large = (memory(tiny_llama(vocab=n), args, 1024, 0, 0, half=True).activations for n in (128, 100_000))
+    assert large - small == 2 * 4096 * (32768 - 128)
+
+
+@pytest.mark.parametrize(
+    ("own", "processes", "expected"),
+    [
+        ({"per_device_train_batch_size": 2, "num_train_epochs": 0.5}, 1, (3, 6)),
+        ({"per_device_train_batch_size": 4, "dataloader_drop_last": True, "num_train_epochs": 1}, 1, (2, 8)),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_train_epochs": 1}, 1, (1, 10)),
+        ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 3}, 2, (9, 30)),
+        ({"per_device_train_batch_size": 2, "max_steps": 7}, 1, (7, 14)),
+    ],
+)
+def test_steps_are_the_trainers(own, processes, expected, tmp_path, tokenizer):
+    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", save_strategy="no", **own)
+    assert steps_and_rows(args, 10, processes) == expected
+    if processes == 1:
+        rows = Dataset.from_list([{"text": f"w{i} w5"} for i in range(10)])
+        trainer = SFTTrainer(tiny_llama(hidden=8, layers=1), args, train_dataset=rows, processing_class=tokenizer)
+        assert trainer.train().global_step == expected[0]
+
+
+@pytest.mark.parametrize(("strategy", "rows"), [("bfd", 10), ("wrapped", 80)])
+def test_packing_cuts_or_splits_long_rows(strategy, rows, tmp_path, tokenizer):
+    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, packing=True, packing_strategy=strategy, max_length=64)
+    data = Dataset.from_list([{"text": " ".join(["w5"] * 511)}] * 10)  # 512 with the end
+    assert rows_and_length(data, tokenizer, args) == (rows, 64.0)

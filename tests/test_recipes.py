@@ -151,7 +151,7 @@ def test_dry_run(path, tmp_path, tokenizer, capsys):
         assert 8 * batch == 1024  # processes × rows
     else:
         assert list(stages) == ["prepare", "router_init", "post_train"]
-        assert stages["prepare"].steps == round(recipe.num_train_epochs * recipe.prepare_share * 3000 / batch)
+        assert stages["prepare"].steps == recipe.num_train_epochs * recipe.prepare_share * -(-3000 // batch)
     assert "FLOP per token" in printed and "active per token" in printed
     if trainable is not None:
         assert stages["post_train"].trainable == trainable and f"{trainable:,}" in printed

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import torch
 import yaml
 from peft import PeftConfig
 from trl import ModelConfig, ScriptArguments, TrlParser
@@ -130,11 +131,12 @@ class TrainingParser(TrlParser):
         found, flags = files.parse_known_args(arguments)
         if found.config is not None:
             self._take(_read(found.config), found.config)
-        data, training, model, adapter, run, _, rest = self.parse_args_into_dataclasses(
-            flags, return_remaining_strings=True
-        )
+        known, rest = self.parse_known_args(flags)
         for flag in rest:
-            raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions]))
+            raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help`"))
+        if known.dry_run and not torch.accelerator.is_available():
+            self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
+        data, training, model, adapter, run, _ = self.parse_args_into_dataclasses(flags)
         values = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         return Options(data, training, ModelConfig(**values), vars(adapter), run)
 
@@ -142,7 +144,7 @@ class TrainingParser(TrlParser):
         """Make the settings of a file the defaults."""
         for key, value in settings.items():
             if key not in self.actions:
-                raise ValueError(f"{path}: {unknown_key(str(key), self.actions)}")
+                raise ValueError(f"{path}: {unknown_key(str(key), self.actions, f'`{self.prog} --help`')}")
             self.actions[key].default = _value(key, value, self.actions[key])
             self.actions[key].required = False
 

@@ -20,10 +20,10 @@ from trl import get_quantization_config
 from ..cards import write_model_card
 from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
-from ..models.view import native_routers, router_parameters
+from ..models.view import native_routers, router_parameters, router_sizes
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
-from ..training.planning import Launch, Memory, memory, planned_launch, rows_and_length, training_line
+from ..training.planning import Launch, Memory, memory, planned_launch, rows_and_length, steps_and_rows, training_line
 from ..training.router_losses import Stage
 from .options import Options
 
@@ -150,21 +150,25 @@ def print_plan(options: Options, launch: Launch) -> None:
     if adapts(options, model):
         with torch.device("meta"):
             whole = get_peft_model(model, options.adapter_config())
+    else:
+        router_sizes(whole, "use_peft=False")  # refuses a model without routers, as the run will
+    weights = options.model.dtype or "auto"
+    kind = getattr(torch, weights) if weights != "auto" else config.dtype or torch.float32
     quantization = {"load_in_4bit": options.model.load_in_4bit, "load_in_8bit": options.model.load_in_8bit}
     needed: list[Memory] = []
     for args in found:
         rows, length = rows_and_length(data, tokenizer, args)
-        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * launch.processes
-        steps = args.max_steps if args.max_steps > 0 else max(1, round(args.num_train_epochs * -(-rows // batch)))
+        steps, read = steps_and_rows(args, rows, launch.processes)
         freeze_for_stage(whole, router_parameters(whole), args.training_stage, "sft")
         trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
         needed.append(memory(
             model, args, length, sum(p.numel() for p in whole.parameters()) - base, trainable, launch=launch,
-            half=bool(args.bf16 or args.fp16), dtype=options.model.dtype or "auto", quantization=quantization,
+            trained=kind if whole is model else torch.float32,
+            half=bool(args.bf16 or args.fp16), dtype=weights, quantization=quantization,
         ))  # fmt: skip
         cells = (
             f"{steps:,}",
-            f"{round(steps * batch * length):,}",
+            f"{round(read * length):,}",
             f"{trainable:,}",
             f"{needed[-1].total / 2**30:.2f} GiB",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,7 +16,8 @@ from trl import SFTConfig
 from ..messages import one_of
 
 _SAMPLED_ROWS = 500  # for the mean length
-_GRADIENT_BYTES, _MOMENT_BYTES = 4, 8  # of a trainable parameter: its gradient, and Adam's two moments
+# TRL computes logits and their gradients in tiles of at most so many tokens and words.
+_TILE_TOKENS, _TILE_WORDS = 4096, 32768
 
 # What each strategy divides among the processes; the rest is the same in all of them.
 STRATEGIES = {
@@ -86,10 +88,13 @@ def memory(
     dtype: str = "auto",
     quantization: Mapping[str, Any] | None = None,
     launch: Launch = Launch(),
+    trained: torch.dtype = torch.float32,
 ) -> Memory:
     """
-    An estimate for one process: base weights, 4 bytes per other parameter that is held, 4 and 8 per trainable one for
-    gradients and Adam's moments, and the activations of one batch (those that gradient checkpointing keeps, or all).
+    An estimate for one process: base weights, 4 bytes per other parameter that is held, gradients and Adam's two
+    moments of the trainable ones, and the activations of one batch (those that gradient checkpointing keeps, or all)
+    with one tile of the logits, which TRL's trainers do not hold as a whole. Without a GPU, a tile takes several times
+    as much.
 
     DDP's buckets hold the gradients once more. Where parameters are divided, two layers (the one that computes and the
     next) and what is in no layer, such as embeddings, are whole all the same.
@@ -100,13 +105,14 @@ def memory(
         held, trainable: parameters beside the base's, and those that are trained.
         half: whether it trains in mixed precision.
         dtype: of the base's weights; "auto" is the config's.
+        trained: the dtype of the trainable parameters.
     """
     base, largest, outside = _base_bytes(model, dtype, quantization or {})
     buckets = 2 if launch.strategy == "ddp" and launch.processes > 1 else 1
     found = Memory(
         base + 4 * held,
-        _GRADIENT_BYTES * trainable * buckets,
-        _MOMENT_BYTES * trainable,
+        trained.itemsize * trainable * buckets,
+        2 * trained.itemsize * trainable,
         _activation_bytes(model.config, args, length, 2 if half else 4),
     )
     shares = {name: -(-getattr(found, name) // launch.processes) for name in STRATEGIES[launch.strategy]}
@@ -123,9 +129,20 @@ def rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFT
     lengths = [row_tokens(tokenizer, data[i]) for i in range(0, len(data), stride)]
     mean = sum(min(length, limit) for length in lengths) / len(lengths)
     if getattr(args, "packing", False) and args.max_length:
-        whole = len(data) * sum(lengths) / len(lengths)
+        cut = args.packing_strategy == "bfd"  # others split what is too long
+        whole = len(data) * (mean if cut else sum(lengths) / len(lengths))
         return max(1, round(whole / args.max_length)), float(args.max_length)
     return len(data), mean
+
+
+def steps_and_rows(args: SFTConfig, rows: int, processes: int) -> tuple[int, float]:
+    """The optimizer steps that `Trainer` takes, and the rows that it reads in them."""
+    batch, accumulated = args.per_device_train_batch_size * processes, args.gradient_accumulation_steps
+    batches = rows // batch if args.dataloader_drop_last else -(-rows // batch)
+    in_epoch = max(1, -(-batches // accumulated))
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * in_epoch)
+    usable = min(rows, batches * batch)
+    return steps, min(steps * batch * accumulated, steps / in_epoch * usable)
 
 
 def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> int:
@@ -188,4 +205,6 @@ def _activation_bytes(config: Any, args: SFTConfig, length: float, width: int) -
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
     per_layer = 10 * hidden + 8 * inner  # attention and norms; two slots of gate, up and their product
     kept = layers * hidden + per_layer if args.gradient_checkpointing else layers * per_layer
-    return round(args.per_device_train_batch_size * length * kept * width)
+    tokens = args.per_device_train_batch_size * length
+    tile = min(tokens, _TILE_TOKENS) * min(text.vocab_size, _TILE_WORDS)
+    return round((tokens * kept + tile) * width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import replace
 from functools import cached_property
@@ -99,7 +100,7 @@ class TrainingStage(TrainerStage):
 
     def steps(self, rows: int, batch: int) -> int:
         """Optimizer steps for `rows` training rows, `batch` of them in each."""
-        return max(1, round(self.epochs * rows / batch))
+        return math.ceil(self.epochs * -(-rows // batch))
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "epochs": self.epochs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ class ModelCardMixin:
     args: Any
     model: Any
     state: Any
+    earlier_training: Sequence[str] = ()  # facts about the training before this trainer's, for the card
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
@@ -48,18 +50,21 @@ class ModelCardMixin:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
         base = None if isinstance(model, PeftModel) else model.config._name_or_path
         tags = [*self._tag_names, *own.pop("tags", [])]  # type: ignore[attr-defined]
-        write_model_card(
-            folder, base=base, training=self._facts(), tags=tags, repo=getattr(self, "hub_model_id", None), **own
-        )
+        pushed = folder.resolve() == Path(self.args.output_dir).resolve()
+        repo = getattr(self, "hub_model_id", None) if pushed else None
+        write_model_card(folder, base=base, training=self.training_facts(), tags=tags, repo=repo, **own)
 
-    def _facts(self) -> list[str]:
-        """What the training was; nothing before its first step."""
+    def training_facts(self) -> list[str]:
+        """What the training was, with `earlier_training` before it; nothing of its own before its first step."""
         args, steps = self.args, self.state.global_step
         if not steps:
-            return []
+            return [*self.earlier_training]
         schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        stage = getattr(args, "training_stage", "joint")
+        alone = "" if stage == "joint" else f", training_stage `{stage}`"
         return [
-            f"`{type(self).__name__}` with TRL {trl.__version__}",
+            *self.earlier_training,
+            f"`{type(self).__name__}` with TRL {trl.__version__}{alone}",
             f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule}",
         ]

@@ -18,7 +18,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData, constants, try_to_load_from_cache
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -390,7 +389,7 @@ def _load(path: Path) -> ModelCard | None:
     """None: there is no card, or none that can be read. No card is worth a model that is not saved."""
     try:
         return ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
-    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+    except Exception as error:
         logger.warning("%s: ignored, it is no model card that can be read: %s", path, " ".join(str(error).split()))
         return None
 

@@ -287,7 +287,11 @@ def test_saved_models_and_checkpoints_say_how_they_were_trained(base: Path, tmp_
     )  # fmt: skip
     trainer.earlier_training = ["7 steps before"]
     trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
+    (tmp_path / "saved").mkdir()
+    for written in UNREADABLE:
+        (tmp_path / "saved" / "README.md").write_bytes(written)
+        trainer.save_model(str(tmp_path / "saved"))
+        assert (tmp_path / "saved" / "README.md.unreadable").read_bytes() == written
     for folder, steps in (("saved", 2), ("out/checkpoint-1", 1), ("out/checkpoint-2", 2)):
         text = (tmp_path / folder / "README.md").read_text()
         assert 'from_pretrained("path/to/this/folder")' in text and "- 7 steps before\n" in text

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import trl
+from huggingface_hub import ModelCard
 from peft import PeftModel
 
 from ..cards import write_model_card
+
+logger = logging.getLogger("moe_peft")
 
 _MODELS = ("adapter_config.json", "config.json")
 
@@ -23,9 +27,12 @@ class ModelCardMixin:
     earlier_training: Sequence[str] = ()  # facts about the training before this trainer's, for the card
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            _set_aside_unreadable(folder / "README.md")
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         if self.args.should_save:
-            self._write_card(Path(output_dir or self.args.output_dir))
+            self._write_card(folder)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -68,3 +75,15 @@ class ModelCardMixin:
             f"`{type(self).__name__}` with TRL {trl.__version__}{alone}",
             f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule}",
         ]
+
+
+def _set_aside_unreadable(path: Path) -> None:
+    """PEFT reads the card of a folder before it saves an adapter there, and stops if it cannot."""
+    if not path.is_file():
+        return
+    try:
+        ModelCard.load(path)
+    except Exception as error:
+        aside = path.with_name(f"{path.name}.unreadable")
+        path.replace(aside)
+        logger.warning("%s: no model card that can be read, moved to %s: %s", path, aside, " ".join(str(error).split()))

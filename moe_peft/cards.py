@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -17,8 +18,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import ModelCard, ModelCardData, constants, try_to_load_from_cache
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from safetensors import safe_open
+
+logger = logging.getLogger("moe_peft")
 
 TAGS: tuple[str, ...] = ("mixture-of-experts", "moe_peft")
 _FIGURES = ("routing.png", "load.png", "routing/load.png")
@@ -29,14 +34,16 @@ _PROCEDURE, _FRAMEWORK = "## Training procedure", "### Framework versions"
 # What PEFT adds to any card when it saves an adapter.
 _QUANTIZATION = re.compile(r"^The following `bitsandbytes` quantization config .*\n(?:- .*\n?)*", re.MULTILINE)
 _FROM_PEFT = re.compile(rf"^(?:{_PROCEDURE}|{_FRAMEWORK}|- PEFT .*)$", re.MULTILINE)
-_AUTO = {
-    "CAUSAL_LM": "AutoPeftModelForCausalLM",
-    "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
-    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
-    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
-    "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
+# Of each task type: PEFT's class, and the hub's name of the task.
+_TASKS = {
+    "CAUSAL_LM": ("AutoPeftModelForCausalLM", "text-generation"),
+    "SEQ_2_SEQ_LM": ("AutoPeftModelForSeq2SeqLM", "text-generation"),
+    "SEQ_CLS": ("AutoPeftModelForSequenceClassification", "text-classification"),
+    "TOKEN_CLS": ("AutoPeftModelForTokenClassification", "token-classification"),
+    "QUESTION_ANS": ("AutoPeftModelForQuestionAnswering", "question-answering"),
+    "FEATURE_EXTRACTION": ("AutoPeftModelForFeatureExtraction", "feature-extraction"),
 }
+_HEAD = re.compile(r"\.(?:score|classifier)\.(?:.+\.)?weight$")
 _TEMPLATE = """\
 ---
 {{ card_data }}
@@ -91,7 +98,10 @@ def write_model_card(
     Write or update the model card of a folder that holds a PEFT adapter or a model.
 
     A README.md that somebody has written or edited keeps its text; only its metadata are updated. Facts about training
-    stay if they are not given anew.
+    stay if they are not given anew. A card that cannot be read, this folder's or the base's, is logged and left alone.
+
+    A name is one of the hub if it is in the hub's cache, or is `owner/name` and neither the working directory nor this
+    folder or one above it has a file or folder `owner`. Anything else may be a local path, which no card gives away.
 
     Args:
         base: the model or models that it was made from, names or folders; None: what the adapter's config says. Its
@@ -117,16 +127,18 @@ def write_model_card(
         raise ValueError(f"write_model_card: {str(folder)!r}: no adapter_config.json and no config.json; save it first")
     given = (adapter or {}).get("base_model_name_or_path") if base is None else base
     bases = [os.fspath(b) for b in ([given] if isinstance(given, (str, os.PathLike)) else given or []) if b]
-    old = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
+    if (old := _load(path)) is None and path.is_file() and not overwrite:
+        return path
     data = ModelCardData() if old is None else old.data
     data.tags = [*(data.tags or []), *tags]
-    licences = _update_metadata(data, _own_tags(adapter, model), bases, datasets, folder)
+    task = _TASKS.get(adapter.get("task_type") or "", (None, None))[1] if adapter else "text-generation"
+    licences = _update_metadata(data, _own_tags(adapter, model), task, bases, datasets, folder)
     if old is not None and not overwrite and not _is_generated(old.text):
         old.save(path)
         return path
-    facts = [f"Base model: {', '.join(map(_link, bases))}"] if bases else []
+    facts = [f"Base model: {', '.join(_link(b, folder) for b in bases)}"] if bases else []
     facts += [f"Licence of the base: {licence}" for licence in licences] + ([f"Made by {made}"] if made else [])
-    facts += [f"Training data: {', '.join(map(_link_data, datasets))}"] if datasets else []
+    facts += [f"Training data: {', '.join(_link(d, folder, 'dataset') for d in datasets)}"] if datasets else []
     facts = _with_kept(facts, old)
     what, snippet = _describe_adapter(adapter, folder, bases) if adapter else _describe_model(model or {}, folder)
     ours = adapter is not None and adapter.get("peft_type") == "MOE_LORA"
@@ -155,11 +167,10 @@ def _own_version() -> str:
     return import_module(str(__package__)).__version__  # at run time: the package imports this module
 
 
-def licence_of(base: str) -> str | None:
-    """The licence that a model's card names, if the card is on this machine."""
-    data = _card_data(base)
-    name = data.get("license_name") if data.get("license") == "other" else None
-    return name or data.get("license")
+def _licences(data: dict[str, Any]) -> list[str]:
+    """The licences that a card's metadata name."""
+    named = (data.get("license_name") if data.get("license") == "other" else None) or data.get("license") or []
+    return [str(name) for name in (named if isinstance(named, list) else [named])]
 
 
 def _own_tags(adapter: dict[str, Any] | None, model: dict[str, Any] | None) -> list[str]:
@@ -173,26 +184,27 @@ def _num_experts(model: dict[str, Any] | None) -> int | None:
 
 
 def _update_metadata(
-    data: ModelCardData, own_tags: Iterable[str], bases: list[str], datasets: list[str], folder: Path
+    data: ModelCardData, own_tags: list[str], task: str | None, bases: list[str], datasets: list[str], folder: Path
 ) -> list[str]:
     """Add what is missing; returns the licences of the bases. Local paths are left out: the hub refuses them."""
     data.library_name = "peft" if "peft" in own_tags else "transformers"
-    data.pipeline_tag = data.pipeline_tag or "text-generation"
-    tags = [tag for tag in data.tags or [] if not tag.startswith("base_model:") or _is_repo(tag.rpartition(":")[2])]
+    data.pipeline_tag = data.pipeline_tag or task
+    tags = [str(tag) for tag in data.tags or []]
+    tags = [t for t in tags if not t.startswith("base_model:") or _is_repo(t.rpartition(":")[2], folder)]
     data.tags = sorted({*tags, *own_tags})
     named = [data.base_model] if isinstance(data.base_model, str) else data.base_model or []
-    named = list(dict.fromkeys(name for name in (bases or named) if _is_repo(name)))
+    named = list(dict.fromkeys(name for name in (bases or named) if _is_repo(name, folder)))
     data.base_model = None if not named else named[0] if len(named) == 1 else named
-    public = [name for name in [*(data.datasets or []), *datasets] if _is_repo(name)]
+    public = [data.datasets] if isinstance(data.datasets, str) else data.datasets or []
+    public = [name for name in [*public, *datasets] if _is_repo(name, folder, "dataset")]
     data.datasets = list(dict.fromkeys(public)) or None
-    licences = list(dict.fromkeys(filter(None, map(licence_of, bases))))
-    if data.license is None and len(licences) == 1:
-        found = _card_data(bases[0])
+    cards = [card for card in (_card_data(b, folder) for b in bases) if _licences(card)]
+    if data.license is None and cards and all(_licences(card) == _licences(cards[0]) for card in cards):
         for field in ("license", "license_name", "license_link"):
-            value = found.get(field)
-            if value and (field != "license_link" or "://" in value or (folder / value).is_file()):
+            value = cards[0].get(field)
+            if value and (field != "license_link" or "://" in str(value) or (folder / str(value)).is_file()):
                 setattr(data, field, value)
-    return licences
+    return list(dict.fromkeys(name for card in cards for name in _licences(card)))
 
 
 def _describe_adapter(config: dict[str, Any], folder: Path, bases: list[str]) -> tuple[str, str]:
@@ -204,7 +216,7 @@ def _describe_adapter(config: dict[str, Any], folder: Path, bases: list[str]) ->
     elif ours:
         what = _of_experts(config, f"LoRA experts of rank {config['r']}")
     lines = ["import moe_peft  # adds the adapter type MOE_LORA to PEFT"] if ours else []
-    auto = _AUTO.get(config.get("task_type") or "")
+    auto, task = _TASKS.get(config.get("task_type") or "", (None, None))
     if auto is None:
         return what, "\n".join(
             [*lines, "from peft import PeftConfig, PeftModel", "from transformers import AutoModel", "",
@@ -215,7 +227,18 @@ def _describe_adapter(config: dict[str, Any], folder: Path, bases: list[str]) ->
     own = (folder / "tokenizer_config.json").is_file()
     of_base = bool(bases) and (not os.path.isdir(bases[0]) or (Path(bases[0]) / "tokenizer_config.json").is_file())
     source = f'"{_PLACE}"' if own else 'model.peft_config["default"].base_model_name_or_path'
-    return what, _snippet([*lines, f"from peft import {auto}"], auto, source if own or of_base else None, auto)
+    labels = _num_labels(folder) if task in ("text-classification", "token-classification") else None
+    options = f", num_labels={labels}" if labels else ""
+    return what, _snippet([*lines, f"from peft import {auto}"], auto, source if own or of_base else None, options)
+
+
+def _num_labels(folder: Path) -> int | None:
+    """Rows of the classifier's head that is saved with the adapter."""
+    if not (path := folder / "adapter_model.safetensors").is_file():
+        return None
+    with safe_open(path, "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys() if _HEAD.search(name)]  # noqa: SIM118
+    return min((rows for rows, *columns in shapes if columns), default=None)
 
 
 def _of_experts(config: dict[str, Any], experts: str) -> str:
@@ -229,31 +252,28 @@ def _of_experts(config: dict[str, Any], experts: str) -> str:
 
 def _describe_model(config: dict[str, Any], folder: Path) -> tuple[str, str]:
     """What it is in a sentence, and a snippet that loads it."""
-    n, k = _num_experts(config), config.get("num_experts_per_tok")
-    kind = config.get("model_type")
+    n, k, kind = _num_experts(config), config.get("num_experts_per_tok"), config.get("model_type")
     what = f"This is a language model of the type `{kind}`."
     if n and k:
-        what = (
-            f"This is a Mixture-of-Experts (MoE) language model of the type `{kind}` with {n} experts per layer, of "
-            f"which each token uses {k}."
-        )
+        what = f"This is a Mixture-of-Experts (MoE) language model of the type `{kind}`"
+        what += f" with {n} experts per layer, of which each token uses {k}."
     auto = "AutoModelForCausalLM"
     source = f'"{_PLACE}"' if (folder / "tokenizer_config.json").is_file() else None
     lines, after = [f"from transformers import {auto}"], []
     if "moe_peft_router" in config:
         lines.append("from moe_peft.native import load_routers")
         after = [f'load_routers(model, "{_PLACE}")  # transformers does not know these routers']
-    return what, _snippet(lines, auto, source, "AutoModelForCausalLM", after)
+    return what, _snippet(lines, auto, source, after=after)
 
 
-def _snippet(lines: list[str], auto: str, tokenizer: str | None, kind: str, after: Sequence[str] = ()) -> str:
+def _snippet(lines: list[str], auto: str, tokenizer: str | None, options: str = "", after: Sequence[str] = ()) -> str:
     """Code that loads a model and, if it can generate and there is a tokenizer, generates."""
-    generates = tokenizer is not None and kind.endswith(("CausalLM", "Seq2SeqLM"))
+    generates = tokenizer is not None and auto.endswith(("CausalLM", "Seq2SeqLM"))
     if generates and lines[-1].startswith("from transformers"):
         lines = [*lines[:-1], f"{lines[-1]}, AutoTokenizer"]
     elif generates:
         lines = [*lines, "from transformers import AutoTokenizer"]
-    lines = [*lines, "", f'model = {auto}.from_pretrained("{_PLACE}")', *after]
+    lines = [*lines, "", f'model = {auto}.from_pretrained("{_PLACE}"{options})', *after]
     if generates:
         lines += [
             f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})",
@@ -309,11 +329,10 @@ def _list_adapters(root: Path) -> None:
     path = root / "README.md"
     if not path.is_file() or any((root / name).is_file() for name in ("adapter_config.json", "config.json")):
         return
-    card = ModelCard.load(path, ignore_metadata_errors=True)
-    if not _is_generated(card.text):
+    if (card := _load(path)) is None or not _is_generated(card.text):
         return
     names = sorted(found.parent.name for found in root.glob("*/adapter_config.json"))
-    _update_metadata(card.data, ["peft", *TAGS], [], [], root)
+    _update_metadata(card.data, ["peft", *TAGS], None, [], [], root)
     listed = "\n".join(f"- [{name}]({name}/README.md)" for name in names)
     how = f'PeftModel.from_pretrained(base, "{_PLACE}", subfolder="{names[0]}")'
     text = f"# Adapters for PEFT\n\nEach folder holds one; its card says how to load it alone.\n\n{listed}\n\n"
@@ -338,28 +357,41 @@ def _digest(text: str) -> str:
     return hashlib.sha256("\n".join(line for line in text.splitlines() if line.strip()).encode()).hexdigest()[:12]
 
 
-def _link(base: str) -> str:
-    return f"[{base}](https://huggingface.co/{base})" if _is_repo(base) else f"`{Path(base).name}`"
+def _link(name: str, folder: Path, kind: str = "model") -> str:
+    if not _is_repo(name, folder, kind):
+        return f"`{Path(name).name}`"
+    return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name})"
 
 
-def _link_data(name: str) -> str:
-    return f"[{name}](https://huggingface.co/datasets/{name})" if _is_repo(name) else f"`{Path(name).name}`"
-
-
-def _is_repo(name: str) -> bool:
-    """Whether it can be a name on the hub, rather than a local path."""
+def _is_repo(name: str, folder: Path, kind: str = "model") -> bool:
+    """Whether it is a name on the hub and cannot be a local path, by the rule of `write_model_card`."""
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return not os.path.exists(name) and not name.endswith(_FILES)
+    if os.path.exists(name) or name.endswith(_FILES):
+        return False
+    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind)).is_dir()
+    owner, slash, _ = name.partition("/")
+    places = (Path.cwd(), folder.resolve(), *folder.resolve().parents)
+    return cached or (bool(slash) and not any((place / owner).exists() for place in places))
 
 
-def _card_data(base: str) -> dict[str, Any]:
+def _card_data(base: str, folder: Path) -> dict[str, Any]:
     path = Path(base) / "README.md"
-    if not path.is_file() and _is_repo(base) and isinstance(cached := try_to_load_from_cache(base, path.name), str):
-        path = Path(cached)
-    return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
+    if not path.is_file() and _is_repo(base, folder):
+        cached = try_to_load_from_cache(base, path.name)
+        path = Path(cached) if isinstance(cached, str) else path
+    return {} if (card := _load(path)) is None else card.data.to_dict()
+
+
+def _load(path: Path) -> ModelCard | None:
+    """None: there is no card, or none that can be read. No card is worth a model that is not saved."""
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
+    except Exception as error:
+        logger.warning("%s: ignored, it is no model card that can be read: %s", path, " ".join(str(error).split()))
+        return None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

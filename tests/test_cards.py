@@ -8,12 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from native_case import adapter, dense_model
 from peft import LoraConfig, get_peft_model
 from test_trainer import arguments, make_model, make_trainer
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from trl import SFTTrainer
 from upit_case import rows
 
@@ -119,6 +120,53 @@ def test_saving_again_keeps_the_card_and_what_peft_adds(folder: Path, base: Path
     assert text.count("- 3 steps") == 1
 
 
+UNREADABLE = (b"---\njust a rule\n---\nText", b"---\nlicense: [unclosed\n---\n", b"caf\xe9", b"---\n1: 2\n---\n")
+
+
+def test_no_card_stops_a_save(base: Path, tmp_path: Path, caplog):
+    shutil.copytree(base, tmp_path / "base")
+    of_base, folder = tmp_path / "base" / "README.md", tmp_path / "adapter"
+    of_base.write_text("---\nlicense:\n- apache-2.0\n- mit\n---\nhi")
+    adapter(AutoModelForCausalLM.from_pretrained(base), folder, str(of_base.parent))
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.license == ["apache-2.0", "mit"] and "- Licence of the base: apache-2.0\n- Lic" in card.text
+    config = MoELoraConfig.from_pretrained(folder)
+    for written in UNREADABLE:
+        of_base.write_bytes(written)
+        caplog.clear()
+        (folder / "README.md").unlink()
+        config.save_pretrained(folder)
+        card = ModelCard.load(folder / "README.md")
+        assert card.data.license is None and "# MoE-LoRA adapter for base" in card.text
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "moe_peft"]
+        assert line.startswith(f"{of_base}: ignored") and "\n" not in line
+        (folder / "README.md").write_bytes(written)  # of the folder itself
+        config.save_pretrained(folder)
+        assert (folder / "README.md").read_bytes() == written
+    of_base.unlink()
+    write_model_card(folder, overwrite=True)
+    assert "# MoE-LoRA adapter" in (folder / "README.md").read_text()
+
+
+def test_what_may_be_a_local_path_is_no_name_on_the_hub(folder: Path, tmp_path: Path, monkeypatch):
+    path = folder / "README.md"
+    for place in ("outputs", "cwd/data"):
+        (tmp_path / place).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "cwd")
+    for name in ("outputs/base", "data/gone", "gone"):  # beside the adapter, in the working directory, without owner
+        write_model_card(folder, base=name, datasets=["data/train"], tags=[f"base_model:adapter:{name}"])
+        card = ModelCard.load(path)
+        assert card.data.base_model is None and card.data.datasets is None and "huggingface.co" not in str(card)
+        assert f"- Base model: `{name.rpartition('/')[2]}`" in card.text and "- Training data: `train`" in card.text
+        assert not any(tag.startswith("base_model:") for tag in card.data.tags)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    for repo in ("models--gpt2", "datasets--data--train"):
+        (tmp_path / "cache" / repo).mkdir(parents=True)
+    write_model_card(folder, base="gpt2", datasets=["data/train"])
+    card = ModelCard.load(path)
+    assert card.data.base_model == "gpt2" and card.data.datasets == ["data/train"]
+
+
 def test_folder_above_named_adapters_lists_them(base: Path, tmp_path: Path):
     settings = {"num_experts": 2, "r": 2, "task_type": "CAUSAL_LM"}
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), MoELoraConfig(**settings), "one")
@@ -147,6 +195,22 @@ def test_code_for_other_tasks(task_type: str | None, base: Path, tmp_path: Path)
     assert ("AutoPeftModelForSequenceClassification" if task_type else "PeftModel.from_pretrained(base") in code
     if task_type is None:
         assert "MoELoraModel" in repr(run_snippet(tmp_path)["model"])
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_card_of_a_classifier_loads_its_head(labels: int, base: Path, tmp_path: Path):
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels)
+    config = MoELoraConfig(num_experts=2, r=2, task_type="SEQ_CLS")
+    model = get_peft_model(model, config)
+    model.save_pretrained(tmp_path)
+    assert ModelCard.load(tmp_path / "README.md").data.pipeline_tag == "text-classification"
+    loaded = run_snippet(tmp_path)["model"]
+    torch.testing.assert_close(
+        loaded.base_model.model.score.modules_to_save["default"].weight,
+        model.base_model.model.score.modules_to_save["default"].weight,
+        rtol=0,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("made", ["upcycle", "export"])
@@ -217,11 +281,20 @@ def test_trainers_push_a_folder_with_the_card(kind: str, base: Path, tmp_path: P
 def test_saved_models_and_checkpoints_say_how_they_were_trained(base: Path, tmp_path: Path, tokenizer):
     model = make_model()
     model.config._name_or_path = model.peft_config["default"].base_model_name_or_path = str(base)
-    trainer = make_trainer(tmp_path / "out", tokenizer, model=model, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer = make_trainer(
+        tmp_path / "out", tokenizer, model=model, max_steps=2, save_strategy="steps", save_steps=1,
+        hub_model_id="me/mine",
+    )  # fmt: skip
+    trainer.earlier_training = ["7 steps before"]
     trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
+    (tmp_path / "saved").mkdir()
+    for written in UNREADABLE:
+        (tmp_path / "saved" / "README.md").write_bytes(written)
+        trainer.save_model(str(tmp_path / "saved"))
+        assert (tmp_path / "saved" / "README.md.unreadable").read_bytes() == written
     for folder, steps in (("saved", 2), ("out/checkpoint-1", 1), ("out/checkpoint-2", 2)):
         text = (tmp_path / folder / "README.md").read_text()
+        assert 'from_pretrained("path/to/this/folder")' in text and "- 7 steps before\n" in text
         assert f"- {steps} steps of 4 rows" in text and "import moe_peft" in text and UNFILLED not in text
     assert MoEDPOTrainer._tag_names[:2] == ["trl", "dpo"] and "moe_peft" in MoEDPOTrainer._tag_names
 

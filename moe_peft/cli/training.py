@@ -47,13 +47,16 @@ def train_or_plan(options: Options, trainer: Any) -> None:
     model = load_model(options)
     config = options.adapter_config() if adapts(options, model) else None
     tokenizer = _tokenizer(options)
+    facts: list[str] = []
     for number, args in enumerate(found):
         set_seed(args.seed)  # of the adapter's initial values
         made = trainer(
             model=model, args=args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer,
             peft_config=config,
         )  # fmt: skip
+        made.earlier_training = facts
         made.train(resume_from_checkpoint=_checkpoint(args))
+        facts = made.training_facts()
         if number == len(found) - 1:
             made.save_model(options.training.output_dir)
             if options.training.push_to_hub:

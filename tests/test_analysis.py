@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from upit_case import rows
 
 from moe_peft.analysis import TOKEN_CLASSES, classify_tokens, record_routing
 from moe_peft.analysis.callback import LoadCallback
-from moe_peft.analysis.figures import plot_load_over_time, plot_shares
+from moe_peft.analysis.figures import plot_compliance, plot_expert_scores, plot_load_over_time, plot_shares
+from moe_peft.analysis.html import busiest, shares_section
 from moe_peft.cli import main
 
 DOMAINS = ["code", "prose"]
@@ -205,3 +207,18 @@ def test_figures_of_many_experts_and_layers(tmp_path):
     plot_shares({"a": share, "b": share}, tmp_path / "two.png")
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     plot_load_over_time(list(range(40)), torch.rand(40, 64), tmp_path / "time.png")
+
+
+def test_names_with_dollar_signs_are_text(tmp_path):
+    share, name = torch.full((2, 4), 0.25), r"$\frac$"
+    plot_shares({name: share}, tmp_path / "shares.png", title=name)
+    plot_compliance({name: torch.rand(2, 3)}, tmp_path / "compliance.png", [0, 1, 3], {name: 0.5})
+    plot_expert_scores({name: [1.0], "b": [2.0]}, [name], [True], tmp_path / "scores.png")
+
+
+def test_experts_that_a_layer_lacks_do_not_count_in_its_mean():
+    share_LN = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.1, 0.6]])
+    assert busiest(share_LN, [3, 4]) == "3 (60%), 0 (30%), 1 (25%), 2 (15%)"
+    section = shares_section({"a": share_LN}, Path("load.png"), None, [3, 4])
+    assert "gives every expert 25.0% to 33.3%, by" in section.text[0] and "3 (60%)" in section.rows[0][1]
+    assert "gives every expert 25.0%. " in shares_section({"a": share_LN}, Path("load.png")).text[0]

@@ -39,7 +39,7 @@ def plot_shares(shares: Mapping[str, torch.Tensor], path: str | Path, title: str
     top = max(float(share.max()) for share in shown.values())
     for axis, (domain, share) in zip(axes.flat, shown.items(), strict=False):
         image = axis.imshow(share.numpy() * 100, cmap="viridis", vmin=0, vmax=top * 100, aspect="auto")
-        axis.set_title(domain)
+        axis.set_title(domain, parse_math=False)  # names may have dollar signs
         axis.set_xticks(_ticks(n))
         axis.set_yticks(_ticks(layers))
         if width / n >= _SMALLEST_WITH_NUMBERS:
@@ -119,7 +119,7 @@ def plot_compliance(
             axis.plot(places, percent_LP[-1], color="tab:green", linewidth=1, label="last layer")
         axis.plot(places, percent_LP.mean(0), color="tab:blue", marker=".", label="mean of the layers")
         axis.axhline(chance[domain] * 100, color="gray", linestyle=":", linewidth=1, label="chance")
-        axis.set_title(domain)
+        axis.set_title(domain, parse_math=False)  # names may have dollar signs
         axis.set_ylim(0, 102)
         if len(set(torch.tensor(starts).diff().tolist())) > 1:
             axis.set_xscale("log", base=2)
@@ -161,8 +161,8 @@ def plot_expert_scores(
                 color = "white" if place_MT[row, column] < 0.6 else "black"
                 text = f"{float(value_MT[row, column]):.3g}"
                 axis.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
-    axis.set_xticks(range(columns), tasks, rotation=45, ha="right", fontsize=7)
-    axis.set_yticks(range(rows), list(values), fontsize=7)
+    axis.set_xticks(range(columns), tasks, rotation=45, ha="right", fontsize=7, parse_math=False)
+    axis.set_yticks(range(rows), list(values), fontsize=7, parse_math=False)
     bar = figure.colorbar(image, ax=axis, shrink=0.9)
     bar.set_ticks([0, 1], labels=["worst", "best"])
     _save(figure, path, "Each expert alone, by task")
@@ -240,7 +240,7 @@ def _save(figure: Any, path: str | Path, title: str) -> None:
     if suffix not in _METADATA:
         raise ValueError(f"{str(path)!r}: a figure is one of {', '.join(_METADATA)}")
     if title:
-        figure.suptitle(title)
+        figure.suptitle(title, parse_math=False)
     with matplotlib.rc_context({"svg.hashsalt": "moe-peft"}):
         figure.savefig(path, dpi=150, metadata=_METADATA[suffix])
 

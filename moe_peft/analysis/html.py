@@ -19,6 +19,7 @@ from .report import write_figures
 from .token_classes import TOKEN_CLASSES
 
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
+BUSIEST = "busiest experts (share over the layers that have them)"
 _MOST_CELLS = 16  # of a table of experts by experts
 _PAGE = """\
 <!DOCTYPE html>
@@ -106,7 +107,7 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
         figures = {figure.stem: figure for figure in write_figures(statistics, Path(folder), ".png")}
         sections = [
             load_section(statistics.warnings(), statistics.doubt()),
-            shares_section(statistics.shares(), figures["load"], dict(_tokens(statistics))),
+            shares_section(statistics.shares(), figures["load"], dict(_tokens(statistics)), statistics.sizes),
             _layers(statistics),
             *_similarity(about["similarity"], about["similarity_of"]),
             *_compliance(statistics, figures),
@@ -133,7 +134,10 @@ def load_section(warnings: Sequence[str], doubt: str = "") -> Section:
 
 
 def shares_section(
-    shares: Mapping[str, torch.Tensor], figure: Path, tokens: Mapping[str, str] | None = None
+    shares: Mapping[str, torch.Tensor],
+    figure: Path,
+    tokens: Mapping[str, str] | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Section:
     """
     Where each domain's tokens go.
@@ -142,24 +146,37 @@ def shares_section(
         shares: domain → each expert's share of its layer's assignments, [L, n].
         figure: of the shares.
         tokens: domain → how many.
+        sizes: experts of each layer; None: n in all.
     """
-    rows = []
+    rows, n = [], max(share_LN.shape[1] for share_LN in shares.values())
     for domain, share_LN in shares.items():
-        share_N = share_LN.mean(0)
-        best = share_N.topk(min(4, len(share_N)))
-        busiest = [f"{i} ({v:.0%})" for v, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
-        rows.append([domain, *([] if tokens is None else [tokens[domain]]), ", ".join(busiest)])
-    even = 1 / max(share_LN.shape[1] for share_LN in shares.values())
+        rows.append([domain, *([] if tokens is None else [tokens[domain]]), busiest(share_LN, sizes)])
+    least, most = (1 / size for size in (max(sizes or [n]), min(sizes or [n])))
+    even = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}, by the layer's number of experts"
     return Section(
         "Where each domain's tokens go",
         [
-            f"The share of a layer's assignments that each expert gets. Even routing gives every expert {even:.1%}. "
+            f"The share of a layer's assignments that each expert gets. Even routing gives every expert {even}. "
             "Domains whose rows look alike are not told apart by the routers."
         ],
-        header=["domain", *([] if tokens is None else ["tokens"]), "busiest experts (share over all layers)"],
+        header=["domain", *([] if tokens is None else ["tokens"]), BUSIEST],
         rows=rows,
         figure=figure,
     )
+
+
+def busiest(share_LN: torch.Tensor, sizes: Sequence[int] | None = None) -> str:
+    """
+    The four experts with the largest mean share, in words.
+
+    Args:
+        share_LN: each expert's share of its layer's assignments, [L, n].
+        sizes: experts of each layer, whose absent experts do not count in the mean; None: n in all.
+    """
+    layers, n = share_LN.shape
+    has_LN = torch.arange(n) < torch.tensor(sizes or [n] * layers).unsqueeze(1)
+    best = (share_LN.where(has_LN, 0).sum(0) / has_LN.sum(0)).topk(min(4, n))
+    return ", ".join(f"{i} ({v:.0%})" for v, i in zip(best.values.tolist(), best.indices.tolist(), strict=True))
 
 
 def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:

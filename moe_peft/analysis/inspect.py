@@ -20,8 +20,8 @@ from ..routing.statistics import REMEDY
 from ..training.data import load_data
 from ..training.scoring import Collator
 from ..training.tokenizing import tokenized
-from .html import write_html
-from .loading import load, quantization_of
+from .html import BUSIEST, busiest, write_html
+from .loading import check_limits, load, quantization_of
 from .record import RoutingStatistics, record_routing
 from .report import write_report
 from .token_classes import classify_tokens
@@ -68,6 +68,7 @@ def inspect_model(
     Raises:
         ValueError: the model or the data does not exist, the model has no routers, or a setting is not what it takes.
     """
+    check_limits("inspect", batch_size, max_length, max_examples)
     model, tokenizer = load(model_path, dtype, quantization)
     dataset = load_data(data, "--data", label_column, split)
     if max_examples is not None:
@@ -125,15 +126,12 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     ):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     has_map = statistics.allowed is not None
-    columns = ("tokens", "busiest experts (share over all layers)", *(["compliance", "chance"] if has_map else []))
+    columns = ("tokens", BUSIEST, *(["compliance", "chance"] if has_map else []))
     table = Table("domain", *columns, title="Routing")
     for domain, share_LN in statistics.shares().items():
-        share_N = share_LN.mean(0)
-        best = share_N.topk(min(4, len(share_N)))
-        busiest = ", ".join(f"{i} ({v:.0%})" for v, i in zip(best.values.tolist(), best.indices.tolist(), strict=True))
         tokens = int(statistics.tokens[statistics.domains.index(domain)])
         own = [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])] if has_map else []
-        table.add_row(domain, f"{tokens:,}", busiest, *own)
+        table.add_row(domain, f"{tokens:,}", busiest(share_LN, statistics.sizes), *own)
     console.print(table)
     if statistics.allowed is not None:
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")

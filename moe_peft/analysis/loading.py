@@ -20,6 +20,18 @@ from ..native import load_routers
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+def check_limits(caller: str, batch_size: int, max_length: int, max_examples: int | None) -> None:
+    """
+    Check what limits passes over data.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+    for name, value in (("batch_size", batch_size), ("max_length", max_length), ("max_examples", max_examples)):
+        if value is not None and value < 1:
+            raise ValueError(f"{caller}: {name}={value}: use a whole number of at least 1")
+
+
 def load(
     path: str,
     dtype: str = "auto",

@@ -21,7 +21,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--label-column", help="column that holds the domains, for losses by domain")
     parser.add_argument("--split", default="train", help="split of the data")
     parser.add_argument(
-        "--min-load", type=float, default=0.01, help="drop experts with a smaller share of their layer's assignments"
+        "--min-load",
+        type=float,
+        metavar="SHARE",
+        help="with --data, drop experts with a smaller share of their layer's assignments (0.01)",
     )
     parser.add_argument(
         "--merge-twins", type=float, metavar="COSINE", help="merge experts that are at least this much alike, e.g. 0.99"

@@ -252,7 +252,10 @@ class MoEFamily:
         return self.expert.under(self._block(layer) + self.experts.format(expert=expert))
 
     def _is_dense(self, config: PreTrainedConfig, layer: int) -> bool:
-        return self.dense_layers is not None and layer in getattr(config, self.dense_layers)
+        if self.dense_layers is None:
+            return False
+        step = getattr(config, "decoder_sparse_step", 1)
+        return layer in (getattr(config, self.dense_layers) or ()) or (layer + 1) % step != 0
 
 
 FAMILIES: dict[str, MoEFamily] = {

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import get_peft_model
-from peft.utils import load_peft_weights
+from peft.utils import get_peft_model_state_dict, load_peft_weights
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,6 +67,15 @@ class Folder(ABC):
         """The cosines of a layer's experts, [n, n]."""
 
     @abstractmethod
+    def check(self) -> None:
+        """
+        Compare the tensors on disk with those that the config asks for.
+
+        Raises:
+            ValueError: one is missing, is too many, or has another shape.
+        """
+
+    @abstractmethod
     def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
         """
         Write what is left to a folder.
@@ -107,11 +116,16 @@ class AdapterFolder(Folder):
         with torch.device("meta"):
             model = get_peft_model(AutoModelForCausalLM.from_config(base), copy.deepcopy(self.config))
         self.size, self.text_config = model_size(model), base.get_text_config()
-        found = {
+        self.expected = {
+            key: tensor.shape for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+        }
+        adapted = {
             name.replace(".base_layer", ""): layer
             for name, layer in model.get_base_model().named_modules()
-            if isinstance(layer, MoELoraLayer) and layer.moe_lora_router
+            if isinstance(layer, MoELoraLayer)
         }
+        found = {name: layer for name, layer in adapted.items() if layer.moe_lora_router}
+        self.single = [name for name in adapted if name not in found]
         self.specs = {name: next(iter(layer.moe_lora_spec.values())) for name, layer in found.items()}
         self.widths = {name: layer.in_features for name, layer in found.items()}
         self.bottlenecks = {name for name, layer in found.items() if "bottleneck" in _first(layer.moe_lora_A)}
@@ -155,13 +169,20 @@ class AdapterFolder(Folder):
                   metadata={"format": "pt"})  # fmt: skip
         config.save_pretrained(str(folder))
 
+    def check(self) -> None:
+        wrong = [key for key, shape in self.expected.items() if key not in self.state or self.state[key].shape != shape]
+        wrong += [key for key in self.state if ".moe_lora_" in key and key not in self.expected]
+        if wrong:
+            raise ValueError(f"prune: {self.path}: {wrong[0]} does not fit the config")
+
     def _keys(self, name: str, part: str) -> list[str]:
         return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]
 
     def _pruned_config(self, sizes: dict[str, int]) -> MoELoraConfig:
         """The config with these numbers of experts."""
         config = copy.deepcopy(self.config)
-        config.num_experts = Counter(sizes.values()).most_common(1)[0][0]
+        if config.num_experts > 1:
+            config.num_experts = Counter(sizes.values()).most_common(1)[0][0]
         config.num_experts_pattern = {key: n for key, n in config.num_experts_pattern.items() if n == 1}
         for name, of_size in config.router_class.sized.items():
             fixed = {getattr(spec.router, name) or of_size(spec.num_experts) for spec in self.specs.values()}
@@ -172,6 +193,7 @@ class AdapterFolder(Folder):
                 )
             setattr(config, f"router_{name}", fixed.pop())
         config.__post_init__()
+        sizes = {**sizes, **dict.fromkeys(self.single, 1)}
         own = {re.escape(name): n for name, n in sizes.items() if config.expert_spec(name).num_experts != n}
         config.num_experts_pattern = {**own, **config.num_experts_pattern}
         config.__post_init__()
@@ -219,6 +241,8 @@ class NativeFolder(Folder):
         n, k = getattr(self.config, self.family.count), self.config.num_experts_per_tok
         self.places = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
         self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.places]
+        if not self.layers:
+            raise ValueError(f"prune: model={str(path)!r}: no layer has experts; there is nothing to prune")
 
     def similarity(self, layer: int) -> torch.Tensor:
         return value_similarity(self._stacked(layer, part) for part in range(len(self._names(layer, 0))))
@@ -250,6 +274,13 @@ class NativeFolder(Folder):
         counts = {key: m for key in ("num_experts", "num_local_experts") if key in self.values}
         (folder / "config.json").write_text(json.dumps({**self.values, **counts}, indent=2, sort_keys=True) + "\n")
         copy_companions(self.path, folder)
+
+    def check(self) -> None:
+        expected = self.family.plan(self.config, {})  # of the blocks: the rest is as it was
+        found = {name: self.tensors.shape(name) for name in self.tensors if f".{self.family.block}." in name}
+        wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        if wrong:
+            raise ValueError(f"prune: {self.path}: {wrong[0]} does not fit the config")
 
     def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         return kept_rows(self.tensors.tensor(name), groups, weights)

@@ -67,7 +67,8 @@ class Rows:
 
 def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[str, float]:
     """
-    The mean loss per scored token of each domain and, as `"mean"`, of all tokens.
+    The mean loss per scored token of each domain and, as `"mean"`, of all tokens. A domain called
+    mean is `"mean (domain)"`.
 
     Args:
         model: loaded, with routers.
@@ -79,5 +80,5 @@ def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[st
     found = {}
     for domain in dict.fromkeys(sorted(rows.domains)):
         own = [i for i, other in enumerate(rows.domains) if other == domain]
-        found[domain] = float(losses_S1[own].sum() / counts_S[own].sum())
+        found["mean (domain)" if domain == "mean" else domain] = float(losses_S1[own].sum() / counts_S[own].sum())
     return {**found, "mean": float(losses_S1.sum() / counts_S.sum())}

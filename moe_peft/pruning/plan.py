@@ -77,6 +77,12 @@ def plan_layers(layers: Sequence[LayerFacts], rules: Rules, same_size: bool) -> 
         ValueError: too few experts would stay, or layers that must keep as many cannot.
     """
     for layer in layers:
+        asked = rules.experts_per_layer
+        if asked is not None and not layer.smallest <= asked <= layer.num_experts:
+            raise ValueError(
+                f"prune: experts_per_layer={asked}: {layer.name} has {layer.num_experts} experts and must keep "
+                f"{layer.smallest}; use a number from {layer.smallest} to {layer.num_experts}"
+            )
         left = layer.num_experts - len(set(layer.dropped))
         wanted = max(layer.smallest, rules.experts_per_layer or 0)
         if left < wanted:

@@ -7,13 +7,14 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
 from trl import SFTConfig
 
-from ..analysis.loading import load
+from ..analysis.loading import check_limits, load
 from ..cards import write_model_card
 from ..contexts import free_memory
 from ..models.size import ModelSize
@@ -26,6 +27,7 @@ from .measure import Choices, Rows, losses_of
 from .plan import Groups, LayerFacts, Rules, plan_layers, weights_of
 
 REPORT = "pruning.json"
+MIN_LOAD = 0.01
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Pruning:
     Args:
         layers: in the order of the routers in a forward pass.
         size: before and after.
-        loss: before and after, by domain and as `"mean"` over all tokens; None without data.
+        loss: before and after, by domain and as `"mean"` over all tokens; None without data. A domain of that name is
+            called `"mean (domain)"`.
         lost: the share of tokens that an expert served which is gone, by layer and in any layer; None without data.
         merged: the same of experts that have become one with another.
     """
@@ -80,7 +83,7 @@ def prune_experts(
     data: str | None = None,
     label_column: str | None = None,
     split: str = "train",
-    min_load: float = 0.01,
+    min_load: float | None = None,
     merge_twins: float | None = None,
     experts_per_layer: int | None = None,
     drop: Mapping[Any, Sequence[int]] | Sequence[int] | None = None,
@@ -105,7 +108,7 @@ def prune_experts(
         data: a file or a data set's name, in a format that TRL accepts; for loads, and for the loss before and after.
         label_column: the column that holds the domains, for losses by domain.
         split: the split of the data.
-        min_load: with data, drop experts with a smaller share of their layer's assignments.
+        min_load: with data, drop experts with a smaller share of their layer's assignments; None: 0.01.
         merge_twins: merge experts whose cosine is at least this: of their updates B A, or in a native MoE, or with
             bottleneck experts, of their weights. None: do not merge.
         experts_per_layer: how many experts stay in every layer; those used least go until so few are left.
@@ -117,9 +120,15 @@ def prune_experts(
 
     Raises:
         ValueError: model or data do not exist or do not fit, a router cannot lose experts, a layer would keep fewer
-            than top_k (in an adapter also fewer than two), or nothing would go.
+            than top_k (in an adapter also fewer than two), nothing would go, or a setting of data is given without
+            data.
     """
-    rules = Rules(min_load if data is not None else 0.0, merge_twins, experts_per_layer)
+    check_limits("prune", batch_size, max_length, max_examples)
+    for name, value in (("label_column", label_column), ("min_load", min_load)):
+        if data is None and value is not None:
+            raise ValueError(f"prune: {name}={value!r}: it says something of data; give data, or leave it out")
+    lowest = MIN_LOAD if min_load is None else min_load
+    rules = Rules(0.0 if data is None else lowest, merge_twins, experts_per_layer)
     if data is None and merge_twins is None and drop is None:
         raise ValueError("prune: data=None: nothing says which experts go; give data, merge_twins or drop")
     dropped = _drops(drop)
@@ -138,11 +147,13 @@ def prune_experts(
         _check_changes(layers, facts)
         weights = [[weights_of(group, layer) for group in own] for own, layer in zip(groups, facts, strict=True)]
         folder.write(partial, groups, weights)
+        after = open_folder(partial)
+        after.check()
         if rows is not None:
             loss["after"] = losses_of(load(str(partial), dtype, None)[0], rows)
         found = Pruning(
             layers,
-            {"before": folder.size, "after": open_folder(partial).size},
+            {"before": folder.size, "after": after.size},
             loss or None,
             None if rows is None else choices.share_with([layer.dropped for layer in layers]),
             None if rows is None else choices.share_with([layer.merged for layer in layers]),
@@ -157,7 +168,12 @@ def _drops(drop: Mapping[Any, Sequence[int]] | Sequence[int] | None) -> dict[int
     """Layer → experts; the key None stands for all layers."""
     given = drop if isinstance(drop, Mapping) else {None: drop or []}
     try:
-        found = {None if key is None else int(key): [int(i) for i in experts] for key, experts in given.items()}
+        if any(isinstance(i, bool) for key, experts in given.items() for i in (key, *experts)):
+            raise TypeError
+        found = {
+            None if key is None else int(key) if isinstance(key, str) else index(key): [index(i) for i in experts]
+            for key, experts in given.items()
+        }
         if all(i >= 0 for key, experts in found.items() for i in [key or 0, *experts]):
             return found
     except (TypeError, ValueError):

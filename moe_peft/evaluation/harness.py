@@ -49,7 +49,7 @@ class TaskSettings:
         if not re.fullmatch(r"0*[1-9]\d*|auto(:[1-9]\d*)?", str(self.batch_size)):
             raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number of at least 1, auto or auto:N")
         if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
-            raise ValueError(f"limit={self.limit!r}: must be a number above 0; leave it out for all examples")
+            raise ValueError(f"limit={self.limit!r}: must be above 0 and finite; leave it out for all examples")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ValueError(f"num_fewshot={self.num_fewshot!r}: must be at least 0")
         if self.include_path is not None and not Path(self.include_path).is_dir():

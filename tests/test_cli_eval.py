@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from eval_case import light, make_adapter, make_tasks  # noqa: F401  (a fixture)
+from eval_case import CHOICES, light, make_adapter, make_tasks  # noqa: F401  (a fixture)
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft import allow_experts, expert_to_lora, replace_routers
 from moe_peft.cli import main
+from moe_peft.evaluation import Harness, TaskSettings
 from moe_peft.native import export_adapter, load_routers
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -200,6 +201,10 @@ def test_chat_template(folder, tmp_path, tokenizer):
         (["--include-path", "nowhere"], "include_path='nowhere': no such folder"),
         (["--batch-size", "0"], "batch_size='0': must be"),
         (["--batch-size", "automatic"], "batch_size='automatic': must be"),
+        (["--batch-size", "auto:x"], "batch_size='auto:x': must be"),
+        (["--limit", "inf"], "limit=inf: must be above 0"),
+        (["--limit", "nan"], "limit=nan: must be above 0"),
+        (["--num-fewshot", "24"], "num_fewshot=24: task 'toy_a' has no more than 23 examples"),
         (["--limit", "0"], "limit=0.0: must be above 0"),
         (["--num-fewshot", "-1"], "num_fewshot=-1: must be"),
         (["--experts", "4"], "every layer has 0 to 3"),
@@ -207,8 +212,11 @@ def test_chat_template(folder, tmp_path, tokenizer):
         (["--experts", "one"], "--experts 'one'"),
         (["--experts", "0,9", "--each-expert"], "experts 0 to 3"),
         (["--quantization", "[4]"], "--quantization '[4]': give JSON"),
+        (["--quantization", '{{"load_in_5bit": true}}'], "--quantization.load_in_5bit: unknown key; did you mean"),
+        (["--quantization", "{{}}"], "give load_in_4bit or load_in_8bit"),
         (["--dtype", "float8"], "--dtype='float8'"),
         (["--output", "{folder}/base/config.json"], "not a folder"),
+        (["--output", "{folder}/base/config.json/deeper"], "not a folder"),
         (["--model", "{folder}/base", "--each-expert"], "has no router"),
         (["--model", "{folder}/tasks"], "--model '{folder}/tasks'"),
     ],
@@ -222,6 +230,87 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, folder, t
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.format(folder=folder) in last and last.startswith("error: ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("metric: acc, aggregation: mean", "metric: nothing", "KeyError: None; is there a split, a metric"),
+        ("test_split: test", "test_split: tset", "KeyError: 'tset'; is there a split"),
+        ("dataset_path: json\n", "", "TypeError: expected str"),
+        (
+            "metric_list:",
+            "filter_list: [{{name: f, filter: [{{function: regex, regex_pattern: '['}}]}}]\nmetric_list:",
+            "unterminated character set",
+        ),
+    ],
+)
+def test_what_fails_in_a_task_is_one_line(old, new, message, folder, tmp_path):
+    text = CHOICES.replace(old, new).format(name="bad", data=folder / "tasks" / "a.jsonl")
+    if "filter_list" in text:  # it is applied when the model has answered
+        text = text.replace("multiple_choice", "generate_until").replace("metric: acc", "metric: exact_match")
+        text = text.replace("doc_to_choice: choices\n", "")
+        text += "generation_kwargs: {max_gen_toks: 2, until: []}\n"
+    (tmp_path / "bad.yaml").write_text(text)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    with pytest.raises(ValueError, match=r"bad\.yaml': [A-Za-z]*(Error|error): ") as raised:
+        Harness(TaskSettings((str(tmp_path / "bad.yaml"),), limit=1)).run(dense(folder / "base"), tokenizer)
+    assert message in str(raised.value)
+
+
+def test_errors_of_the_model_are_left_as_they_are(folder, monkeypatch):
+    model = dense(folder / "base")
+    monkeypatch.setattr(model, "forward", lambda *args, **own: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        Harness(TaskSettings((str(folder / "tasks" / "text.yaml"),), limit=1)).run(
+            model, AutoTokenizer.from_pretrained(folder / "base")
+        )
+
+
+def test_groups_and_patterns_reach_the_harness_own_tasks(folder, tmp_path, monkeypatch):
+    """A folder in the place of the harness's thousands of tasks."""
+    import lm_eval.tasks.manager as manager
+
+    monkeypatch.undo()  # `light` leaves the harness's own tasks out
+    for name in ("own", "mine"):
+        (tmp_path / name).mkdir()
+        data = folder / "tasks" / "a.jsonl"
+        (tmp_path / name / "task.yaml").write_text(CHOICES.format(name=name, data=data))
+    (tmp_path / "mine" / "group.yaml").write_text("group: suite\ntask: [toy_mine, toy_own]\n")
+    (tmp_path / "mine" / "wrong.yaml").write_text("group: wrong\ntask: [toy_mine, nowhere]\n")
+    looked = []
+    monkeypatch.setattr(manager, "__file__", str(tmp_path / "own" / "manager.py"))
+    original = manager.TaskManager.__init__
+
+    def init(self, include_path=None, include_defaults=True):
+        looked.append(include_defaults)
+        original(self, include_path=include_path, include_defaults=include_defaults)
+
+    monkeypatch.setattr(manager.TaskManager, "__init__", init)
+    for names, tasks, wanted in (
+        (("toy_mine",), {"toy_mine"}, [False]),
+        (("suite",), {"toy_mine", "toy_own"}, [False, True]),
+        (("toy_*",), {"toy_mine", "toy_own"}, [True]),
+    ):
+        looked.clear()
+        found = Harness(TaskSettings(names, include_path=str(tmp_path / "mine"))).loaded["tasks"]
+        assert found.keys() == tasks and looked == wanted
+    with pytest.raises(ValueError, match=r"tasks='wrong': TypeError: .* in a group one that does not exist"):
+        Harness(TaskSettings(("wrong",), include_path=str(tmp_path / "mine")))
+
+
+def test_files_go_into_the_folder_that_is_named_and_no_other_is_touched(folder, tmp_path, monkeypatch):
+    out, other = tmp_path / "out", tmp_path / "out.partial" / "kept"
+    other.mkdir(parents=True)
+    out.mkdir()
+    monkeypatch.chdir(out)
+    common = ("--model", folder / "adapter", "--no-base", "--limit", 2)
+    evaluate(folder, Path("."), *common, "--each-expert", tasks="toy_a")
+    assert {path.name for path in out.iterdir()} == {"results.json", "results.md", "experts.png"}
+    (out / "experts.txt").touch()
+    evaluate(folder, out, *common, tasks="toy_a")
+    assert {path.name for path in out.iterdir()} == {"results.json", "results.md", "experts.txt"}
+    assert other.is_dir()
 
 
 def test_without_the_harness_the_extra_is_named(folder, monkeypatch, capsys):
@@ -276,8 +365,11 @@ def test_exec_reaches_children_passes_all_on_and_loads_nothing_heavy(tmp_path):
         done = execute(*program, "-m", "--help", "--", "x y", **own)
         assert done.returncode == 7, done.stderr
         assert done.stdout.strip() == "['-m', '--help', '--', 'x y'] True set() True"
-    for program, message in (([], "name a program"), (["no-such-program"], "no such program")):
-        failed = execute(*program, **own)
+    (tmp_path / "no-shebang").write_text("echo hello\n")
+    (tmp_path / "no-shebang").chmod(0o755)
+    wrong = {"": "name a program", "no-such-program": "no such program", "./no-shebang": "does its first line"}
+    for program, message in wrong.items():
+        failed = execute(*filter(None, [program]), **own)
         assert failed.returncode == 2
         assert message in failed.stderr and len(failed.stderr.splitlines()) == 1
 

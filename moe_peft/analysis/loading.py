@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from accelerate import PartialState
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from ..messages import one_line, one_of
+from ..messages import one_line, one_of, unknown_key
 from ..models.native_routers import CONFIG_FIELD
 from ..models.view import text_config
 from ..native import load_routers
@@ -59,16 +60,27 @@ def load(
     if torch.accelerator.is_available():
         own["device_map"] = {"": PartialState().device}
     if quantization is not None:
-        try:
-            own["quantization_config"] = BitsAndBytesConfig(**quantization)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"--quantization {quantization}: {one_line(error)}") from error
+        own["quantization_config"] = _quantization(quantization)
     with _named("--base", base):
         inner = None if base is None else AutoModelForCausalLM.from_pretrained(base, **own)
     with _named(option, path):
         model = _load_model(path, own) if inner is None else PeftModel.from_pretrained(inner, path)
         source = path if (Path(path) / "tokenizer_config.json").is_file() else model.config._name_or_path
         return model.eval(), AutoTokenizer.from_pretrained(source)
+
+
+def _quantization(fields: dict[str, Any]) -> BitsAndBytesConfig:
+    """The config, which itself takes unknown fields and no number of bits, and then does nothing."""
+    known = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
+    for name in fields:
+        if name not in known:
+            raise ValueError(unknown_key(f"--quantization.{name}", known, "transformers' BitsAndBytesConfig"))
+    if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+        raise ValueError(f"--quantization {fields}: give load_in_4bit or load_in_8bit: true")
+    try:
+        return BitsAndBytesConfig(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--quantization {fields}: {one_line(error)}") from error
 
 
 def is_adapter(path: str) -> bool:

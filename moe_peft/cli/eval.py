@@ -7,6 +7,7 @@ import argparse
 from accelerate import PartialState
 
 from ..evaluation import TaskSettings, evaluate_model
+from ..evaluation.report import FIGURES
 from .parsing import parse_json
 
 
@@ -31,7 +32,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--dtype", default="auto", help="of the weights: auto, float32, bfloat16 or float16")
     add("--quantization", metavar="JSON", help='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}')
     add("--output", default="evaluation", metavar="FOLDER", help="folder for results.json, results.md and the figure")
-    add("--figures", default="png", choices=("png", "pdf", "svg"), help="format of the figure")
+    add("--figures", default="png", choices=FIGURES, help="format of the figure")
     return parser
 
 

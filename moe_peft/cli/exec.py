@@ -40,7 +40,12 @@ def run(options: argparse.Namespace) -> None:
     command = _command(options.program)
     folder = str(Path(on_start.__file__).parent)
     path = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.execve(command[0], command, {**os.environ, "PYTHONPATH": os.pathsep.join(path)})
+    try:
+        os.execve(command[0], command, {**os.environ, "PYTHONPATH": os.pathsep.join(path)})
+    except OSError as error:
+        raise ValueError(
+            f"exec: {command[0]!r}: {error.strerror}; does its first line name a program (#!…)?"
+        ) from error
 
 
 def _command(program: list[str]) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import random
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +46,10 @@ class TaskSettings:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise ValueError("tasks: name at least one")
-        size = str(self.batch_size)
-        if not (size.isdecimal() and int(size) > 0) and size.partition(":")[0] != "auto":
-            raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number of at least 1, or auto")
-        if self.limit is not None and self.limit <= 0:
-            raise ValueError(f"limit={self.limit!r}: must be above 0; leave it out for all examples")
+        if not re.fullmatch(r"0*[1-9]\d*|auto(:[1-9]\d*)?", str(self.batch_size)):
+            raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number of at least 1, auto or auto:N")
+        if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
+            raise ValueError(f"limit={self.limit!r}: must be above 0 and finite; leave it out for all examples")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ValueError(f"num_fewshot={self.num_fewshot!r}: must be at least 0")
         if self.include_path is not None and not Path(self.include_path).is_dir():
@@ -76,6 +77,7 @@ class Harness:
             own = task.get_config("num_fewshot")
             if own != 0:  # a task that says 0 wants none
                 task.set_config("num_fewshot", (own or 0) if settings.num_fewshot is None else settings.num_fewshot)
+            _check_shots(task)
 
     def run(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """
@@ -84,6 +86,9 @@ class Harness:
         Args:
             model: a model of transformers or PEFT, on the device that it runs on.
             tokenizer: its tokenizer.
+
+        Raises:
+            ValueError: a task's data, templates, filters or metrics fail. Errors of torch are left as they are.
         """
         from lm_eval import evaluate
         from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
@@ -95,7 +100,7 @@ class Harness:
         torch.manual_seed(other)
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(other)
-        with _quiet():
+        with _quiet(), _explained(s):
             found = evaluate(
                 _language_model(model, tokenizer, s.batch_size), self.loaded, limit=s.limit, log_samples=False,
                 apply_chat_template=s.apply_chat_template, fewshot_as_multiturn=bool(s.apply_chat_template),
@@ -107,25 +112,45 @@ def _load_tasks(settings: TaskSettings) -> Any:
     """
     The tasks and groups that were asked for.
 
-    Where a folder of the user's has them all, the harness's own thousands of tasks are not looked through.
+    Where a folder of the user's has them all, the harness's own thousands of tasks are not looked through. A pattern
+    may mean any of these, and a group of the user's may name some, which shows when it is loaded.
     """
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ValueError(f"{error}; install the evaluation extra: pip install 'moe-peft-hf[eval]'") from error
     names = list(settings.tasks)
-    manager = TaskManager(include_path=settings.include_path, include_defaults=False)
-    if _unknown(names, manager):
-        manager = TaskManager(include_path=settings.include_path)
+    if all(Path(name).is_file() or not set("*?[") & set(name) for name in names):
+        manager = TaskManager(include_path=settings.include_path, include_defaults=False)
+        if not _unknown(names, manager):
+            with suppress(Exception):
+                return _loaded(names, manager)
+    manager = TaskManager(include_path=settings.include_path)
     for name in _unknown(names, manager):
         near = difflib.get_close_matches(name, manager.all_tasks, n=3)
         remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm_eval ls tasks` lists all"
         raise ValueError(f"tasks={name!r}: no such task; {remedy}")
+    with _explained(settings):
+        return _loaded(names, manager)
+
+
+def _loaded(names: list[str], manager: Any) -> Any:
     names = [match for name in names for match in (manager.match_tasks([name]) or [name])]
-    try:
-        return manager.load(list(dict.fromkeys(names)))
-    except Exception as error:  # whatever a task file, its code or its data raises
-        raise ValueError(f"tasks={','.join(settings.tasks)!r}: {one_line(error)}") from error
+    return manager.load(list(dict.fromkeys(names)))
+
+
+def _check_shots(task: Any) -> None:
+    """Whether the task has as many examples for the context, where the harness's own samplers draw them."""
+    from lm_eval.api.samplers import SAMPLER_REGISTRY
+    from lm_eval.api.task import ConfigurableTask
+
+    own = getattr(type(task), "fewshot_context", None) is ConfigurableTask.fewshot_context
+    if not own or type(task.sampler) not in SAMPLER_REGISTRY.values():
+        return
+    config, wanted = task.config, task.config.num_fewshot or 0
+    most = len(task.sampler.df) - (task.fewshot_cfg.split == config.test_split)  # not the example itself
+    if wanted > most:
+        raise ValueError(f"num_fewshot={wanted}: task {config.task!r} has no more than {most} examples for the context")
 
 
 def _unknown(names: list[str], manager: Any) -> list[str]:
@@ -146,6 +171,22 @@ def _language_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
     if state.num_processes > 1:
         found.accelerator = Accelerator()
     return found
+
+
+@contextmanager
+def _explained(settings: TaskSettings) -> Iterator[None]:
+    """Whatever a task file, its code or its data raises, as one line. Torch's errors are not of the tasks."""
+    try:
+        yield
+    except RuntimeError:
+        raise
+    except Exception as error:
+        text = f"tasks={','.join(settings.tasks)!r}: {type(error).__name__}: {one_line(error)}"
+        if isinstance(error, KeyError):
+            text += "; is there a split, a metric or a field that does not exist?"
+        elif isinstance(error, TypeError) and "NoneType" in str(error):
+            text += "; is there a task without dataset_path, or in a group one that does not exist?"
+        raise ValueError(text) from error
 
 
 @contextmanager

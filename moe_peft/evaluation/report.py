@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rich.console import Console
 from ..analysis.figures import plot_expert_scores
 from .scores import Grid, Scores, as_markdown, as_table, by_metric, by_model, top_level
 
+FIGURES = ("png", "pdf", "svg")
 EXPERT = "expert "  # begins the name of an expert that was evaluated alone
 
 
@@ -24,27 +25,32 @@ def _grids(found: Mapping[str, Scores]) -> dict[str, Grid]:
 
 
 def write_results(found: Mapping[str, Scores], about: Mapping[str, Any], folder: Path, suffix: str) -> list[Path]:
-    """The files, in a temporary folder until all are whole."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """The files, which replace an earlier run's when all are whole. A figure that this run has not is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+        written = _write(found, about, Path(partial), suffix)
+        for name in {f"experts.{kind}" for kind in FIGURES}.difference(written):
+            (folder / name).unlink(missing_ok=True)
+        for name in written:
+            (Path(partial) / name).replace(folder / name)
+    return [folder / name for name in written]
+
+
+def _write(found: Mapping[str, Scores], about: Mapping[str, Any], folder: Path, suffix: str) -> list[str]:
+    """The files' names."""
     scores = {name: [score._asdict() for score in of_model.values()] for name, of_model in found.items()}
     text = json.dumps({"about": about, "scores": scores}, indent=2, default=str)
-    (partial / "results.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     tables = [f"{title}:\n\n" * bool(title) + as_markdown(grid) for title, grid in _grids(found).items()]
-    (partial / "results.md").write_text("\n".join([f"`{about['model']}`\n", *tables]), encoding="utf-8")
+    (folder / "results.md").write_text("\n".join([f"`{about['model']}`\n", *tables]), encoding="utf-8")
     written = ["results.json", "results.md"]
     if any(name.startswith(EXPERT) for name in found):
         written.append(f"experts{suffix}")
         shown = top_level(found["model"])
         values = {name: [of_model[s.task, s.metric].value for s in shown] for name, of_model in found.items()}
         tasks, better = [f"{s.task}\n{s.metric}" for s in shown], [s.higher_is_better for s in shown]
-        plot_expert_scores(values, tasks, better, partial / written[-1])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in written:
-        (partial / name).replace(folder / name)
-    shutil.rmtree(partial)
-    return [folder / name for name in written]
+        plot_expert_scores(values, tasks, better, folder / written[-1])
+    return written
 
 
 def print_results(found: Mapping[str, Scores], about: Mapping[str, Any], files: Sequence[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -59,8 +60,7 @@ def evaluate_model(
         ValueError: the model or a task does not exist, there is no such expert, or a setting is not what it takes.
     """
     PartialState(cpu=not torch.accelerator.is_available())
-    if Path(output_dir).exists() and not Path(output_dir).is_dir():
-        raise ValueError(f"--output {str(output_dir)!r}: not a folder")
+    output = _writable(output_dir)
     harness, raw = Harness(settings), {}
     adapter = is_adapter(model_path)
     model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
@@ -89,9 +89,20 @@ def evaluate_model(
     found = {name: read_scores(results) if results else {} for name, results in raw.items()}
     if PartialState().is_main_process:
         kept = {name: value for name, value in raw["model"].items() if name in _KEPT}
-        files = write_results(found, {**about, **kept}, Path(output_dir), suffix)
+        files = write_results(found, {**about, **kept}, output, suffix)
         print_results(found, about, files)
     return found
+
+
+def _writable(output_dir: str | Path) -> Path:
+    """The folder for the files. It need not exist yet."""
+    folder = Path(output_dir).resolve()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"--output {str(output_dir)!r}: not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {str(output_dir)!r}: {there} cannot be written to")
+    return folder
 
 
 def _alone(model: Any, experts: Sequence[int] | None) -> list[int]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from conftest import tiny_llama
 from peft import get_peft_model
+from processes import WORLD, in_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from moe_peft import MoELoraConfig
-
-WORLD = 2
 
 
 def model(mixing: str) -> torch.nn.Module:
@@ -40,16 +36,12 @@ def expected(mixing: str) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in one.named_parameters() if p.requires_grad}
 
 
-def run(rank: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+def run(rank: int, folder: Path) -> None:
     for kind in KINDS:
         for mixing in MIXINGS:
             gradients = WRAPPED[kind](model(mixing), rank)
             if rank == 0:
-                torch.save(gradients, Path(folder) / f"{kind}-{mixing}.pt")
-    dist.destroy_process_group()
+                torch.save(gradients, folder / f"{kind}-{mixing}.pt")
 
 
 def ddp(own: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
@@ -82,10 +74,7 @@ KINDS, MIXINGS = tuple(WRAPPED), ("output", "projection")
 def folder(tmp_path_factory) -> Path:
     """One pair of processes for all cases: starting them takes most of the time."""
     folder = tmp_path_factory.mktemp("gradients")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(run, args=(port, str(folder)), nprocs=WORLD)
+    in_processes(run, folder)
     return folder
 
 
@@ -125,26 +114,19 @@ def own_updates(own: torch.nn.Module, average: bool) -> dict[str, torch.Tensor]:
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in own.named_parameters()}
 
 
-def run_own_updates(rank: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+def run_own_updates(rank: int, folder: Path) -> None:
     own, mesh = model("output"), init_device_mesh("cpu", (WORLD,))
     for layer in own.get_base_model().model.layers:
         fully_shard(layer, mesh=mesh)
     found = own_updates(fully_shard(own, mesh=mesh), average=False)
     if rank == 0:
-        torch.save(found, Path(folder) / "own-updates.pt")
-    dist.destroy_process_group()
+        torch.save(found, folder / "own-updates.pt")
 
 
 def test_own_updates_of_experts_under_fsdp2(tmp_path):
     before = {n: p.detach().clone() for n, p in model("output").named_parameters()}
     one = own_updates(model("output"), average=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(run_own_updates, (port, str(tmp_path)), nprocs=WORLD)
+    in_processes(run_own_updates, tmp_path)
     sharded = torch.load(tmp_path / "own-updates.pt")
     assert sharded.keys() == one.keys()
     for name, value in one.items():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 from conftest import tiny_llama
 from datasets import Dataset
+from processes import in_processes
 from upit_case import make_case
 
 from moe_peft.upit import UpIT, recipe_from_dict
@@ -15,7 +18,7 @@ from moe_peft.upit.methods import METHODS
 from moe_peft.upit.pipeline import MODES
 from moe_peft.upit.run import Budget
 from moe_peft.upit.shared_stages import TrainerStage
-from moe_peft.upit.stages import Stage, run_stage
+from moe_peft.upit.stages import Artefacts, Stage, run_stage
 
 # Written by an earlier version of the pipeline; a run that it finished must not be done again. Make the file anew only
 # where a stage's result is meant to change.
@@ -188,3 +191,36 @@ def test_copies_that_stage_3_trained_are_all_assembled(tmp_path, tokenizer, monk
     monkeypatch.setattr("moe_peft.upit.ffn_stages.upcycle", lambda models, *args, **own: given.append(list(models)))
     stage.assemble(tmp_path / "assembled")
     assert stage.name == "post_train" and len(set(given[0])) == 4
+
+
+class Late(Stage):
+    """Its files are read by a process that takes its time."""
+
+    name = "late"
+
+    @classmethod
+    def wanted(cls, recipe):
+        return True
+
+    def identity(self):
+        return {"settings": {}}
+
+    def run(self, folder):
+        (folder / "experts").mkdir(exist_ok=True)
+        (folder / "experts/0").write_text("expert")
+        return {}
+
+    def likeness(self, folder):
+        time.sleep(2 * PartialState().process_index)
+        return {"read": (folder / "experts/0").read_text()}
+
+
+def run_late_stage(rank: int, folder: Path) -> None:
+    PartialState(cpu=True)
+    record = run_stage(folder, Late(pipeline_of(MINIMAL).context, Artefacts()))
+    assert record["metrics"] == {"read": "expert"}
+
+
+def test_no_process_renames_what_another_still_reads(tmp_path):
+    in_processes(run_late_stage, tmp_path)
+    assert (tmp_path / "late/experts/0").exists()

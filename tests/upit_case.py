@@ -86,7 +86,7 @@ def run_as_two_processes(settings: dict[str, Any], folder: Path) -> None:
     result = subprocess.run(
         [sys.executable, *command, "--config", str(folder / "two.yaml")], capture_output=True, text=True, timeout=300
     )
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.returncode == 0, result.stderr
 
 
 # --- a process that kills itself ------------------------------------------------------------------------------------

@@ -213,6 +213,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
         PartialState().wait_for_everyone()
         # In every process, because those that wait for long time out.
         metrics = {**metrics, **stage.likeness(partial)}
+        PartialState().wait_for_everyone()  # all have read the files before the folder gets its name
         if main:
             files = hash_folder(partial, leave_out=(STATE, _IDENTITY))
             write_json(partial / _RECORD, {"identity": identity, "metrics": metrics, "files": files})

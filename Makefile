@@ -1,6 +1,7 @@
 # make demo   sets up and runs the main job on data every machine has
 # make test   sets up and runs the tests
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
+# make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
 # make check  sets up and runs the linters, the type checker and the check of imports
 # make docs   sets up and builds the documentation in .cache/site
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)
@@ -11,7 +12,7 @@ RUN := $(VENV)/bin/python
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
 
-.PHONY: setup demo test test-lowest check format docs bench clean
+.PHONY: setup demo test test-lowest test-engines check format docs bench clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -36,6 +37,11 @@ test-lowest: $(LOWEST)/.ready
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n 2 --dist worksteal $(addprefix tests/test_, \
 		versions.py compat.py lifecycle.py protocol.py trainer.py router_losses.py native_export.py serving.py cli.py \
 		upit_config.py upit_pipeline.py::test_result_is_an_adapter_like_any_other)
+
+# With DeepSpeed, which is not installed for the other tests: it makes every import slower.
+test-engines: setup
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 tests/test_engines.py
 
 check: setup
 	$(RUN) -m ruff format --check .

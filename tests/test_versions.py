@@ -19,6 +19,7 @@ DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
 TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "trainer.py")
 EVAL = ("evaluation",)  # the extra `eval` too
+DEEPSPEED = ("sharding.py",)  # and this the extra `deepspeed`, once a model is divided by it
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:
@@ -44,7 +45,11 @@ FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "moe_peft").rglob("*.p
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_what_a_file_imports_is_declared(path: Path):
-    extras = [EXTRAS[name] for name, parts in (("train", TRAIN), ("eval", EVAL)) if path.parts[1] in parts]
+    extras = [
+        EXTRAS[name]
+        for name, parts in (("train", TRAIN), ("eval", EVAL), ("deepspeed", DEEPSPEED))
+        if path.parts[1] in parts
+    ]
     allowed = declared(PROJECT["dependencies"], *extras)
     missing = {
         package

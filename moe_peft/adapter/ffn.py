@@ -11,6 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..contexts import evaluating
+from ..sharding import gathered
 from .liger import plain_forward
 
 
@@ -155,8 +156,8 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
     Whether the layout computes what the block's own forward computes, on a few random tokens, and has every dropout
     of the block.
 
-    Blocks whose weights are not available (on the meta device, or sharded by ZeRO-3 or FSDP2) cannot run, nor can those
-    of Liger's classes on a CPU; they pass.
+    Weights that ZeRO-3 has divided are gathered. Blocks whose weights are not available (on the meta device, or sharded
+    by FSDP2) cannot run, nor can those of Liger's classes on a CPU; they pass.
     """
     dropouts = [m for m in ffn.modules() if isinstance(m, nn.Dropout) and m.p > 0]
     if any(m is not getattr(ffn, layout.dropout or "", None) for m in dropouts):
@@ -168,7 +169,7 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
         return True
     x = torch.randn(1, 4, in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
-        with evaluating(ffn):
+        with evaluating(ffn), gathered(ffn.parameters()):
             own, ours = layout.block(forward, x), dense_forward(layout, ffn, x)
     except TypeError:  # the block needs more arguments than its input
         return False
@@ -179,4 +180,4 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
-    return parameter.device.type == "meta" or hasattr(parameter, "ds_shape") or hasattr(parameter, "placements")
+    return parameter.device.type == "meta" or hasattr(parameter, "placements")

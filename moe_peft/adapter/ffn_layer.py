@@ -20,7 +20,7 @@ from ..contexts import without_autocast
 from .config import ExpertSpec
 from .dispatch import Dispatch
 from .ffn import FFNLayout
-from .layer import MoELoraLayer, MoELoraLinear, Weights, linear_features, may_overwrite
+from .layer import MoELoraLayer, MoELoraLinear, Weights, in_shape, linear_features, may_overwrite
 from .mixing import PairInputs, mixed_hidden
 
 
@@ -66,7 +66,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         x_TD = x.reshape(-1, x.shape[-1])
         behind = [a for a in adapters if self.moe_lora_spec[a].expert_type == "bottleneck"]
         if not behind:
-            return self._with_loras(adapters, x_TD).view(x.shape)
+            return in_shape(self._with_loras(adapters, x_TD), x)
 
         # Bottleneck experts take the block as it is: they read its output.
         h_TD = self.layout.block(self.base_layer, x).reshape(x_TD.shape)
@@ -76,7 +76,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         y_TD = outputs[0]
         for other_TD in outputs[1:]:
             y_TD = y_TD + other_TD - h_TD
-        return y_TD.view(x.shape)
+        return in_shape(y_TD, x)
 
     def _with_loras(self, adapters: list[str], x_TD: torch.Tensor) -> torch.Tensor:
         """The block's output with the LoRA experts of `adapters` on its projections, [T, d]."""

@@ -213,6 +213,14 @@ def may_overwrite(projection: nn.Module) -> bool:
     return type(projection) is nn.Linear and not replaced and not torch.is_grad_enabled()
 
 
+def in_shape(y_TM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """
+    `y_TM` in another's shape, for a layer's output. It is no view to autograd: FSDP2 has hooks on what a module
+    returns, and torch drops those of a view that is changed in place.
+    """
+    return torch.ops.aten._unsafe_view(y_TM, like.shape)
+
+
 class MoELoraLinear(nn.Module, MoELoraLayer):
     """One linear layer with experts: `W x + s Σ_i g_i B_i A_i x`; with one expert, an ordinary LoRA."""
 
@@ -238,4 +246,4 @@ class MoELoraLinear(nn.Module, MoELoraLayer):
         for adapter in adapters:
             dispatch = self._route(adapter, x_TD, y_TM.dtype)
             (y_TM,) = self._updated(adapter, dispatch, self._weights(adapter), x_TD, {"weight": y_TM}, in_place)
-        return y_TM.view(result.shape)
+        return in_shape(y_TM, result)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..adapter.layer import MoELoraLayer
 from ..merging import similarities, update_gram, value_gram
+from ..sharding import shape_of
 from .view import adapter_layers, base_model, gate_size, native_routers
 
 
@@ -112,7 +113,7 @@ def _stacked(experts: nn.Module, n: int) -> list[nn.Parameter]:
 def _shape(parameter: Any) -> tuple[int, ...]:
     """A parameter's shape, unpacked (bitsandbytes) and whole (DeepSpeed ZeRO-3)."""
     packed = getattr(parameter, "quant_state", None)
-    return tuple(packed.shape) if packed is not None else tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return tuple(packed.shape) if packed is not None else tuple(shape_of(parameter))
 
 
 def _short(number: float) -> str:

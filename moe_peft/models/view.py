@@ -19,6 +19,7 @@ from torch import nn
 from ..adapter import protocol, recording
 from ..adapter.layer import MoELoraLayer
 from ..routing.statistics import chosen_experts
+from ..sharding import shape_of
 from .gate import RoutedGate
 
 
@@ -173,7 +174,7 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
 
 def gate_size(gate: Any) -> tuple[int, int]:
     """(n, k)"""
-    n = gate.num_experts if isinstance(gate, RoutedGate) else gate.weight.shape[0]
+    n = gate.num_experts if isinstance(gate, RoutedGate) else shape_of(gate.weight)[0]
     return int(n), int(gate.top_k)
 
 

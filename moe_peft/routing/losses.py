@@ -16,6 +16,7 @@ from typing import Literal, cast
 import torch
 
 Scope = Literal["global", "layer"]
+Mean = Callable[[torch.Tensor], torch.Tensor]
 
 
 def balancing_loss(
@@ -23,6 +24,7 @@ def balancing_loss(
     k: int,
     mask_T: torch.Tensor | None = None,
     scope: Scope = "global",
+    mean: Mean | None = None,
 ) -> torch.Tensor:
     """
     `n Σ_i f_i P_i`, where f_i is expert i's share of assignments times k and P_i its mean probability (Fedus et al.,
@@ -33,12 +35,15 @@ def balancing_loss(
         k: active experts per token.
         mask_T: 1 for tokens that count; all if None.
         scope: `"global"` pools the tokens of all layers (as in transformers), `"layer"` averages the layers' losses.
+        mean: the mean of a tensor over processes. Then f_i counts the tokens of all of them (Qiu et al., 2025), and
+            the mean of this loss over processes is that of their batches taken together.
     """
+    mean = mean or _of_one
     probabilities_LTN = _stacked(router_logits).softmax(-1)
     n = probabilities_LTN.shape[-1]
     chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, probabilities_LTN.topk(k, dim=-1).indices, 1.0)
-    weights_T = _weights(probabilities_LTN, mask_T)
-    f_LN = torch.einsum("ltn,t->ln", chosen_LTN, weights_T)
+    weights_T = _weights(probabilities_LTN, mask_T, mean)
+    f_LN = mean(torch.einsum("ltn,t->ln", chosen_LTN, weights_T))
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
     if scope == "global":
         return n * (f_LN.mean(0) * P_LN.mean(0)).sum()
@@ -68,13 +73,17 @@ def _stacked(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([logits_TN.to(router_logits[0].device) for logits_TN in router_logits]).float()
 
 
-def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None) -> torch.Tensor:
+def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None, mean: Mean) -> torch.Tensor:
     """Each token's weight in a mean, [T]."""
     tokens = probabilities_LTN.shape[1]
-    if mask_T is None:
-        return probabilities_LTN.new_full((tokens,), 1 / tokens)
-    mask_T = mask_T.to(probabilities_LTN)
-    return mask_T / mask_T.sum().clamp(min=1)
+    mask_T = probabilities_LTN.new_ones(tokens) if mask_T is None else mask_T.to(probabilities_LTN)
+    count = mean(mask_T.sum())
+    return mask_T / torch.where(count > 0, count, 1)
+
+
+def _of_one(values: torch.Tensor) -> torch.Tensor:
+    """The mean over a single process."""
+    return values
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -92,6 +101,7 @@ class RouterBatch:
         scope: the scope of the balancing loss, see `balancing_loss`.
         allowed: the experts that may serve each token according to its label, bool [T, n]; None without labels.
         label_mask: 1 for the tokens on which losses that need labels count, [T]; None: all real ones.
+        mean: the mean of a tensor over the processes whose batches are balanced together; None: each is by itself.
     """
 
     router_logits: Sequence[torch.Tensor]
@@ -100,6 +110,7 @@ class RouterBatch:
     scope: Scope = "global"
     allowed: torch.Tensor | None = None
     label_mask: torch.Tensor | None = None
+    mean: Mean | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,7 @@ class RouterLoss:
 
 ROUTER_LOSSES: dict[str, RouterLoss] = {
     "aux": RouterLoss(
-        lambda batch: balancing_loss(batch.router_logits, batch.k, batch.mask, batch.scope),
+        lambda batch: balancing_loss(batch.router_logits, batch.k, batch.mask, batch.scope, batch.mean),
         "Load-balancing loss. None: the model's own coefficient.",
         coefficient=None,
         stages=("joint",),

@@ -53,6 +53,8 @@ class RouterLossConfig(_Coefficients):
 
     Args:
         router_balancing: `"global"` pools the tokens of all layers in the balancing loss, `"layer"` does not.
+        router_global_batch: whether the balancing loss counts the loads of all processes together (Qiu et al., 2025)
+            rather than in each by itself. Batches that are accumulated stay apart.
         training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
             losses; `"rest"` trains all other trainable parameters, with the routers frozen and without their losses.
             To train in two stages, pass the same model to the second trainer.
@@ -68,6 +70,9 @@ class RouterLossConfig(_Coefficients):
     """
 
     router_balancing: Scope = field(default="global", metadata={"help": "Scope of the balancing loss."})
+    router_global_batch: bool = field(
+        default=False, metadata={"help": "Balance the batches of all processes together."}
+    )
     training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
     router_schedule: Literal["constant", "three_phase"] = field(
         default="constant", metadata={"help": "Constant or three-phase."}
@@ -111,8 +116,9 @@ class RouterLossesMixin(ModelCardMixin):
     variation that even routing of as many tokens would have. Per-token losses are averaged over all real tokens of an
     optimizer step (the label loss over those that `router_label_tokens` names), whatever the number of accumulation
     steps and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The balancing loss is
-    not a mean over tokens: as in TRL, it is computed for each micro-batch and averaged. If a trainer runs the model
-    several times for one loss, only the passes with gradients count. What it saves has the card of `ModelCardMixin`.
+    not a mean over tokens: as in TRL, it is computed for each micro-batch and averaged; with `router_global_batch`, for
+    those of all processes together. If a trainer runs the model several times for one loss, only the passes with
+    gradients count. What it saves has the card of `ModelCardMixin`.
 
     Raises:
         ValueError: the model has no routers, or nothing is left to train.
@@ -261,7 +267,11 @@ class RouterLossesMixin(ModelCardMixin):
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
             label_mask_T = self._label_tokens(inputs, mask_T)
         k = int(text_config(self.model).num_experts_per_tok)
-        return RouterBatch(logits, mask_T, k, self.args.router_balancing, allowed_TN, label_mask_T)
+        mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
+        return RouterBatch(logits, mask_T, k, self.args.router_balancing, allowed_TN, label_mask_T, mean)
+
+    def _mean_over_processes(self, values: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(values.detach(), "mean")  # type: ignore[attr-defined]
 
     def _with_router_losses(self, loss: torch.Tensor, batch: RouterBatch, of_step: bool) -> torch.Tensor:
         """Add the losses that the stage trains with, and log them."""

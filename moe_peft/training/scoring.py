@@ -18,6 +18,7 @@ from ..compat import private
 from ..contexts import evaluating, free_memory
 from ..models.steering import force_experts
 from ..models.view import base_model
+from ..sharding import gathered_as_it_runs, is_divided
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
@@ -68,7 +69,7 @@ def example_losses(
     mine = starts[state.process_index :: state.num_processes]
     found: list[tuple[int, list[list[float]], list[int]]] = []
     _place(model)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
-    with evaluating(model):
+    with evaluating(model), gathered_as_it_runs(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
             examples = [dataset[i] for i in range(start, min(start + per_batch, len(dataset)))]
             inputs = collator([example for example in examples for _ in range(copies)])
@@ -79,6 +80,10 @@ def example_losses(
             losses_SN = -outputs.log_probs.double().sum(-1).view(len(examples), copies)
             counts_S = outputs.label_mask.view(len(examples), copies, -1)[:, 0].sum(-1)
             found.append((start, losses_SN.tolist(), counts_S.tolist()))
+        if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_divided, model.parameters())):
+            # Divided weights are gathered by all processes at once, so one that has a batch less runs one of padding.
+            padding = {name: torch.zeros_like(value) for name, value in collator([dataset[0]]).items()}
+            model(**{name: value.to(state.device) for name, value in padding.items()}, fused_lm_head=True)
     if state.num_processes > 1:
         found = sorted(gather_object(found))
     losses = [row for _, rows_, _ in found for row in rows_]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
+from .arguments import for_one_trainer
 from .scoring import Collator
 
 
@@ -24,7 +23,7 @@ def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args:
             num_attention_heads=1, num_key_value_heads=1,
         )
     )  # fmt: skip
-    args = copy.copy(args)
+    args = for_one_trainer(args)
     args.router_aux_loss_coef = None  # TRL refuses one for a dense model
     trainer = SFTTrainer(model=stand_in, args=args, train_dataset=dataset, processing_class=processing_class)
     return trainer.train_dataset, trainer.data_collator

@@ -7,7 +7,6 @@ One model is in memory at a time.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..contexts import free_memory
+from ..training.arguments import for_one_trainer
 from ..training.checkpoints import Trained, step_rows, train
 from .buckets import Buckets, expert_batches
 from .files import expert_folders, link_model, read_tensor, write_without
@@ -39,7 +39,7 @@ class ExpertTrainer(RouterInitTrainer):
         vectors: RoutingVectors = self.model.routing_vectors
         vectors.scores = []
         outputs = model(**inputs, fused_lm_head=True)
-        return outputs, vectors.scores[: len(vectors.weight)]  # with checkpointing, layers run again later
+        return outputs, vectors.scores[: vectors.layers]  # with checkpointing, layers run again later
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def init_expert_routers(
 
 
 def _own_arguments(args: SFTConfig, expert: int) -> SFTConfig:
-    own = copy.copy(args)
+    own = for_one_trainer(args)
     own.output_dir = str(Path(str(args.output_dir)) / f"expert-{expert}")
     own.remove_unused_columns, own.train_sampling_strategy = False, "sequential"
     return own

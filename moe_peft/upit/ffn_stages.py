@@ -12,6 +12,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import unset_hf_deepspeed_config
 
 from ..models.size import ModelSize, model_size
 from ..models.view import router_parameters
@@ -148,14 +149,16 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         if r.moe.get("router_init") == "attention":  # in every process: TRL's preparation waits for all
             calibration = calibration_batches(self.context.train_data, self.context.tokenizer, seed=self.seed)
         if PartialState().is_main_process and not assembled.exists():
+            unset_hf_deepspeed_config()  # or ZeRO-3 would divide the models of one process among all
             self.assemble(assembled, calibration)
         PartialState().wait_for_everyone()
+        args = self.arguments(folder, num_train_epochs=self.epochs)  # before the model, which ZeRO-3 may divide
         model = load_checkpoint(r.model, assembled)
         size = model_size(model)
         trained = post_train(
             model,
             self.context.train_data,
-            self.arguments(folder, num_train_epochs=self.epochs),
+            args,
             self.context.tokenizer,
             output_dir=folder / self.output,
             train_experts=r.trains_experts,

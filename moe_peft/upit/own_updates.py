@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback
@@ -20,13 +22,14 @@ from transformers.training_args import TrainingArguments
 
 from ..models.view import adapter_layers
 from ..routing.routers import LinearRouter
+from ..sharding import Access, ZeROAccess, shape_of
 
 _NOT_ELEMENTWISE = ("adafactor", "galore", "apollo", "lomo", "muon", "stable_adamw", "grokadamw")
 
 
 class OwnUpdates(TrainerCallback):
     """
-    Works on one process, under DistributedDataParallel and under FSDP2.
+    Works on one process, under DistributedDataParallel, under FSDP2 and under DeepSpeed's ZeRO.
 
     Args:
         steps: optimizer steps of each expert's own training, [n].
@@ -37,46 +40,89 @@ class OwnUpdates(TrainerCallback):
 
     def __init__(self, steps: Sequence[int], max_grad_norm: float) -> None:
         self.steps, self.max_grad_norm = torch.tensor(steps), max_grad_norm
+        self.access: Access = Access()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Look up the parameters, which FSDP has replaced by now."""
         self.stacked = [p for p in _of_experts(model) if p.requires_grad]
         # Experts that only some layers have are never trained, so they are over from the start.
-        missing = max((len(p) for p in self.stacked), default=0) - len(self.steps)
+        missing = max((shape_of(p)[0] for p in self.stacked), default=0) - len(self.steps)
         self.steps = torch.nn.functional.pad(self.steps, (0, max(missing, 0)))
         known = {id(p) for p in self.stacked}
         self.shared = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+        if PartialState().distributed_type == DistributedType.DEEPSPEED:
+            self.access = ZeROAccess()
+            self._step_with(optimizer.optimizer, state)
+
+    def _step_with(self, zero: Any, state: TrainerState) -> None:
+        """Have DeepSpeed's optimizer do what the callbacks do: it steps in the backward pass, where none is called."""
+        step, zero.clip_grad = zero.step, 0.0
+
+        def own_step(*args: Any, **kwargs: Any) -> Any:
+            self._before_step(state.global_step)
+            result = step(*args, **kwargs)
+            self._after_step(state.global_step)
+            return result
+
+        zero.step = own_step
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.max_grad_norm > 0:
-            self._clip()
-        over = bool((self.steps <= state.global_step).any())
-        self.kept = [p.detach().clone() for p in self.stacked] if over else []
+        if not isinstance(self.access, ZeROAccess):
+            self._before_step(state.global_step)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if not isinstance(self.access, ZeROAccess):
+            self._after_step(state.global_step)
+
+    def _before_step(self, step: int) -> None:
+        if self.max_grad_norm > 0:
+            self._clip()
+        over = bool((self.steps <= step).any())
+        self.kept = [self.access.value(p).clone() for p in self.stacked] if over else []
+
+    def _after_step(self, step: int) -> None:
         # Without gradients they would still move, by momentum and weight decay.
-        over_N = self.steps <= state.global_step
+        over_N = self.steps <= step
         for parameter, values in zip(self.stacked if self.kept else [], self.kept, strict=True):
-            parameter.data.copy_(torch.where(_rows(over_N, values), values, parameter.data))
+            now = self.access.value(parameter)
+            self.access.set_value(parameter, torch.where(_rows(over_N, values), values, now))
         self.kept = []
 
     def _clip(self) -> None:
-        grads = [p.grad for p in self.stacked if p.grad is not None]
-        square_N = torch.zeros(len(self.steps), device=grads[0].device if grads else None)
-        for grad in grads:
-            own_N = grad.float().square().flatten(1).sum(1)
-            own_N = own_N.full_tensor() if isinstance(own_N, DTensor) else own_N
-            square_N[: len(own_N)] += own_N.to(square_N.device)
-        factor_N = (self.max_grad_norm / (square_N.sqrt() + 1e-6)).clamp(max=1)
-        for grad in grads:
-            grad.mul_(_rows(factor_N.to(grad.dtype), grad))
-        torch.nn.utils.clip_grad_norm_(self.shared, self.max_grad_norm)
+        square_N = torch.zeros(len(self.steps))
+        for parameter in self.stacked:
+            grad = self.access.grad(parameter)
+            if grad is not None:
+                own_N = _whole(grad.float().square().flatten(1).sum(1))
+                square_N = square_N.to(own_N.device)
+                square_N[: len(own_N)] += own_N
+        self._scale(self.stacked, self._factor(square_N))
+        shared = [grad for p in self.shared if (grad := self.access.grad(p)) is not None]
+        squares = [_whole(grad.float().square().sum()) for grad in shared]
+        if squares:
+            self._scale(self.shared, self._factor(torch.stack(squares).sum()))
+
+    def _factor(self, square: torch.Tensor) -> torch.Tensor:
+        return (self.max_grad_norm / (square.sqrt() + 1e-6)).clamp(max=1)
+
+    def _scale(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+        for parameter in parameters:
+            grad = self.access.grad(parameter)
+            if grad is not None:
+                rows = _rows(factor.to(grad.dtype), grad) if factor.dim() else factor.to(grad.device, grad.dtype)
+                self.access.set_grad(parameter, grad * rows)
 
 
 def refuse_optimizer(args: TrainingArguments) -> None:
@@ -87,10 +133,10 @@ def refuse_optimizer(args: TrainingArguments) -> None:
     name = str(getattr(args.optim, "value", args.optim))
     if any(part in name for part in _NOT_ELEMENTWISE):
         raise ValueError(f"router_init: optim={name!r}: mixes the experts of a tensor; use adamw_torch, or sgd")
-    if args.deepspeed:
+    if args.fp16 and args.max_grad_norm > 0:
         raise ValueError(
-            "router_init: deepspeed: clips and steps inside the backward pass, where experts cannot be told apart; use "
-            "DDP or FSDP2, or leave this stage out"
+            f"router_init: fp16=True, max_grad_norm={args.max_grad_norm:g}: scaled gradients would be clipped; use "
+            "bf16, or max_grad_norm=0"
         )
 
 
@@ -102,6 +148,10 @@ def _of_experts(model: nn.Module) -> Iterator[nn.Parameter]:
                 yield from of_layer.values()
             if isinstance(router, LinearRouter):
                 yield router.weight
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _rows(values_N: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

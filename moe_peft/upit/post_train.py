@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 from datasets import Dataset
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from trl import SFTConfig
 
 from ..models.view import router_parameters
+from ..training.arguments import for_one_trainer
 from ..training.checkpoints import Trained, copy_result, train
 from ..training.sft import MoESFTTrainer
 
@@ -51,7 +51,7 @@ def post_train(
     set_seed(args.seed)
     trainer = MoESFTTrainer(
         model=model,
-        args=copy.copy(args),
+        args=for_one_trainer(args),
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         processing_class=processing_class,

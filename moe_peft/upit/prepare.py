@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from ..training.arguments import for_one_trainer
 from ..training.checkpoints import Trained, total_steps, train
 from .files import copy_adapter, expert_folders, link_model
 from .selection import chosen_steps
@@ -62,7 +62,7 @@ def prepare_experts(
     set_seed(args.seed)
     trainer = SFTTrainer(
         model=model,
-        args=copy.copy(args),  # `train` sets steps; the caller's stay as they are
+        args=for_one_trainer(args),  # `train` sets steps; the caller's stay as they are
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         processing_class=processing_class,

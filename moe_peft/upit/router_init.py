@@ -12,7 +12,6 @@ Legend: B rows, S positions, L layers, n experts.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from ..compat import loss_is_of_whole_step
 from ..messages import one_of
 from ..models.steering import force_experts
 from ..models.view import RoutedPass, observed_routing, router_parameters, router_sizes
+from ..training.arguments import for_one_trainer
 from ..training.checkpoints import Trained, step_rows, train
 from ..training.labels import RowCollator
 from ..training.scoring import example_losses
@@ -190,7 +190,7 @@ def init_router(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in routers or (train_experts and "moe_lora_" in name))
     set_seed(args.seed)
-    args = copy.copy(args)  # the caller's stay as they are
+    args = for_one_trainer(args)  # the caller's stay as they are
     args.remove_unused_columns, args.train_sampling_strategy = False, "sequential"
     trainer = RouterInitTrainer(
         model=model,

@@ -22,13 +22,17 @@ class RoutingVectors(nn.Module):
         weight = torch.empty(config.num_hidden_layers, config.hidden_size)
         self.weight = nn.Parameter(nn.init.normal_(weight, std=0.02).to(model.device))
         self.scores: list[torch.Tensor] = []
+        self.layers = config.num_hidden_layers
         for layer in range(config.num_hidden_layers):
             model.get_submodule(f"model.layers.{layer}.mlp").register_forward_pre_hook(self._recorder(layer))
 
+    def forward(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        """`x·r` [..., 1] in float32. Not a matrix product, which autocast would compute in half precision."""
+        return (x.float() * self.weight[layer].float()).sum(-1, keepdim=True)
+
     def _recorder(self, layer: int) -> Callable[[nn.Module, tuple], tuple]:
         def record(ffn: nn.Module, args: tuple) -> tuple:
-            # Not a matrix product, which autocast would compute in half precision.
-            score = (args[0].float() * self.weight[layer].float()).sum(-1, keepdim=True)
+            score = self(args[0], layer)  # a call, for which ZeRO-3 gathers the vectors
             self.scores.append(score.reshape(-1, 1))
             # The same input, but tied to the score: DistributedDataParallel would take the vectors for unused if no
             # output depended on them.

@@ -1,0 +1,313 @@
+"""
+Every engine with every kind of training, on a tiny model in two processes on a CPU: what works, beside plain LoRA.
+
+    python -m benchmarks.engines                                   # writes benchmarks/results/engines.md
+    python -m benchmarks.engines --engines FSDP2 --kinds output
+
+Each cell has three words. "equal": the training ends with the weights and losses of one process that takes the same
+batches (to 2e-5). "saved": what `save_model` writes is the folder that one process writes, with these weights.
+"resumed": stopped in the middle and started again, it ends with the same weights. UpIT is stopped in its router
+initialisation and in its last training, so its cell has all three or none.
+
+The processes are started by `accelerate launch` with the files in `recipes/accelerate`. accelerate has FSDP and
+DeepSpeed for accelerators only, so each process tells it that its CPU is one; from there on, FSDP2's and DeepSpeed's
+own code runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# DeepSpeed asks for it when it is imported.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from datasets import Dataset
+from peft import LoraConfig, PeftConfig
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
+from moe_peft.messages import one_line
+from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.upit import UpIT, recipe_from_dict
+
+from .trainers import base_model, tokenizer, words
+
+RESULT = Path(__file__).parent / "results" / "engines.md"
+LAUNCH_FILES = Path(__file__).parent.parent / "recipes" / "accelerate"
+ENGINES = {"DDP": "ddp.yaml", "FSDP2": "fsdp2.yaml", "ZeRO-2": "zero2.yaml", "ZeRO-3": "zero3.yaml"}
+ALONE = "one process"
+PROCESSES, STEPS, MIDDLE = 2, 4, 2
+TOLERANCE = 2e-5
+FFN = ["gate_proj", "up_proj", "down_proj"]
+KINDS = {
+    "LoRA": "plain LoRA",
+    "output": "adapter, output",
+    "projection": "adapter, projection",
+    "native": "native MoE, all weights",
+    "upit-lora": "UpIT, mode lora",
+    "upit-ffn": "UpIT, mode ffn",
+}
+RESULTS = {"upit-lora": "adapter", "upit-ffn": "model"}  # folders of an UpIT run
+# The steps of an UpIT run after which it is stopped: in router initialisation, and in post-training.
+STOPS = {"upit-lora": (9, 9), "upit-ffn": (11, 15)}
+
+
+# --- in each process -----------------------------------------------------------------------------------------------
+
+
+def take_cpu_for_an_accelerator() -> None:
+    """Have accelerate use FSDP or DeepSpeed on a CPU, over gloo; ZeRO-3 divides small parameters as well."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
+    make = DeepSpeedPlugin.__post_init__
+
+    def make_thorough(self: DeepSpeedPlugin) -> None:
+        make(self)
+        self.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+
+    DeepSpeedPlugin.__post_init__ = make_thorough  # type: ignore[method-assign]
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        from deepspeed.comm import torch as communication
+
+        communication.build_shm_op = lambda: None  # a faster way on CPUs, which has to be compiled
+
+
+def is_sharded() -> bool:
+    return any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
+
+
+def settings(at_once: bool = False, **own: Any) -> dict[str, Any]:
+    """Training arguments; alone, a process accumulates the batches that several have, or has them `at_once`."""
+    times = PROCESSES if int(os.environ.get("WORLD_SIZE", "1")) == 1 else 1
+    return {
+        "per_device_train_batch_size": 2 * (times if at_once else 1),
+        "gradient_accumulation_steps": 2 * (1 if at_once else times),
+        "learning_rate": 1e-2, "adam_epsilon": 1e-4, "max_length": 64, "bf16": False, "use_cpu": not is_sharded(),
+        "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False, **own,
+    }  # fmt: skip
+
+
+def make_trainer(kind: str, folder: Path) -> Trainer:
+    """A trainer of the kind, as a user makes it: the model and the adapter by name and config."""
+    set_seed(1)
+    adapter: PeftConfig | None = None
+    if kind == "LoRA":
+        adapter = LoraConfig(r=4, target_modules=FFN, init_lora_weights=False, task_type="CAUSAL_LM")
+    elif kind != "native":
+        adapter = MoELoraConfig(
+            num_experts=4, r=4, mixing=kind, init_lora_weights=False, router_aux_loss_coef=0.1, task_type="CAUSAL_LM"
+        )
+    arguments = settings(
+        at_once=kind == "output", output_dir=str(folder / kind / "state"), max_steps=STEPS, save_steps=MIDDLE,
+        model_init_kwargs={"dtype": "float32"},
+    )  # fmt: skip
+    own = {"train_dataset": Dataset.from_json(str(folder / "train.jsonl")), "processing_class": tokenizer()}
+    if kind in ("LoRA", "projection"):
+        return SFTTrainer(str(folder / "base"), SFTConfig(**arguments), peft_config=adapter, **own)
+    args = MoESFTConfig(**arguments, router_z_loss_coef=0.01, router_global_batch=kind == "output")
+    return MoESFTTrainer(str(folder / ("native" if adapter is None else "base")), args, peft_config=adapter, **own)
+
+
+def train(kind: str, folder: Path) -> None:
+    """Train, save, and train again from the middle."""
+    trainer = make_trainer(kind, folder)
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    trainer.save_model(str(folder / kind / "saved"))
+    again = make_trainer(kind, folder)
+    again.train(resume_from_checkpoint=str(folder / kind / "state" / f"checkpoint-{MIDDLE}"))
+    again.save_model(str(folder / kind / "resumed"))
+    if PartialState().is_main_process:
+        (folder / kind / "losses.json").write_text(json.dumps(losses))
+
+
+class Stop(TrainerCallback):
+    """Ends the process, in the same step as the others, when it has taken so many steps."""
+
+    steps = 0
+    left: int | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        Stop.steps += 1
+        if Stop.steps == Stop.left:
+            os._exit(7)
+
+
+def upit(kind: str, folder: Path, stop_after: int | None) -> None:
+    """Run a recipe, or go on with it; it ends itself after so many steps."""
+    Stop.left = stop_after
+    init = Trainer.__init__
+
+    def make(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.add_callback(Stop)
+
+    Trainer.__init__ = make  # type: ignore[method-assign]
+    # A large ε, because Adam blows rounding up where gradients are near zero. All experts at once, because rounding may
+    # choose other ones.
+    sft = settings(at_once=True, adam_epsilon=1e-2, max_grad_norm=0.5, save_steps=2)
+    sft["gradient_accumulation_steps"] = 1
+    recipe = {
+        "output_dir": str(folder / kind), "mode": kind.partition("-")[2], "num_experts": 3, "num_train_epochs": 2,
+        "model": {"name_or_path": str(folder / "base"), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "label_column": "domain"},
+        "router_init": {"seed_fraction": 0.375, "num_train_epochs": 4}, "sft": sft,
+    }  # fmt: skip
+    own = {"adapter": {"r": 4, "top_k": 3}} if kind == "upit-lora" else {"moe": {"top_k": 3}}
+    UpIT(recipe_from_dict({**recipe, **own})).run()
+
+
+def work(kinds: list[str], folder: Path, stop_after: int | None) -> None:
+    """One process's part. The first failure ends it, as the others would wait for ever."""
+    torch.set_num_threads(1)
+    if is_sharded():
+        take_cpu_for_an_accelerator()
+    for kind in kinds:
+        try:
+            if kind in RESULTS:
+                upit(kind, folder, stop_after)
+            else:
+                train(kind, folder)
+            (folder / f"{kind}.done").touch()
+        except Exception as error:
+            if not (folder / f"{kind}.error").exists():
+                (folder / f"{kind}.error").write_text(f"{type(error).__name__}: {one_line(error, 160)}")
+            raise
+
+
+# --- in the one that starts them -------------------------------------------------------------------------------------
+
+
+def prepare(folder: Path) -> None:
+    """The base, a native MoE made of it, and data."""
+    base_model("SFT").save_pretrained(folder / "base")
+    tokenizer().save_pretrained(folder / "base")
+    upcycle(folder / "base", folder / "native", UpcycleConfig(num_experts=4))
+    rows = [{"text": words(i, 3) + " " + words(i + 5, 2 + i % 5), "domain": "abc"[i % 3]} for i in range(32)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def launch(engine: str, kinds: list[str], folder: Path, stop_after: int | None = None) -> subprocess.CompletedProcess:
+    """Start the processes of an engine, which share `folder` with no other."""
+    command = [sys.executable]
+    if engine != ALONE:
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_FILES / ENGINES[engine])]
+        command += ["--num_processes", str(PROCESSES), "--mixed_precision", "no", "--main_process_port", "0"]
+    command += ["-m", "benchmarks.engines", "--folder", str(folder), "--kinds", *kinds, "--work"]
+    command += [] if stop_after is None else ["--stop-after", str(stop_after)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=LAUNCH_FILES.parent.parent)
+
+
+def train_all(engine: str, kinds: list[str], folder: Path) -> None:
+    """Have an engine train every kind; a kind that fails leaves its error in `<kind>.error`."""
+    for kind in (kind for kind in kinds if kind in RESULTS and engine != ALONE):
+        for stop in STOPS[kind]:
+            launch(engine, [kind], folder, stop)
+            if (folder / f"{kind}.done").exists():
+                raise RuntimeError(f"{engine}: {kind}: has fewer than {stop} steps, so it was not stopped")
+    left = list(kinds)
+    while left:
+        ended = launch(engine, left, folder)
+        before = len(left)
+        left = [kind for kind in left if not any((folder / f"{kind}.{end}").exists() for end in ("done", "error"))]
+        if len(left) == before:
+            raise RuntimeError(f"{engine}: {left}: {ended.stderr[-2000:]}")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def differences(found: Path, expected: Path) -> str:
+    """What differs between two result folders; "" if nothing does."""
+    ours, theirs = weights(found), weights(expected)
+    if not theirs or ours.keys() != theirs.keys():
+        return f"other weights: {sorted(ours.keys() ^ theirs.keys())[:2]}"
+    furthest = max((float((ours[name] - value).abs().max()), name) for name, value in theirs.items())
+    return f"{furthest[1]} differs by {furthest[0]:.1e}" if furthest[0] > TOLERANCE else ""
+
+
+def compare(kind: str, folder: Path, alone: Path) -> str:
+    """The cell of a kind: what holds, or why not."""
+    if (error := folder / f"{kind}.error").exists():
+        return f"no: {error.read_text()}"
+    if kind in RESULTS:
+        name = RESULTS[kind]
+        return differences(folder / kind / name, alone / kind / name) or "equal, saved, resumed"
+    ours, theirs = (json.loads((place / kind / "losses.json").read_text()) for place in (folder, alone))
+    checks = {
+        "equal": "" if torch.allclose(torch.tensor(ours), torch.tensor(theirs), atol=1e-4) else f"losses {ours}",
+        "saved": differences(folder / kind / "saved", alone / kind / "saved") or missing_files(kind, folder, alone),
+        "resumed": differences(folder / kind / "resumed", alone / kind / "saved"),
+    }
+    return ", ".join(name if not failure else f"not {name}: {failure}" for name, failure in checks.items())
+
+
+def missing_files(kind: str, folder: Path, alone: Path) -> str:
+    wanted = {path.name for path in (alone / kind / "saved").iterdir()}
+    missing = wanted - {path.name for path in (folder / kind / "saved").iterdir()}
+    return f"lacks {sorted(missing)}" if missing else ""
+
+
+def rows(engines: list[str], kinds: list[str], root: Path) -> Iterator[list[str]]:
+    """One row for each engine: its name and the cells of the kinds."""
+    folders = {engine: root / engine.replace(" ", "-") for engine in (ALONE, *engines)}
+    for engine, folder in folders.items():
+        folder.mkdir()
+        prepare(folder)
+        train_all(engine, kinds, folder)
+        if engine != ALONE:
+            yield [engine, *(compare(kind, folder, folders[ALONE]) for kind in kinds)]
+
+
+@cache
+def heading() -> str:
+    import accelerate
+    import deepspeed
+    import transformers
+    import trl
+
+    return (
+        "# Engines × trainings\n\n"
+        f"Made by `python -m benchmarks.engines` on a CPU: torch {torch.__version__}, accelerate "
+        f"{accelerate.__version__}, deepspeed {deepspeed.__version__}, transformers {transformers.__version__}, trl "
+        f"{trl.__version__}. {PROCESSES} processes over gloo,\na tiny Llama, {STEPS} steps of 2 × 2 rows in each. The "
+        "module's first lines say what the words mean.\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--stop-after", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        return work(args.kinds, args.folder, args.stop_after)
+    lines = [f"| engine | {' | '.join(KINDS[kind] for kind in args.kinds)} |", "|---" * (len(args.kinds) + 1) + "|"]
+    with tempfile.TemporaryDirectory() as root:
+        for row in rows(args.engines, args.kinds, Path(root)):
+            lines.append(f"| {' | '.join(text.replace('|', '/') for text in row)} |")
+            print(lines[-1], flush=True)
+    args.out.write_text("\n".join([heading(), *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()

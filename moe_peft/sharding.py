@@ -1,0 +1,122 @@
+"""
+Parameters that are divided among processes: by DeepSpeed's ZeRO-3 in a model that no trainer has prepared yet, and the
+values and gradients that an optimizer of ZeRO's works with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def shape_of(parameter: Any) -> torch.Size:
+    """The shape of a whole parameter; a divided one is empty."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def is_divided(parameter: Any) -> bool:
+    """Whether ZeRO-3 has divided a parameter."""
+    return hasattr(parameter, "ds_shape")
+
+
+@contextmanager
+def gathered(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterator[None]:
+    """
+    Inside this block, divided parameters are whole. All processes must enter it; with `write`, what the first one
+    assigns stays.
+    """
+    divided = [p for p in parameters if is_divided(p)]
+    if not divided:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(divided, modifier_rank=0 if write else None):
+        yield
+
+
+@contextmanager
+def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
+    """
+    Inside this block, a model with divided parameters can run without DeepSpeed's engine: the weights of each decoder
+    layer are gathered while it runs, all others while the model does. All processes must run it equally often.
+    """
+    if not any(map(is_divided, model.parameters())):
+        yield
+        return
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    in_layers = {id(p) for layer in layers for p in layer.parameters()}
+    units = {layer: list(layer.parameters()) for layer in layers}
+    units[model] = [p for p in model.parameters() if id(p) not in in_layers]
+    handles = []
+    for module, parameters in units.items():
+        unit = _Unit(parameters)
+        handles.append(module.register_forward_pre_hook(unit.enter, prepend=True))
+        handles.append(module.register_forward_hook(unit.leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Unit:
+    """The hooks of a module whose parameters are gathered together."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    def enter(self, *args: Any) -> None:
+        self.context = gathered(self.parameters)
+        self.context.__enter__()
+
+    def leave(self, *args: Any) -> None:
+        self.context.__exit__(None, None, None)
+
+
+class Access:
+    """Values and gradients of parameters, whole or as distributed tensors."""
+
+    def value(self, parameter: nn.Parameter) -> torch.Tensor:
+        return parameter.detach()
+
+    def set_value(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        parameter.data.copy_(value)
+
+    def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return parameter.grad
+
+    def set_grad(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.copy_(grad)
+
+
+class ZeROAccess(Access):
+    """Those that ZeRO has divided, gathered one at a time. All processes must ask for the same ones."""
+
+    def value(self, parameter: nn.Parameter) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter)
+
+    def set_value(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        with gathered([parameter], write=True):  # what layers compute with …
+            parameter.data.copy_(value)
+        safe_set_full_fp32_param(parameter, value)  # … and what the optimizer updates
+
+    def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter)
+
+    def set_grad(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+        from deepspeed.utils import safe_set_full_grad
+
+        safe_set_full_grad(parameter, grad)

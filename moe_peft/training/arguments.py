@@ -1,0 +1,19 @@
+"""Training arguments that serve several trainers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TypeVar
+
+from transformers import TrainingArguments
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+
+def for_one_trainer(args: Arguments) -> Arguments:
+    """
+    A copy of training arguments, which the trainer that gets it may change. DeepSpeed's plugin, which they hold, serves
+    the first trainer only, so under DeepSpeed they are made anew.
+    """
+    return copy.copy(args) if args.deepspeed_plugin is None else dataclasses.replace(args)

@@ -1,0 +1,44 @@
+"""Two processes, started by accelerate with the launch files, train, save and resume as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import engines as table
+
+WHOLE = "equal, saved, resumed"
+# Cells of the table; the others are like one of these, and DDP has tests of its own.
+CELLS = {
+    "DDP": ["output"],
+    "FSDP2": ["LoRA", "output", "projection", "native", "upit-lora"],
+    "ZeRO-2": ["LoRA", "projection"],
+    "ZeRO-3": ["LoRA", "output", "native", "upit-ffn"],
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """What one process makes."""
+    folder = tmp_path_factory.mktemp("alone")
+    table.prepare(folder)
+    table.train_all(table.ALONE, list(table.KINDS), folder)
+    return folder
+
+
+@pytest.mark.parametrize("engine", CELLS)
+def test_an_engine_does_what_one_process_does(engine, alone, tmp_path, monkeypatch):
+    if engine.startswith("ZeRO"):
+        pytest.importorskip("deepspeed", reason="needs the extra 'deepspeed'")
+    monkeypatch.setattr(table, "STOPS", {kind: stops[-1:] for kind, stops in table.STOPS.items()})  # one is enough here
+    table.prepare(tmp_path)
+    table.train_all(engine, CELLS[engine], tmp_path)
+    assert {kind: table.compare(kind, tmp_path, alone) for kind in CELLS[engine]} == dict.fromkeys(CELLS[engine], WHOLE)
+
+
+def test_the_documented_table_is_the_measured_one():
+    page = (Path(__file__).parent.parent / "docs/distributed.md").read_text()
+    rows = [line for line in table.RESULT.read_text().splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + len(table.ENGINES)
+    assert "\n".join(rows) in page

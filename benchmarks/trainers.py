@@ -34,7 +34,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -57,6 +56,7 @@ from moe_peft import MoELoraConfig, RouterLossConfig, RouterLossesMixin
 from moe_peft.messages import one_line
 
 from .liger_stand_in import installed
+from .words import word_tokenizer
 
 RESULT = Path(__file__).parent / "results" / "trainers.md"
 STEPS, ROWS = 4, 16
@@ -132,18 +132,6 @@ def _experts(mixing: str, task: str) -> MoELoraConfig:
 # --- a tiny model and data -----------------------------------------------------------------------------------------
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Words "w3" … "w127"; 0 pads, 1 ends, 2 is unknown."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 128)}}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
-    )
-
-
 def base_model(trainer: str) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -216,7 +204,7 @@ def make_trainer(trainer: str, setting: str, adapter: str, folder: Path, coeffic
     own |= GENERATES if "num_generations" in known else {}
     own |= {"gradient_checkpointing": False} if trainer != "Trainer" else {}
     rows = data(trainer)
-    more = {} if trainer == "Trainer" else {"processing_class": tokenizer()}
+    more = {} if trainer == "Trainer" else {"processing_class": word_tokenizer(128)}
     more |= {"reward_funcs": reward} if "num_generations" in known else {}
     more |= {"eval_dataset": data(trainer).select(range(8))} if "eval_strategy" in own else {}
     return cls(

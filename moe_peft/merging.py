@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -89,6 +89,23 @@ def similarities(gram_NN: torch.Tensor) -> torch.Tensor:
     norms_N = gram_NN.diagonal().sqrt()
     cosines_NN = gram_NN / torch.outer(norms_N, norms_N)
     return cosines_NN.nan_to_num(0.0, 0.0, 0.0).fill_diagonal_(1.0)
+
+
+class Likeness(NamedTuple):
+    """How alike two different experts are: the mean, the smallest and the largest cosine."""
+
+    mean: float
+    smallest: float
+    largest: float
+
+
+def likeness(cosines_NN: torch.Tensor | Sequence[Sequence[float]] | None) -> Likeness | None:
+    """The summary of cosines [n, n]; None if there are no two experts."""
+    if cosines_NN is None or len(cosines_NN) < 2:
+        return None
+    cosines_NN = torch.as_tensor(cosines_NN, dtype=torch.float64)
+    pairs = cosines_NN[torch.ones_like(cosines_NN, dtype=torch.bool).tril(-1)]
+    return Likeness(float(pairs.mean()), float(pairs.min()), float(pairs.max()))
 
 
 def dare_tensor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports: names that are no folders are not looked for
@@ -9,6 +10,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports: names that a
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def pytest_collection_finish() -> None:
+    """Trainers collect garbage many times; without this, all modules would be looked through each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def tiny_llama(layers: int = 2, hidden: int = 64, vocab: int = 128, seed: int = 0, **kwargs) -> LlamaForCausalLM:
@@ -34,11 +41,6 @@ def llama() -> LlamaForCausalLM:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """Words "w3" … "w127"; 0 pads, 1 ends, 2 is unknown."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from benchmarks.words import word_tokenizer  # here: some scripts that import this file do not have it
 
-    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 128)}}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=256
-    )
+    return word_tokenizer(model_max_length=256)

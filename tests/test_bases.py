@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,10 @@ def test_the_table_of_families_has_every_model_type():
     tried = [line.split("|")[1].strip() for line in text.splitlines() if line.count("|") == 5][2:]
     untried = text.rpartition("more than text: ")[2]
     assert sorted([*tried, *untried.strip().removesuffix(".").split(", ")]) == model_types()
+
+
+def test_the_readme_counts_the_rows_whose_ffns_the_adapter_finds():
+    rows = [line.split("|")[3].strip() for line in TABLE.read_text().splitlines() if line.count("|") == 5]
+    readme = (TABLE.parents[1] / "README.md").read_text()
+    (said,) = re.findall(r"\[(\d+) model types\]\(docs/families\.md\)", readme)
+    assert int(said) == rows.count("FFN") + rows.count("linears") > 0

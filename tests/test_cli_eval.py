@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from eval_case import CHOICES, light, make_adapter, make_tasks  # noqa: F401  (a fixture)
+from eval_case import CHOICES, light, lighten_command, make_adapter, make_tasks  # noqa: F401  (a fixture)
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm import programs
 
 from moe_peft import allow_experts, expert_to_lora, replace_routers
 from moe_peft.cli import main
@@ -405,11 +406,12 @@ def test_from_the_command_line(tmp_path):
     """The example, as a user starts it: the export has the adapter's numbers."""
     script = Path(__file__).parents[1] / "examples" / "from_the_command_line.sh"
     sizes = {"BASE": "--hidden 32 --layers 2 --vocab-size 512 --chars 60000", "ROWS": "16 8", "STEPS": "4"}
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     environment = {**os.environ, **sizes, "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", str(script), str(tmp_path / "out")], capture_output=True, text=True, env=environment, cwd=tmp_path
-    )
+    with programs(tmp_path / "bin", before=lighten_command):
+        done = subprocess.run(
+            ["bash", str(script), str(tmp_path / "out")], capture_output=True, text=True, env=environment, cwd=tmp_path
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "logits differ by at most" in done.stdout and "Each expert alone" in done.stdout
     assert (tmp_path / "out" / "routing" / "load.png").is_file()

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,18 +15,16 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from warm import run_module
 
 ROOT = Path(__file__).parents[1]
 
 
-def start(command: list[str] | str, **own) -> subprocess.CompletedProcess[str]:
+def run(module: str, *arguments: object, **own) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **own)
     assert result.returncode == 0, result.stderr[-3000:]
     return result
-
-
-def run(module: str, *arguments: object, **own) -> subprocess.CompletedProcess[str]:
-    return start([sys.executable, "-m", module, *map(str, arguments)], **own)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,10 @@ def test_demo_ends_with_table_picture_meaning_and_a_command_that_works(demo):
     assert re.search(r"numbers mean nothing.* UpIT (does|and) .*\. UpIT's routers .*\. Next: ", text)
     command = printed.stdout.splitlines()[-1]
     assert "inspect" in command
-    start(command, shell=True)
+    program, *arguments = shlex.split(command)
+    assert shutil.which(program) or os.access(ROOT / program, os.X_OK)
+    done = run_module("moe_peft", *arguments[arguments.index("inspect") :])
+    assert done.returncode == 0, done.stderr[-3000:]
     assert (folder / "inspect" / "load.png").is_file()
 
 
@@ -91,15 +94,15 @@ def test_demo_shows_an_answer_for_each_domain(monkeypatch, capsys):
 
 def test_verbose_demo_shows_what_others_print_and_what_is_done_already(demo):
     folder, printed = demo
-    verbose = run("examples.demo", "--fast", "--verbose", "--out", folder)
+    verbose = run_module("examples.demo", "--fast", "--verbose", "--out", folder)
+    assert verbose.returncode == 0, verbose.stderr[-3000:]
     assert "prepare: done already" in verbose.stderr and "Loading weights" in verbose.stderr
     assert verbose.stdout == printed.stdout
 
 
 def test_demo_passes_errors_on(tmp_path):
     (tmp_path / "base").mkdir()
-    command = [sys.executable, "-m", "examples.demo", "--fast", "--out", str(tmp_path)]
-    failed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    failed = run_module("examples.demo", "--fast", "--out", tmp_path)
     assert failed.returncode == 1
     assert failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path / 'base'}: exists but is not a model folder")
 

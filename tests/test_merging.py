@@ -10,7 +10,7 @@ import torch
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 
-from moe_peft.merging import dare_merge, displacement_inner, expand, update_inner, values_inner
+from moe_peft.merging import dare_merge, displacement_inner, expand, likeness, update_inner, values_inner
 from moe_peft.upit import expand_experts
 
 MODULES = {"layers.0.up": (3, 7, 5), "layers.0.down": (3, 5, 7), "layers.1.up": (2, 7, 5)}  # r, in, out
@@ -149,3 +149,9 @@ def test_adapters_that_scale_differently_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"two: lora_alpha=16, but .*one has 8; must agree"):
         expand_experts([tmp_path / "one", tmp_path / "two"], output_dir=tmp_path / "more", num_experts=3)
     assert not (tmp_path / "more").exists()
+
+
+def test_likeness_is_of_two_different_experts():
+    cosines = [[1.0, -0.5, 0.25], [-0.5, 1.0, -0.75], [0.25, -0.75, 1.0]]
+    assert likeness(cosines) == likeness(torch.tensor(cosines)) == (pytest.approx(-1 / 3), -0.75, 0.25)
+    assert likeness(None) is likeness([[1.0]]) is likeness([]) is None

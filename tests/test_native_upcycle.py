@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,7 +13,9 @@ from native_case import DENSE, IDS, MOE, dense_model, logits, saved
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from warm import start
 
+from moe_peft.cli import main
 from moe_peft.native import ExpertInit, UpcycleConfig, upcycle
 from moe_peft.native.checkpoint import whole_folder
 from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
@@ -282,18 +281,18 @@ def test_one_process_at_a_time_writes_a_folder(tmp_path):
 
 def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_path):
     """SIGKILL while layers are written."""
-    saved(dense_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=24), tmp_path / "dense")
-    command = [sys.executable, "-m", "moe_peft", "upcycle", "--model", str(tmp_path / "dense")]
-    command += ["--output", str(tmp_path / "moe"), "--init", "drop"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    saved(dense_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=12), tmp_path / "dense")
+    command = ["upcycle", "--model", str(tmp_path / "dense"), "--output", str(tmp_path / "moe"), "--init", "drop"]
+    process = start(main, command)
     partial = tmp_path / ".moe.partial"
     while not (partial / "model.safetensors").exists() or (partial / "model.safetensors").stat().st_size < 10**7:
-        assert process.poll() is None, "it ended before it could be killed"
+        assert process.is_alive(), "it ended before it could be killed"
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "moe").exists() and not (partial / "config.json").exists()
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    main(command)
     assert not partial.exists()
     expected = upcycle(tmp_path / "dense", tmp_path / "other", UpcycleConfig(init="drop"))
     assert (tmp_path / "moe/model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()

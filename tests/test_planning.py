@@ -10,6 +10,8 @@ from test_size import ATTENTION, FFN
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft.training.planning import (
+    _TILE_TOKENS,
+    _TILE_WORDS,
     STRATEGIES,
     Launch,
     memory,
@@ -85,6 +87,12 @@ def test_logits_count_by_tiles(tmp_path):
     args = SFTConfig(str(tmp_path), per_device_train_batch_size=8, bf16=False, use_cpu=True)
     small, large = (memory(tiny_llama(vocab=n), args, 1024, 0, 0, half=True).activations for n in (128, 100_000))
     assert large - small == 2 * 4096 * (32768 - 128)
+
+
+def test_tiles_are_those_that_trl_computes():
+    kernel = pytest.importorskip("trl.kernels.chunked_logprob")
+    utils = pytest.importorskip("trl.trainer.utils")
+    assert (_TILE_TOKENS, _TILE_WORDS) == (kernel.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_dry_run(path, tmp_path, tokenizer, capsys, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join([json.dumps(row)] * 640))
     flags = ["--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "data"]
-    flags += ["--output_dir", tmp_path / "out", "--bf16", "false", "--use_cpu"]
+    flags += ["--output_dir", tmp_path / "out"]
     main([path.parent.name, "--config", str(path), "--dry-run", *map(str, flags)])
     printed = capsys.readouterr().out
     for number in trainable:

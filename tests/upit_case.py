@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import yaml
 from conftest import tiny_llama
 from transformers import PreTrainedTokenizerBase
+from warm import start
 
+from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
 
 DOMAINS = ("a", "b", "c")
@@ -79,14 +79,23 @@ def run(case: dict[str, Any], folder: Path, redo: bool = False, **settings: Any)
 
 
 def run_as_two_processes(settings: dict[str, Any], folder: Path) -> None:
-    """Run the recipe by the command line in two processes over gloo."""
+    """Run the recipe by the command line in two processes over gloo, that are told what torch's launcher tells them."""
     (folder / "two.yaml").write_text(yaml.safe_dump(settings))
-    # `accelerate launch --cpu` starts one process whatever one asks for, hence torch's own launcher.
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moe_peft", "upit"]
-    result = subprocess.run(
-        [sys.executable, *command, "--config", str(folder / "two.yaml")], capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
+    processes = [start(_run_rank, rank, folder) for rank in range(2)]
+    for process in processes:
+        process.join(300)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 0]
+
+
+def _run_rank(rank: int, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate wants them; they are not used
+    # A file to meet at: a port that is free now may be another's a moment later.
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    main(["upit", "--config", str(folder / "two.yaml")])
 
 
 # --- a process that kills itself ------------------------------------------------------------------------------------
@@ -98,10 +107,7 @@ def run_in_process(settings: dict[str, Any], folder: Path, kill: tuple[str, int]
 
     `kill` = (point, n): it sends itself SIGKILL as it comes to that point for the n-th time (see `_POINTS`).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moe_peft.upit", "trl", "upit_case"])
-    process = context.Process(target=_run, args=(settings, str(folder), kill))
-    process.start()
+    process = start(_run, settings, str(folder), kill)
     process.join()
     return process.exitcode
 

@@ -132,7 +132,7 @@ def install(model: nn.Module) -> None:
         handle
         for module in dict.fromkeys((model, model.base_model))
         for handle in (
-            module.register_forward_pre_hook(_begin, with_kwargs=True),
+            module.register_forward_pre_hook(functools.partial(_begin, ours=_leave_to_us(module)), with_kwargs=True),
             module.register_forward_hook(_end, with_kwargs=True, always_call=True),
         )
     ]
@@ -154,7 +154,7 @@ def _is_installed(model: nn.Module) -> bool:
     return "_moe_lora_handles" in model.__dict__
 
 
-def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _begin(module: nn.Module, args: tuple, kwargs: dict, ours: dict[str, bool]) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
     # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
     sync_config(module, getattr(module, "peft_config", {}))
@@ -163,14 +163,14 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         # A dense backbone does not know the argument. A caller that passes it to the backbone alone, as `models.view`
         # does, gets the backbone's router logits and leaves the outer model's output and loss as they are.
         outer.enabled |= bool(kwargs.pop("output_router_logits", False))
-        return args, {**kwargs, **_leave_to_us(module)}
+        return args, {**kwargs, **ours}
     # TRL's fused forward also reads the argument and passes it on to the backbone.
     config, fused = text_config(module), kwargs.get("fused_lm_head")
     asked = (kwargs.get if fused else kwargs.pop)("output_router_logits", None)
     # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
     by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
     enabled = by_config if asked is None else bool(asked)
-    kwargs = kwargs if fused else {**kwargs, **_leave_to_us(module)}
+    kwargs = kwargs if fused else {**kwargs, **ours}
     both = getattr(config, "is_encoder_decoder", False)  # then a decoder's tokens are not `input_ids`
     token_ids = None if both else _argument(module, "input_ids", args, kwargs)
     state.collection = Collection(module, enabled, enabled, bool(asked), outer, token_ids)

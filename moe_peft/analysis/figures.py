@@ -19,6 +19,7 @@ _METADATA = {
     ".pdf": {"Creator": None, "Producer": None, "CreationDate": None},
     ".svg": {"Creator": None, "Date": None},
 }
+FORMATS = tuple(suffix.removeprefix(".") for suffix in _METADATA)
 
 
 def plot_shares(shares: Mapping[str, torch.Tensor], path: str | Path, title: str = "") -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from jinja2 import Environment
 
+from ..merging import likeness
 from ..models.size import ModelSize
 from ..routing.statistics import HEALTHY_VARIATION, REMEDY
 from .record import RoutingStatistics
@@ -221,12 +222,12 @@ def _layers(statistics: RoutingStatistics) -> Section:
 
 
 def _similarity(similarity: list[list[float]] | None, of: str) -> Iterator[Section]:
-    pairs = [value for i, row in enumerate(similarity or []) for value in row[:i]]
-    if similarity is None or not pairs:
+    found = likeness(similarity)
+    if similarity is None or found is None:
         return
     text = (
         f"Cosine of the experts' {of}, over all layers: 1 says that two experts are the same, 0 that they have nothing "
-        f"in common. Here it is {sum(pairs) / len(pairs):.3f} on average, from {min(pairs):.3f} to {max(pairs):.3f}."
+        f"in common. Here it is {found.mean:.3f} on average, from {found.smallest:.3f} to {found.largest:.3f}."
     )
     names = [str(i) for i in range(len(similarity))]
     rows = [[name, *(f"{value:.2f}" for value in row)] for name, row in zip(names, similarity, strict=True)]

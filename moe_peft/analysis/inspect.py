@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from trl import SFTConfig
 
+from ..merging import likeness
 from ..models.size import ModelSize, expert_similarity, model_size
-from ..models.view import adapter_layers, base_model
-from ..routing.expert_map import label_text
+from ..models.view import adapter_layers
 from ..routing.statistics import REMEDY
-from ..training.data import load_data
-from ..training.scoring import Collator
-from ..training.tokenizing import tokenized
 from .html import BUSIEST, busiest, write_html
-from .loading import check_limits, load, quantization_of
+from .loading import Rows, check_limits, describe, load, load_rows
 from .record import RoutingStatistics, record_routing
 from .report import write_report
 from .token_classes import classify_tokens
@@ -70,19 +66,15 @@ def inspect_model(
     """
     check_limits("inspect", batch_size, max_length, max_examples)
     model, tokenizer = load(model_path, dtype, quantization)
-    dataset = load_data(data, "--data", label_column, split)
-    if max_examples is not None:
-        dataset = dataset.select(range(min(max_examples, len(dataset))))
-    args = SFTConfig(
-        output_dir=str(output_dir), bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,
-        use_cpu=not torch.accelerator.is_available(),
+    rows = load_rows(
+        tokenizer, data, label_column, split,
+        batch_size=batch_size, max_length=max_length, max_examples=max_examples,
     )  # fmt: skip
-    rows, collator = tokenized(dataset, tokenizer, args)
-    labels = [label_text(label) for label in rows[label_column]] if label_column else ["all"] * len(rows)
+    labels = rows.domains or ["all"] * len(rows.data)
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     with record_routing(model, sorted(set(labels)), expert_map, classes, position_width) as statistics:
-        _run(model, rows, collator, labels, batch_size, statistics)
-    about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows)}
+        _run(model, rows, labels, statistics)
+    about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows.data)}
     files = write_report(statistics, output_dir, suffix, about)
     if html:
         files.append(write_html(statistics, Path(output_dir) / "report.html", about))
@@ -90,25 +82,21 @@ def inspect_model(
     return statistics
 
 
-def _run(
-    model: Any, rows: Dataset, collator: Collator, labels: list[str], batch_size: int, statistics: RoutingStatistics
-) -> None:
+def _run(model: Any, rows: Rows, labels: Sequence[str], statistics: RoutingStatistics) -> None:
     """Forward passes over all rows, whose labels the statistics are told."""
-    device = next(model.parameters()).device
-    for start in tqdm(range(0, len(rows), batch_size), desc="routing"):
-        batch = collator([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
-        statistics.current = labels[start : start + batch_size]
+    device, size = next(model.parameters()).device, rows.batch_size
+    for start in tqdm(range(0, len(rows.data), size), desc="routing"):
+        batch = rows.collator([rows.data[i] for i in range(start, min(start + size, len(rows.data)))])
+        statistics.current = labels[start : start + size]
         inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
         model(**inputs, logits_to_keep=1)
 
 
 def _about(model: Any) -> dict[str, Any]:
     """The model's kind, dtype, quantization, size, and how alike its experts are."""
-    found, base = expert_similarity(model), base_model(model)
+    found = expert_similarity(model)
     return {
-        "class": type(base).__name__,
-        "dtype": str(base.dtype).removeprefix("torch."),
-        "quantization": quantization_of(base.config),
+        **describe(model),
         "size": asdict(model_size(model)),
         "similarity": None if found is None else found.tolist(),
         "similarity_of": "updates B A" if adapter_layers(model) else "weights",
@@ -146,8 +134,8 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
 
 def _alike(similarity: list[list[float]] | None, of: str) -> list[str]:
     """How alike two different experts are, by their cosine."""
-    pairs = [value for i, row in enumerate(similarity or []) for value in row[:i]]
-    if not pairs:  # no experts, or one
+    found = likeness(similarity)
+    if found is None:
         return []
-    mean = sum(pairs) / len(pairs)
-    return [f"similarity of experts: cosine of their {of} {mean:.3f} ({min(pairs):.3f} to {max(pairs):.3f})"]
+    between = f"({found.smallest:.3f} to {found.largest:.3f})"
+    return [f"similarity of experts: cosine of their {of} {found.mean:.3f} {between}"]

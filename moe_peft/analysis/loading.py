@@ -1,22 +1,30 @@
-"""Loads what a command is pointed at: an adapter on its base, a native MoE with its routers, or a dense model."""
+"""Loads what a command is pointed at: an adapter on its base, a native MoE with its routers, a dense model; data."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from trl import SFTConfig
 
 from ..messages import one_line, one_of, unknown_key
 from ..models.native_routers import CONFIG_FIELD
-from ..models.view import text_config
+from ..models.view import base_model, text_config
 from ..native import load_routers
+from ..routing.expert_map import label_text
+from ..training.data import load_data
+from ..training.scoring import Collator
+from ..training.tokenizing import tokenized
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -83,12 +91,66 @@ def _quantization(fields: dict[str, Any]) -> BitsAndBytesConfig:
         raise ValueError(f"--quantization {fields}: {one_line(error)}") from error
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Tokenized examples with `input_ids` and `labels`, their domains if any, and what makes batches of them."""
+
+    data: Dataset
+    domains: Sequence[str]
+    collator: Collator
+    batch_size: int
+
+
+def load_rows(
+    tokenizer: Any,
+    data: str,
+    label_column: str | None,
+    split: str,
+    *,
+    batch_size: int,
+    max_length: int,
+    max_examples: int | None,
+) -> Rows:
+    """
+    The examples that a command passes through a model.
+
+    Args:
+        data: a file or a data set's name, in a format that TRL accepts.
+        label_column: the column that holds the domains.
+        split: the split of the data.
+        batch_size: examples per forward pass.
+        max_length: tokens per example; longer ones are truncated.
+        max_examples: how many examples to use, from the first on; None: all.
+
+    Raises:
+        ValueError: the data do not exist, or have no such column.
+    """
+    dataset = load_data(data, "--data", label_column, split)
+    if max_examples is not None:
+        dataset = dataset.select(range(min(max_examples, len(dataset))))
+    with tempfile.TemporaryDirectory() as folder:  # the trainer that prepares the data creates one
+        args = SFTConfig(
+            output_dir=folder, bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,
+            use_cpu=not torch.accelerator.is_available(),
+        )  # fmt: skip
+        rows, collator = tokenized(dataset, tokenizer, args)
+    domains = [label_text(label) for label in rows[label_column]] if label_column else []
+    return Rows(rows, domains, collator, batch_size)
+
+
 def is_adapter(path: str) -> bool:
     """Whether a folder holds an adapter."""
     return (Path(path) / "adapter_config.json").is_file()
 
 
-def quantization_of(config: Any) -> str | None:
+def describe(model: Any) -> dict[str, Any]:
+    """For a report: the class of a loaded model, its dtype and its quantization."""
+    base = base_model(model)
+    dtype = str(base.dtype).removeprefix("torch.")
+    return {"class": type(base).__name__, "dtype": dtype, "quantization": _quantization_of(base.config)}
+
+
+def _quantization_of(config: Any) -> str | None:
     """E.g. "bitsandbytes, load_in_4bit"; None for a model that is not quantized."""
     found = getattr(config, "quantization_config", None)
     if found is None:

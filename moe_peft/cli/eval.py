@@ -7,8 +7,7 @@ import argparse
 from accelerate import PartialState
 
 from ..evaluation import TaskSettings, evaluate_model
-from ..evaluation.report import FIGURES
-from .parsing import parse_json
+from .parsing import add_figures_option, add_weights_options, quantization
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -29,10 +28,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--seed", type=int, help="of random numbers, example choice included; default: the harness's seeds")
     add("--experts", metavar="N,N,…", help="let routers choose among these only; a single one gets all tokens")
     add("--each-expert", action="store_true", help="evaluate each expert alone, too (of --experts, if given)")
-    add("--dtype", default="auto", help="of the weights: auto, float32, bfloat16 or float16")
-    add("--quantization", metavar="JSON", help='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}')
+    add_weights_options(parser)
     add("--output", default="evaluation", metavar="FOLDER", help="folder for results.json, results.md and the figure")
-    add("--figures", default="png", choices=FIGURES, help="format of the figure")
+    add_figures_option(parser)
     return parser
 
 
@@ -55,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
         experts=_experts(options.experts),
         each_expert=options.each_expert,
         dtype=options.dtype,
-        quantization=parse_json("--quantization", options.quantization, '{"load_in_4bit": true}'),
+        quantization=quantization(options),
         suffix=f".{options.figures}",
     )
     PartialState().destroy_process_group()

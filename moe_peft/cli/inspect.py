@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..analysis.inspect import inspect_model
-from .parsing import parse_json
+from .parsing import add_data_options, add_figures_option, add_weights_options, parse_json, quantization
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -19,19 +19,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
         metavar="JSON",
         help='domain → experts, for compliance, e.g. {"code": [0, 1]}, or masks, {"code": [1, 1, 0, 0]}',
     )
-    parser.add_argument("--split", default="train", help="split of the data; a file has only train, also train[:100]")
-    parser.add_argument("--dtype", default="auto", help="of the weights: auto, float32, bfloat16 or float16")
-    parser.add_argument(
-        "--quantization", metavar="JSON", help='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}'
-    )
+    add_data_options(parser)
+    add_weights_options(parser)
     parser.add_argument(
         "--position-width", type=int, metavar="TOKENS", help="compliance by this many positions, not by doubling widths"
     )
-    parser.add_argument("--figures", default="png", choices=("png", "pdf", "svg"), help="format of the figures")
+    add_figures_option(parser)
     parser.add_argument("--html", action="store_true", help="also write report.html, a page that explains itself")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--max-length", type=int, default=1024, help="maximum tokens per example")
-    parser.add_argument("--max-examples", type=int, help="maximum number of examples")
     return parser
 
 
@@ -44,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
         expert_map=parse_json("--expert-map", options.expert_map, '{"code": [0, 1], "prose": [2, 3]}'),
         split=options.split,
         dtype=options.dtype,
-        quantization=parse_json("--quantization", options.quantization, '{"load_in_4bit": true}'),
+        quantization=quantization(options),
         position_width=options.position_width,
         suffix=f".{options.figures}",
         html=options.html,

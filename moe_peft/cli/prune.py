@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..pruning import Pruning, prune_experts
+from ..pruning.prune import MIN_LOAD
+from .parsing import add_data_options
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -19,12 +21,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the result; must not exist yet")
     parser.add_argument("--data", help="a .jsonl, .json, .csv or .parquet file, or a data set's name")
     parser.add_argument("--label-column", help="column that holds the domains, for losses by domain")
-    parser.add_argument("--split", default="train", help="split of the data")
     parser.add_argument(
         "--min-load",
         type=float,
         metavar="SHARE",
-        help="with --data, drop experts with a smaller share of their layer's assignments (0.01)",
+        help=f"with --data, drop experts with a smaller share of their layer's assignments ({MIN_LOAD})",
     )
     parser.add_argument(
         "--merge-twins", type=float, metavar="COSINE", help="merge experts that are at least this much alike, e.g. 0.99"
@@ -34,9 +35,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--drop", metavar="JSON", help='experts to drop: [1, 3] in every layer, or by layer, {"0": [1], "5": [2]}'
     )
     parser.add_argument("--dtype", default="auto", help="of the weights while data run through them")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--max-length", type=int, default=1024, help="maximum tokens per example")
-    parser.add_argument("--max-examples", type=int, help="maximum number of examples")
+    add_data_options(parser)
     return parser
 
 

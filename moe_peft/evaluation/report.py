@@ -10,10 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ..analysis.figures import plot_expert_scores
+from ..analysis.figures import FORMATS, plot_expert_scores
 from .scores import Grid, Scores, as_markdown, as_table, by_metric, by_model, top_level
 
-FIGURES = ("png", "pdf", "svg")
 EXPERT = "expert "  # begins the name of an expert that was evaluated alone
 
 
@@ -29,7 +28,7 @@ def write_results(found: Mapping[str, Scores], about: Mapping[str, Any], folder:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
         written = _write(found, about, Path(partial), suffix)
-        for name in {f"experts.{kind}" for kind in FIGURES}.difference(written):
+        for name in {f"experts.{kind}" for kind in FORMATS}.difference(written):
             (folder / name).unlink(missing_ok=True)
         for name in written:
             (Path(partial) / name).replace(folder / name)

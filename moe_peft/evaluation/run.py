@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from ..analysis.loading import is_adapter, load, quantization_of
+from ..analysis.loading import describe, is_adapter, load
 from ..contexts import free_memory
 from ..models.steering import allow_experts, force_experts
 from ..models.view import base_model, router_sizes
@@ -61,20 +61,11 @@ def evaluate_model(
     """
     PartialState(cpu=not torch.accelerator.is_available())
     output = _writable(output_dir)
-    harness, raw = Harness(settings), {}
-    adapter = is_adapter(model_path)
+    harness, adapter = Harness(settings), is_adapter(model_path)
     model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
-    alone = _alone(model, experts) if each_expert else []
-    with _steered(model, experts):
-        raw["model"] = harness.run(model, tokenizer)
-    for expert in alone:
-        with _steered(model, [expert]):
-            raw[f"{EXPERT}{expert}"] = harness.run(model, tokenizer)
+    raw = _run(harness, model, tokenizer, experts, each_expert)
     about = {
-        "model": model_path, "class": type(base_model(model)).__name__,
-        "dtype": str(base_model(model).dtype).removeprefix("torch."),
-        "quantization": quantization_of(base_model(model).config),
-        "lm_eval": version("lm_eval"),
+        "model": model_path, **describe(model), "lm_eval": version("lm_eval"),
         "experts": None if experts is None else list(experts), **asdict(settings),
     }  # fmt: skip
     if with_base and adapter:
@@ -103,6 +94,18 @@ def _writable(output_dir: str | Path) -> Path:
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"--output {str(output_dir)!r}: {there} cannot be written to")
     return folder
+
+
+def _run(
+    harness: Harness, model: Any, tokenizer: Any, experts: Sequence[int] | None, each_expert: bool
+) -> dict[str, Any]:
+    """What the harness returns for the model and, if asked, for each of its experts alone."""
+    alone = _alone(model, experts) if each_expert else []
+    raw = {}
+    for name, chosen in [("model", experts), *((f"{EXPERT}{expert}", [expert]) for expert in alone)]:
+        with _steered(model, chosen):
+            raw[name] = harness.run(model, tokenizer)
+    return raw
 
 
 def _alone(model: Any, experts: Sequence[int] | None) -> list[int]:

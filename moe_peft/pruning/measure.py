@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 
+from ..analysis.loading import Rows
 from ..models.view import RoutedPass, observed_routing
-from ..training.scoring import Collator, example_losses, make_scorable
+from ..training.scoring import example_losses, make_scorable
 
 
 class Choices:
@@ -53,16 +52,6 @@ class Choices:
         """
         hit_LT = np.stack([self.layer(i)[:, list(own)].any(1) for i, own in enumerate(experts)])
         return {"layers": hit_LT.mean(1).tolist(), "any_layer": float(hit_LT.any(0).mean())}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Tokenized examples with `input_ids` and `labels`, their domains, and what makes batches of them."""
-
-    data: Dataset
-    domains: Sequence[str]
-    collator: Collator
-    batch_size: int
 
 
 def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import index
@@ -12,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl import SFTConfig
 
-from ..analysis.loading import check_limits, load
+from ..analysis.loading import check_limits, load, load_rows
 from ..cards import write_model_card
 from ..contexts import free_memory
+from ..merging import likeness
 from ..models.size import ModelSize
 from ..native.checkpoint import whole_folder
-from ..routing.expert_map import label_text
-from ..training.data import load_data
-from ..training.tokenizing import tokenized
 from .folders import Folder, open_folder
-from .measure import Choices, Rows, losses_of
+from .measure import Choices, losses_of
 from .plan import Groups, LayerFacts, Rules, plan_layers, weights_of
 
 REPORT = "pruning.json"
@@ -124,29 +120,23 @@ def prune_experts(
             data.
     """
     check_limits("prune", batch_size, max_length, max_examples)
-    for name, value in (("label_column", label_column), ("min_load", min_load)):
-        if data is None and value is not None:
-            raise ValueError(f"prune: {name}={value!r}: it says something of data; give data, or leave it out")
-    lowest = MIN_LOAD if min_load is None else min_load
-    rules = Rules(0.0 if data is None else lowest, merge_twins, experts_per_layer)
-    if data is None and merge_twins is None and drop is None:
-        raise ValueError("prune: data=None: nothing says which experts go; give data, merge_twins or drop")
-    dropped = _drops(drop)
+    if data is None:
+        _check_without_data(label_column, min_load, merge_twins, drop)
+    lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
+    rules, dropped = Rules(lowest, merge_twins, experts_per_layer), _drops(drop)
     with whole_folder(Path(output_dir), "prune") as partial:
         folder = open_folder(model)
         choices, loss, rows = Choices([layer.num_experts for layer in folder.layers]), {}, None
         if data is not None:
             loaded, tokenizer = load(os.fspath(model), dtype, None)
-            rows = _rows(tokenizer, data, label_column, split, batch_size, max_length, max_examples)
+            rows = load_rows(
+                tokenizer, data, label_column, split,
+                batch_size=batch_size, max_length=max_length, max_examples=max_examples,
+            )  # fmt: skip
             loss["before"] = losses_of(loaded, rows, choices)
             del loaded
             free_memory()
-        facts = _facts(folder, None if rows is None else choices.loads(), dropped, rules)
-        groups = plan_layers(facts, rules, folder.same_size)
-        layers = [_pruned(own, layer) for own, layer in zip(groups, facts, strict=True)]
-        _check_changes(layers, facts)
-        weights = [[weights_of(group, layer) for group in own] for own, layer in zip(groups, facts, strict=True)]
-        folder.write(partial, groups, weights)
+        layers = _write(folder, partial, None if rows is None else choices.loads(), dropped, rules)
         after = open_folder(partial)
         after.check()
         if rows is not None:
@@ -164,6 +154,15 @@ def prune_experts(
     return found
 
 
+def _check_without_data(label_column: str | None, min_load: float | None, merge_twins: float | None, drop: Any) -> None:
+    """Raise if what is asked for needs data."""
+    for name, value in (("label_column", label_column), ("min_load", min_load)):
+        if value is not None:
+            raise ValueError(f"prune: {name}={value!r}: it says something of data; give data, or leave it out")
+    if merge_twins is None and drop is None:
+        raise ValueError("prune: data=None: nothing says which experts go; give data, merge_twins or drop")
+
+
 def _drops(drop: Mapping[Any, Sequence[int]] | Sequence[int] | None) -> dict[int | None, list[int]]:
     """Layer → experts; the key None stands for all layers."""
     given = drop if isinstance(drop, Mapping) else {None: drop or []}
@@ -179,6 +178,23 @@ def _drops(drop: Mapping[Any, Sequence[int]] | Sequence[int] | None) -> dict[int
     except (TypeError, ValueError):
         pass
     raise ValueError(f'prune: drop={drop!r}: give a list of experts, or layers and theirs, like {{"0": [1, 3]}}')
+
+
+def _write(
+    folder: Folder,
+    output: Path,
+    loads: Sequence[torch.Tensor] | None,
+    dropped: Mapping[int | None, list[int]],
+    rules: Rules,
+) -> list[PrunedLayer]:
+    """Decide which experts stay, and write them."""
+    facts = _facts(folder, loads, dropped, rules)
+    groups = plan_layers(facts, rules, folder.same_size)
+    layers = [_pruned(own, layer) for own, layer in zip(groups, facts, strict=True)]
+    _check_changes(layers, facts)
+    weights = [[weights_of(group, layer) for group in own] for own, layer in zip(groups, facts, strict=True)]
+    folder.write(output, groups, weights)
+    return layers
 
 
 def _facts(
@@ -210,25 +226,8 @@ def _check_changes(layers: Sequence[PrunedLayer], facts: Sequence[LayerFacts]) -
         return
     known = [float(layer.load.min()) for layer in facts if layer.load is not None]
     smallest = f"; the smallest load is {min(known):.1%}" if known else ""
-    alike = [value for layer in facts if layer.similarity is not None for value in layer.similarity.triu(1).flatten()]
+    alike = [found.largest for layer in facts if (found := likeness(layer.similarity)) is not None]
     twins = f"; the largest cosine of two experts is {max(alike):.3f}" if alike else ""
     raise ValueError(
         f"prune: every expert stays{smallest}{twins}; raise min_load, lower merge_twins, or give experts_per_layer"
     )
-
-
-def _rows(
-    tokenizer: Any, data: str, label_column: str | None, split: str, batch_size: int, max_length: int,
-    max_examples: int | None,
-) -> Rows:  # fmt: skip
-    dataset = load_data(data, "--data", label_column, split)
-    if max_examples is not None:
-        dataset = dataset.select(range(min(max_examples, len(dataset))))
-    with tempfile.TemporaryDirectory() as folder:  # the trainer that prepares the data creates one
-        args = SFTConfig(
-            output_dir=folder, bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,
-            use_cpu=not torch.accelerator.is_available(),
-        )  # fmt: skip
-        rows, collator = tokenized(dataset, tokenizer, args)
-    domains = [label_text(label) for label in rows[label_column]] if label_column else []
-    return Rows(rows, domains, collator, batch_size)

@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
-from ..models.size import ModelSize, model_size
+from ..models.size import model_size
 from ..models.view import router_parameters
 from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
 from ..native.writing import copy_terms, open_dense
@@ -28,7 +28,7 @@ from .files import expert_folders, finish_native, read_perplexity, write_buckets
 from .inputs import load_checkpoint, load_config, load_model, model_folder
 from .likeness import of_ffns
 from .post_train import post_train
-from .shared_stages import Evaluate, Expand, PostTrain, Prepare, RouterInit, metrics
+from .shared_stages import Evaluate, Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
 from .stages import STATE, Artefacts, Stage
 
 _MODEL, _ROUTERS = "model", "routers.safetensors"
@@ -44,8 +44,8 @@ class _OfFFNs(Stage):
 class FFNPrepare(_OfFFNs, Prepare):
     output = _MODEL
 
-    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
-        return 0, model.num_parameters()
+    def sizes(self, model: PreTrainedModel) -> Sizes:
+        return Sizes(0, model.num_parameters())
 
 
 class FFNExpand(_OfFFNs, Expand):
@@ -110,10 +110,10 @@ class FFNRouterInit(_OfFFNs, RouterInit):
         """Experts are trained one after the other, each on its bucket."""
         return self.recipe.num_experts * super().steps(rows, batch)
 
-    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+    def sizes(self, model: PreTrainedModel) -> Sizes:
         vectors = model.config.num_hidden_layers * model.config.hidden_size
         ffns = sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
-        return vectors, vectors + (ffns if self.recipe.router_init.train_experts else 0)
+        return Sizes(vectors, vectors + (ffns if self.recipe.router_init.train_experts else 0))
 
     def _perplexities(
         self, folder: Path, load: Callable[[Path], PreTrainedModel], data: Dataset, collator: Collator
@@ -170,17 +170,12 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         PartialState().wait_for_everyone()
         return {**metrics(trained), "size": asdict(size)}
 
-    def moe_size(self, model: PreTrainedModel) -> ModelSize:
-        return model_size(self._empty_moe(model))
-
-    def _empty_moe(self, model: PreTrainedModel) -> PreTrainedModel:
+    def sizes(self, model: PreTrainedModel) -> Sizes:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(upcycled_config(model.config, self.recipe.upcycle_config())[1])
-
-    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
-        native = self._empty_moe(model)
+            native = AutoModelForCausalLM.from_config(upcycled_config(model.config, self.recipe.upcycle_config())[1])
         moe, routers = native.num_parameters(), sum(p.numel() for p in router_parameters(native).values())
-        return moe - model.num_parameters(), moe if self.recipe.trains_experts else routers
+        trained = moe if self.recipe.trains_experts else routers
+        return Sizes(moe - model.num_parameters(), trained, model_size(native))
 
     def assemble(self, folder: Path, calibration: list[dict[str, torch.Tensor]] | None = None) -> None:
         """Write the native MoE that is trained: of the experts that there are, or of copies of the base's FFNs."""

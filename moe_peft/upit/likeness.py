@@ -10,7 +10,7 @@ import torch
 from peft.utils import load_peft_weights
 from transformers import AutoConfig
 
-from ..merging import similarities, update_gram, value_gram
+from ..merging import likeness, similarities, update_gram, value_gram
 from ..native.checkpoint import Checkpoint
 from ..native.families import FAMILIES, DenseFamily, find_families
 from ..native.initialise import FFN
@@ -21,12 +21,11 @@ _CALLER = "upit"
 
 def summarised(gram_NN: torch.Tensor | None) -> dict[str, Any]:
     """For a stage's record: the cosines, and the mean, smallest and largest of two different experts."""
-    if gram_NN is None or len(gram_NN) < 2:
+    cosines_NN = None if gram_NN is None else similarities(gram_NN)
+    found = likeness(cosines_NN)
+    if cosines_NN is None or found is None:
         return {}
-    cosines_NN = similarities(gram_NN)
-    pairs = cosines_NN[~torch.eye(len(cosines_NN), dtype=torch.bool)]
-    found = {"mean": float(pairs.mean()), "smallest": float(pairs.min()), "largest": float(pairs.max())}
-    return {"similarity": {**found, "matrix": cosines_NN.tolist()}}
+    return {"similarity": {**found._asdict(), "matrix": cosines_NN.tolist()}}
 
 
 def of_loras(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 
 from ..adapter.convert import lora_to_moe
-from ..models.size import ModelSize, model_size
+from ..models.size import model_size
 from ..models.view import router_parameters
 from .expand import expand_experts
 from .files import copy_adapter, write_buckets
@@ -23,7 +23,7 @@ from .passthrough import FROM_EXPERTS
 from .post_train import post_train
 from .recipe import Recipe
 from .router_init import init_router
-from .shared_stages import Evaluate, Expand, PostTrain, Prepare, RouterInit, metrics
+from .shared_stages import Evaluate, Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
 from .stages import Artefacts, Stage
 
 _ADAPTER = "adapter"
@@ -64,12 +64,12 @@ class LoraPrepare(_OfLoras, Prepare):
             task_type="CAUSAL_LM",
         )
 
-    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+    def sizes(self, model: PreTrainedModel) -> Sizes:
         with torch.device("meta"):
             adapted = get_peft_model(model, self.lora_config(model))
         lora = adapted.get_nb_trainable_parameters()[0]
         adapted.unload()
-        return lora, lora
+        return Sizes(lora, lora)
 
 
 class LoraExpand(_OfLoras, Expand):
@@ -118,8 +118,8 @@ class LoraRouterInit(_OfLoras, RouterInit):
         PartialState().wait_for_everyone()
         return {"bucket_sizes": [len(bucket) for bucket in found.buckets], **metrics(found.trained)}
 
-    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
-        return _moe_sizes(self.recipe, model, self.recipe.router_init.train_experts)
+    def sizes(self, model: PreTrainedModel) -> Sizes:
+        return _moe_sizes(self.recipe, model, self.recipe.router_init.train_experts)._replace(moe=None)
 
 
 class LoraPostTrain(_OfLoras, PostTrain):
@@ -145,15 +145,8 @@ class LoraPostTrain(_OfLoras, PostTrain):
         PartialState().wait_for_everyone()
         return {**metrics(trained), "size": asdict(size)}
 
-    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+    def sizes(self, model: PreTrainedModel) -> Sizes:
         return _moe_sizes(self.recipe, model, self.recipe.trains_experts)
-
-    def moe_size(self, model: PreTrainedModel) -> ModelSize:
-        with torch.device("meta"):
-            adapted = get_peft_model(model, self.recipe.moe_config())
-        found = model_size(adapted)
-        adapted.unload()
-        return found
 
 
 class LoraEvaluate(Evaluate):
@@ -174,12 +167,13 @@ def _assemble(recipe: Recipe, experts: Sequence[Path], seed: int) -> PeftModel:
     return lora_to_moe(model, experts, task_type="CAUSAL_LM", **settings)
 
 
-def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> tuple[int, int]:
-    """Parameters of the MoE adapter, and those of it that are trained."""
+def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> Sizes:
+    """Of the MoE adapter."""
     with torch.device("meta"):
         adapted = get_peft_model(model, recipe.moe_config())
     routers = router_parameters(adapted)
     sizes = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
+    size = model_size(adapted)
     adapted.unload()
     moe = sum(sizes.values())
-    return moe, moe if train_experts else sum(sizes[name] for name in routers)
+    return Sizes(moe, moe if train_experts else sum(sizes[name] for name in routers), size)

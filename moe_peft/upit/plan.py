@@ -13,7 +13,7 @@ from ..models.size import ModelSize
 from ..training.planning import Launch, Memory, memory, rows_and_length, training_line
 from .inputs import load_config
 from .pipeline import UpIT
-from .shared_stages import PostTrain, TrainingStage
+from .shared_stages import TrainingStage
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,16 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
         rows, length = rows_and_length(data, tokenizer, args)
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * launch.processes
         steps = stage.steps(rows, batch)
-        held, trainable = stage.sizes(empty)
+        sizes = stage.sizes(empty)
         half = _half_precision(stage)
         needed = memory(
-            empty, args, length, held, trainable, half=half, dtype=r.model.dtype, quantization=r.model.quantization,
-            launch=launch,
+            empty, args, length, sizes.held, sizes.trained, half=half, dtype=r.model.dtype,
+            quantization=r.model.quantization, launch=launch,
         )  # fmt: skip
         tokens = round(stage.epochs * rows * length)
-        moe = stage.moe_size(empty) if isinstance(stage, PostTrain) else None
-        found.append(StagePlan(stage.name, stage.epochs, steps, tokens, trainable, needed, training_line(args), moe))
+        found.append(
+            StagePlan(stage.name, stage.epochs, steps, tokens, sizes.trained, needed, training_line(args), sizes.moe)
+        )
     return found
 
 

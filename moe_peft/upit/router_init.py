@@ -193,16 +193,11 @@ def init_router(
     args = for_one_trainer(args)  # the caller's stay as they are
     args.remove_unused_columns, args.train_sampling_strategy = False, "sequential"
     trainer = RouterInitTrainer(
-        model=model,
-        args=args,
-        train_dataset=dataset,
-        processing_class=processing_class,
-        alpha=alpha,
-        objective=objective,
-    )
-    seeds = trainer.train_dataset
+        model=model, args=args, train_dataset=dataset, processing_class=processing_class,
+        alpha=alpha, objective=objective,
+    )  # fmt: skip
     found, perplexity = fill_buckets(
-        seeds,
+        trainer.train_dataset,
         num_experts,
         buckets,
         lambda: _perplexities(trainer, num_experts),
@@ -211,12 +206,18 @@ def init_router(
         label_column=label_column,
         expert_map=expert_map,
     )
-    rows, epochs = step_rows(trainer.args), int(args.num_train_epochs)
-    batches = [expert_batches(bucket, epochs, rows, args.seed + i) for i, bucket in enumerate(found)]
+    _set_buckets(trainer, found)
+    return RouterInit(found, perplexity, train(trainer))
+
+
+def _set_buckets(trainer: RouterInitTrainer, buckets: Buckets) -> None:
+    """Have each expert learn from its bucket as in a training of its own."""
+    args = trainer.args
+    rows, epochs = step_rows(args), int(args.num_train_epochs)
+    batches = [expert_batches(bucket, epochs, rows, args.seed + i) for i, bucket in enumerate(buckets)]
     trainer.set_batches(batches)
     trainer.add_callback(OwnUpdates([len(own) for own in batches], args.max_grad_norm))
-    trainer.args.max_grad_norm = 0.0  # `OwnUpdates` clips
-    return RouterInit(found, perplexity, train(trainer))
+    args.max_grad_norm = 0.0  # `OwnUpdates` clips
 
 
 def _check(args: SFTConfig) -> None:

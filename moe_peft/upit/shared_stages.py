@@ -7,7 +7,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from accelerate import PartialState
 from datasets import Dataset
@@ -71,6 +71,14 @@ class TrainerStage(Stage):
         return {**super().settings(), "sft": self.sft, "adapter": self.recipe.adapter, "experts": experts}
 
 
+class Sizes(NamedTuple):
+    """Parameters in memory beside the base's, those that are trained, and the MoE's size if that is what is trained."""
+
+    held: int
+    trained: int
+    moe: ModelSize | None = None
+
+
 class TrainingStage(TrainerStage):
     """A stage that trains, and so has a share of the budget."""
 
@@ -80,9 +88,9 @@ class TrainingStage(TrainerStage):
         """Passes over the training data that it takes."""
 
     @abstractmethod
-    def sizes(self, model: PreTrainedModel) -> tuple[int, int]:
+    def sizes(self, model: PreTrainedModel) -> Sizes:
         """
-        The parameters in memory beside the base's, and those that are trained.
+        What it will hold in memory.
 
         Args:
             model: the base, without weights.
@@ -94,7 +102,7 @@ class TrainingStage(TrainerStage):
     def write_card(self, folder: Path) -> None:
         """The model card of the result."""
         r = self.recipe
-        data = r.data.train if isinstance(r.data.train, str) else r.data.train.get("path")
+        data = _source(r.data.train)
         made = f"`moe-peft upit`, method `{r.method}`"
         write_model_card(folder, base=r.model.name_or_path, made=made, datasets=[data] if data else [])
 
@@ -263,10 +271,6 @@ class PostTrain(TrainingStage):
     def result(self) -> Artefacts:
         return replace(self.given, model=self.folder / self.output)
 
-    @abstractmethod
-    def moe_size(self, model: PreTrainedModel) -> ModelSize:
-        """The size of the MoE that it will train, from the base without weights."""
-
     def arguments(self, folder: Path, **own: Any) -> SFTConfig:
         if "expert_map" in self.sft:
             own["label_column"] = self.recipe.data.label_column
@@ -353,8 +357,7 @@ class Evaluate(TrainerStage):
         r, sections = self.recipe, [losses_section(found.losses)]
         if found.shares:
             sections += [load_section(found.warnings), shares_section(found.shares, folder / "routing.png")]
-        data = r.data.eval if isinstance(r.data.eval, str) else (r.data.eval or {}).get("path")
-        lead = [f"Base: {Path(r.model.name_or_path).name}", f"Held-out data: {Path(str(data)).name}"]
+        lead = [f"Base: {Path(r.model.name_or_path).name}", f"Held-out data: {Path(str(_source(r.data.eval))).name}"]
         write_page(folder / "report.html", f"Result of the method {r.method}", lead, sections)
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -370,6 +373,11 @@ class Evaluate(TrainerStage):
 def shared_out(recipe: Recipe, experts: list[Path]) -> tuple[Path, ...]:
     """The experts that a MoE is assembled from, where those of stage 1 are `experts`: all, or copies of the last."""
     return (experts[-1],) * recipe.num_experts if recipe.copies and experts else tuple(experts)
+
+
+def _source(data: str | dict[str, Any] | None) -> str | None:
+    """Where data come from: a file, or a data set's name."""
+    return data.get("path") if isinstance(data, dict) else data
 
 
 def metrics(trained: Trained) -> dict[str, Any]:

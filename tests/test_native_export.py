@@ -29,6 +29,8 @@ def assert_exported(model, adapter_folder, tmp_path, **own):
     out = export_adapter(adapter_folder, tmp_path / "moe", **own)
     expected = logits(model)
     torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    coefficient = json.loads((out / "config.json").read_text())["router_aux_loss_coef"]
+    assert coefficient == model.peft_config["default"].router_aux_loss_coef
     return out
 
 
@@ -45,9 +47,12 @@ def test_logits_are_the_adapters(kind, router, tmp_path):
 @pytest.mark.parametrize("settings", [
     {"rank_pattern": {r"layers\.1\.mlp": 8}, "alpha_pattern": {r"layers\.0\.mlp": 3.0}, "use_rslora": True},
     {"target_projections": ["up_proj"]},
-    {"target_modules": ["mlp", "q_proj", "o_proj"], "num_experts_pattern": {"q_proj": 1, "o_proj": 1}},
+    {
+        "target_modules": ["mlp", "q_proj", "o_proj"], "num_experts_pattern": {"q_proj": 1, "o_proj": 1},
+        "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3.0},
+    },
     {"modules_to_save": ["lm_head"]},
-    {"top_k": 1, "num_experts": 3},
+    {"top_k": 1, "num_experts": 3, "router_aux_loss_coef": 0.125},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])
 def test_what_else_an_adapter_may_have(kind, settings, tmp_path):
@@ -60,7 +65,10 @@ def test_what_else_an_adapter_may_have(kind, settings, tmp_path):
 @pytest.mark.parametrize("settings", [
     {"target_projections": ["gate_up_proj"]},
     {"rank_pattern": {r"layers\.1\.mlp": 8}, "alpha_pattern": {r"layers\.0\.mlp": 3.0}, "use_rslora": True},
-    {"target_modules": ["mlp", "qkv_proj", "o_proj"], "num_experts_pattern": {"qkv_proj": 1, "o_proj": 1}},
+    {
+        "target_modules": ["mlp", "qkv_proj", "o_proj"], "num_experts_pattern": {"qkv_proj": 1, "o_proj": 1},
+        "rank_pattern": {"qkv_proj": 2}, "alpha_pattern": {"o_proj": 3.0},
+    },
     {"target_modules": ["mlp"], "modules_to_save": ["layers.1.self_attn.qkv_proj", "lm_head"]},
 ], ids=str)  # fmt: skip
 def test_updates_of_fused_weights_are_split_with_them(settings, tmp_path):

@@ -10,13 +10,15 @@ from conftest import tiny_llama
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import cross_entropy, softplus
+from transformers import TrainerState
 from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
 from moe_peft import MoELoraConfig, force_experts, lora_to_moe
-from moe_peft.training.scoring import example_losses
+from moe_peft.training.scoring import example_losses, make_scorable
 from moe_peft.upit.buckets import expert_batches
 from moe_peft.upit.objectives import routing_loss
+from moe_peft.upit.own_updates import OwnUpdates
 from moe_peft.upit.post_train import post_train
 from moe_peft.upit.router_init import RouterInitTrainer, init_router
 
@@ -304,6 +306,32 @@ def test_what_belongs_to_no_single_expert_trains_too(tokenizer, tmp_path):
             assert torch.equal(value[3:], before[name][3:]) and not torch.equal(value[:3], before[name][:3]), name
 
 
+def test_every_experts_gradient_is_clipped_by_its_own_norm_and_the_rest_together():
+    torch.manual_seed(0)
+    patterns = {"q_proj": 1, "layers.1.mlp": 3}
+    config = MoELoraConfig(num_experts=4, r=2, target_modules=["mlp", "q_proj"], num_experts_pattern=patterns)
+    model = get_peft_model(tiny_llama(), config)
+    size = torch.tensor([1e-4, 3.0, 10.0, 0.1])  # of the experts' gradients: the first is never clipped
+    before = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.grad = torch.randn_like(p) * (1.0 if len(p) == 1 else size[: len(p)].view(-1, *[1] * (p.dim() - 1)))
+            before[name] = p.grad.clone()
+    update, state = OwnUpdates([9] * 4, 0.5), TrainerState(global_step=3)
+    update.on_train_begin(None, state, None, model=model)
+    update.on_pre_optimizer_step(None, state, None)
+    after = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    shared = {name for name in after if "q_proj" in name}
+    parts = [[(name, ...) for name in shared]]
+    parts += [[(name, i) for name in after if name not in shared and len(after[name]) > i] for i in range(4)]
+    for part in parts:
+        norm = torch.cat([before[name][i].flatten() for name, i in part]).norm()
+        factor = min(1.0, 0.5 / (norm.item() + 1e-6))
+        for name, i in part:
+            torch.testing.assert_close(after[name][i], before[name][i] * factor, rtol=1e-4, atol=1e-9)
+    assert torch.equal(after[next(iter(set(after) - shared))][0], before[next(iter(set(after) - shared))][0])
+
+
 @pytest.mark.parametrize("own, message", [
     ({"max_steps": 50}, "max_steps=50, num_train_epochs=3: set num_train_epochs to a whole number"),
     ({"num_train_epochs": 0.5}, "num_train_epochs=0.5: set num_train_epochs to a whole number"),
@@ -362,8 +390,10 @@ def test_routing_loss_is_that_of_a_plain_loop(objective):
 
 def test_every_expert_is_scored_as_its_plain_lora_is(loras, tokenizer, tmp_path):
     trainer = make_trainer(loras, tokenizer, tmp_path)
-    losses, counts = example_losses(trainer.model, trainer.train_dataset, trainer.data_collator, N, rows=9)
-    assert losses.shape == (12, N)
+    model = moe(loras, lora_dropout=0.5).train()
+    make_scorable(model)
+    losses, counts = example_losses(model, trainer.train_dataset, trainer.data_collator, N, rows=9)
+    assert model.training and losses.shape == (12, N)  # without dropout, which is on again afterwards
     for expert in range(N):
         plain = PeftModel.from_pretrained(tiny_llama(), loras[expert]).eval()
         for i, example in enumerate(trainer.train_dataset):

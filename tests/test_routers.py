@@ -112,6 +112,9 @@ def test_gates_at_the_edges():
     torch.testing.assert_close(top_p_gates(logits, 2, True, 1.0)[0], torch.tensor([[0.625, 0.375]]))
     torch.testing.assert_close(threshold_gates(logits, 4, False, 0.9)[0], torch.tensor([[0.5, 0.0, 0.0, 0.0]]))
     torch.testing.assert_close(threshold_gates(logits, 3, True, 0.2)[0], torch.tensor([[0.625, 0.375, 0.0]]))
+    even = torch.zeros(1, 4)  # probabilities that reach a limit exactly
+    torch.testing.assert_close(top_p_gates(even, 4, False, 0.5)[0], torch.tensor([[0.25, 0.25, 0.0, 0.0]]))
+    torch.testing.assert_close(threshold_gates(even, 4, False, 0.25)[0], torch.full((1, 4), 0.25))
     far = torch.tensor([[-200.0, -201.0, -300.0]])  # sigmoids that are zero in float32
     torch.testing.assert_close(sigmoid_gates(far, 2)[0], torch.tensor([[1.0, 0.0]]).add(-1).exp() / (1 + math.exp(-1)))
 

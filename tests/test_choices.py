@@ -131,7 +131,8 @@ def shares(*percent: float) -> torch.Tensor:
 
 
 def test_a_healthy_layer_has_no_verdict():
-    for even in ([12.5] * 8, [10, 15, 12, 13, 11, 14, 12, 13], [50, 50], [100 / 3] * 3, [100 / 64] * 64):
+    many = [*[98.5 / 39] * 39, 1.5]  # less than 2 %, but more than half the even load
+    for even in ([12.5] * 8, [10, 15, 12, 13, 11, 14, 12, 13], [50, 50], [100 / 3] * 3, [100 / 64] * 64, many):
         assert load_verdicts(shares(*even), [len(even)]) == []
     assert load_verdicts(torch.zeros(1, 8, dtype=torch.float64), [8]) == []  # nothing was counted
     assert verdict_line([]) == ""
@@ -149,6 +150,10 @@ def test_a_healthy_layer_has_no_verdict():
         ((*[99.5 / 7] * 7, 0.5), ["layer 0: collapsed", "1 of 8 experts get less than 1 % of"]),
         ((20, 6, 20, 6, 20, 6, 16, 6), ["layer 0: uneven: coefficient of variation 0.53, healthy below 0.3"]),
         ((90, 10), ["layer 0: uneven: coefficient of variation 0.80"]),
+        # Limits that shrink with the even load: a quarter of it is dead, half of it is little; two of five need 60 %.
+        ((*[99.5 / 39] * 39, 0.5), ["layer 0: collapsed: 1 of 40 experts get less than 0.625 %"]),
+        ((*[99.2 / 39] * 39, 0.8), ["layer 0: uneven: expert 39 gets 0.8 % of"]),
+        ((27.5, 27.5, 15, 15, 15), ["layer 0: uneven: coefficient of variation 0.31"]),
     ],
 )
 def test_an_unhealthy_layer_is_named(percent, facts):
@@ -163,6 +168,7 @@ def test_an_unhealthy_layer_is_named(percent, facts):
 def test_many_layers_are_one_line():
     found = load_verdicts(shares(90, 5, 3, 2).expand(30, 4), [4] * 30)
     assert len(found) == 30 and "27 more layers like that" in verdict_line(found) and len(verdict_line(found)) < 700
+    assert "more layers" in verdict_line(found[:4]) and "more layers" not in verdict_line(found[:3])
 
 
 def test_the_logged_load_is_that_of_all_steps_since_the_last_log(tokenizer, tmp_path):

@@ -19,7 +19,7 @@ from conftest import tiny_llama
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.hotswap import hotswap_adapter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
@@ -237,6 +237,23 @@ def test_adapter_of_another_base_is_refused_in_one_line(other: dict[str, int], t
         lambda: adapted().load_adapter(tmp_path, "b"),
     ):
         with pytest.raises(ValueError, match=r"layers\.\d\.mlp\.moe_lora_") as error:
+            load()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["moe_lora_A", "moe_lora_B", "moe_lora_router"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused_in_one_line(part: str, value: float, tmp_path):
+    adapted().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    name = next(name for name in weights if "layers.1" in name and part in name)
+    weights[name].view(-1)[-1] = value
+    save_file(weights, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
+    for load in (
+        lambda: PeftModel.from_pretrained(tiny_llama(), tmp_path),
+        lambda: adapted().load_adapter(tmp_path, "b"),
+    ):
+        with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.{part}.*: the adapter's weights hold NaN") as error:
             load()
         assert "\n" not in str(error.value)
 
@@ -729,9 +746,11 @@ def test_all_linear_gives_every_linear_but_the_head_experts():
     assert_aux_loss_counted_once(model, routers=len(linears) - 2)
 
 
-def test_patterns_set_rank_alpha_and_experts_layer_by_layer():
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_patterns_set_rank_alpha_and_experts_layer_by_layer(use_rslora: bool):
     model = adapted(
         lora_alpha=8,
+        use_rslora=use_rslora,
         num_experts_pattern={"layers.1.mlp": 6},
         rank_pattern={r"layers\.0\..*": 2},
         alpha_pattern={"layers.1.mlp": 2},
@@ -739,7 +758,7 @@ def test_patterns_set_rank_alpha_and_experts_layer_by_layer():
     shapes = [layer.mlp.moe_lora_A["default"]["up_proj"].shape for layer in model.get_base_model().model.layers]
     assert shapes == [(4, 2, 64), (6, 4, 64)]
     scaling = [layer.mlp.moe_lora_spec["default"].scaling for layer in model.get_base_model().model.layers]
-    assert scaling == [8 / 2, 2 / 4]
+    assert scaling == ([8 / 2**0.5, 2 / 4**0.5] if use_rslora else [8 / 2, 2 / 4])
 
 
 def test_router_logits_are_padded_to_the_largest_number_of_experts():

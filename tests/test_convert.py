@@ -88,7 +88,9 @@ torch.save(model(torch.arange(3, 27).view(2, 12)).logits, {str(tmp_path / "logit
 
 def test_smaller_ranks_are_padded_and_other_scalings_are_taken_up():
     sources = [lora(0, r=2, lora_alpha=2), lora(1, r=6, lora_alpha=3), lora(2, r=4, lora_alpha=12, use_rslora=True)]
-    moe = lora_to_moe(tiny_llama(), sources)
+    moe = lora_to_moe(tiny_llama(), sources, init_lora_weights=False)
+    A, B = moe.get_base_model().model.layers[1].mlp.expert_parameters("default")
+    assert not any(part["up_proj"][0, 2:].any() or part["up_proj"][2, 4:].any() for part in (A, B))  # padding is zero
     for i, source in enumerate(sources):
         config, state = expert_to_lora(moe, i)
         assert config.r == 6
@@ -175,6 +177,12 @@ def test_patterns_of_a_moe_are_those_of_its_loras(use_rslora: bool):
             torch.testing.assert_close(moe(IDS).logits, got(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_target_modules_name_what_the_expert_has_and_nothing_else():
+    for layers, names in ((None, {*FFN}), ([1], {f"model.layers.1.mlp.{name}" for name in FFN})):
+        moe = get_peft_model(tiny_llama(), MoELoraConfig(target_modules=["mlp"], layers_to_transform=layers))
+        assert set(expert_to_lora(moe, 0)[0].target_modules) == names
+
+
 @pytest.mark.parametrize("expert", [-1, 3])
 def test_wrong_expert_index_names_the_range(expert, folders):
     with pytest.raises(ValueError, match=rf"expert={expert}: .*mlp has experts 0 to 2"):
@@ -211,6 +219,7 @@ def test_bad_inputs_are_one_clear_line_and_leave_the_base_alone(folders, tmp_pat
     refused(tiny_llama(), [], "at least one")
     refused(tiny_llama(hidden=32), folders, "trained on a different base")
     refused(tiny_llama(layers=1), folders, "no module 'model.layers.1")
+    refused(tiny_llama(head_dim=8), [lora(0, targets=["q_proj"])], r"q_proj has .* \(64, 64\), the base .* \(64, 32\)")
     state = load_file(folders[1] / "adapter_model.safetensors")
     state[next(iter(state))][0, 0] = float("nan")
     save_file(state, folders[1] / "adapter_model.safetensors")

@@ -390,12 +390,13 @@ def test_switching_adapters_switches_the_protocols_numbers():
 
 @pytest.mark.parametrize("coefficients", [(0.25, 0.75), (0.75, 0.25)])
 def test_adapters_active_together_are_balanced_by_the_largest_coefficient(coefficients):
-    model = adapted(router_aux_loss_coef=coefficients[0])
-    model.add_adapter("wide", adapter(num_experts=6, router_aux_loss_coef=coefficients[1]))
+    """With the top_k of the first: one sparse router does not make the others' experts count for less."""
+    model = adapted(router_aux_loss_coef=coefficients[0], top_k=3)
+    model.add_adapter("wide", adapter(num_experts=6, router_aux_loss_coef=coefficients[1], top_k=1))
     model.base_model.set_adapter(["default", "wide"])
     out = model.eval()(**batch())
-    assert (len(out.router_logits), model.config.num_experts) == (4, 6)
-    aux = load_balancing_loss_func(out.router_logits, 6, 2, batch()["attention_mask"])
+    assert (len(out.router_logits), model.config.num_experts, model.config.num_experts_per_tok) == (4, 6, 3)
+    aux = load_balancing_loss_func(out.router_logits, 6, 3, batch()["attention_mask"])
     plain = model(**batch(), output_router_logits=False).loss
     torch.testing.assert_close(out.loss, plain + 0.75 * aux)
 

@@ -109,6 +109,14 @@ def test_positional_attention_mask_is_understood():
     torch.testing.assert_close(by_position.aux_loss, model(**inputs).aux_loss)
 
 
+def test_a_mask_of_pairs_says_nothing_of_padding():
+    model, inputs = adapted().eval(), batch(padded=False)
+    causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(3, 1, 12, 12)
+    out = model(**{**inputs, "attention_mask": causal})
+    torch.testing.assert_close(out.loss, model(**inputs).loss)
+    torch.testing.assert_close(out.aux_loss, load_balancing_loss_func(out.router_logits, 4, 2))
+
+
 def test_return_dict_false_has_the_whole_loss_first():
     model = adapted().eval()
     inputs = batch()

@@ -146,6 +146,28 @@ def test_switch_drops_in_training_only():
     assert int(dropped.sum()) == int((counts - capacity).clamp(min=0).sum()) > 0
 
 
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_gates_begin_with_the_deviation_that_transformers_has(kind):
+    torch.manual_seed(0)
+    for parameter in make_router(256, 64, RouterSettings(kind)).parameters():
+        assert abs(parameter.mean().item()) < 1e-3 and parameter.std().item() == pytest.approx(0.02, rel=0.03)
+
+
+def test_jitter_multiplies_each_entry_of_the_input_in_training_only():
+    router = make_router(16, 16, RouterSettings(jitter_noise=0.3))
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(16))  # so that the logits are the noisy input
+    torch.manual_seed(0)
+    noisy = router.train()(torch.full((500, 16), 2.0)) / 2
+    assert 0.7 <= noisy.min() < 0.71 and 1.29 < noisy.max() <= 1.3
+    for over in (0, 1):  # no two tokens and no two entries share their noise
+        assert (noisy.std(over) > 0.05).all()
+    assert noisy.mean().item() == pytest.approx(1, abs=0.01) and noisy.std().item() == pytest.approx(
+        0.3 / 3**0.5, rel=0.03
+    )
+    assert torch.equal(router.eval()(torch.full((500, 16), 2.0)), torch.full((500, 16), 2.0))
+
+
 # --- folding --------------------------------------------------------------------------------------------------------
 
 

@@ -161,6 +161,18 @@ def test_joint_training_has_the_losses_and_gradients_of_separate_models(mixing, 
                     torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-7)
 
 
+def test_rows_that_fill_up_a_step_count_neither_in_the_loss_nor_in_the_log(loras, tokenizer, tmp_path):
+    trainer = make_trainer(loras, tokenizer, tmp_path)
+    inputs = {**batch(trainer, [2, 0, 3, 2]), "batch_size": torch.tensor([2, 1, 0, 2])}
+    with torch.no_grad(), force_experts(trainer.model, inputs["expert"]):
+        lm, aux, _ = trainer.row_losses(trainer.model, inputs)
+        loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(1))
+    weights = torch.tensor([0.5, 1.0, 0.0, 0.5])
+    torch.testing.assert_close(loss, (0.3 * lm + 0.7 * aux) @ weights)
+    for name, of_rows in (("lm_loss", lm), ("routing_loss", aux)):
+        assert trainer._metrics["train"][name] == [pytest.approx(of_rows[[0, 1, 3]].mean().item(), rel=1e-5)]
+
+
 class SeparateTrainings:
     """
     Algorithm 3 as a plain loop: n models with one plain LoRA and one optimizer each. Router rows are parameters of

@@ -350,6 +350,16 @@ def test_the_rest_is_trained_by_the_language_loss_alone(tokenizer, tmp_path):
     torch.testing.assert_close(loss, lm, rtol=1e-5, atol=1e-6)
 
 
+def test_routers_alone_are_trained_by_their_losses_without_the_balancing_one(tokenizer, tmp_path):
+    own = {"router_z_loss_coef": 0.03, "router_aux_loss_coef": 0.2, "router_label_loss_coef": 0.7, **LABELS}
+    trainer = make_trainer(tmp_path, tokenizer, training_stage="routers", **own)
+    trainer.model.eval()
+    loss = trainer.compute_loss(trainer.model, one_batch(trainer)).item()
+    noted = {name: values[0] for name, values in trainer._metrics["eval"].items()}
+    assert noted["aux_loss"] > 1  # it is logged all the same
+    assert loss == pytest.approx(0.03 * noted["router_z_loss"] + 0.7 * noted["router_label_loss"], rel=1e-5)
+
+
 def test_three_phases(tokenizer, tmp_path):
     assert [phase_at(step, 100) for step in (0, 4, 5, 74, 75, 100)] == [0, 0, 1, 1, 2, 2]
     assert ROUTER_LOSSES["aux"].phases == (5.0, 1.0, 0.5) and ROUTER_LOSSES["z"].phases == (2.0, 1.0, 0.5)

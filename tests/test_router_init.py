@@ -344,6 +344,17 @@ def test_every_experts_gradient_is_clipped_by_its_own_norm_and_the_rest_together
     assert torch.equal(after[next(iter(set(after) - shared))][0], before[next(iter(set(after) - shared))][0])
 
 
+def test_buckets_are_of_the_experts_that_all_layers_have_and_no_larger_than_asked_for(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    config = MoELoraConfig(
+        num_experts=4, r=2, num_experts_pattern={"layers.1.mlp": 6}, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(tiny_llama(), config)
+    args = arguments(tmp_path, num_train_epochs=1)
+    result = init_router(model, Dataset.from_list(rows(12)), args, tokenizer, capacity=2)
+    assert result.perplexity.shape == (12, 4) and [len(bucket) for bucket in result.buckets] == [2, 2, 2, 2]
+
+
 @pytest.mark.parametrize("own, message", [
     ({"max_steps": 50}, "max_steps=50, num_train_epochs=3: set num_train_epochs to a whole number"),
     ({"num_train_epochs": 0.5}, "num_train_epochs=0.5: set num_train_epochs to a whole number"),

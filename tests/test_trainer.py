@@ -185,7 +185,7 @@ def test_accumulated_batches_count_as_one_in_the_balancing_loss(tokenizer, tmp_p
     """Twice the same rows, in two batches of a step, train as these rows do alone."""
     common = {
         "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "router_aux_loss_coef": 0.5, "max_steps": 1,
-        "train_sampling_strategy": "sequential",
+        "train_sampling_strategy": "sequential", "router_z_loss_coef": 0.1,
     }  # fmt: skip
     one = make_trainer(tmp_path / "one", tokenizer, data=Dataset.from_list(rows(4)), **common)
     two = make_trainer(
@@ -197,6 +197,8 @@ def test_accumulated_batches_count_as_one_in_the_balancing_loss(tokenizer, tmp_p
     for (name, found), expected in zip(two.model.named_parameters(), one.model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
     assert all((p - before[name]).abs().max() > 1e-4 for name, p in router_parameters(one.model).items())
+    loss, expected = (trainer.compute_loss(trainer.model.eval(), one_batch(trainer)).item() for trainer in (two, one))
+    assert loss == pytest.approx(expected, rel=1e-5)  # in evaluation there are no steps
 
 
 SCRIPT = """
@@ -351,13 +353,13 @@ def test_the_rest_is_trained_by_the_language_loss_alone(tokenizer, tmp_path):
 
 
 def test_routers_alone_are_trained_by_their_losses_without_the_balancing_one(tokenizer, tmp_path):
-    own = {"router_z_loss_coef": 0.03, "router_aux_loss_coef": 0.2, "router_label_loss_coef": 0.7, **LABELS}
+    own = {"router_z_loss_coef": 0.03, "router_aux_loss_coef": 0.2, **LABELS}  # the label loss counts 1 by default
     trainer = make_trainer(tmp_path, tokenizer, training_stage="routers", **own)
     trainer.model.eval()
     loss = trainer.compute_loss(trainer.model, one_batch(trainer)).item()
     noted = {name: values[0] for name, values in trainer._metrics["eval"].items()}
     assert noted["aux_loss"] > 1  # it is logged all the same
-    assert loss == pytest.approx(0.03 * noted["router_z_loss"] + 0.7 * noted["router_label_loss"], rel=1e-5)
+    assert loss == pytest.approx(0.03 * noted["router_z_loss"] + noted["router_label_loss"], rel=1e-5)
 
 
 def test_three_phases(tokenizer, tmp_path):

@@ -775,6 +775,21 @@ def test_router_logits_are_padded_to_the_largest_number_of_experts():
     assert_aux_loss_counted_once(model, routers=2)
 
 
+@pytest.mark.parametrize("init", [True, "gaussian", False])
+def test_experts_begin_as_loras_do_and_each_in_its_own_way(init: Any):
+    model = adapted(num_experts=16, r=8, init_lora_weights=init)
+    A_all, B_all = model.get_base_model().model.layers[0].mlp.expert_parameters("default")
+    for projection, A in A_all.items():
+        B, bound = B_all[projection], A.shape[2] ** -0.5
+        assert A.std().item() == pytest.approx(1 / 8 if init == "gaussian" else bound / 3**0.5, rel=0.03)
+        assert abs(A.mean().item()) < 0.05 * A.std() and not torch.equal(A[0], A[1])
+        assert init == "gaussian" or 0.99 * bound < A.abs().max() <= bound
+        if init is False:
+            assert B.std().item() == pytest.approx(8**-0.5 / 3**0.5, rel=0.03) and abs(B.mean().item()) < 0.05 * B.std()
+        else:
+            assert not B.any()
+
+
 def test_pattern_that_matches_no_module_is_warned_of():
     with pytest.warns(RuntimeWarning, match=r"num_experts_pattern.*layers\.9\.mlp"):
         adapted(num_experts_pattern={"layers.9.mlp": 2})

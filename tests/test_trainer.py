@@ -279,6 +279,20 @@ def test_every_token_keeps_its_label(how, tokenizer, tmp_path):
     assert trainer.state.log_history[0]["router_label_loss"] > 0
 
 
+def test_padding_of_padding_free_batches_has_no_label(tokenizer, tmp_path):
+    noted = []
+    for name, own in (("padded", {}), ("free", {"padding_free": True, "max_length": None, "pad_to_multiple_of": 16})):
+        trainer = make_trainer(tmp_path / name, tokenizer, **own, **LABELS)
+        batch = one_batch(trainer)
+        assert (batch["token_labels"] == -1).any() and ("attention_mask" in batch) == (name == "padded")
+        trainer.model.eval()
+        trainer.compute_loss(trainer.model, batch)
+        names = ("router_label_loss", "aux_loss", "compliance", "router_entropy")
+        noted.append({key: trainer._metrics["eval"][key][0] for key in names})
+        assert trainer._token_counts(batch).tolist() == [int((batch["token_labels"] != -1).sum())] * 2
+    assert noted[0] == pytest.approx(noted[1], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("own", "message"),
     [

@@ -210,6 +210,18 @@ def test_an_expert_without_examples_keeps_its_values_and_has_vectors_of_its_own(
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_vectors_of_half_precision_are_multiplied_in_float32():
+    model, inputs = tiny_llama(hidden=16).bfloat16(), []
+    vectors = RoutingVectors(model)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, output: inputs.append(args[0]))
+    vectors.bfloat16()
+    model(torch.arange(3, 11).view(2, 4))
+    for score, x, vector in zip(vectors.scores, inputs, vectors.weight, strict=True):
+        assert score.dtype == torch.float32 and x.dtype == torch.bfloat16
+        torch.testing.assert_close(score.flatten(), x.float().flatten(0, 1) @ vector.float(), rtol=1e-5, atol=1e-6)
+
+
 def test_assembly_stacks_experts_and_averages_the_rest(upit, tmp_path):
     stage_of(upit, "post_train").assemble(tmp_path / "moe")
     moe = weights(tmp_path / "moe")

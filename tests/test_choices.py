@@ -171,6 +171,19 @@ def test_many_layers_are_one_line():
     assert "more layers" in verdict_line(found[:4]) and "more layers" not in verdict_line(found[:3])
 
 
+def test_loads_of_training_and_evaluation_are_apart(tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, make_model(router_aux_loss_coef=0.3), **LABELS)
+    assert trainer._coefficients["aux"] == 0.3  # the model's own
+    batches = list(trainer.get_train_dataloader())
+    trainer.compute_loss(trainer.model.train(), batches[0])
+    with record_routing(trainer.model) as statistics:
+        for batch in batches[1:3]:
+            trainer.compute_loss(trainer.model.eval(), batch)
+    share = statistics.counts[0] / statistics.counts[0].sum(1, keepdim=True)
+    variation = (share.std(1, correction=0) / share.mean(1)).mean().item()
+    assert trainer._metrics["eval"]["load_cv"] == [pytest.approx(variation)]
+
+
 def test_the_logged_load_is_that_of_all_steps_since_the_last_log(tokenizer, tmp_path):
     """And not the mean of the variations of small batches, which is large for even routing too."""
     own = {"max_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

@@ -376,6 +376,18 @@ def test_routers_alone_are_trained_by_their_losses_without_the_balancing_one(tok
     assert loss == pytest.approx(0.03 * noted["router_z_loss"] + noted["router_label_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("tokens", ["all", "completion"])
+def test_the_label_loss_of_a_step_is_a_mean_over_its_own_tokens(tokens, tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, router_label_tokens=tokens, **LABELS)
+    batch = one_batch(trainer)
+    assert (batch["labels"][batch["attention_mask"].bool()] == -100).any()  # prompts
+    _, items = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
+    losses = []
+    for trainer._coefficients["label"] in (1.0, 0.0):
+        losses.append(trainer.compute_loss(trainer.model.train(), dict(batch), num_items_in_batch=items).item())
+    assert losses[0] - losses[1] == pytest.approx(trainer._metrics["train"]["router_label_loss"][0], rel=1e-4)
+
+
 def test_three_phases(tokenizer, tmp_path):
     assert [phase_at(step, 100) for step in (0, 4, 5, 74, 75, 100)] == [0, 0, 1, 1, 2, 2]
     assert ROUTER_LOSSES["aux"].phases == (5.0, 1.0, 0.5) and ROUTER_LOSSES["z"].phases == (2.0, 1.0, 0.5)

@@ -67,6 +67,7 @@ def test_label_buckets():
     assert label_buckets(labels, 6) == [[0, 3], [1], [4], [2], [5], []]
     given = {"code": [0, 1], "prose": [1], "sums": [2]}
     assert label_buckets(labels, 3, given) == [[0, 2], [1, 3, 5], [4]]
+    assert label_buckets(labels, 3, {**given, "code": [1, 0]}) == [[0, 2], [1, 3, 5], [4]]  # whatever the list's order
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,11 @@ def test_a_rule_gets_what_it_asks_for(monkeypatch):
         return fill_buckets(data, 2, rule, lambda: asked.append(rule) or perplexity, seed=5, **settings)
 
     assert fill("label", label_column="label") == ([[0, 2, 4], [1, 3, 5]], None) and asked == []
+    swapped = {"a": [1], "b": [0]}
+    assert fill("label", label_column="label", expert_map=swapped) == ([[1, 3, 5], [0, 2, 4]], None) and asked == []
     assert fill("random") == (random_buckets(6, 2, 5), None) and asked == []
-    assert fill("perplexity", capacity=2) == ([[0, 1], [2, 3]], perplexity) and asked == ["perplexity"]
+    for rule in ("perplexity", "relative"):
+        assert fill(rule, capacity=2) == ([[0, 1], [2, 3]], perplexity) and asked.pop() == rule and asked == []
     monkeypatch.setitem(BUCKETS, "none of them", BucketRule(lambda seeds: seen.append(seeds) or [[], []]))
     assert fill("none of them", capacity=4, expert_map={"a": [0]}) == ([[], []], None)
     assert seen == [Seeds(6, 2, 5, capacity=4, expert_map={"a": [0]})]

@@ -131,7 +131,8 @@ def shares(*percent: float) -> torch.Tensor:
 
 
 def test_a_healthy_layer_has_no_verdict():
-    for even in ([12.5] * 8, [10, 15, 12, 13, 11, 14, 12, 13], [50, 50], [100 / 3] * 3, [100 / 64] * 64):
+    many = [*[98.5 / 39] * 39, 1.5]  # less than 2 %, but more than half the even load
+    for even in ([12.5] * 8, [10, 15, 12, 13, 11, 14, 12, 13], [50, 50], [100 / 3] * 3, [100 / 64] * 64, many):
         assert load_verdicts(shares(*even), [len(even)]) == []
     assert load_verdicts(torch.zeros(1, 8, dtype=torch.float64), [8]) == []  # nothing was counted
     assert verdict_line([]) == ""
@@ -149,6 +150,10 @@ def test_a_healthy_layer_has_no_verdict():
         ((*[99.5 / 7] * 7, 0.5), ["layer 0: collapsed", "1 of 8 experts get less than 1 % of"]),
         ((20, 6, 20, 6, 20, 6, 16, 6), ["layer 0: uneven: coefficient of variation 0.53, healthy below 0.3"]),
         ((90, 10), ["layer 0: uneven: coefficient of variation 0.80"]),
+        # Limits that shrink with the even load: a quarter of it is dead, half of it is little; two of five need 60 %.
+        ((*[99.5 / 39] * 39, 0.5), ["layer 0: collapsed: 1 of 40 experts get less than 0.625 %"]),
+        ((*[99.2 / 39] * 39, 0.8), ["layer 0: uneven: expert 39 gets 0.8 % of"]),
+        ((27.5, 27.5, 15, 15, 15), ["layer 0: uneven: coefficient of variation 0.31"]),
     ],
 )
 def test_an_unhealthy_layer_is_named(percent, facts):
@@ -163,6 +168,20 @@ def test_an_unhealthy_layer_is_named(percent, facts):
 def test_many_layers_are_one_line():
     found = load_verdicts(shares(90, 5, 3, 2).expand(30, 4), [4] * 30)
     assert len(found) == 30 and "27 more layers like that" in verdict_line(found) and len(verdict_line(found)) < 700
+    assert "more layers" in verdict_line(found[:4]) and "more layers" not in verdict_line(found[:3])
+
+
+def test_loads_of_training_and_evaluation_are_apart(tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, make_model(router_aux_loss_coef=0.3), **LABELS)
+    assert trainer._coefficients["aux"] == 0.3  # the model's own
+    batches = list(trainer.get_train_dataloader())
+    trainer.compute_loss(trainer.model.train(), batches[0])
+    with record_routing(trainer.model) as statistics:
+        for batch in batches[1:3]:
+            trainer.compute_loss(trainer.model.eval(), batch)
+    share = statistics.counts[0] / statistics.counts[0].sum(1, keepdim=True)
+    variation = (share.std(1, correction=0) / share.mean(1)).mean().item()
+    assert trainer._metrics["eval"]["load_cv"] == [pytest.approx(variation)]
 
 
 def test_the_logged_load_is_that_of_all_steps_since_the_last_log(tokenizer, tmp_path):

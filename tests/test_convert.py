@@ -13,7 +13,7 @@ from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from moe_peft import MoELoraConfig, expert_to_lora, lora_to_moe
+from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
 
 FFN = ["gate_proj", "up_proj", "down_proj"]
 IDS = torch.arange(3, 27).view(2, 12)
@@ -88,7 +88,9 @@ torch.save(model(torch.arange(3, 27).view(2, 12)).logits, {str(tmp_path / "logit
 
 def test_smaller_ranks_are_padded_and_other_scalings_are_taken_up():
     sources = [lora(0, r=2, lora_alpha=2), lora(1, r=6, lora_alpha=3), lora(2, r=4, lora_alpha=12, use_rslora=True)]
-    moe = lora_to_moe(tiny_llama(), sources)
+    moe = lora_to_moe(tiny_llama(), sources, init_lora_weights=False)
+    A, B = moe.get_base_model().model.layers[1].mlp.expert_parameters("default")
+    assert not any(part["up_proj"][0, 2:].any() or part["up_proj"][2, 4:].any() for part in (A, B))  # padding is zero
     for i, source in enumerate(sources):
         config, state = expert_to_lora(moe, i)
         assert config.r == 6
@@ -133,9 +135,58 @@ def test_single_expert_modules_are_part_of_every_expert():
         load(get_peft_model(tiny_llama(), out), state)
 
 
-def test_wrong_expert_index_names_the_range(folders):
-    with pytest.raises(ValueError, match=r"expert=3: .*mlp has experts 0 to 2"):
-        expert_to_lora(lora_to_moe(tiny_llama(), folders), 3)
+PATTERNS = {
+    "rank_pattern": {"up_proj": 2, r"layers\.1\.mlp\.gate_proj": 6},
+    "alpha_pattern": {"down_proj": 3, r"layers\.0\.mlp\.up_proj": 20},
+}
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_patterns_of_loras_are_taken_up(use_rslora: bool):
+    sources = [lora(0, use_rslora=use_rslora, **PATTERNS), lora(1, use_rslora=not use_rslora)]
+    moe = lora_to_moe(tiny_llama(), sources).eval()
+    for i, source in enumerate(sources):
+        with torch.no_grad(), force_experts(moe, torch.tensor([i, i])):
+            torch.testing.assert_close(moe(IDS).logits, source(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_patterns_of_a_moe_are_those_of_its_loras(use_rslora: bool):
+    base = tiny_llama()
+    base.name_or_path = "some/base"
+    config = MoELoraConfig(
+        num_experts=3,
+        r=4,
+        lora_alpha=6,
+        lora_dropout=0.25,
+        use_rslora=use_rslora,
+        target_modules=["mlp", "q_proj"],
+        num_experts_pattern={"q_proj": 1},
+        rank_pattern={"q_proj": 3, r"layers\.1\.mlp": 2},
+        alpha_pattern={"q_proj": 5, r"layers\.0\.mlp": 10},
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    moe = get_peft_model(base, config).eval()
+    for i in range(3):
+        out, state = expert_to_lora(moe, i)
+        assert (out.lora_dropout, out.task_type, out.base_model_name_or_path) == (0.25, "CAUSAL_LM", "some/base")
+        got = get_peft_model(tiny_llama(), out).eval()
+        load(got, state)
+        with torch.no_grad(), force_experts(moe, torch.tensor([i, i])):
+            torch.testing.assert_close(moe(IDS).logits, got(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_target_modules_name_what_the_expert_has_and_nothing_else():
+    for layers, names in ((None, {*FFN}), ([1], {f"model.layers.1.mlp.{name}" for name in FFN})):
+        moe = get_peft_model(tiny_llama(), MoELoraConfig(target_modules=["mlp"], layers_to_transform=layers))
+        assert set(expert_to_lora(moe, 0)[0].target_modules) == names
+
+
+@pytest.mark.parametrize("expert", [-1, 3])
+def test_wrong_expert_index_names_the_range(expert, folders):
+    with pytest.raises(ValueError, match=rf"expert={expert}: .*mlp has experts 0 to 2"):
+        expert_to_lora(lora_to_moe(tiny_llama(), folders), expert)
 
 
 def test_an_existing_folder_is_not_overwritten(folders):
@@ -168,6 +219,7 @@ def test_bad_inputs_are_one_clear_line_and_leave_the_base_alone(folders, tmp_pat
     refused(tiny_llama(), [], "at least one")
     refused(tiny_llama(hidden=32), folders, "trained on a different base")
     refused(tiny_llama(layers=1), folders, "no module 'model.layers.1")
+    refused(tiny_llama(head_dim=8), [lora(0, targets=["q_proj"])], r"q_proj has .* \(64, 64\), the base .* \(64, 32\)")
     state = load_file(folders[1] / "adapter_model.safetensors")
     state[next(iter(state))][0, 0] = float("nan")
     save_file(state, folders[1] / "adapter_model.safetensors")

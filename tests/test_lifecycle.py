@@ -19,7 +19,7 @@ from conftest import tiny_llama
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.hotswap import hotswap_adapter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
@@ -253,6 +253,23 @@ def test_adapter_of_another_base_is_refused_in_one_line(other: dict[str, int], t
         lambda: adapted().load_adapter(tmp_path, "b"),
     ):
         with pytest.raises(ValueError, match=r"layers\.\d\.mlp\.moe_lora_") as error:
+            load()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["moe_lora_A", "moe_lora_B", "moe_lora_router"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused_in_one_line(part: str, value: float, tmp_path):
+    adapted().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    name = next(name for name in weights if "layers.1" in name and part in name)
+    weights[name].view(-1)[-1] = value
+    save_file(weights, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
+    for load in (
+        lambda: PeftModel.from_pretrained(tiny_llama(), tmp_path),
+        lambda: adapted().load_adapter(tmp_path, "b"),
+    ):
+        with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.{part}.*: the adapter's weights hold NaN") as error:
             load()
         assert "\n" not in str(error.value)
 
@@ -745,9 +762,11 @@ def test_all_linear_gives_every_linear_but_the_head_experts():
     assert_aux_loss_counted_once(model, routers=len(linears) - 2)
 
 
-def test_patterns_set_rank_alpha_and_experts_layer_by_layer():
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_patterns_set_rank_alpha_and_experts_layer_by_layer(use_rslora: bool):
     model = adapted(
         lora_alpha=8,
+        use_rslora=use_rslora,
         num_experts_pattern={"layers.1.mlp": 6},
         rank_pattern={r"layers\.0\..*": 2},
         alpha_pattern={"layers.1.mlp": 2},
@@ -755,7 +774,7 @@ def test_patterns_set_rank_alpha_and_experts_layer_by_layer():
     shapes = [layer.mlp.moe_lora_A["default"]["up_proj"].shape for layer in model.get_base_model().model.layers]
     assert shapes == [(4, 2, 64), (6, 4, 64)]
     scaling = [layer.mlp.moe_lora_spec["default"].scaling for layer in model.get_base_model().model.layers]
-    assert scaling == [8 / 2, 2 / 4]
+    assert scaling == ([8 / 2**0.5, 2 / 4**0.5] if use_rslora else [8 / 2, 2 / 4])
 
 
 def test_router_logits_are_padded_to_the_largest_number_of_experts():
@@ -770,6 +789,21 @@ def test_router_logits_are_padded_to_the_largest_number_of_experts():
     assert_equal(out.router_logits[0][:, 4:], torch.full((20, 2), torch.finfo(torch.float32).min))
     assert model.get_base_model().config.num_experts == 6
     assert_aux_loss_counted_once(model, routers=2)
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", False])
+def test_experts_begin_as_loras_do_and_each_in_its_own_way(init: Any):
+    model = adapted(num_experts=16, r=8, init_lora_weights=init)
+    A_all, B_all = model.get_base_model().model.layers[0].mlp.expert_parameters("default")
+    for projection, A in A_all.items():
+        B, bound = B_all[projection], A.shape[2] ** -0.5
+        assert A.std().item() == pytest.approx(1 / 8 if init == "gaussian" else bound / 3**0.5, rel=0.03)
+        assert abs(A.mean().item()) < 0.05 * A.std() and not torch.equal(A[0], A[1])
+        assert init == "gaussian" or 0.99 * bound < A.abs().max() <= bound
+        if init is False:
+            assert B.std().item() == pytest.approx(8**-0.5 / 3**0.5, rel=0.03) and abs(B.mean().item()) < 0.05 * B.std()
+        else:
+            assert not B.any()
 
 
 def test_pattern_that_matches_no_module_is_warned_of():

@@ -9,8 +9,19 @@ import pytest
 import torch
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
+from peft.utils import load_peft_weights
 
-from moe_peft.merging import dare_merge, displacement_inner, expand, likeness, update_inner, values_inner
+from moe_peft.merging import (
+    dare_merge,
+    displacement_inner,
+    expand,
+    likeness,
+    similarities,
+    update_gram,
+    update_inner,
+    value_gram,
+    values_inner,
+)
 from moe_peft.upit import expand_experts
 
 MODULES = {"layers.0.up": (3, 7, 5), "layers.0.down": (3, 5, 7), "layers.1.up": (2, 7, 5)}  # r, in, out
@@ -49,6 +60,12 @@ def test_inner_products_are_those_of_the_full_vectors():
     assert values_inner(a, b) == pytest.approx(float(flat(a) @ flat(b)), rel=1e-12)
     expected = float((flat(a) - flat(start)) @ (flat(b) - flat(start)))
     assert displacement_inner(start)(a, b) == pytest.approx(expected, rel=1e-12)
+    for name in MODULES:  # of all experts at once, one module after the other
+        A, B = (torch.stack([e[f"base_model.model.{name}.lora_{half}.weight"] for e in (a, b, start)]) for half in "AB")
+        full = (B.double() @ A.double()).flatten(1)
+        torch.testing.assert_close(update_gram(A, B.mT), full @ full.T, rtol=1e-12, atol=1e-12)
+        values = A.double().flatten(1)
+        torch.testing.assert_close(value_gram(A.flatten(1), chunk=4), values @ values.T, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("similarity", ["update", "values", "displacement"])
@@ -107,6 +124,30 @@ def test_dtype_of_experts_is_kept():
     assert {tensor.dtype for tensor in family[2].values()} == {torch.bfloat16}
 
 
+def test_half_precision_is_rounded_once():
+    a, b = ({"w": torch.randn(1000, generator=torch.Generator().manual_seed(seed)).bfloat16()} for seed in (0, 1))
+    made = dare_merge(a, b, 0.3, 0.2, torch.Generator().manual_seed(2))["w"]
+    exact = dare_merge({"w": a["w"].float()}, {"w": b["w"].float()}, 0.3, 0.2, torch.Generator().manual_seed(2))["w"]
+    assert torch.equal(made, exact.bfloat16())
+
+
+def test_similarities_count_in_float64_and_a_zero_expert_is_similar_to_none():
+    one, two = experts(2)
+    zero = {name: torch.zeros_like(tensor) for name, tensor in one.items()}
+    far = {name: tensor + 1e4 for name, tensor in one.items()}  # float32 would leave three digits of the difference
+    for similarity, own in (("values", {}), ("displacement", {"initial": far})):
+        family = [one, two, zero]
+        vectors = [flat(e) - (flat(far) if own else 0) for e in family]
+        _, (descent,) = expand(family, 4, similarity=similarity, **own)
+        wanted = min((cosine(vectors[j], vectors[k]), j, k) for k in range(3) for j in range(k))
+        assert descent.parents == wanted[1:] and descent.similarity == pytest.approx(wanted[0], rel=1e-9)
+    twin = {name: 2 * tensor for name, tensor in one.items()}
+    _, (descent,) = expand([one, twin, zero], 4)
+    assert (descent.parents, descent.similarity) == ((0, 2), 0.0)
+    updates_NRI = torch.stack([one[f"base_model.model.{next(iter(MODULES))}.lora_A.weight"], torch.zeros(3, 7)])
+    torch.testing.assert_close(similarities(value_gram(updates_NRI.flatten(1), chunk=4)), torch.eye(2).double())
+
+
 def test_random_pairs_and_seeds():
     parents = experts(4)
     first, again, other = (expand(parents, 12, method="random", seed=seed) for seed in (0, 0, 1))
@@ -141,12 +182,22 @@ def test_experts_that_differ_are_refused():
         expand([one, two], 3)
 
 
-def test_adapters_that_scale_differently_are_refused(tmp_path):
-    base = tiny_llama()
-    for name, alpha in (("one", 8), ("two", 16)):
-        config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["up_proj"], task_type="CAUSAL_LM")
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"lora_alpha": 16}, "lora_alpha=16, but .*one has 8"),
+        ({"r": 2}, "r=2, but .*one has 4"),
+        ({"use_rslora": True}, "use_rslora=True, but .*one has False"),
+        ({"rank_pattern": {"up_proj": 2}}, "rank_pattern={'up_proj': 2}, but .*one has {}"),
+        ({"alpha_pattern": {"up_proj": 2}}, "alpha_pattern={'up_proj': 2}, but .*one has {}"),
+    ],
+)
+def test_adapters_that_scale_differently_are_refused(own, message, tmp_path):
+    base = tiny_llama(layers=1, hidden=16)
+    for name, settings in (("one", {}), ("two", own)):
+        config = LoraConfig(**{"r": 4, "lora_alpha": 8, **settings}, target_modules=["up_proj"], task_type="CAUSAL_LM")
         get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / name)
-    with pytest.raises(ValueError, match=r"two: lora_alpha=16, but .*one has 8; must agree"):
+    with pytest.raises(ValueError, match=f"two: {message}; must agree"):
         expand_experts([tmp_path / "one", tmp_path / "two"], output_dir=tmp_path / "more", num_experts=3)
     assert not (tmp_path / "more").exists()
 
@@ -155,3 +206,21 @@ def test_likeness_is_of_two_different_experts():
     cosines = [[1.0, -0.5, 0.25], [-0.5, 1.0, -0.75], [0.25, -0.75, 1.0]]
     assert likeness(cosines) == likeness(torch.tensor(cosines)) == (pytest.approx(-1 / 3), -0.75, 0.25)
     assert likeness(None) is likeness([[1.0]]) is likeness([]) is None
+
+
+@pytest.mark.parametrize("similarity", ["update", "displacement"])
+def test_folders_are_expanded_as_their_weights_are(similarity, tmp_path):
+    base = tiny_llama(layers=1, hidden=16)
+    folders = [tmp_path / name for name in ("one", "two", "three", "initial")]
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(copy.deepcopy(base), config).save_pretrained(folder)
+    own = {"similarity": similarity, "drop_rate": 0.3, "seed": 5}
+    made, descents = expand_experts(folders[:3], output_dir=tmp_path / "more", num_experts=6, initial=folders[3], **own)
+    *parents, initial = (load_peft_weights(str(folder), device="cpu") for folder in folders)
+    family, expected = expand(parents, 6, initial=initial, **own)
+    assert descents == expected and len(made) == 6
+    for folder, expert in zip(made, family, strict=True):
+        found = load_peft_weights(str(folder), device="cpu")
+        assert found.keys() == expert.keys() and all(torch.equal(found[name], expert[name]) for name in found)

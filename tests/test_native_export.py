@@ -29,6 +29,8 @@ def assert_exported(model, adapter_folder, tmp_path, **own):
     out = export_adapter(adapter_folder, tmp_path / "moe", **own)
     expected = logits(model)
     torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    coefficient = json.loads((out / "config.json").read_text())["router_aux_loss_coef"]
+    assert coefficient == model.peft_config["default"].router_aux_loss_coef
     return out
 
 
@@ -45,9 +47,12 @@ def test_logits_are_the_adapters(kind, router, tmp_path):
 @pytest.mark.parametrize("settings", [
     {"rank_pattern": {r"layers\.1\.mlp": 8}, "alpha_pattern": {r"layers\.0\.mlp": 3.0}, "use_rslora": True},
     {"target_projections": ["up_proj"]},
-    {"target_modules": ["mlp", "q_proj", "o_proj"], "num_experts_pattern": {"q_proj": 1, "o_proj": 1}},
+    {
+        "target_modules": ["mlp", "q_proj", "o_proj"], "num_experts_pattern": {"q_proj": 1, "o_proj": 1},
+        "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3.0},
+    },
     {"modules_to_save": ["lm_head"]},
-    {"top_k": 1, "num_experts": 3},
+    {"top_k": 1, "num_experts": 3, "router_aux_loss_coef": 0.125},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])
 def test_what_else_an_adapter_may_have(kind, settings, tmp_path):
@@ -60,7 +65,10 @@ def test_what_else_an_adapter_may_have(kind, settings, tmp_path):
 @pytest.mark.parametrize("settings", [
     {"target_projections": ["gate_up_proj"]},
     {"rank_pattern": {r"layers\.1\.mlp": 8}, "alpha_pattern": {r"layers\.0\.mlp": 3.0}, "use_rslora": True},
-    {"target_modules": ["mlp", "qkv_proj", "o_proj"], "num_experts_pattern": {"qkv_proj": 1, "o_proj": 1}},
+    {
+        "target_modules": ["mlp", "qkv_proj", "o_proj"], "num_experts_pattern": {"qkv_proj": 1, "o_proj": 1},
+        "rank_pattern": {"qkv_proj": 2}, "alpha_pattern": {"o_proj": 3.0},
+    },
     {"target_modules": ["mlp"], "modules_to_save": ["layers.1.self_attn.qkv_proj", "lm_head"]},
 ], ids=str)  # fmt: skip
 def test_updates_of_fused_weights_are_split_with_them(settings, tmp_path):
@@ -200,6 +208,25 @@ def test_wrong_adapters_and_bases(tmp_path):
     refused("holds NaN or infinity")
 
 
+def test_experts_of_a_half_precision_base_are_merged_in_float32(tmp_path):
+    base = dense_model("llama").bfloat16()
+    name = saved(base, tmp_path / "base")
+    model = adapter(base, tmp_path / "adapter", name)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "moe_lora_" in parameter_name:
+                parameter.mul_(1.0123)  # so that half precision cannot hold the updates
+    model.save_pretrained(tmp_path / "adapter")
+    found = load_file(export_adapter(tmp_path / "adapter", tmp_path / "moe") / "model.safetensors")
+    dense, layer = load_file(tmp_path / "base/model.safetensors"), model.get_base_model().model.layers[1].mlp
+    for projection, w in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+        A, B = (of_all[projection].double() for of_all in layer.expert_parameters("default"))
+        for i in range(4):
+            exact = dense[f"model.layers.1.mlp.{projection}.weight"].double() + 4 * B[i].T @ A[i]
+            own = found[f"model.layers.1.block_sparse_moe.experts.{i}.{w}.weight"]
+            assert (own != exact.bfloat16()).double().mean() < 0.005  # rounded once
+
+
 def test_what_was_trained_whole_is_exported(tmp_path):
     """The FFN of a layer without experts; the head of a model that ties it."""
     for kind, whole in (("qwen3", "layers.0.mlp"), ("qwen2", "lm_head")):
@@ -239,7 +266,10 @@ def test_companions_of_base_and_adapter(tokenizer, tmp_path):
     adapter(base, tmp_path / "adapter", name)
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(tmp_path / "adapter")
+    for folder in ("base", "adapter"):
+        (tmp_path / folder / "LICENSE").write_text(f"of the {folder}")
     out = export_adapter(tmp_path / "adapter", tmp_path / "moe")
+    assert (out / "LICENSE").read_text() == "of the base"
     assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages }}"
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.max_new_tokens == 7
 

@@ -69,6 +69,25 @@ def test_drop_has_the_mean_and_deviation_of_exactly_the_replaced_entries(f, d, r
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_every_place_draws_for_itself():
+    places = [
+        (0, 1, 2),
+        (0, 2, 1),
+        (0, 12),
+        (0, 1),
+        (1, 1),
+        (0, 1, "shards"),
+        (0, 2, "shards"),
+        (0, "router"),
+        (1, "router"),
+    ]
+    first = {place: torch.randint(2**40, (1,), generator=generator_for(*place)).item() for place in places}
+    assert len(set(first.values())) == len(places)
+    assert first == {
+        place: torch.randint(2**40, (1,), generator=generator_for(*place)).item() for place in reversed(places)
+    }
+
+
 # --- permutations ---------------------------------------------------------------------------------------------------
 
 
@@ -136,8 +155,17 @@ def test_initial_gates_have_the_deviation_that_is_asked_for(std):
 def test_the_deviation_reaches_the_checkpoint_and_is_002_by_default(tmp_path):
     name = saved(dense_model("llama"), tmp_path / "dense")
     key = "model.layers.1.block_sparse_moe.gate.weight"
-    plain = load_file(upcycle(name, tmp_path / "a", UpcycleConfig(8)) / "model.safetensors")[key]
+    weights = load_file(upcycle(name, tmp_path / "a", UpcycleConfig(8, init="drop")) / "model.safetensors")
+    plain = weights[key]
     assert abs(float(plain.std()) / 0.02 - 1) < 0.2
+    assert not torch.equal(plain, weights[key.replace("layers.1", "layers.0")])
+    dense, drawn = load_file(tmp_path / "dense/model.safetensors"), set()
+    for layer in range(2):  # every expert of every layer has replaced neurons of its own
+        old = dense[f"model.layers.{layer}.mlp.gate_proj.weight"]
+        for expert in range(8):
+            new = weights[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight"]
+            drawn.add(tuple((new != old).any(1).nonzero().flatten().tolist()))
+    assert len(drawn) == 16 and {len(neurons) for neurons in drawn} == {len(old) // 2}
     wide = load_file(upcycle(name, tmp_path / "b", UpcycleConfig(8, router_init_std=0.04)) / "model.safetensors")[key]
     torch.testing.assert_close(wide, 2 * plain)
     uniform = UpcycleConfig(8, router_init="uniform")

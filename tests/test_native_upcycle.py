@@ -88,8 +88,9 @@ def test_untied_embeddings_and_half_precision(folders, tmp_path):
     tensors = load_file(out / "model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     torch.testing.assert_close(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"], rtol=0, atol=0)
-    assert not AutoModelForCausalLM.from_pretrained(out).config.tie_word_embeddings
-    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert not model.config.tie_word_embeddings and not model.config.output_router_logits
+    assert model.dtype == torch.bfloat16
 
 
 def test_an_upcycled_model_trains_with_its_balancing_loss(folders, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import Counter
@@ -342,6 +343,19 @@ def test_a_pinned_method_is_what_runs_also_where_columns_are_few(method, mixing,
     by_pairs = {"dense": "Dense", "blocks": "Blocks", "sorted": "Sorted", "gather": "Gather"}[method.split("-")[-1]]
     assert calls - {"Dispatch"} == (set() if mixing == "projection" and method.startswith("dense") else {by_pairs})
     assert ("Dispatch" in calls) == method.startswith("dense")
+
+
+def test_pins_hold_in_their_block_alone():
+    def chosen():
+        return choose_method(40, 2, 4, 8, 8, torch.float32, True, torch.device("cpu"))
+
+    free = chosen()
+    with pin_dispatch("sorted"):
+        with contextlib.suppress(KeyError), pin_dispatch("gather"):
+            assert chosen() == "gather"
+            raise KeyError
+        assert chosen() == "sorted"
+    assert chosen() == free != "gather"
 
 
 @pytest.mark.parametrize("r, dtype", [(3, torch.float32), (4, torch.bfloat16), (8, torch.float64)])

@@ -83,6 +83,35 @@ def test_half_the_bytes_where_bfloat16_weights_train(tmp_path):
     assert (found.gradients, found.optimizer) == (2 * 1000, 4 * 1000)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "size"), [({}, 4), ({"load_in_8bit": True}, 1), ({"load_in_4bit": True}, 0.55)]
+)
+def test_linears_but_the_head_are_quantized(quantization, size, tmp_path):
+    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
+    found = memory(tiny_llama(), args, 10, 0, 0, half=False, quantization=quantization)
+    assert found.parameters == round(size * 2 * (ATTENTION + FFN) + 4 * (2 * 2 * 64 + OUTSIDE))
+
+
+@pytest.mark.parametrize(
+    ("row", "length"),
+    [
+        ({"text": "w3 w4 w5"}, 4),
+        ({"prompt": "w3 w4", "completion": " w5 w6"}, 5),
+        ({"input_ids": [3, 4, 5, 6, 7, 8]}, 6),
+        ({"prompt": "w3 w4", "chosen": " w5", "rejected": " w6 w7 w8"}, 4 + 6),
+        ({"chosen": "w3 w5", "rejected": "w6 w7 w8"}, 3 + 4),
+    ],
+)
+def test_tokens_of_a_row_count_its_end_and_both_answers(row, length, tmp_path, tokenizer):
+    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=None)
+    assert rows_and_length(Dataset.from_list([row] * 3), tokenizer, args) == (3, length)
+    if "chosen" not in row:
+        trainer = SFTTrainer(
+            tiny_llama(hidden=8, layers=1), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
+        )
+        assert len(trainer.train_dataset[0]["input_ids"]) == length
+
+
 def test_logits_count_by_tiles(tmp_path):
     args = SFTConfig(str(tmp_path), per_device_train_batch_size=8, bf16=False, use_cpu=True)
     small, large = (memory(tiny_llama(vocab=n), args, 1024, 0, 0, half=True).activations for n in (128, 100_000))

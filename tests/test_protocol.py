@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig
+from moe_peft.routing.losses import balancing_loss
 
 COEF = 0.5  # large, so that a loss added twice or not at all cannot hide
 
@@ -106,6 +107,14 @@ def test_positional_attention_mask_is_understood():
     inputs = batch()
     by_position = model(inputs["input_ids"], inputs["attention_mask"], labels=inputs["labels"])
     torch.testing.assert_close(by_position.aux_loss, model(**inputs).aux_loss)
+
+
+def test_a_mask_of_pairs_says_nothing_of_padding():
+    model, inputs = adapted().eval(), batch(padded=False)
+    causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(3, 1, 12, 12)
+    out = model(**{**inputs, "attention_mask": causal})
+    torch.testing.assert_close(out.loss, model(**inputs).loss)
+    torch.testing.assert_close(out.aux_loss, load_balancing_loss_func(out.router_logits, 4, 2))
 
 
 def test_return_dict_false_has_the_whole_loss_first():
@@ -313,6 +322,18 @@ def test_reentrant_checkpointing_gives_each_of_two_passes_its_own_balancing_grad
     assert_same(all_gradients(with_checkpoints), all_gradients(plain), rtol=1e-5, atol=1e-7)
 
 
+def test_reentrant_checkpointing_gives_each_of_two_passes_its_part_of_one_balancing_loss():
+    """As in a trainer that runs a model several times for one loss: all leaves have gradients before any layer runs."""
+    plain = adapted().train()
+    with_checkpoints = checkpointed(plain, use_reentrant=True)
+    one = batch(padded=False)
+    for model in (plain, with_checkpoints):
+        passes = [model(**one, output_router_logits=True), model(one["input_ids"].flip(0), output_router_logits=True)]
+        logits = [torch.cat(of_layer) for of_layer in zip(*(seen.router_logits for seen in passes), strict=True)]
+        (passes[0].logits.mean() + 2 * passes[1].logits.mean() + balancing_loss(logits, 2)).backward()
+    assert_same(all_gradients(with_checkpoints), all_gradients(plain), rtol=1e-5, atol=1e-7)
+
+
 def test_sft_trainer_with_reentrant_checkpointing_trains_the_routers_alike(tmp_path, tokenizer):
     def run(**kwargs) -> dict[str, torch.Tensor]:
         class Kept(KeepsGradients, SFTTrainer):
@@ -373,6 +394,19 @@ def test_switching_adapters_switches_the_protocols_numbers():
         aux = load_balancing_loss_func(out.router_logits, n, k, batch()["attention_mask"])
         plain = model(**batch(), output_router_logits=False).loss
         torch.testing.assert_close(out.loss, plain + coef * aux)
+
+
+@pytest.mark.parametrize("coefficients", [(0.25, 0.75), (0.75, 0.25)])
+def test_adapters_active_together_are_balanced_by_the_largest_coefficient(coefficients):
+    """With the top_k of the first: one sparse router does not make the others' experts count for less."""
+    model = adapted(router_aux_loss_coef=coefficients[0], top_k=3)
+    model.add_adapter("wide", adapter(num_experts=6, router_aux_loss_coef=coefficients[1], top_k=1))
+    model.base_model.set_adapter(["default", "wide"])
+    out = model.eval()(**batch())
+    assert (len(out.router_logits), model.config.num_experts, model.config.num_experts_per_tok) == (4, 6, 3)
+    aux = load_balancing_loss_func(out.router_logits, 6, 3, batch()["attention_mask"])
+    plain = model(**batch(), output_router_logits=False).loss
+    torch.testing.assert_close(out.loss, plain + 0.75 * aux)
 
 
 def test_an_adapter_of_single_experts_has_no_router_and_no_balancing_loss():

@@ -25,6 +25,7 @@ from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.native.checkpoint import Checkpoint
 from moe_peft.native.families import FAMILIES
 from moe_peft.pruning.plan import LayerFacts, Rules, plan_layers, weights_of
+from moe_peft.pruning.tensors import kept_rows, kept_updates
 from moe_peft.routing.routers import Router
 
 DROP = {0: [1], 1: [0, 3]}
@@ -293,11 +294,32 @@ ALIKE[2, 4] = ALIKE[4, 2] = 0.992
         (Rules(0.01, 0.99, 4), {}, [[0], [1], [2], [4]]),  # no more than asked for
         (Rules(0.0), {"dropped": [0, 4]}, [[1], [2], [3]]),
         (Rules(0.01), {"dropped": [0]}, [[2], [4]]),
+        (Rules(0.0, float(ALIKE[0, 2])), {}, [[0, 2], [1], [3], [4]]),  # just as alike as is asked for
     ],
 )
 def test_the_least_harmful_go_first(rules: Rules, facts: dict, groups: list[list[int]]):
     layer = LayerFacts("layer", 5, facts.pop("smallest", 2), LOAD, ALIKE, **facts)
     assert plan_layers([layer], rules, same_size=False) == [groups]
+
+
+def test_twins_have_the_load_of_both():
+    alike, load = torch.eye(4), torch.tensor([0.2, 0.2, 0.35, 0.25])
+    alike[0, 1] = alike[1, 0] = 0.999
+    assert plan_layers([LayerFacts("layer", 4, 2, load, alike)], Rules(0.0, 0.99, 2), False) == [[[0, 1], [2]]]
+
+
+def test_means_are_weighted_and_computed_in_float64():
+    weights = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    values = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    exact = (values[[0, 2, 3]].bfloat16().double() * weights.unsqueeze(1)).sum(0)
+    found = kept_rows(values.bfloat16(), [[1], [0, 2, 3]], [torch.ones(1), weights])
+    assert torch.equal(found, torch.stack([values[1].bfloat16(), exact.bfloat16()]))
+    A, B = (torch.randn(3, 2, size, generator=torch.Generator().manual_seed(size)) for size in (9, 7))
+    mean_update = sum(w * B[i].double().T @ A[i].double() for i, w in enumerate(weights))
+    U, S, V = torch.linalg.svd(mean_update)
+    found_A, found_B = kept_updates(A, B, [[0, 1, 2]], [weights])
+    nearest = U[:, :2] * S[:2] @ V[:2]
+    torch.testing.assert_close(found_B[0].double().T @ found_A[0].double(), nearest, rtol=0, atol=1e-6)
 
 
 def test_groups_count_by_their_load():
@@ -390,11 +412,13 @@ def test_data_say_what_goes_and_what_it_costs(kind: str, base: str, data: str, t
     assert "`moe-peft prune` of" in card and ("import moe_peft" in card) == (kind == "adapter")
 
 
-def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, capsys):
-    folder, out = make(base, tmp_path / "adapter"), tmp_path / "pruned"
+def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, capsys, monkeypatch):
+    folder, out, asked = make(base, tmp_path / "adapter"), tmp_path / "pruned", []
+    monkeypatch.setattr("moe_peft.pruning.prune.plan_layers", lambda *a: asked.append(a[1]) or plan_layers(*a))
     main(["prune", "--model", str(folder), "--output", str(out), "--data", data, "--experts-per-layer", "4",
           "--label-column", "domain", "--drop", '{"0": [5]}'])  # fmt: skip
     printed = capsys.readouterr().out
+    assert asked == [Rules(0.01, None, 4)]
     report = json.loads((out / "pruning.json").read_text())
     assert 5 in report["layers"][0]["dropped"] and "6 → 4" in printed and "tokens that lost an expert in any" in printed
     assert f"{report['loss']['before']['mean']:.4f}" in printed and f"{report['size']['after']['active']:,}" in printed

@@ -10,13 +10,15 @@ from conftest import tiny_llama
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import cross_entropy, softplus
+from transformers import TrainerState
 from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
 from moe_peft import MoELoraConfig, force_experts, lora_to_moe
-from moe_peft.training.scoring import example_losses
+from moe_peft.training.scoring import example_losses, make_scorable
 from moe_peft.upit.buckets import expert_batches
 from moe_peft.upit.objectives import routing_loss
+from moe_peft.upit.own_updates import OwnUpdates
 from moe_peft.upit.post_train import post_train
 from moe_peft.upit.router_init import RouterInitTrainer, init_router
 
@@ -157,6 +159,18 @@ def test_joint_training_has_the_losses_and_gradients_of_separate_models(mixing, 
                 for kind, grad in (("A", A[projection].grad[expert]), ("B", B[projection].grad[expert].T)):
                     want = expected.get((expert, name.format(kind)), torch.zeros_like(grad))
                     torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-7)
+
+
+def test_rows_that_fill_up_a_step_count_neither_in_the_loss_nor_in_the_log(loras, tokenizer, tmp_path):
+    trainer = make_trainer(loras, tokenizer, tmp_path)
+    inputs = {**batch(trainer, [2, 0, 3, 2]), "batch_size": torch.tensor([2, 1, 0, 2])}
+    with torch.no_grad(), force_experts(trainer.model, inputs["expert"]):
+        lm, aux, _ = trainer.row_losses(trainer.model, inputs)
+        loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(1))
+    weights = torch.tensor([0.5, 1.0, 0.0, 0.5])
+    torch.testing.assert_close(loss, (0.3 * lm + 0.7 * aux) @ weights)
+    for name, of_rows in (("lm_loss", lm), ("routing_loss", aux)):
+        assert trainer._metrics["train"][name] == [pytest.approx(of_rows[[0, 1, 3]].mean().item(), rel=1e-5)]
 
 
 class SeparateTrainings:
@@ -304,6 +318,43 @@ def test_what_belongs_to_no_single_expert_trains_too(tokenizer, tmp_path):
             assert torch.equal(value[3:], before[name][3:]) and not torch.equal(value[:3], before[name][:3]), name
 
 
+def test_every_experts_gradient_is_clipped_by_its_own_norm_and_the_rest_together():
+    torch.manual_seed(0)
+    patterns = {"q_proj": 1, "layers.1.mlp": 3}
+    config = MoELoraConfig(num_experts=4, r=2, target_modules=["mlp", "q_proj"], num_experts_pattern=patterns)
+    model = get_peft_model(tiny_llama(), config)
+    size = torch.tensor([1e-4, 3.0, 10.0, 0.1])  # of the experts' gradients: the first is never clipped
+    before = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.grad = torch.randn_like(p) * (1.0 if len(p) == 1 else size[: len(p)].view(-1, *[1] * (p.dim() - 1)))
+            before[name] = p.grad.clone()
+    update, state = OwnUpdates([9] * 4, 0.5), TrainerState(global_step=3)
+    update.on_train_begin(None, state, None, model=model)
+    update.on_pre_optimizer_step(None, state, None)
+    after = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    shared = {name for name in after if "q_proj" in name}
+    parts = [[(name, ...) for name in shared]]
+    parts += [[(name, i) for name in after if name not in shared and len(after[name]) > i] for i in range(4)]
+    for part in parts:
+        norm = torch.cat([before[name][i].flatten() for name, i in part]).norm()
+        factor = min(1.0, 0.5 / (norm.item() + 1e-6))
+        for name, i in part:
+            torch.testing.assert_close(after[name][i], before[name][i] * factor, rtol=1e-4, atol=1e-9)
+    assert torch.equal(after[next(iter(set(after) - shared))][0], before[next(iter(set(after) - shared))][0])
+
+
+def test_buckets_are_of_the_experts_that_all_layers_have_and_no_larger_than_asked_for(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    config = MoELoraConfig(
+        num_experts=4, r=2, num_experts_pattern={"layers.1.mlp": 6}, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(tiny_llama(), config)
+    args = arguments(tmp_path, num_train_epochs=1)
+    result = init_router(model, Dataset.from_list(rows(12)), args, tokenizer, capacity=2)
+    assert result.perplexity.shape == (12, 4) and [len(bucket) for bucket in result.buckets] == [2, 2, 2, 2]
+
+
 @pytest.mark.parametrize("own, message", [
     ({"max_steps": 50}, "max_steps=50, num_train_epochs=3: set num_train_epochs to a whole number"),
     ({"num_train_epochs": 0.5}, "num_train_epochs=0.5: set num_train_epochs to a whole number"),
@@ -362,8 +413,10 @@ def test_routing_loss_is_that_of_a_plain_loop(objective):
 
 def test_every_expert_is_scored_as_its_plain_lora_is(loras, tokenizer, tmp_path):
     trainer = make_trainer(loras, tokenizer, tmp_path)
-    losses, counts = example_losses(trainer.model, trainer.train_dataset, trainer.data_collator, N, rows=9)
-    assert losses.shape == (12, N)
+    model = moe(loras, lora_dropout=0.5).train()
+    make_scorable(model)
+    losses, counts = example_losses(model, trainer.train_dataset, trainer.data_collator, N, rows=9)
+    assert model.training and losses.shape == (12, N)  # without dropout, which is on again afterwards
     for expert in range(N):
         plain = PeftModel.from_pretrained(tiny_llama(), loras[expert]).eval()
         for i, example in enumerate(trainer.train_dataset):

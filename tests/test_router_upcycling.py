@@ -87,6 +87,25 @@ def test_heads_are_grouped_with_those_they_resemble():
     assert sorted(sorted(group) for group in both) == [[0, 1, 2], [3, 4, 5]]
 
 
+@pytest.mark.parametrize("groups", [2, 3, 4, 6])
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_grow_by_their_mean_cosine(groups, seed):
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(12, 5, generator=generator) * torch.rand(12, 1, generator=generator) * 9
+    cosine = torch.nn.functional.cosine_similarity(
+        keys.double().unsqueeze(0), keys.double().unsqueeze(1), dim=2
+    ).tolist()
+    free, expected = set(range(12)), []
+    for _ in range(groups):
+        group = list(max(((i, j) for i in free for j in free if i < j), key=lambda pair: cosine[pair[0]][pair[1]]))
+        free -= set(group)
+        while len(group) < 12 // groups:
+            group.append(max(free, key=lambda head: sum(cosine[head][own] for own in group) / len(group)))
+            free.remove(group[-1])
+        expected.append(group)
+    assert group_heads(keys, groups) == expected
+
+
 @pytest.mark.parametrize("mixture", ["sum", "max"])
 @pytest.mark.parametrize("m, n", [(4, 4), (2, 4), (1, 8), (8, 8), (8, 4), (8, 2), (16, 4), (32, 8), (2, 2), (8, 1)])
 def test_scores_are_those_of_the_paper(m, n, mixture):
@@ -133,6 +152,27 @@ def test_a_shared_key_is_divided_by_what_matters_to_each_groups_queries():
     scale = key.norm()
     expected = torch.stack([first / first.norm() * scale, other, last / last.norm() * scale])
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("width", [6, 7, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_shared_key_is_dealt_out_by_gain(width, seed):
+    """The largest gain first, to its group, until that has an even share; odd entries go where they gain the most."""
+    generator = torch.Generator().manual_seed(seed)
+    key, mean_queries = torch.randn(width, generator=generator), torch.randn(3, width, generator=generator)
+    gains = (mean_queries * key).tolist()
+    owner, room = {}, [width // 3] * 3
+    for row, column in sorted(((r, c) for r in range(3) for c in range(width)), key=lambda at: -gains[at[0]][at[1]]):
+        if column not in owner and room[row]:
+            owner[column] = row
+            room[row] -= 1
+    for column in set(range(width)) - owner.keys():
+        owner[column] = max(range(3), key=lambda row: gains[row][column])
+    expected = torch.stack([
+        torch.stack([key[c] if owner[c] == row else torch.tensor(0.0) for c in range(width)]) for row in range(3)
+    ])  # fmt: skip
+    expected *= key.norm() / expected.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(share_keys(key.expand(3, -1), mean_queries), expected)
 
 
 @pytest.mark.parametrize("m, n", [(8, 8), (16, 16), (32, 32), (32, 16), (4, 8)])

@@ -112,6 +112,9 @@ def test_gates_at_the_edges():
     torch.testing.assert_close(top_p_gates(logits, 2, True, 1.0)[0], torch.tensor([[0.625, 0.375]]))
     torch.testing.assert_close(threshold_gates(logits, 4, False, 0.9)[0], torch.tensor([[0.5, 0.0, 0.0, 0.0]]))
     torch.testing.assert_close(threshold_gates(logits, 3, True, 0.2)[0], torch.tensor([[0.625, 0.375, 0.0]]))
+    even = torch.zeros(1, 4)  # probabilities that reach a limit exactly
+    torch.testing.assert_close(top_p_gates(even, 4, False, 0.5)[0], torch.tensor([[0.25, 0.25, 0.0, 0.0]]))
+    torch.testing.assert_close(threshold_gates(even, 4, False, 0.25)[0], torch.full((1, 4), 0.25))
     far = torch.tensor([[-200.0, -201.0, -300.0]])  # sigmoids that are zero in float32
     torch.testing.assert_close(sigmoid_gates(far, 2)[0], torch.tensor([[1.0, 0.0]]).add(-1).exp() / (1 + math.exp(-1)))
 
@@ -141,6 +144,28 @@ def test_switch_drops_in_training_only():
     capacity = math.ceil(0.5 * 40 / N)
     counts = torch.bincount(made.router("default")(x).argmax(1), minlength=N)
     assert int(dropped.sum()) == int((counts - capacity).clamp(min=0).sum()) > 0
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_gates_begin_with_the_deviation_that_transformers_has(kind):
+    torch.manual_seed(0)
+    for parameter in make_router(256, 64, RouterSettings(kind)).parameters():
+        assert abs(parameter.mean().item()) < 1e-3 and parameter.std().item() == pytest.approx(0.02, rel=0.03)
+
+
+def test_jitter_multiplies_each_entry_of_the_input_in_training_only():
+    router = make_router(16, 16, RouterSettings(jitter_noise=0.3))
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(16))  # so that the logits are the noisy input
+    torch.manual_seed(0)
+    noisy = router.train()(torch.full((500, 16), 2.0)) / 2
+    assert 0.7 <= noisy.min() < 0.71 and 1.29 < noisy.max() <= 1.3
+    for over in (0, 1):  # no two tokens and no two entries share their noise
+        assert (noisy.std(over) > 0.05).all()
+    assert noisy.mean().item() == pytest.approx(1, abs=0.01) and noisy.std().item() == pytest.approx(
+        0.3 / 3**0.5, rel=0.03
+    )
+    assert torch.equal(router.eval()(torch.full((500, 16), 2.0)), torch.full((500, 16), 2.0))
 
 
 # --- folding --------------------------------------------------------------------------------------------------------

@@ -45,6 +45,25 @@ def test_balancing_by_layer_is_the_mean_of_the_layers():
     assert not torch.allclose(balancing_loss(layers, K, mask(), "global"), alone.mean(), rtol=1e-4)
 
 
+def test_logits_of_half_precision_count_in_float32():
+    half = [layer.detach().bfloat16() for layer in logits()]
+    full = [layer.float() for layer in half]
+    allowed = torch.arange(N) < torch.arange(T).unsqueeze(1) % N + 1
+    for found, expected in (
+        (balancing_loss(half, K, mask()), balancing_loss(full, K, mask())),
+        (z_losses(half), z_losses(full)),
+        (label_losses(half, allowed), label_losses(full, allowed)),
+        (compliance(half, allowed), compliance(full, allowed)),
+        (entropies(half), entropies(full)),
+    ):
+        assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+def test_a_batch_of_padding_alone_has_no_balancing_loss():
+    loss = balancing_loss(logits(), K, torch.zeros(T))
+    assert loss.item() == 0
+
+
 def test_losses_and_statistics_of_tokens_are_those_of_a_plain_loop():
     layers = logits()
     allowed = torch.rand(T, N, generator=torch.Generator().manual_seed(1)) < 0.4

@@ -157,6 +157,18 @@ def test_wrong_masks(kind, allowed, message):
         pass
 
 
+def test_each_router_must_be_able_to_do_with_what_is_allowed():
+    """One that leaves experts out can do with a single one; with another beside it, both need top_k."""
+    model = adapter(router_type="top_p")
+    with allow_experts(model, [1]):
+        model(input_ids=ids())
+    model.add_adapter("linear", MoELoraConfig(num_experts=N, top_k=K, r=4, task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(["default", "linear"])
+    few = pytest.raises(ValueError, match="allows only 1 of the experts; allow at least top_k=2")
+    with few, allow_experts(model, [1]):
+        pass
+
+
 def test_a_mask_that_does_not_fit_the_batch_or_the_model():
     model = make("adapter")
     two_rows = torch.ones(2, N, dtype=torch.bool)

@@ -181,6 +181,26 @@ def test_same_steps_however_they_are_cut(kind, own, tokenizer, tmp_path):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def test_accumulated_batches_count_as_one_in_the_balancing_loss(tokenizer, tmp_path):
+    """Twice the same rows, in two batches of a step, train as these rows do alone."""
+    common = {
+        "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "router_aux_loss_coef": 0.5, "max_steps": 1,
+        "train_sampling_strategy": "sequential", "router_z_loss_coef": 0.1,
+    }  # fmt: skip
+    one = make_trainer(tmp_path / "one", tokenizer, data=Dataset.from_list(rows(4)), **common)
+    two = make_trainer(
+        tmp_path / "two", tokenizer, data=Dataset.from_list(rows(4) * 2), gradient_accumulation_steps=2, **common
+    )
+    before = {name: p.detach().clone() for name, p in router_parameters(one.model).items()}
+    for trainer in (one, two):
+        trainer.train()
+    for (name, found), expected in zip(two.model.named_parameters(), one.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    assert all((p - before[name]).abs().max() > 1e-4 for name, p in router_parameters(one.model).items())
+    loss, expected = (trainer.compute_loss(trainer.model.eval(), one_batch(trainer)).item() for trainer in (two, one))
+    assert loss == pytest.approx(expected, rel=1e-5)  # in evaluation there are no steps
+
+
 SCRIPT = """
 import sys
 import torch
@@ -259,6 +279,20 @@ def test_every_token_keeps_its_label(how, tokenizer, tmp_path):
     assert trainer.state.log_history[0]["router_label_loss"] > 0
 
 
+def test_padding_of_padding_free_batches_has_no_label(tokenizer, tmp_path):
+    noted = []
+    for name, own in (("padded", {}), ("free", {"padding_free": True, "max_length": None, "pad_to_multiple_of": 16})):
+        trainer = make_trainer(tmp_path / name, tokenizer, **own, **LABELS)
+        batch = one_batch(trainer)
+        assert (batch["token_labels"] == -1).any() and ("attention_mask" in batch) == (name == "padded")
+        trainer.model.eval()
+        trainer.compute_loss(trainer.model, batch)
+        names = ("router_label_loss", "aux_loss", "compliance", "router_entropy")
+        noted.append({key: trainer._metrics["eval"][key][0] for key in names})
+        assert trainer._token_counts(batch).tolist() == [int((batch["token_labels"] != -1).sum())] * 2
+    assert noted[0] == pytest.approx(noted[1], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("own", "message"),
     [
@@ -332,22 +366,49 @@ def test_the_rest_is_trained_by_the_language_loss_alone(tokenizer, tmp_path):
     torch.testing.assert_close(loss, lm, rtol=1e-5, atol=1e-6)
 
 
+def test_routers_alone_are_trained_by_their_losses_without_the_balancing_one(tokenizer, tmp_path):
+    own = {"router_z_loss_coef": 0.03, "router_aux_loss_coef": 0.2, **LABELS}  # the label loss counts 1 by default
+    trainer = make_trainer(tmp_path, tokenizer, training_stage="routers", **own)
+    trainer.model.eval()
+    loss = trainer.compute_loss(trainer.model, one_batch(trainer)).item()
+    noted = {name: values[0] for name, values in trainer._metrics["eval"].items()}
+    assert noted["aux_loss"] > 1  # it is logged all the same
+    assert loss == pytest.approx(0.03 * noted["router_z_loss"] + noted["router_label_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", ["all", "completion"])
+def test_the_label_loss_of_a_step_is_a_mean_over_its_own_tokens(tokens, tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, router_label_tokens=tokens, **LABELS)
+    batch = one_batch(trainer)
+    assert (batch["labels"][batch["attention_mask"].bool()] == -100).any()  # prompts
+    _, items = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
+    losses = []
+    for trainer._coefficients["label"] in (1.0, 0.0):
+        losses.append(trainer.compute_loss(trainer.model.train(), dict(batch), num_items_in_batch=items).item())
+    assert losses[0] - losses[1] == pytest.approx(trainer._metrics["train"]["router_label_loss"][0], rel=1e-4)
+
+
 def test_three_phases(tokenizer, tmp_path):
     assert [phase_at(step, 100) for step in (0, 4, 5, 74, 75, 100)] == [0, 0, 1, 1, 2, 2]
     assert ROUTER_LOSSES["aux"].phases == (5.0, 1.0, 0.5) and ROUTER_LOSSES["z"].phases == (2.0, 1.0, 0.5)
     own = {"router_schedule": "three_phase", "max_steps": 20, "router_aux_loss_coef": 0.5, "learning_rate": 1e-3}
-    trainer = make_trainer(tmp_path, tokenizer, **own)
+    trainer = make_trainer(tmp_path, tokenizer, router_z_loss_coef=0.25, **own)
     trainer.train()
     rates = [record["learning_rate"] for record in trainer.state.log_history if "loss" in record]
     assert rates == pytest.approx([1e-4] + [1e-3] * 14 + [1e-4] * 5)
     json.dumps(trainer.state.log_history)
-    for step, factor in ((0, 5.0), (10, 1.0), (19, 0.5)):
+    trainer.model.eval()
+    for step, factors in ((0, (5.0, 2.0)), (10, (1.0, 1.0)), (19, (0.5, 0.5))):
         trainer.state.global_step = step
-        trainer.model.eval()
-        with_it, trainer._coefficients["aux"] = trainer.compute_loss(trainer.model, one_batch(trainer)), 0.0
-        without, trainer._coefficients["aux"] = trainer.compute_loss(trainer.model, one_batch(trainer)), 0.5
-        balance = trainer._metrics["eval"]["aux_loss"][-1]
-        assert (with_it - without).item() == pytest.approx(0.5 * factor * balance, rel=1e-3)
+        with_both = trainer.compute_loss(trainer.model, one_batch(trainer))
+        for name, logged, coefficient, factor in zip(
+            ("aux", "z"), ("aux_loss", "router_z_loss"), (0.5, 0.25), factors, strict=True
+        ):
+            trainer._coefficients[name] = 0.0
+            without = trainer.compute_loss(trainer.model, one_batch(trainer))
+            trainer._coefficients[name] = coefficient
+            value = trainer._metrics["eval"][logged][-1]
+            assert (with_both - without).item() == pytest.approx(coefficient * factor * value, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["adapter", "mixtral", "attention gates"])

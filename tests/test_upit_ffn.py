@@ -191,6 +191,37 @@ def test_loss_and_gradients_of_stage_3(case, tokenizer, tmp_path):
         torch.testing.assert_close(found[name], p.grad, rtol=1e-3, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def test_an_expert_without_examples_keeps_its_values_and_has_vectors_of_its_own(upit, case, tokenizer, tmp_path):
+    experts = [upit.root / "expand/experts" / str(i) for i in range(3)]
+    args = SFTConfig(output_dir=str(tmp_path / "run"), bf16=False, use_cpu=True, report_to="none", seed=4)
+
+    def found(folder):
+        load, nothing = AutoModelForCausalLM.from_pretrained, Dataset.from_list([])
+        return init_expert_routers(load, experts, [[], [], []], nothing, args, tokenizer, output_dir=folder)
+
+    one, again = found(tmp_path / "one"), found(tmp_path / "again")
+    assert all(torch.equal(one.vectors[layer], again.vectors[layer]) for layer in (0, 1)) and one.trained == []
+    for layer in (0, 1):
+        cosines = torch.corrcoef(one.vectors[layer])
+        assert cosines.shape == (3, 3) and cosines.triu(1).abs().max() < 0.6  # of 64 random numbers each
+        assert one.vectors[layer].std().item() == pytest.approx(0.02, rel=0.3)
+    for source, target in zip(experts, one.experts, strict=True):
+        before, after = weights(source), weights(target)
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_vectors_of_half_precision_are_multiplied_in_float32():
+    model, inputs = tiny_llama(hidden=16).bfloat16(), []
+    vectors = RoutingVectors(model)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, output: inputs.append(args[0]))
+    vectors.bfloat16()
+    model(torch.arange(3, 11).view(2, 4))
+    for score, x, vector in zip(vectors.scores, inputs, vectors.weight, strict=True):
+        assert score.dtype == torch.float32 and x.dtype == torch.bfloat16
+        torch.testing.assert_close(score.flatten(), x.float().flatten(0, 1) @ vector.float(), rtol=1e-5, atol=1e-6)
+
+
 def test_assembly_stacks_experts_and_averages_the_rest(upit, tmp_path):
     stage_of(upit, "post_train").assemble(tmp_path / "moe")
     moe = weights(tmp_path / "moe")

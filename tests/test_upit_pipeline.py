@@ -29,7 +29,7 @@ from moe_peft.adapter.layer import MoELoraLayer
 from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.plan import plan
-from moe_peft.upit.selection import checkpoint_steps, select_checkpoints
+from moe_peft.upit.selection import checkpoint_steps, chosen_steps, select_checkpoints
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WEIGHTS = "adapter_model.safetensors"
@@ -56,6 +56,14 @@ def test_checkpoints_are_taken_at_equal_intervals_and_selected():
     assert select_checkpoints(steps, 8, "front_half") == steps[:8]
     assert select_checkpoints(steps, 8, "uniform") == steps[1::2]
     assert select_checkpoints(steps, 4, "back_half") == [100, 120, 140, 160]
+    odd = [1, 2, 3, 4, 5]  # the middle one belongs to both halves, and what is no whole number is rounded
+    assert select_checkpoints(odd, 3, "back_half") == [3, 4, 5]
+    assert select_checkpoints(odd, 3, "front_half") == [1, 2, 3]
+    assert select_checkpoints(odd, 3, "uniform") == [2, 3, 5] and checkpoint_steps(11, 4) == [3, 6, 8, 11]
+    # Without a number of checkpoints, halves take two for each expert.
+    assert chosen_steps(32, 4, None, "back_half") == [20, 24, 28, 32]
+    assert chosen_steps(32, 4, None, "front_half") == [4, 8, 12, 16]
+    assert chosen_steps(32, 4, None, "uniform") == [8, 16, 24, 32]
     with pytest.raises(ValueError, match="num_experts=9: selection='back_half' of 16 checkpoints leaves 8"):
         select_checkpoints(steps, 9, "back_half")
     with pytest.raises(ValueError, match="num_checkpoints=3: must be from 1 to the number of steps, 2"):

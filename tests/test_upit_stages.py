@@ -69,6 +69,15 @@ def test_settings_that_decide_no_result_leave_finished_stages_alone(tmp_path):
     again = pipeline_of({**settings, "sft": {**settings["sft"], **other}}).stages[0]
     again.run = lambda folder: pytest.fail("done again")
     assert run_stage(tmp_path, again) == done
+    own = {
+        "max_length": 77, "warmup_steps": 3, "weight_decay": 0.3, "max_grad_norm": 0.3, "optim": "sgd", "packing": True,
+        "lr_scheduler_type": "cosine", "adam_beta2": 0.9, "per_device_train_batch_size": 3, "neftune_noise_alpha": 5.0,
+        "gradient_accumulation_steps": 3, "completion_only_loss": False, "dataloader_drop_last": True,
+    }  # fmt: skip
+    for name, value in own.items():
+        changed = pipeline_of({**settings, "sft": {**settings["sft"], name: value}}).stages[0]
+        with pytest.raises(ValueError, match=rf"settings\.sft\.{name} .* → {value}"):
+            run_stage(tmp_path, changed)
     decisive = pipeline_of({**settings, "sft": {**settings["sft"], "learning_rate": 1e-4}}).stages[0]
     decisive.run = lambda folder: {"steps": 1}
     with pytest.raises(ValueError, match=r"settings\.sft\.learning_rate 0\.005 → 0\.0001; .* --redo"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from conftest import tiny_llama
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -33,6 +34,7 @@ from transformers import (
 )
 
 from moe_peft import MoELoraConfig
+from moe_peft.adapter.layer import MoELoraLayer
 
 TESTS = Path(__file__).parent
 PROTOCOL = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
@@ -870,3 +872,20 @@ def test_routers_on_the_linears_of_opt_are_balanced():
     """OPT's causal LM calls its decoder and not its backbone (`base_model`)."""
     model = adapted(base=tiny_opt(), target_modules=["fc1", "fc2"])
     assert_aux_loss_counted_once(model, routers=4)
+
+
+# --- bases that are divided or elsewhere ----------------------------------------------------------------------------
+
+
+def test_tensor_parallelism_is_refused():
+    base = tiny_llama()
+    base._tp_size = 2
+    with pytest.raises(ValueError, match="tp_size=2: experts need whole projections"):
+        get_peft_model(base, MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
+    assert not any(isinstance(module, MoELoraLayer) for module in base.modules())
+
+
+def test_an_offloaded_ffn_is_refused():
+    base = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp' is offloaded"):
+        get_peft_model(base, MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))

@@ -55,6 +55,7 @@ class MoELoraModel(BaseTuner):
             for name, module in model.named_modules()
             if self._check_target_module_exists(peft_config, name) and not name.endswith(".base_layer")
         }
+        _refuse_placement(model, targets)
         names = list(targets)
         for name, module in targets.items():
             outer = next((n for n in names if name.startswith(f"{n}.")), None)
@@ -201,6 +202,21 @@ class MoELoraModel(BaseTuner):
             if not found[key].isfinite().all():
                 raise ValueError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
         return remapped
+
+
+def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
+    """Raise where experts would compute with a part of a projection, or be made on the meta device."""
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"MoELoraConfig: tp_size={model.tp_size}: experts need whole projections, not those of tensor parallelism; "
+            "load the base without tp_plan, and divide it by FSDP2 or DeepSpeed"
+        )
+    for name, module in targets.items():
+        if any(getattr(getattr(part, "_hf_hook", None), "offload", False) for part in module.modules()):
+            raise ValueError(
+                f"MoELoraConfig: target module {name!r} is offloaded to the CPU or to disk; load the base with a "
+                "device_map of GPUs alone, quantize it, or divide it by FSDP2 or DeepSpeed"
+            )
 
 
 def _endings(names: list[str]) -> str:

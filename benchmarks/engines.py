@@ -44,7 +44,8 @@ from moe_peft.messages import one_line
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.upit import UpIT, recipe_from_dict
 
-from .trainers import base_model, tokenizer, words
+from .trainers import base_model, words
+from .words import word_tokenizer
 
 RESULT = Path(__file__).parent / "results" / "engines.md"
 LAUNCH_FILES = Path(__file__).parent.parent / "recipes" / "accelerate"
@@ -115,7 +116,7 @@ def make_trainer(kind: str, folder: Path) -> Trainer:
         at_once=kind == "output", output_dir=str(folder / kind / "state"), max_steps=STEPS, save_steps=MIDDLE,
         model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
-    own = {"train_dataset": Dataset.from_json(str(folder / "train.jsonl")), "processing_class": tokenizer()}
+    own = {"train_dataset": Dataset.from_json(str(folder / "train.jsonl")), "processing_class": word_tokenizer(128)}
     if kind in ("LoRA", "projection"):
         return SFTTrainer(str(folder / "base"), SFTConfig(**arguments), peft_config=adapter, **own)
     args = MoESFTConfig(**arguments, router_z_loss_coef=0.01, router_global_batch=kind == "output")
@@ -195,7 +196,7 @@ def work(kinds: list[str], folder: Path, stop_after: int | None) -> None:
 def prepare(folder: Path) -> None:
     """The base, a native MoE made of it, and data."""
     base_model("SFT").save_pretrained(folder / "base")
-    tokenizer().save_pretrained(folder / "base")
+    word_tokenizer(128).save_pretrained(folder / "base")
     upcycle(folder / "base", folder / "native", UpcycleConfig(num_experts=4))
     rows = [{"text": words(i, 3) + " " + words(i + 5, 2 + i % 5), "domain": "abc"[i % 3]} for i in range(32)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -25,7 +25,7 @@ demo: setup
 
 # One thread per worker: several workers with several threads each would wait for one another.
 test: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --ignore tests/test_engines.py
 
 $(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
 	$(LOWEST_PYTHON) -m venv --clear $(LOWEST)
@@ -38,10 +38,10 @@ test-lowest: $(LOWEST)/.ready
 		versions.py compat.py lifecycle.py protocol.py trainer.py router_losses.py native_export.py serving.py cli.py \
 		upit_config.py upit_pipeline.py::test_result_is_an_adapter_like_any_other)
 
-# With DeepSpeed, which is not installed for the other tests: it makes every import slower.
+# Minutes of training in two processes, with DeepSpeed, which would make every import of the other tests slower.
 test-engines: setup
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 tests/test_engines.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/test_engines.py
 
 check: setup
 	$(RUN) -m ruff format --check .

@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -202,12 +202,15 @@ def prepare(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def launch(engine: str, kinds: list[str], folder: Path, stop_after: int | None = None) -> subprocess.CompletedProcess:
-    """Start the processes of an engine, which share `folder` with no other."""
+def launch(
+    engine: str, kinds: list[str], folder: Path, stop_after: int | None = None, flags: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
+    """Start the processes of an engine, which share `folder` with no other; `flags` are accelerate's."""
     command = [sys.executable]
     if engine != ALONE:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_FILES / ENGINES[engine])]
         command += ["--num_processes", str(PROCESSES), "--mixed_precision", "no", "--main_process_port", "0"]
+        command += flags
     command += ["-m", "benchmarks.engines", "--folder", str(folder), "--kinds", *kinds, "--work"]
     command += [] if stop_after is None else ["--stop-after", str(stop_after)]
     return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=LAUNCH_FILES.parent.parent)

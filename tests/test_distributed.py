@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from moe_peft import MoELoraConfig
+from moe_peft.routing.losses import balancing_loss
 
 
 def model(mixing: str) -> torch.nn.Module:
@@ -42,6 +43,7 @@ def run(rank: int, folder: Path) -> None:
             gradients = WRAPPED[kind](model(mixing), rank)
             if rank == 0:
                 torch.save(gradients, folder / f"{kind}-{mixing}.pt")
+    torch.save({scope: balanced_together(scope, rank) for scope in SCOPES}, folder / f"balanced-{rank}.pt")
 
 
 def ddp(own: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
@@ -86,6 +88,49 @@ def test_two_processes_give_the_gradients_of_one(kind: str, mixing: str, folder:
     assert got.keys() == want.keys()
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# --- balancing all processes' batches together ----------------------------------------------------------------------
+
+SCOPES = ("global", "layer")
+
+
+def routed(rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Router logits of two layers, and a mask: few tokens in the first process, none but padding in a third one."""
+    generator = torch.Generator().manual_seed(rank)
+    logits = [torch.randn(12, 4, generator=generator).requires_grad_() for _ in range(2)]
+    return logits, (torch.arange(12) < (5, 12, 0)[rank]).long()
+
+
+def balanced_together(scope: str, rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        values = values.detach().clone()
+        dist.all_reduce(values)
+        return values / WORLD
+
+    logits, mask = routed(rank)
+    loss = balancing_loss(logits, 2, mask, scope, mean)
+    return loss.detach(), torch.autograd.grad(loss / WORLD, logits)  # as data-parallel training averages
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_batches_balanced_together_are_one_batch(scope: str, folder: Path):
+    found = [torch.load(folder / f"balanced-{rank}.pt")[scope] for rank in range(WORLD)]
+    parts = [routed(rank) for rank in range(WORLD)]
+    layers = [torch.cat(of_layer) for of_layer in zip(*(logits for logits, _ in parts), strict=True)]
+    loss = balancing_loss(layers, 2, torch.cat([mask for _, mask in parts]), scope)
+    torch.testing.assert_close(sum(value for value, _ in found) / WORLD, loss.detach())
+    for rank, (logits, _) in enumerate(parts):
+        for own, expected in zip(found[rank][1], torch.autograd.grad(loss, logits, retain_graph=True), strict=True):
+            assert expected.abs().max() > 0
+            torch.testing.assert_close(own, expected)
+
+
+def test_a_process_with_padding_alone_adds_nothing():
+    logits, mask = routed(2)
+    loss = balancing_loss(logits, 2, mask)
+    assert loss == 0
+    assert all((grad == 0).all() for grad in torch.autograd.grad(loss, logits))
 
 
 # --- the updates of experts that are trained at once ----------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import engines as table
 
@@ -34,7 +35,34 @@ def test_an_engine_does_what_one_process_does(engine, alone, tmp_path, monkeypat
     monkeypatch.setattr(table, "STOPS", {kind: stops[-1:] for kind, stops in table.STOPS.items()})  # one is enough here
     table.prepare(tmp_path)
     table.train_all(engine, CELLS[engine], tmp_path)
+    if engine == "ZeRO-3":
+        assert_script_collects(tmp_path / "output")
     assert {kind: table.compare(kind, tmp_path, alone) for kind in CELLS[engine]} == dict.fromkeys(CELLS[engine], WHOLE)
+
+
+def assert_script_collects(folder: Path) -> None:
+    """DeepSpeed's `zero_to_fp32` finds the adapter in a checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found = get_fp32_state_dict_from_zero_checkpoint(str(folder / "state" / f"checkpoint-{table.STEPS}"))
+    named = {name.replace(".default", ""): value for name, value in found.items()}
+    saved = table.weights(folder / "saved")
+    assert saved.keys() <= named.keys()
+    assert all(torch.equal(named[name], value) for name, value in saved.items())
+
+
+def test_upit_writes_whole_weights_whatever_fsdp_is_told(alone, tmp_path):
+    table.prepare(tmp_path)
+    result = table.launch("FSDP2", ["upit-lora"], tmp_path, flags=["--fsdp_state_dict_type", "SHARDED_STATE_DICT"])
+    assert result.returncode == 0, result.stderr
+    assert table.compare("upit-lora", tmp_path, alone) == WHOLE
+
+
+def test_upit_refuses_to_score_with_empty_weights(tmp_path):
+    table.prepare(tmp_path)
+    table.launch("FSDP2", ["upit-ffn"], tmp_path, flags=["--fsdp_cpu_ram_efficient_loading", "true"])
+    assert "fsdp_cpu_ram_efficient_loading=true: all processes but" in (tmp_path / "upit-ffn.error").read_text()
+    assert not (tmp_path / "upit-ffn").exists()
 
 
 def test_the_documented_table_is_the_measured_one():

@@ -21,6 +21,7 @@ from ..cards import write_model_card
 from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
+from ..training.arguments import save_whole
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
 from ..training.planning import Launch, Memory, memory, planned_launch, rows_and_length, steps_and_rows, training_line
@@ -43,6 +44,11 @@ def train_or_plan(options: Options, trainer: Any) -> None:
         print_plan(options, launch)
         return
     found = list(stages(options))
+    if len(found) > 1 and found[0].deepspeed_plugin is not None:
+        raise ValueError(
+            f"stages={[args.training_stage for args in found]}: DeepSpeed prepares a model for one training; use DDP, "
+            "FSDP2, or one run for each with training_stage"
+        )
     data, held_out = load_datasets(options)
     model = load_model(options)
     config = options.adapter_config() if adapts(options, model) else None
@@ -58,6 +64,7 @@ def train_or_plan(options: Options, trainer: Any) -> None:
         made.train(resume_from_checkpoint=_checkpoint(args))
         facts = made.training_facts()
         if number == len(found) - 1:
+            save_whole(made)
             made.save_model(options.training.output_dir)
             if options.training.push_to_hub:
                 made.push_to_hub(dataset_name=options.data.dataset_name)

@@ -6,9 +6,15 @@ import copy
 import dataclasses
 from typing import TypeVar
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+
+def save_whole(trainer: Trainer) -> None:
+    """Have FSDP write whole weights, as any other trainer does; of sharded ones `save_model` writes nothing."""
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
 
 
 def for_one_trainer(args: Arguments) -> Arguments:

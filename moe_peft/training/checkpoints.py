@@ -18,6 +18,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
+from .arguments import save_whole
 from .progress import show_progress
 
 _WHOLE = "whole"  # a file that says that the checkpoint beside it was written to the end
@@ -97,6 +98,7 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     """
     steps = total_steps(trainer)
     trainer.args.max_steps = steps
+    save_whole(trainer)
     folder = Path(trainer.args.output_dir)
     if trainer.args.should_save and folder.is_dir():
         whole = set(_whole_checkpoints(folder).values())

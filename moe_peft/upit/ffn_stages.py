@@ -152,7 +152,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
             unset_hf_deepspeed_config()  # or ZeRO-3 would divide the models of one process among all
             self.assemble(assembled, calibration)
         PartialState().wait_for_everyone()
-        args = self.arguments(folder, num_train_epochs=self.epochs)  # before the model, which ZeRO-3 may divide
+        args = self.arguments(folder, num_train_epochs=self.epochs)  # before the model, which ZeRO-3 then divides
         model = load_checkpoint(r.model, assembled)
         size = model_size(model)
         trained = post_train(

@@ -97,8 +97,8 @@ class LoraRouterInit(_OfLoras, RouterInit):
 
     def run(self, folder: Path) -> dict[str, Any]:
         r, section = self.recipe, self.recipe.router_init
+        args = self.seed_arguments(folder)  # before the model, which ZeRO-3 then divides
         model = _assemble(r, self.given.experts, self.seed)
-        args = self.seed_arguments(folder)
         found = init_router(
             model,
             self.seed_data(),
@@ -127,6 +127,7 @@ class LoraPostTrain(_OfLoras, PostTrain):
 
     def run(self, folder: Path) -> dict[str, Any]:
         r = self.recipe
+        args = self.arguments(folder, num_train_epochs=self.epochs)
         if self.given.routers is not None:
             model = PeftModel.from_pretrained(load_model(r.model), self.given.routers, is_trainable=True)
         else:
@@ -135,7 +136,7 @@ class LoraPostTrain(_OfLoras, PostTrain):
         trained = post_train(
             model,
             self.context.train_data,
-            self.arguments(folder, num_train_epochs=self.epochs),
+            args,
             self.context.tokenizer,
             output_dir=folder / self.output,
             train_experts=r.trains_experts,

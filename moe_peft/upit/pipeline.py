@@ -13,6 +13,7 @@ import torch
 import transformers
 import trl
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 
 from ..cards import write_model_card
 from ..contexts import free_memory
@@ -25,6 +26,7 @@ from .shared_stages import TrainerStage, shared_out
 from .stages import Artefacts, Stage, outlook, run_stage
 from .tracking import tracked
 
+_EMPTY = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which accelerate's launcher sets
 MODES: dict[str, tuple[type[Stage], ...]] = {"lora": LORA_STAGES, "ffn": FFN_STAGES}
 
 
@@ -116,6 +118,11 @@ class UpIT:
         for stage in self.stages:
             if isinstance(stage, TrainerStage):
                 _ = stage.arguments(self.root, **own).device
+        if PartialState().num_processes > 1 and parse_flag_from_env(_EMPTY):
+            raise ValueError(
+                "fsdp_cpu_ram_efficient_loading=true: all processes but the first would score examples with empty "
+                "weights; set it to false in accelerate's config"
+            )
 
     @property
     def _trained(self) -> Path:

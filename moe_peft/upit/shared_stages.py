@@ -145,12 +145,13 @@ class Prepare(TrainingStage):
 
     def run(self, folder: Path) -> dict[str, Any]:
         data, order = self._data()
+        args = self.arguments(folder, **order)  # before the model, which ZeRO-3 then divides
         model = load_model(self.recipe.model)
         num_experts, num_checkpoints, selection = self._selection()
         prepared = prepare_experts(
             model,
             data,
-            self.arguments(folder, **order),
+            args,
             self.lora_config(model),
             self.context.tokenizer,
             output_dir=folder,
@@ -310,6 +311,12 @@ class Evaluate(TrainerStage):
 
     def check(self) -> None:
         _ = self.harness  # a wrong name should be known before the run
+        plugin = self.arguments(self.folder).deepspeed_plugin
+        if self.harness is not None and plugin is not None and plugin.zero_stage == 3:
+            raise ValueError(
+                f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 divides the model among "
+                "all; leave them out, and run `moe-peft eval` on the result"
+            )
 
     @abstractmethod
     def load(self, folder: Path) -> tuple[PeftModel | PreTrainedModel, PreTrainedModel | None]:
@@ -332,18 +339,20 @@ class Evaluate(TrainerStage):
 
     def run(self, folder: Path) -> dict[str, Any]:
         assert self.given.model is not None
+        args = self.arguments(folder)
         model, base = self.load(self.given.model)
-        found = self._losses(folder, model, base)
+        found = self._losses(args, folder, model, base)
         if self.harness is not None:
             found["tasks"] = evaluate_tasks(self.harness, model, self.context.tokenizer, base)
         return found
 
-    def _losses(self, folder: Path, model: PeftModel | PreTrainedModel, base: PreTrainedModel | None) -> dict[str, Any]:
+    def _losses(
+        self, args: SFTConfig, folder: Path, model: PeftModel | PreTrainedModel, base: PreTrainedModel | None
+    ) -> dict[str, Any]:
         """Held-out losses and routing, if there are held-out data."""
         r, data = self.recipe, self.context.eval_data
         if data is None:
             return {}
-        args = self.arguments(folder)
         found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base, self.label_mask)
         if args.should_save and found.shares:
             plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")

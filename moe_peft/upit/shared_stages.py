@@ -314,8 +314,8 @@ class Evaluate(TrainerStage):
         plugin = self.arguments(self.folder).deepspeed_plugin
         if self.harness is not None and plugin is not None and plugin.zero_stage == 3:
             raise ValueError(
-                f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 divides the model; leave "
-                "them out, and run `moe-peft eval` on the result"
+                f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 divides the model; "
+                "leave them out, and run `moe-peft eval` on the result"
             )
 
     @abstractmethod

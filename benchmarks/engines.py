@@ -64,7 +64,7 @@ KINDS = {
 }
 RESULTS = {"upit-lora": "adapter", "upit-ffn": "model"}  # folders of an UpIT run
 # The steps of an UpIT run after which it is stopped: in router initialisation, and in post-training.
-STOPS = {"upit-lora": (9, 9), "upit-ffn": (11, 15)}
+STOPS = {"upit-lora": (9, 13), "upit-ffn": (11, 23)}
 
 
 # --- in each process -----------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def upit(kind: str, folder: Path, stop_after: int | None) -> None:
         "output_dir": str(folder / kind), "mode": kind.partition("-")[2], "num_experts": 3, "num_train_epochs": 2,
         "model": {"name_or_path": str(folder / "base"), "dtype": "float32"},
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "label_column": "domain"},
-        "router_init": {"seed_fraction": 0.375, "num_train_epochs": 4}, "sft": sft,
+        "router_init": {"seed_fraction": 0.4375, "num_train_epochs": 4}, "sft": sft,
     }  # fmt: skip
     own = {"adapter": {"r": 4, "top_k": 3}} if kind == "upit-lora" else {"moe": {"top_k": 3}}
     UpIT(recipe_from_dict({**recipe, **own})).run()

@@ -18,7 +18,7 @@ PACKAGES = ("peft", "trl", "transformers")
 ROOT = Path(moe_peft.__file__).parent
 LISTED = {name for names in PRIVATE.values() for name in names}
 # Of torch and the standard library, which are not this list's business.
-ELSEWHERE = {"_forward_hooks", "_ConvNd", "_fields", "_replace", "_name_or_path", "_asdict"}
+ELSEWHERE = {"_forward_hooks", "_ConvNd", "_fields", "_replace", "_name_or_path", "_asdict", "_unsafe_view"}
 
 
 def place(path: str):

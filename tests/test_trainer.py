@@ -205,7 +205,7 @@ SCRIPT = """
 import sys
 import torch
 from datasets import Dataset
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {root!r}]
 from test_trainer import LABELS, make_trainer, rows
 from conftest import tokenizer
 tokenizer = getattr(tokenizer, "_fixture_function", None) or tokenizer.__wrapped__
@@ -222,7 +222,9 @@ torch.distributed.destroy_process_group()
 
 def test_two_processes_train_as_one(tokenizer, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    script.write_text(
+        SCRIPT.format(tests=str(Path(__file__).parent), root=str(Path(__file__).parent.parent), folder=str(tmp_path))
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -311,6 +311,8 @@ class Evaluate(TrainerStage):
 
     def check(self) -> None:
         _ = self.harness  # a wrong name should be known before the run
+
+    def check_base(self) -> None:
         plugin = self.arguments(self.folder).deepspeed_plugin
         if self.harness is not None and plugin is not None and plugin.zero_stage == 3:
             raise ValueError(

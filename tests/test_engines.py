@@ -58,6 +58,12 @@ def test_upit_writes_whole_weights_whatever_fsdp_is_told(alone, tmp_path):
     assert table.compare("upit-lora", tmp_path, alone) == WHOLE
 
 
+def test_a_trainer_may_load_the_weights_in_one_process_alone(alone, tmp_path):
+    table.prepare(tmp_path)
+    table.launch("FSDP2", ["output"], tmp_path, flags=["--fsdp_cpu_ram_efficient_loading", "true"])
+    assert table.compare("output", tmp_path, alone) == WHOLE
+
+
 def test_upit_refuses_to_score_with_empty_weights(tmp_path):
     table.prepare(tmp_path)
     table.launch("FSDP2", ["upit-ffn"], tmp_path, flags=["--fsdp_cpu_ram_efficient_loading", "true"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import PartialState
@@ -15,6 +17,7 @@ from upit_case import make_case
 
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.methods import METHODS
+from moe_peft.upit.own_updates import refuse_optimizer
 from moe_peft.upit.pipeline import MODES
 from moe_peft.upit.run import Budget
 from moe_peft.upit.shared_stages import TrainerStage
@@ -233,3 +236,23 @@ def run_late_stage(rank: int, folder: Path) -> None:
 def test_no_process_renames_what_another_still_reads(tmp_path):
     in_processes(run_late_stage, tmp_path)
     assert (tmp_path / "late/experts/0").exists()
+
+
+# --- what engines cannot do -----------------------------------------------------------------------------------------
+
+
+def test_clipping_of_scaled_gradients_is_refused():
+    refuse_optimizer(SimpleNamespace(optim="adamw_torch", fp16=True, max_grad_norm=0.0))
+    with pytest.raises(ValueError, match=r"fp16=True, max_grad_norm=1: .* use bf16"):
+        refuse_optimizer(SimpleNamespace(optim="adamw_torch", fp16=True, max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_tasks_are_refused_where_the_model_is_divided(zero_stage, monkeypatch):
+    settings = {**MINIMAL, "num_experts": 4, "evaluate": {"tasks": ["arc_easy"]}}
+    stage = pipeline_of(settings).stages[-1]
+    stage.__dict__["harness"] = object()
+    plugin = SimpleNamespace(zero_stage=zero_stage)
+    monkeypatch.setattr(type(stage), "arguments", lambda *args, **own: SimpleNamespace(deepspeed_plugin=plugin))
+    with pytest.raises(ValueError, match="ZeRO-3 divides the model") if zero_stage == 3 else nullcontext():
+        stage.check_base()

@@ -128,7 +128,7 @@ class OwnUpdates(TrainerCallback):
 def refuse_optimizer(args: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: the optimizer's steps mix the entries of a tensor, or are taken where no callback can see them.
+        ValueError: the optimizer's steps mix the entries of a tensor, or gradients are scaled when experts are clipped.
     """
     name = str(getattr(args.optim, "value", args.optim))
     if any(part in name for part in _NOT_ELEMENTWISE):

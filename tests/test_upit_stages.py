@@ -256,3 +256,20 @@ def test_tasks_are_refused_where_the_model_is_divided(zero_stage, monkeypatch):
     monkeypatch.setattr(type(stage), "arguments", lambda *args, **own: SimpleNamespace(deepspeed_plugin=plugin))
     with pytest.raises(ValueError, match="ZeRO-3 divides the model") if zero_stage == 3 else nullcontext():
         stage.check_base()
+
+
+def test_a_stage_that_other_processes_began_begins_anew(tmp_path):
+    """What is done serves any number of processes; half-done training does not."""
+    stage = pipeline_of(MINIMAL).stages[0]
+    began = {**stage.identity(), "processes": 2}
+    partial = tmp_path / f"{stage.name}.partial"
+    partial.mkdir()
+    (partial / "identity.json").write_text(json.dumps(began))
+    (partial / "state").mkdir()
+    seen = []
+    stage.run = lambda folder: seen.append(sorted(path.name for path in folder.iterdir())) or {}
+    stage.likeness = lambda folder: {}
+    record = run_stage(tmp_path, stage)
+    assert seen == [["identity.json"]] and record["identity"]["processes"] == 1
+    (tmp_path / stage.name / "stage.json").write_text(json.dumps({**record, "identity": began}))
+    assert run_stage(tmp_path, stage)["identity"]["processes"] == 2  # taken as it is

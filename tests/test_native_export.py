@@ -200,7 +200,7 @@ def test_wrong_adapters_and_bases(tmp_path):
     shallow = saved(dense_model("llama", num_hidden_layers=1), tmp_path / "shallow")
     refused("has no such place; give the adapter's own base", shallow)
     wide = saved(dense_model("llama", intermediate_size=80), tmp_path / "wide")
-    refused(r"has \[48\], the base has \[80\]; give the adapter's own base", wide)
+    refused(r"has \[4, 4, 48\], its config and the base say \[4, 4, 80\]; give the adapter's own base", wide)
     weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
     key = next(key for key in weights if "lora_B" in key)
     weights[key][0, 0, 0] = torch.inf

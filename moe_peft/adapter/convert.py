@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.utils import load_peft_weights
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
 
 from ..cards import write_model_card
 from ..compat import private
+from ..loading import read_adapter_config, read_adapter_weights
 from .config import EXPERT_FIELDS, MoELoraConfig
 from .ffn import find_layout
 from .layer import MoELoraLayer, MoELoraLinear
@@ -34,9 +34,12 @@ class _Lora:
     A: dict[str, torch.Tensor]
     B: dict[str, torch.Tensor]
 
-    def scaling(self, module: str) -> float:
+    def rank(self, module: str) -> int:
         c = self.config
-        r = c.rank_pattern.get(_get_pattern_key(c.rank_pattern.keys(), module), c.r)
+        return c.rank_pattern.get(_get_pattern_key(c.rank_pattern.keys(), module), c.r)
+
+    def scaling(self, module: str) -> float:
+        c, r = self.config, self.rank(module)
         alpha = c.alpha_pattern.get(_get_pattern_key(c.alpha_pattern.keys(), module), c.lora_alpha)
         return alpha / (r**0.5 if c.use_rslora else r)
 
@@ -93,6 +96,17 @@ def lora_to_moe(
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     _fill_experts(peft_model, adapter_name, loras, places, scaling)
     return peft_model
+
+
+def check_loras(model: nn.Module, adapters: Sequence[str | os.PathLike]) -> None:
+    """
+    Check that `lora_to_moe` can take adapters, with the base perhaps on the meta device.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    for i, adapter in enumerate(adapters):
+        _check_fits(_read_lora(adapter, i), model)
 
 
 @torch.no_grad()
@@ -195,7 +209,7 @@ def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
     if isinstance(source, PeftModel):
         config = source.peft_config[source.active_adapter]
     else:
-        config = PeftConfig.from_pretrained(str(source))
+        config = read_adapter_config(source, f"lora_to_moe: {name}")
     if not isinstance(config, LoraConfig):
         raise ValueError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
     for field, plain in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None)):
@@ -203,17 +217,16 @@ def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
             raise ValueError(
                 f"lora_to_moe: {name}: {field}={getattr(config, field)!r}: an expert cannot have this; leave it out"
             )
-    try:
-        if isinstance(source, PeftModel):
-            state = get_peft_model_state_dict(source, adapter_name=source.active_adapter)
-        else:
-            state = load_peft_weights(str(source), device="cpu")
-    except Exception as error:  # safetensors has its own exception type for a truncated file
-        raise ValueError(
-            f"lora_to_moe: {name}: its weights cannot be read ({error}); save the adapter again"
-        ) from error
+    if isinstance(source, PeftModel):
+        state = get_peft_model_state_dict(source, adapter_name=source.active_adapter)
+    else:
+        state = read_adapter_weights(source, f"lora_to_moe: {name}")
     A: dict[str, torch.Tensor] = {}
     B: dict[str, torch.Tensor] = {}
+    for field in ("r", "lora_alpha"):
+        value = getattr(config, field)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ValueError(f"lora_to_moe: {name}: {field}={value!r}: must be a number above 0")
     for key, tensor in state.items():
         module, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
         if kind not in ("A.weight", "B.weight"):
@@ -221,7 +234,18 @@ def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
         if not tensor.isfinite().all():
             raise ValueError(f"lora_to_moe: {name}: {key} holds NaN or infinity; train the adapter again")
         (A if kind == "A.weight" else B)[module] = tensor
-    return _Lora(name, config, A, B)
+    lora = _Lora(name, config, A, B)
+    if not A or A.keys() != B.keys():
+        module = next(iter(A.keys() ^ B.keys()), "any module")
+        raise ValueError(f"lora_to_moe: {name}: lacks a matrix of {module}; save the adapter again")
+    for module in A:
+        ranks = (A[module].shape[0], B[module].shape[-1])
+        if ranks != (lora.rank(module),) * 2:
+            raise ValueError(
+                f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {lora.rank(module)}; save the "
+                "adapter again"
+            )
+    return lora
 
 
 def _check_fits(lora: _Lora, model: nn.Module) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,28 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.utils.peft_utils import find_adapter_config_file
 from trl import SFTConfig
 
+from ..loading import (
+    ADAPTER_CONFIG,
+    check_tokenizer,
+    read_adapter_config,
+    read_adapter_weights,
+    read_config,
+    read_model,
+    read_tokenizer,
+)
 from ..messages import one_line, one_of, unknown_key
 from ..models.native_routers import CONFIG_FIELD
-from ..models.view import base_model, text_config
+from ..models.view import base_model
 from ..native import load_routers
+from ..reading import reading
 from ..routing.expert_map import label_text
 from ..training.data import load_data
+from ..training.rows import check_rows
 from ..training.scoring import Collator
 from ..training.tokenizing import tokenized
 
@@ -69,12 +80,15 @@ def load(
         own["device_map"] = {"": PartialState().device}
     if quantization is not None:
         own["quantization_config"] = _quantization(quantization)
-    with _named("--base", base):
-        inner = None if base is None else AutoModelForCausalLM.from_pretrained(base, **own)
-    with _named(option, path):
-        model = _load_model(path, own) if inner is None else PeftModel.from_pretrained(inner, path)
-        source = path if (Path(path) / "tokenizer_config.json").is_file() else model.config._name_or_path
-        return model.eval(), AutoTokenizer.from_pretrained(source)
+    what = f"{option} {path!r}"
+    own_tokenizer = (Path(path) / "tokenizer_config.json").is_file()
+    if is_adapter(path) or base is not None:
+        model, tokenizer = _load_adapter(path, base, own_tokenizer, what, own)
+    else:
+        model = _load_model(path, what, own)
+        tokenizer = read_tokenizer(path, what)
+    check_tokenizer(tokenizer, model.config, what)
+    return model.eval(), tokenizer
 
 
 def _quantization(fields: dict[str, Any]) -> BitsAndBytesConfig:
@@ -128,6 +142,7 @@ def load_rows(
     dataset = load_data(data, "--data", label_column, split)
     if max_examples is not None:
         dataset = dataset.select(range(min(max_examples, len(dataset))))
+    check_rows(dataset, "--data", tokenizer, label_column)
     with tempfile.TemporaryDirectory() as folder:  # the trainer that prepares the data creates one
         args = SFTConfig(
             output_dir=folder, bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,
@@ -139,8 +154,13 @@ def load_rows(
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a folder holds an adapter."""
-    return (Path(path) / "adapter_config.json").is_file()
+    """Whether a folder, or a name on the hub, holds an adapter."""
+    if Path(path).exists():
+        return (Path(path) / ADAPTER_CONFIG).is_file()
+    try:
+        return find_adapter_config_file(path) is not None
+    except OSError:
+        return False
 
 
 def describe(model: Any) -> dict[str, Any]:
@@ -160,19 +180,27 @@ def _quantization_of(config: Any) -> str | None:
     return ", ".join([str(method), *(name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name))])
 
 
-@contextmanager
-def _named(option: str, path: str | None) -> Iterator[None]:
-    """Name the option and its value in what is raised."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{option} {path!r}: {one_line(error)}") from error
+def _load_adapter(path: str, base: str | None, own_tokenizer: bool, what: str, own: dict[str, Any]) -> tuple[Any, Any]:
+    """An adapter on its base, and the tokenizer that it was saved with, else the base's."""
+    config = read_adapter_config(path, what)
+    source = base or config.base_model_name_or_path
+    if not source:
+        raise ValueError(f"{what}: base_model_name_or_path={source!r}: it names no base; give --base")
+    revision = config.revision if base is None else None
+    model: Any = read_model(source, f"--base {source!r}", revision=revision or "main", **own)
+    tokenizer = read_tokenizer(path if own_tokenizer else source, what)
+    if own_tokenizer and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))  # as PEFT does, which saves such embeddings with the adapter
+    read_adapter_weights(path, what)
+    with reading(what):
+        return PeftModel.from_pretrained(model, path), tokenizer
 
 
-def _load_model(path: str, own: dict[str, Any]) -> Any:
-    if is_adapter(path):
-        return AutoPeftModelForCausalLM.from_pretrained(path, **own)
-    model = AutoModelForCausalLM.from_pretrained(path, **own)
-    if hasattr(text_config(model), CONFIG_FIELD):
+def _load_model(path: str, what: str, own: dict[str, Any]) -> Any:
+    config = read_config(path, what)
+    if not hasattr(config.get_text_config(), CONFIG_FIELD):
+        return read_model(path, what, **own)
+    with reading(what):  # lacks gates in the place of which other routers are
+        model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **own)
         load_routers(model, path)
     return model

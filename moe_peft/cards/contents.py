@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..reading import read_object
 from .snippets import TASKS, adapter_snippet, model_snippet
 
 TAGS: tuple[str, ...] = ("mixture-of-experts", "moe_peft")
@@ -132,4 +132,4 @@ def _of_experts(config: dict[str, Any], experts: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_object(path) if path.is_file() else None

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
+from .ending import ends_in_one_line
 
 COMMANDS = {
     "sft": "fine-tune a MoE-LoRA adapter or a native MoE",
@@ -29,11 +29,11 @@ ONCE = ("inspect", "upcycle", "prune", "export")  # of a launcher's processes, t
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. Invalid input ends it with a one-line message and exit code 2."""
+    """Run a command; see `ends_in_one_line` for how it ends that does not finish."""
     options, rest = _parser().parse_known_args(arguments)
     if options.command in ONCE and os.environ.get("RANK", "0") != "0":
         return
-    try:
+    with ends_in_one_line(options.command):
         try:
             command = import_module(f".{options.command}", __name__)
         except ImportError as error:
@@ -42,9 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("moe_peft").setLevel(logging.INFO)
         command.run(own)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _parser() -> argparse.ArgumentParser:

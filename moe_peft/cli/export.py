@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ..native import export_adapter, verify_export
+from ..reading import read_text
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     print(folder)
     if options.verify is not None:
         is_file = len(os.fsencode(options.verify)) < 256 and Path(options.verify).is_file()
-        texts = Path(options.verify).read_text(encoding="utf-8").splitlines() if is_file else [options.verify]
+        texts = read_text(options.verify).splitlines() if is_file else [options.verify]
         found = verify_export(options.adapter, folder, texts, options.base)
         print(
             f"{found.tokens} tokens: logits differ by at most {found.difference:.2g} (the largest is "

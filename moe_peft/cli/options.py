@@ -10,16 +10,15 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
-import yaml
 from peft import PeftConfig
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from ..adapter.config import MoELoraConfig
 from ..messages import one_line, unknown_key
+from ..reading import read_text, read_yaml
 
 
 @dataclass
@@ -124,7 +123,7 @@ class TrainingParser(TrlParser):
     def parse_args(self, arguments: Sequence[str]) -> Options:  # type: ignore[override]
         """
         Raises:
-            ValueError: an unknown key or flag, or a wrong value; FileNotFoundError.
+            ValueError: no such file, an unknown key or flag, or a wrong value.
         """
         files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         files.add_argument("--config")
@@ -150,10 +149,7 @@ class TrainingParser(TrlParser):
 
 
 def _read(path: str) -> Mapping[str, Any]:
-    try:
-        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: no YAML: {one_line(error)}") from error
+    settings = read_yaml(read_text(path), path)
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: must be a mapping of keys to values")
     return settings

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState, init_empty_weights
+from accelerate import PartialState
 from datasets import Dataset
 from peft import get_peft_model
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from trl import get_quantization_config
 
 from ..cards import write_model_card
+from ..folders import exclusive, writable
+from ..loading import chat_template, check_tokenizer, empty_model, read_config, read_model, read_tokenizer
 from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
@@ -26,6 +29,7 @@ from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
 from ..training.planning import Launch, Memory, memory, planned_launch, rows_and_length, steps_and_rows, training_line
 from ..training.router_losses import Stage
+from ..training.rows import check_rows
 from .options import Options
 
 
@@ -49,12 +53,24 @@ def train_or_plan(options: Options, trainer: Any) -> None:
             f"stages={[args.training_stage for args in found]}: DeepSpeed prepares a model for one training; use DDP, "
             "FSDP2, or one run for each with training_stage"
         )
-    data, held_out = load_datasets(options)
+    tokenizer = _tokenizer(options)
+    data, held_out = load_datasets(options, tokenizer)
+    what = f"output_dir={options.training.output_dir!r}"
+    output_dir = writable(str(options.training.output_dir), what)
     model = load_model(options)
     config = options.adapter_config() if adapts(options, model) else None
-    tokenizer = _tokenizer(options)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with exclusive(output_dir / ".lock", what) if PartialState().is_main_process else nullcontext():
+        _train(options, trainer, found, model, config, tokenizer, data, held_out)
+    PartialState().destroy_process_group()
+
+
+def _train(
+    options: Options, trainer: Any, stages: Sequence[Any], model: Any, config: Any, tokenizer: Any, data: Any,
+    held_out: Any,
+) -> None:  # fmt: skip
     facts: list[str] = []
-    for number, args in enumerate(found):
+    for number, args in enumerate(stages):
         set_seed(args.seed)  # of the adapter's initial values
         made = trainer(
             model=model, args=args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer,
@@ -63,7 +79,7 @@ def train_or_plan(options: Options, trainer: Any) -> None:
         made.earlier_training = facts
         made.train(resume_from_checkpoint=_checkpoint(args))
         facts = made.training_facts()
-        if number == len(found) - 1:
+        if number == len(stages) - 1:
             save_whole(made)
             made.save_model(options.training.output_dir)
             if options.training.push_to_hub:
@@ -73,7 +89,6 @@ def train_or_plan(options: Options, trainer: Any) -> None:
             made.accelerator.print(f"result: {options.training.output_dir}")
         made.end()
         model, config = made.model, None
-    PartialState().destroy_process_group()
 
 
 def stages(options: Options) -> Iterator[Any]:
@@ -107,8 +122,8 @@ def stages(options: Options) -> Iterator[Any]:
             raise ValueError(f"stages.{name}: {one_line(error)}") from error
 
 
-def load_datasets(options: Options) -> tuple[Dataset, Dataset | None]:
-    """The training split, and the test split if the trainer evaluates."""
+def load_datasets(options: Options, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
+    """The training split, and the test split if the trainer evaluates, with their rows checked."""
     data, training = options.data, options.training
     if data.dataset_name is None:
         raise ValueError("dataset_name=None: name a file, a folder or a data set")
@@ -120,20 +135,20 @@ def load_datasets(options: Options) -> tuple[Dataset, Dataset | None]:
     found = [load_data(source, "dataset_name", label, data.dataset_train_split, formats)]
     if training.eval_strategy != "no":
         found.append(load_data(source, "dataset_name", label, data.dataset_test_split, formats))
+    template = chat_template(getattr(training, "chat_template_path", None), "chat_template_path")
+    for rows in found:
+        check_rows(rows, f"dataset_name={source!r}", tokenizer, label, template)
     return found[0], found[1] if len(found) > 1 else None
 
 
 def load_model(options: Options) -> Any:
     """The model with its weights; a quantized one is placed on this process's device."""
     model, quantization = options.model, get_quantization_config(options.model)
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            _name(options), revision=model.model_revision, dtype=model.dtype,
-            attn_implementation=model.attn_implementation, quantization_config=quantization,
-            device_map={"": PartialState().device} if quantization is not None else None,
-        )  # fmt: skip
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model_name_or_path={_name(options)!r}: {one_line(error)}") from error
+    return read_model(
+        _name(options), _named(options), revision=model.model_revision, dtype=model.dtype,
+        attn_implementation=model.attn_implementation, quantization_config=quantization,
+        device_map={"": PartialState().device} if quantization is not None else None,
+    )  # fmt: skip
 
 
 def adapts(options: Options, model: Any) -> bool:
@@ -145,14 +160,10 @@ def adapts(options: Options, model: Any) -> bool:
 def print_plan(options: Options, launch: Launch) -> None:
     """Steps, tokens, parameters and memory of every stage, found without loading weights."""
     found = list(stages(options))
-    data, _ = load_datasets(options)
     tokenizer = _tokenizer(options)
-    try:
-        config = AutoConfig.from_pretrained(_name(options), revision=options.model.model_revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model_name_or_path={_name(options)!r}: {one_line(error)}") from error
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config)
+    data, _ = load_datasets(options, tokenizer)
+    config = read_config(_name(options), _named(options), options.model.model_revision)
+    model = empty_model(config, _named(options))
     table = Table("stage", title=f"{_name(options)}: {len(data):,} examples")
     for column in ("steps", "tokens", "trainable parameters", "memory per process, about"):
         table.add_column(column, justify="right")
@@ -200,11 +211,15 @@ def _name(options: Options) -> str:
     return name
 
 
+def _named(options: Options) -> str:
+    return f"model_name_or_path={_name(options)!r}"
+
+
 def _tokenizer(options: Options) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(_name(options), revision=options.model.model_revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model_name_or_path={_name(options)!r}: no tokenizer: {one_line(error)}") from error
+    config = read_config(_name(options), _named(options), options.model.model_revision)
+    tokenizer = read_tokenizer(_name(options), _named(options), options.model.model_revision)
+    check_tokenizer(tokenizer, config, _named(options))
+    return tokenizer
 
 
 def _checkpoint(args: Any) -> str | None:

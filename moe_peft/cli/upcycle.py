@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 from typing import Any
 
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
-from ..messages import one_line
+from ..loading import read_tokenizer
 from ..native import UpcycleConfig, upcycle
 
 
@@ -42,11 +42,10 @@ def _batches(options: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         from ..training.calibration import calibration_batches
         from ..training.data import load_data
+        from ..training.rows import check_rows
     except ImportError as error:
         raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
     data = load_data(options.calibration, "--calibration", None)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model[0])
-    except OSError as error:
-        raise ValueError(f"upcycle: --calibration needs the model's tokenizer: {one_line(error)}") from error
+    tokenizer = read_tokenizer(options.model[0], f"upcycle: --calibration: {options.model[0]!r}")
+    check_rows(data, "--calibration", tokenizer)
     return calibration_batches(data, tokenizer, options.calibration_examples, seed=options.seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from accelerate import PartialState
 
 from ..analysis.loading import describe, is_adapter, load
 from ..contexts import free_memory
+from ..folders import writable
 from ..models.steering import allow_experts, force_experts
 from ..models.view import base_model, router_sizes
 from .harness import Harness, TaskSettings
@@ -60,7 +60,7 @@ def evaluate_model(
         ValueError: the model or a task does not exist, there is no such expert, or a setting is not what it takes.
     """
     PartialState(cpu=not torch.accelerator.is_available())
-    output = _writable(output_dir)
+    output = writable(output_dir, f"--output {str(output_dir)!r}").resolve()
     harness, adapter = Harness(settings), is_adapter(model_path)
     model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
     raw = _run(harness, model, tokenizer, experts, each_expert)
@@ -83,17 +83,6 @@ def evaluate_model(
         files = write_results(found, {**about, **kept}, output, suffix)
         print_results(found, about, files)
     return found
-
-
-def _writable(output_dir: str | Path) -> Path:
-    """The folder for the files. It need not exist yet."""
-    folder = Path(output_dir).resolve()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"--output {str(output_dir)!r}: not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output {str(output_dir)!r}: {there} cannot be written to")
-    return folder
 
 
 def _run(

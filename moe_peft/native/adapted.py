@@ -84,8 +84,8 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
     layers = {DENSE_BLOCK.format(layer=layer): layer for layer in range(dense.config.num_hidden_layers)}
     shapes = dense.shapes()
     for key, tensor in state.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"export: {key} holds NaN or infinity; save the adapter again")
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ValueError(f"export: {key} holds NaN or infinity, or is not floating-point; save the adapter again")
         module, _, kind = key.partition(".moe_lora_")
         matrix, _, projection = kind.partition(".")
         if not kind:  # a module that was trained and saved whole
@@ -95,9 +95,13 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
         if matrix in ("A", "B"):
             weight = f"{module}.{projection}.weight" if module in layers else f"{module}.weight"
             size = shapes[weight][matrix == "A"] if weight in shapes else None  # of [out, in]
-            _check_size(key, (tensor.shape[-1],), () if size is None else (size,))
-            A, B = (state[f"{module}.moe_lora_{half}.{projection}"] for half in "AB")
-            content.updates[weight] = _Update(A, B, spec.scaling)
+            place = () if size is None else (spec.num_experts, spec.r, size)
+            _check_size(key, tuple(tensor.shape), place, "its config and the base say")
+            other = f"{module}.moe_lora_{'B' if matrix == 'A' else 'A'}.{projection}"
+            if other not in state:
+                raise ValueError(f"export: the adapter has {key}, but no {other}; save it again")
+            if matrix == "A":
+                content.updates[weight] = _Update(tensor, state[other], spec.scaling)
         if module in layers:
             content.specs[layers[module]] = spec
         elif spec.num_experts > 1:
@@ -109,9 +113,9 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
     return content
 
 
-def _check_size(key: str, own: tuple[int, ...], place: tuple[int, ...]) -> None:
+def _check_size(key: str, own: tuple[int, ...], place: tuple[int, ...], says: str = "the base has") -> None:
     if own != place:
-        there = f"the base has {list(place)}" if place else "the base has no such place"
+        there = f"{says} {list(place)}" if place else "the base has no such place"
         raise ValueError(f"export: {key} has {list(own)}, {there}; give the adapter's own base")
 
 
@@ -134,6 +138,12 @@ def _read_routers(content: Adapted) -> None:
             )
         prefix = f"{DENSE_BLOCK.format(layer=layer)}.moe_lora_router."
         own = {key.removeprefix(prefix): t for key, t in content.state.items() if key.startswith(prefix)}
+        with torch.device("meta"):
+            wanted = {
+                key: tuple(t.shape) for key, t in make_router(d, spec.num_experts, spec.router).state_dict().items()
+            }
+        if {key: tuple(t.shape) for key, t in own.items()} != wanted:
+            raise ValueError(f"export: {prefix}* are not the router's weights that the config names; save it again")
         router = make_router(d, spec.num_experts, spec.router)
         router.load_state_dict(own)
         try:

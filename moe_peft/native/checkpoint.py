@@ -15,12 +15,11 @@ from types import TracebackType
 from typing import IO, Any
 
 import torch
-from filelock import FileLock, Timeout
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from ..folders import exclusive, writable
+from ..reading import INDEX, opened, reading, weight_files
+
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
 }  # fmt: skip
@@ -39,50 +38,35 @@ class Checkpoint:
 
     def __init__(self, folder: Path, caller: str) -> None:
         self.folder, self.caller = folder, caller
-        if (folder / INDEX).is_file():
-            files = json.loads((folder / INDEX).read_text()).get("weight_map", {})
-        elif (folder / SINGLE).is_file():
-            files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-        else:
-            raise ValueError(
-                f"{caller}: {folder} has no {SINGLE} and no {INDEX}; save the model with save_pretrained first"
-            )
-        self.files: dict[str, str] = files
-
-    def _open(self, file: str) -> Any:
-        try:
-            return safe_open(self.folder / file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{self.caller}: {self.folder / file} cannot be read ({error}); download or save it again"
-            ) from error
+        self.files = weight_files(folder, caller)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
 
     def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._slice(name).get_shape())
+        return torch.Size(self._read(name, "get_slice").get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        found = self._slice(name).get_dtype()
-        return next(dtype for dtype, known in _NAMES.items() if known == found)
+        found = self._read(name, "get_slice").get_dtype()
+        for dtype, known in _NAMES.items():
+            if known == found:
+                return dtype
+        known = ", ".join(_NAMES.values())
+        raise ValueError(f"{self.caller}: {self.folder}: {name} is {found}; use a checkpoint of {known}")
 
-    def _slice(self, name: str) -> Any:
-        try:
-            return self._open(self.files[name]).get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(
-                f"{self.caller}: {self.folder / self.files[name]} lacks {name}, which its index names"
-            ) from error
+    def _read(self, name: str, method: str) -> Any:
+        file = opened(self.folder / self.files[name], self.caller)
+        with reading(f"{self.caller}: {self.folder / self.files[name]} lacks {name}, which its index names"):
+            return getattr(file, method)(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """
         One tensor, read from disk at every call.
 
         Raises:
-            ValueError: it holds NaN or infinity.
+            ValueError: it cannot be read, or holds NaN or infinity.
         """
-        tensor = self._open(self.files[name]).get_tensor(name)
+        tensor = self._read(name, "get_tensor")
         if not tensor.is_floating_point() or not tensor.sum(dtype=torch.float64).isfinite():
             raise ValueError(
                 f"{self.caller}: {self.folder}: {name} holds NaN or infinity, or is not floating-point; use another "
@@ -176,21 +160,16 @@ def whole_folder(output_dir: Path, caller: str) -> Iterator[Path]:
     Raises:
         ValueError: `output_dir` exists, or another process is filling it.
     """
+    what = f"{caller}: output_dir={str(output_dir)!r}"
     if output_dir.exists():
-        raise ValueError(f"{caller}: output_dir={str(output_dir)!r} exists; choose another name, or remove it")
-    partial = output_dir.with_name(f".{output_dir.name}.partial")
+        raise ValueError(f"{what} exists; choose another name, or remove it")
+    partial = writable(output_dir, what).with_name(f".{output_dir.name}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(partial.with_suffix(".lock"), timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise ValueError(f"{caller}: output_dir={str(output_dir)!r}: another process is writing it") from error
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        yield partial
-        partial.rename(output_dir)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.with_suffix(".lock").unlink(missing_ok=True)
-        lock.release()
+    with exclusive(partial.with_suffix(".lock"), what):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield partial
+            partial.rename(output_dir)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -6,11 +6,9 @@ import os
 from pathlib import Path
 
 import torch
-from peft import PeftConfig
-from peft.utils import load_peft_weights
 
+from .. import loading
 from ..adapter.config import MoELoraConfig
-from ..messages import one_line
 from .adapted import adapted_content
 from .moe_config import moe_config
 from .writing import open_dense, parse_dtype, parse_size, write_moe
@@ -81,10 +79,7 @@ def read_adapter_config(adapter: str | os.PathLike, caller: str = "export") -> M
     Raises:
         ValueError: the folder holds no config, or that of another adapter type.
     """
-    try:
-        config = PeftConfig.from_pretrained(os.fspath(adapter))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{caller}: adapter {str(adapter)!r}: {one_line(error)}") from error
+    config = loading.read_adapter_config(adapter, f"{caller}: adapter {str(adapter)!r}")
     if not isinstance(config, MoELoraConfig):
         raise ValueError(f"{caller}: adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
     return config
@@ -105,8 +100,5 @@ def base_name(config: MoELoraConfig, base: str | os.PathLike | None) -> str:
 
 def _read_adapter(adapter: str | os.PathLike) -> dict[str, torch.Tensor]:
     """The adapter's tensors, by their names below the base model."""
-    try:
-        loaded = load_peft_weights(os.fspath(adapter), device="cpu")
-    except Exception as error:  # safetensors raises an exception type of its own
-        raise ValueError(f"export: adapter {str(adapter)!r} cannot be read ({error}); save it again") from error
+    loaded = loading.read_adapter_weights(adapter, f"export: adapter {str(adapter)!r}")
     return {key.removeprefix(_PREFIX): tensor for key, tensor in loaded.items()}

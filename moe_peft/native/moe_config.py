@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..loading import empty_model
 from .families import DenseFamily, MoEFamily, Refuse
 
 # Qwen2-MoE always has a shared expert. Where none is wanted, it has this width and computes zero.
@@ -98,8 +99,7 @@ def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrained
 
 def backbone_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
     """Names and shapes of all non-FFN tensors of a dense model or a MoE."""
-    with torch.device("meta"):
-        state = AutoModelForCausalLM.from_config(config).state_dict()
+    state = empty_model(config, f"config of the model type {config.model_type!r}").state_dict()
     return {name: t.shape for name, t in state.items() if not any(block in name for block in _FFN_BLOCKS)}
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from ..loading import read_model
 from ..models.attention_routers import attention_gates
+from ..reading import reading
 from .config import UpcycleConfig
 from .families import MoEFamily, find_families
 from .moe_config import moe_config
@@ -144,7 +146,7 @@ def _attention_gates(
         raise ValueError("upcycle: router_init='attention': give calibration data (calibration=…, --calibration FILE)")
     if len(sources) > 1:
         raise ValueError("upcycle: router_init='attention': takes one dense model; use another with several")
-    dense = AutoModelForCausalLM.from_pretrained(sources[0].folder, dtype="auto")
+    dense: Any = read_model(sources[0].folder, "upcycle: models", dtype="auto")
     if torch.accelerator.is_available():
         dense.to(torch.accelerator.current_accelerator())
     try:
@@ -157,10 +159,8 @@ def _attention_gates(
 def _read_routers(config: UpcycleConfig) -> dict[int, torch.Tensor] | None:
     if config.router_weights is None:
         return None
-    try:
+    with reading(
+        f"upcycle: router_weights={config.router_weights!r}",
+        "give a safetensors file with tensors named by their layer",
+    ):
         return {int(name): tensor for name, tensor in load_file(config.router_weights).items()}
-    except Exception as error:  # safetensors raises an exception type of its own
-        raise ValueError(
-            f"upcycle: router_weights={config.router_weights!r}: {error}; give a safetensors file with tensors named "
-            "by their layer"
-        ) from error

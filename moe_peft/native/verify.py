@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..loading import read_model, read_tokenizer
 from .export import base_name, read_adapter_config
 
 
@@ -38,18 +38,15 @@ def verify_export(
         ValueError: there is no text, or no tokenizer.
     """
     source = base_name(read_adapter_config(adapter), base)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(exported))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"export: verify: {exported} has no tokenizer, as adapter and base have none") from error
+    tokenizer = read_tokenizer(exported, f"export: verify: {exported}")
     ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
     if not ids:
         raise ValueError("export: verify: no text; give at least one")
     precision = getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=precision)
+    model = read_model(source, f"export: base {source!r}", dtype=precision)
     ours = _logits(PeftModel.from_pretrained(model, os.fspath(adapter)), ids)
     del model
-    theirs = _logits(AutoModelForCausalLM.from_pretrained(os.fspath(exported), dtype=precision), ids)
+    theirs = _logits(read_model(exported, f"export: verify: {exported}", dtype=precision), ids)
     same = [a.argmax(-1) == b.argmax(-1) for a, b in zip(ours, theirs, strict=True)]
     return Comparison(
         sum(x.shape[1] for x in ids),

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from tqdm.auto import tqdm
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..cards import write_model_card
-from ..messages import one_line
+from ..loading import read_config
+from ..reading import read_object, reading
 from .checkpoint import Checkpoint, ShardedWriter, whole_folder
 from .families import Content, DenseFamily, MoEFamily, find_families
 from .initialise import FFN
@@ -71,19 +72,18 @@ def open_dense(model: str, family: str | None, caller: str, revision: str | None
         ValueError: the model does not exist, is quantized, has settings that no MoE family can hold, or its tensors
             are not those of its config.
     """
-    try:
-        config = AutoConfig.from_pretrained(model, revision=revision or "main")
-        folder = Path(model)
-        if not folder.is_dir():
-            wanted = ["*.json", "*.safetensors", "README.md", *_COMPANIONS, *_TERMS]
+    config, folder = read_config(model, f"{caller}: model {model!r}", revision), Path(model)
+    if not folder.is_dir():
+        wanted = ["*.json", "*.safetensors", "README.md", *_COMPANIONS, *_TERMS]
+        with reading(f"{caller}: model {model!r}"):
             folder = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{caller}: model {model!r}: {one_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{caller}: {model} is quantized; give the full-precision model it was made from")
     families = find_families(config.model_type, family, caller)
     carried_settings(families, config, caller)  # names the setting of which a tensor without a place would be a symptom
     dense = DenseModel(folder, config, Checkpoint(folder, caller), *families)
+    for companion in (path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.suffix == ".json"):
+        read_object(companion)  # it will be copied
     _check_tensors(dense, caller)
     return dense
 

@@ -8,20 +8,20 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from peft import get_peft_model
-from peft.utils import get_peft_model_state_dict, load_peft_weights
+from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..adapter.config import MoELoraConfig
 from ..adapter.layer import MoELoraLayer
+from ..loading import empty_model, read_adapter_weights, read_config
 from ..messages import one_line
 from ..models.native_routers import CONFIG_FIELD
 from ..models.size import ModelSize, model_size
@@ -29,6 +29,7 @@ from ..native.checkpoint import Checkpoint, ShardedWriter
 from ..native.export import read_adapter_config
 from ..native.families import FAMILIES
 from ..native.writing import copy_companions
+from ..reading import read_object
 from ..routing.routers import make_router
 from .plan import Groups
 from .tensors import kept_rows, kept_updates, mean, stacked, update_similarity, value_similarity
@@ -109,12 +110,10 @@ class AdapterFolder(Folder):
         super().__init__(path)
         self.config = read_adapter_config(path, "prune")
         self.made_from = self.config.base_model_name_or_path
-        try:
-            base = AutoConfig.from_pretrained(str(self.made_from), revision=self.config.revision or "main")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"prune: the adapter's base {self.made_from!r}: {one_line(error)}") from error
+        base = read_config(str(self.made_from), f"prune: the adapter's base {self.made_from!r}", self.config.revision)
+        empty = empty_model(base, f"prune: the adapter's base {self.made_from!r}")
         with torch.device("meta"):
-            model = get_peft_model(AutoModelForCausalLM.from_config(base), copy.deepcopy(self.config))
+            model = get_peft_model(empty, copy.deepcopy(self.config))
         self.size, self.text_config = model_size(model), base.get_text_config()
         self.expected = {
             key: tensor.shape for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
@@ -141,7 +140,11 @@ class AdapterFolder(Folder):
                 f"prune: router_type={self.config.router_type!r}: such a router has no parameters of single experts "
                 "that could go (expert_rows of its class)"
             )
-        self.state = load_peft_weights(os.fspath(path), device="cpu")
+        self.state = read_adapter_weights(path, f"prune: adapter {str(path)!r}")
+        self.check()
+        for key, tensor in self.state.items():
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise ValueError(f"prune: {path}: {key} holds NaN or infinity, or is not floating-point")
 
     def similarity(self, layer: int) -> torch.Tensor:
         name = self.layers[layer].name
@@ -170,10 +173,8 @@ class AdapterFolder(Folder):
         config.save_pretrained(str(folder))
 
     def check(self) -> None:
-        wrong = [key for key, shape in self.expected.items() if key not in self.state or self.state[key].shape != shape]
-        wrong += [key for key in self.state if ".moe_lora_" in key and key not in self.expected]
-        if wrong:
-            raise ValueError(f"prune: {self.path}: {wrong[0]} does not fit the config")
+        found = {key: tensor.shape for key, tensor in self.state.items() if ".moe_lora_" in key or key in self.expected}
+        _check_shapes(self.path, found, self.expected)
 
     def _keys(self, name: str, part: str) -> list[str]:
         return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]
@@ -224,7 +225,7 @@ class NativeFolder(Folder):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.values: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        self.values: dict[str, Any] = read_object(path / "config.json")
         kind = self.values.get("model_type")
         if kind not in FAMILIES:
             raise ValueError(
@@ -234,13 +235,13 @@ class NativeFolder(Folder):
             raise ValueError(
                 f"prune: model={str(path)!r}: other routers are in the place of its gates; fold them first"
             )
-        self.family, self.config = FAMILIES[kind], AutoConfig.from_pretrained(path)
+        self.family, self.config = FAMILIES[kind], read_config(path, f"prune: model={str(path)!r}")
         self.tensors = Checkpoint(path, "prune")
-        with torch.device("meta"):
-            self.size = model_size(AutoModelForCausalLM.from_config(self.config))
+        self.size = model_size(empty_model(self.config, f"prune: model={str(path)!r}"))
         n, k = getattr(self.config, self.family.count), self.config.num_experts_per_tok
         self.places = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
         self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.places]
+        self.check()
         if not self.layers:
             raise ValueError(f"prune: model={str(path)!r}: no layer has experts; there is nothing to prune")
 
@@ -278,9 +279,7 @@ class NativeFolder(Folder):
     def check(self) -> None:
         expected = self.family.plan(self.config, {})  # of the blocks: the rest is as it was
         found = {name: self.tensors.shape(name) for name in self.tensors if f".{self.family.block}." in name}
-        wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
-        if wrong:
-            raise ValueError(f"prune: {self.path}: {wrong[0]} does not fit the config")
+        _check_shapes(self.path, found, expected)
 
     def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         return kept_rows(self.tensors.tensor(name), groups, weights)
@@ -297,6 +296,16 @@ class NativeFolder(Folder):
             return self.tensors.tensor(self._names(layer, 0)[part])
         n = self.layers[layer].num_experts
         return stacked(self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n))
+
+
+def _check_shapes(path: Path, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    for name in {**expected, **found}:
+        if found.get(name) != expected.get(name):
+            has, wants = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, expected))
+            raise ValueError(
+                f"prune: {path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
+                "it was saved with"
+            )
 
 
 def _first(modules: nn.ModuleDict) -> Any:

@@ -20,10 +20,10 @@ from transformers.training_args import TrainingArguments
 
 from .arguments import save_whole
 from .progress import show_progress
+from .whole import WHOLE, mark_whole, whole_checkpoints
 
-_WHOLE = "whole"  # a file that says that the checkpoint beside it was written to the end
 _NOT_MODEL = (
-    _WHOLE, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
+    WHOLE, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
     "pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py",
 )  # fmt: skip
 
@@ -67,12 +67,13 @@ class _Checkpoints(TrainerCallback):
         if not state.is_world_process_zero:
             return
         folder = Path(str(args.output_dir))
-        (folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / _WHOLE).touch()
-        for step, older in _whole_checkpoints(folder).items():
+        mark_whole(folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        for step, older in whole_checkpoints(folder).items():
             if step < state.global_step and step not in self.keep:
                 shutil.rmtree(older)
-            elif step < state.global_step:
-                (older / "optimizer.pt").unlink(missing_ok=True)  # the most of it, and only for going on from there
+            elif step < state.global_step and (older / "optimizer.pt").is_file():
+                mark_whole(older, without="optimizer.pt")
+                (older / "optimizer.pt").unlink()  # the most of it, and only for going on from there
 
 
 def total_steps(trainer: Trainer) -> int:
@@ -101,11 +102,11 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     save_whole(trainer)
     folder = Path(trainer.args.output_dir)
     if trainer.args.should_save and folder.is_dir():
-        whole = set(_whole_checkpoints(folder).values())
+        whole = set(whole_checkpoints(folder).values())
         for broken in set(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")) - whole:
             shutil.rmtree(broken)
     PartialState().wait_for_everyone()
-    before = _whole_checkpoints(folder)
+    before = whole_checkpoints(folder)
     latest = max(before, default=0)
     if latest < steps:
         trainer.add_callback(_Checkpoints(keep))
@@ -115,16 +116,11 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         if isinstance(trainer.model, PeftModel):
             set_peft_model_state_dict(trainer.model, load_peft_weights(str(before[latest]), device="cpu"))
     PartialState().wait_for_everyone()
-    checkpoints = _whole_checkpoints(folder)
+    checkpoints = whole_checkpoints(folder)
     state = TrainerState.load_from_json(str(checkpoints[steps] / TRAINER_STATE_NAME))
     # `num_tokens` counts from the last start of the process.
     history = [{k: v for k, v in record.items() if k != "num_tokens"} for record in state.log_history]
     return Trained(history, checkpoints)
-
-
-def _whole_checkpoints(folder: Path) -> dict[int, Path]:
-    found = (path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{_WHOLE}"))
-    return dict(sorted((int(path.name.rpartition("-")[2]), path) for path in found))
 
 
 def copy_result(checkpoint: Path, folder: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
-from ..messages import one_line
+from ..reading import reading
 
 # Columns of the formats that TRL's trainers take.
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
@@ -44,12 +45,16 @@ def load_data(
             raise ValueError(f"{field}={source!r}: no such file")
     else:
         arguments = dict(source)
+    arguments = {"split": split, **arguments}
+    if arguments.get("trust_remote_code"):
+        raise ValueError(f"{field}.trust_remote_code=True: code that comes with data is never run; leave it out")
     try:
-        dataset = load_dataset(**{"split": split, **arguments})
-    except StopIteration:
+        with reading(f"{field}={source!r}", "give a file of rows, or arguments of datasets.load_dataset"):
+            dataset = _load(arguments)
+    except ValueError as error:
+        if not isinstance(error.__cause__, StopIteration):
+            raise
         dataset = None  # an empty file
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{field}={source!r}: {one_line(error)}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise ValueError(f"{field}={source!r}: no examples; name a split that has some")
     if not any(columns <= set(dataset.column_names) for columns in formats):
@@ -58,6 +63,13 @@ def load_data(
     if label_column is not None and label_column not in dataset.column_names:
         raise ValueError(f"label_column={label_column!r}: {field} has only {dataset.column_names}")
     return dataset
+
+
+def _load(arguments: dict[str, Any]) -> Any:
+    try:
+        return load_dataset(**arguments)
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from None  # which says what is wrong
 
 
 def drawn(dataset: Dataset, count: int, seed: int) -> Dataset:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from peft import LoraConfig, PeftConfig
-from peft.utils import load_peft_weights
+from peft import LoraConfig
 
+from ..loading import read_adapter_config, read_adapter_weights
 from ..merging import Descent, Expansion, Similarity, expand
 from .files import copy_adapter, expert_folders, write_adapter
 
@@ -45,8 +45,8 @@ def expand_experts(
                 raise ValueError(
                     f"expand_experts: {folder}: {field}={own!r}, but {experts[0]} has {first!r}; must agree"
                 )
-    weights = [load_peft_weights(str(folder), device="cpu") for folder in experts]
-    start = None if initial is None else load_peft_weights(str(initial), device="cpu")
+    weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
+    start = None if initial is None else read_adapter_weights(initial, f"expand_experts: {initial}")
     family, descents = expand(
         weights, num_experts, method=method, similarity=similarity, drop_rate=drop_rate, seed=seed, initial=start
     )
@@ -60,7 +60,7 @@ def expand_experts(
 
 
 def _config(folder: str | Path) -> LoraConfig:
-    config = PeftConfig.from_pretrained(str(folder))
+    config = read_adapter_config(folder, f"expand_experts: {folder}")
     if not isinstance(config, LoraConfig):
         raise ValueError(f"expand_experts: {folder} is not a LoRA adapter; give plain LoRA adapters")
     return config

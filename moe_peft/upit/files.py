@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,10 @@ from transformers import PreTrainedConfig
 from ..native.checkpoint import Checkpoint, ShardedWriter
 from ..native.families import FAMILIES
 from ..native.writing import add_older_names
+from ..reading import read_object, reading
 from ..training.checkpoints import link_folder, link_weights
+
+logger = logging.getLogger("moe_peft")
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MODEL_FILES = ("config.json", "generation_config.json")
@@ -71,8 +75,15 @@ def write_vectors(path: Path, vectors: dict[int, torch.Tensor]) -> None:
 
 
 def read_perplexity(path: Path) -> torch.Tensor | None:
-    """What `write_perplexity` wrote, if it did."""
-    return load_file(path)["perplexity"] if path.exists() else None
+    """What `write_perplexity` wrote, if it did and the file is not damaged."""
+    if not path.exists():
+        return None
+    try:
+        with reading(path):
+            return load_file(path)["perplexity"]
+    except ValueError as error:
+        logger.warning("%s; scored again", error)
+        return None
 
 
 def write_perplexity(path: Path, perplexity: torch.Tensor) -> None:
@@ -114,5 +125,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The contents, or None if there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    """
+    The contents, or None if there is no such file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    return read_object(path) if path.is_file() else None

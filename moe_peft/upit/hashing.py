@@ -12,15 +12,10 @@ from datasets import Dataset
 from .inputs import load_config
 from .recipe import ModelSection, PrepareSection
 
-_BLOCK = 1 << 20  # bytes read at a time
-
 
 def hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_folder(folder: Path, leave_out: tuple[str, ...] = ()) -> dict[str, str]:
@@ -28,6 +23,15 @@ def hash_folder(folder: Path, leave_out: tuple[str, ...] = ()) -> dict[str, str]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     relative = ((path.relative_to(folder), path) for path in files)
     return {str(name): hash_file(path) for name, path in relative if name.parts[0] not in leave_out}
+
+
+def damage(folder: Path, files: dict[str, str]) -> str | None:
+    """The first of a folder's files that is not there any more, or not as it was; a model card may be edited."""
+    for name, digest in files.items():
+        path = folder / name
+        if path.name != "README.md" and (not path.is_file() or hash_file(path) != digest):
+            return name
+    return None
 
 
 def hash_json(value: Any) -> str:

@@ -7,19 +7,12 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from huggingface_hub import snapshot_download
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapter.ffn import find_layout
 from ..adapter.model import find_ffns
-from ..messages import one_line
+from ..loading import check_tokenizer, read_config, read_model, read_tokenizer
+from ..reading import reading
 from .recipe import ModelSection
 
 
@@ -32,44 +25,37 @@ def load_model(section: ModelSection) -> PreTrainedModel:
     """
     quantization = None
     if section.quantization is not None:
-        quantization = BitsAndBytesConfig(**section.quantization)
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            section.name_or_path,
-            revision=section.revision or "main",
-            dtype=section.dtype,
-            attn_implementation=section.attn_implementation,
-            quantization_config=quantization,
-            device_map={"": PartialState().device} if quantization is not None else None,
-        )
-    except OSError as error:
-        raise ValueError(_missing(section, error)) from error
+        with reading(f"model.quantization={section.quantization}"):
+            quantization = BitsAndBytesConfig(**section.quantization)
+    return read_model(
+        section.name_or_path,
+        _named(section),
+        revision=section.revision or "main",
+        dtype=section.dtype,
+        attn_implementation=section.attn_implementation,
+        quantization_config=quantization,
+        device_map={"": PartialState().device} if quantization is not None else None,
+    )
 
 
 def load_checkpoint(section: ModelSection, folder: Path) -> PreTrainedModel:
     """A model folder that a stage wrote or the user gave, with the recipe's attention implementation."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=section.attn_implementation)
+    return read_model(folder, folder, dtype="auto", attn_implementation=section.attn_implementation)
 
 
 def load_config(section: ModelSection) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(section.name_or_path, revision=section.revision or "main")
-    except OSError as error:
-        raise ValueError(_missing(section, error)) from error
+    return read_config(section.name_or_path, _named(section), section.revision)
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(section.name_or_path, revision=section.revision or "main")
-    except OSError as error:
-        raise ValueError(_missing(section, error)) from error
+    config = load_config(section)  # first: a model that is not there has no tokenizer either
+    tokenizer = read_tokenizer(section.name_or_path, _named(section), section.revision)
+    check_tokenizer(tokenizer, config, _named(section))
+    return tokenizer
 
 
-def _missing(section: ModelSection, error: OSError) -> str:
-    return (
-        f"model.name_or_path={section.name_or_path!r}: neither a model folder nor a model of a reachable hub "
-        f"({one_line(error, 160)})"
-    )
+def _named(section: ModelSection) -> str:
+    return f"model.name_or_path={section.name_or_path!r}"
 
 
 def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None) -> list[str]:

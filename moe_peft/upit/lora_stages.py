@@ -12,12 +12,13 @@ from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 
-from ..adapter.convert import lora_to_moe
+from ..adapter.convert import check_loras, lora_to_moe
+from ..loading import empty_model
 from ..models.size import model_size
 from ..models.view import router_parameters
 from .expand import expand_experts
 from .files import copy_adapter, write_buckets
-from .inputs import ffn_projections, load_model
+from .inputs import ffn_projections, load_config, load_model
 from .likeness import of_loras
 from .passthrough import FROM_EXPERTS
 from .post_train import post_train
@@ -124,6 +125,14 @@ class LoraRouterInit(_OfLoras, RouterInit):
 
 class LoraPostTrain(_OfLoras, PostTrain):
     output = _ADAPTER
+
+    def check_base(self) -> None:
+        r = self.recipe
+        empty = empty_model(load_config(r.model), f"model.name_or_path={r.model.name_or_path!r}")
+        if r.prepare.given and r.facts.prepares:
+            check_loras(empty, r.prepare.given)
+        else:
+            self.sizes(empty)  # refuses an adapter that the base cannot have
 
     def run(self, folder: Path) -> dict[str, Any]:
         r = self.recipe

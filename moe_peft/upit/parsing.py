@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from ..messages import one_line, unknown_key
+from ..messages import unknown_key
+from ..reading import YamlLoader, read_text, read_yaml
 from .recipe import Recipe
 
 # Path of a section → its class.
@@ -31,9 +31,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         overrides: `key=value` with a dotted key and a YAML value, e.g. `post_train.sft.learning_rate=1e-4`.
 
     Raises:
-        ValueError: an unknown key or a wrong value; FileNotFoundError.
+        ValueError: no such file, an unknown key or a wrong value.
     """
-    settings = _read_yaml(Path(path).read_text(encoding="utf-8"), str(path))
+    settings = read_yaml(read_text(path), path, _Loader)
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: a recipe is a mapping of keys to values")
     for override in overrides:
@@ -46,7 +46,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
                 raise ValueError(f"{override!r}: {parent!r} is not a section")
-        section[last] = _read_yaml(value, repr(override))
+        section[last] = read_yaml(value, repr(override), _Loader)
     return recipe_from_dict(settings)
 
 
@@ -78,14 +78,7 @@ def _explain(error: Any) -> str:
     return f"{path}={error['input']!r}: {allowed}"
 
 
-def _read_yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{source}: {one_line(error)}") from error
-
-
-class _Loader(yaml.SafeLoader):
+class _Loader(YamlLoader):
     """Reads numbers as YAML 1.2 does, which takes `1e-4` for one, too."""
 
 

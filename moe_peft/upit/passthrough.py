@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from trl import SFTConfig
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..messages import unknown_key
 from ..native.upcycle import UpcycleConfig
+from ..training.arguments import check_settings
 from ..training.sft import MoESFTConfig
 
 
@@ -27,22 +28,26 @@ class Passthrough:
         fields: all fields of the configuration that gets them.
         decided: field → what to do instead, for fields that the recipe decides.
         documented: where the fields are documented, if they are too many to list.
+        arguments: the class of training arguments that the fields are of; other configurations check their values.
     """
 
     fields: frozenset[str]
     decided: Mapping[str, str]
     documented: str | None = None
+    arguments: type | None = None
 
-    def check(self, path: str, keys: Iterable[str]) -> None:
+    def check(self, path: str, settings: Mapping[str, Any]) -> None:
         """
         Raises:
-            ValueError: a key is no field, or the recipe decides it.
+            ValueError: a key is no field, or the recipe decides it; or a value cannot be.
         """
-        for key in keys:
+        for key in settings:
             if key in self.decided:
                 raise ValueError(f"{path}.{key}: {self.decided[key]}")
             if key not in self.fields:
                 raise ValueError(unknown_key(f"{path}.{key}", self.fields - self.decided.keys(), self.documented))
+        if self.arguments is not None:
+            check_settings(self.arguments, settings, f"{path}.")
 
 
 def _names(configuration: Any) -> frozenset[str]:
@@ -97,8 +102,10 @@ SFT = Passthrough(
         ),
         "model_init_kwargs": "set the fields of the section `model`",
         "push_to_hub": "push the result's folder when the run is done",
+        "trust_remote_code": "code that comes with a model or with data is never run; leave it out",
     },
     documented="TRL's SFTConfig",
+    arguments=SFTConfig,
 )
 
 # Stage 4 also takes the routers' losses.
@@ -110,6 +117,7 @@ POST_TRAIN = Passthrough(
         "training_stage": "set post_train.train_experts",
     },
     documented="TRL's SFTConfig and moe_peft's MoESFTConfig",
+    arguments=MoESFTConfig,
 )
 
 QUANTIZATION = Passthrough(frozenset(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}, {})

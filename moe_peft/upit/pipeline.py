@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -14,18 +15,22 @@ import transformers
 import trl
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
+from transformers.integrations import unset_hf_deepspeed_config
 
 from ..cards import write_model_card
 from ..contexts import free_memory
+from ..folders import check_space, exclusive, writable
 from .ffn_stages import FFN_STAGES
 from .files import publish, write_json
 from .lora_stages import LORA_STAGES
 from .recipe import Recipe, as_dict
 from .run import RunContext
 from .shared_stages import TrainerStage, shared_out
+from .space import needed_space
 from .stages import Artefacts, Stage, outlook, run_stage
 from .tracking import tracked
 
+_LOCK = ".lock"
 _EMPTY = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which accelerate's launcher sets
 MODES: dict[str, tuple[type[Stage], ...]] = {"lora": LORA_STAGES, "ffn": FFN_STAGES}
 
@@ -87,10 +92,40 @@ class UpIT:
                 be known then. A finished stage would have to be done again, and `redo` is not set.
         """
         self.join_processes()
-        for stage in self.stages:
-            stage.check_base()
-            stage.check()
+        self.check()
+        what = f"output_dir={str(self.root)!r}"
+        unset_hf_deepspeed_config()
+        check_space(self.root, needed_space(self.recipe, self._missing()), what)
         self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            with exclusive(self.root / _LOCK, what) if PartialState().is_main_process else nullcontext():
+                self._run(redo)
+        finally:
+            with suppress(OSError):
+                self.root.rmdir()  # of a run that was refused; others have left something in it
+        return self.result
+
+    def check(self, weights: bool = True) -> None:
+        """
+        Check what can be known before the first stage.
+
+        Args:
+            weights: whether to look at the base's weights, too, which a plan does not need.
+
+        Raises:
+            ValueError: the recipe, its base, its data and its folders do not fit together.
+        """
+        writable(self.root, f"output_dir={str(self.root)!r}")
+        self.context.check_data()
+        for stage in self.stages:
+            stage.check()
+        if weights:
+            self.context.check_base()
+            unset_hf_deepspeed_config()  # or ZeRO-3 would divide empty models; a stage makes its arguments anew
+            for stage in self.stages:
+                stage.check_base()
+
+    def _run(self, redo: bool) -> None:
         self.context.records = {}
         for stage in self.stages:
             with tracked(self.root, stage.name):
@@ -101,7 +136,10 @@ class UpIT:
             self._add_figure()
             write_json(self.root / "manifest.json", self._manifest())
         PartialState().wait_for_everyone()
-        return self.result
+
+    def _missing(self) -> list[Stage]:
+        """The stages that are not done."""
+        return [stage for stage in self.stages if not stage.folder.is_dir()]
 
     def outlook(self) -> dict[str, str]:
         """What `run` would do with each stage, by name: "done", "to do", "goes on", or "again" and why."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from accelerate import PartialState, init_empty_weights
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from accelerate import PartialState
 
+from ..loading import chat_template, empty_model
 from ..models.size import ModelSize
 from ..training.planning import Launch, Memory, memory, rows_and_length, training_line
 from .inputs import load_config
@@ -52,13 +51,15 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     pipeline.join_processes(**own)
     launch = launch or Launch(PartialState().num_processes)
     data = pipeline.context.train_data
-    tokenizer = _with_template(pipeline.context.tokenizer, r.sft.get("chat_template_path"))
+    pipeline.check(weights=False)
+    tokenizer = pipeline.context.tokenizer
+    tokenizer.chat_template = (
+        chat_template(r.sft.get("chat_template_path"), "sft.chat_template_path") or tokenizer.chat_template
+    )
     config = load_config(r.model)
-    with init_empty_weights():
-        empty = AutoModelForCausalLM.from_config(config)
+    empty = empty_model(config, f"model.name_or_path={r.model.name_or_path!r}")
     found = []
     for stage in pipeline.stages:
-        stage.check()
         if not isinstance(stage, TrainingStage):
             continue
         args = stage.arguments(pipeline.root, **own)
@@ -81,15 +82,3 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
 def _half_precision(stage: TrainingStage) -> bool:
     """Whether the stage will train in mixed precision; TRL's default is bf16."""
     return bool(stage.sft.get("bf16", True) or stage.sft.get("fp16"))
-
-
-def _with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template that TRL will give it: a file's, or another tokenizer's."""
-    if path is not None:
-        is_file = Path(path).is_file()
-        try:
-            own = Path(path).read_text() if is_file else AutoTokenizer.from_pretrained(path).chat_template
-        except OSError as error:
-            raise ValueError(f"sft.chat_template_path={path!r}: neither a file nor a reachable tokenizer") from error
-        tokenizer.chat_template = own
-    return tokenizer

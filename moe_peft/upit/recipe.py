@@ -26,14 +26,12 @@ from .methods import METHODS, Method
 from .objectives import OBJECTIVES
 from .selection import SELECTIONS
 from .tasks import EvaluateSection
+from .values import Count, Experts, Flag, Integer, Number, Seed, Text, Texts
 
 _NONE = "none"  # leaves a stage out
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _strict = ConfigDict(extra="forbid", frozen=True)
-
-Count = Annotated[int, Field(ge=1)]
-Folders = Annotated[list[str], Field(min_length=1)]
 
 
 def _name_in(table: Collection[str], *others: str) -> AfterValidator:
@@ -51,10 +49,10 @@ def _name_in(table: Collection[str], *others: str) -> AfterValidator:
 class ModelSection:
     """The base model."""
 
-    name_or_path: str
-    revision: str | None = None
-    dtype: Annotated[str, _name_in(_DTYPES)] = "auto"
-    attn_implementation: str | None = None
+    name_or_path: Text
+    revision: Text | None = None
+    dtype: Annotated[Text, _name_in(_DTYPES)] = "auto"
+    attn_implementation: Text | None = None
     # Fields of transformers' BitsAndBytesConfig, e.g. {load_in_4bit: true}.
     quantization: dict[str, Any] | None = None
 
@@ -63,10 +61,10 @@ class ModelSection:
 class DataSection:
     """Training and held-out data: a .json, .jsonl, .csv or .parquet file, or arguments of `datasets.load_dataset`."""
 
-    train: str | dict[str, Any]
-    eval: str | dict[str, Any] | None = None
+    train: Text | dict[str, Any]
+    eval: Text | dict[str, Any] | None = None
     # A column whose values are the examples' domains: for results by domain, label buckets, `order: blocks`.
-    label_column: str | None = None
+    label_column: Text | None = None
 
 
 @validated(config=_strict)
@@ -74,20 +72,20 @@ class PrepareSection:
     """Stage 1: ordinary fine-tuning, of LoRAs or all weights, whose checkpoints become experts."""
 
     # Experts to take from checkpoints; `num_experts` of the recipe if null.
-    num_experts: Count | None = None
+    num_experts: Experts | None = None
     # Checkpoints at equal intervals. If null: as many as experts for `uniform`, else twice as many.
-    num_checkpoints: Count | None = None
+    num_checkpoints: Experts | None = None
     # Which checkpoints become experts: a name in `SELECTIONS`.
-    selection: Annotated[str, _name_in(SELECTIONS)] = "back_half"
+    selection: Annotated[Text, _name_in(SELECTIONS)] = "back_half"
     # Experts that exist already: LoRA adapter folders, or in the mode `ffn` dense model folders, as `checkpoints`.
     # This stage is then skipped and stage 4 gets the whole budget.
-    adapters: Folders | None = None
-    checkpoints: Folders | None = None
+    adapters: Texts | None = None
+    checkpoints: Texts | None = None
     # `checkpoints`: different ones; `copies`: every expert is the last one (LoRAMoE-SFT, Upcycle-SFT).
     experts: Literal["checkpoints", "copies"] = "checkpoints"
     # `blocks`: the domains of `data.label_column` one after the other.
     order: Literal["shuffled", "blocks"] = "shuffled"
-    seed: int | None = None
+    seed: Seed | None = None
     sft: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -104,8 +102,8 @@ class ExpandSection:
     # Null: `update` of LoRA experts; whole FFNs are compared by their `displacement` from the base model's.
     similarity: Similarity | None = None
     # Null: 0.2 for the values of LoRAs, 0.9 for the displacements of whole FFNs.
-    drop_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
-    seed: int | None = None
+    drop_rate: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    seed: Seed | None = None
 
 
 @validated(config=_strict)
@@ -113,24 +111,24 @@ class RouterInitSection:
     """Stage 3: seed examples are given to experts; experts and routing vectors then learn from their buckets."""
 
     # How seed examples are given to experts: a name in `BUCKETS`, or `none` to leave this stage out.
-    buckets: Annotated[str, _name_in(BUCKETS, _NONE)] = "perplexity"
+    buckets: Annotated[Text, _name_in(BUCKETS, _NONE)] = "perplexity"
     # What routing vectors learn: a name in `OBJECTIVES`.
-    objective: Annotated[str, _name_in(OBJECTIVES)] = "positive"
+    objective: Annotated[Text, _name_in(OBJECTIVES)] = "positive"
     # Weight of the language-modelling loss; the routing loss has 1 - alpha.
-    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
-    train_experts: bool = True
+    alpha: Annotated[Number, Field(ge=0, le=1)] = 0.5
+    train_experts: Flag = True
     # Share of the data in the seed set, which is drawn at random.
-    seed_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    seed_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.01
     # Passes of each expert over its bucket.
     num_train_epochs: Count = 4
     # True takes these examples from stage 4's, so that all methods see equal data; False adds them to the budget, as in
     # the paper.
-    within_budget: bool = False
+    within_budget: Flag = False
     # The most examples in a bucket, for the perplexity rules; null shares the seed set out evenly.
     capacity: Count | None = None
     # Label → experts (indices, or masks of 0 and 1), for `buckets: label`.
-    expert_map: dict[str | int, list[bool | int]] | None = None
-    seed: int | None = None
+    expert_map: dict[Text | Integer, list[Flag | Integer]] | None = None
+    seed: Seed | None = None
     sft: dict[str, Any] = field(default_factory=dict)
 
 
@@ -139,8 +137,8 @@ class PostTrainSection:
     """Stage 4: fine-tuning of the assembled MoE."""
 
     # False trains the routers alone (Self-MoE).
-    train_experts: bool = True
-    seed: int | None = None
+    train_experts: Flag = True
+    seed: Seed | None = None
     sft: dict[str, Any] = field(default_factory=dict)
 
 
@@ -148,19 +146,19 @@ class PostTrainSection:
 class Recipe:
     """A whole run. A stage without a seed of its own uses `seed` (stage 1), `seed + 1` (stage 2), and so on."""
 
-    output_dir: str
+    output_dir: Text
     model: ModelSection
     data: DataSection
     # What an expert is: `lora` (the result is an adapter) or `ffn`, a whole FFN (the result is a native MoE).
-    mode: Annotated[str, _name_in(METHODS)] = "lora"
+    mode: Annotated[Text, _name_in(METHODS)] = "lora"
     # A name in the table `METHODS` of the mode: which stages run and how the budget is split.
-    method: str = "upit"
-    num_experts: Count = 8
+    method: Text = "upit"
+    num_experts: Experts = 8
     # The budget of stages 1 and 4 together, in passes over the data.
-    num_train_epochs: Annotated[float, Field(gt=0)] = 4.0
+    num_train_epochs: Annotated[Number, Field(gt=0)] = 4.0
     # Stage 1's share of it.
-    prepare_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    seed: int = 0
+    prepare_share: Annotated[Number, Field(gt=0, lt=1)] = 0.5
+    seed: Seed = 0
     # Mode `lora`: fields of MoELoraConfig. Stage 1's LoRA takes its rank, alpha, dropout and projections from them.
     adapter: dict[str, Any] = field(default_factory=dict)
     # Mode `ffn`: fields of UpcycleConfig for the native MoE; its `router_aux_loss_coef` is 0.01 here.

@@ -10,10 +10,15 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..loading import chat_template
+from ..reading import check_weights
 from ..training.data import load_data
+from ..training.rows import check_rows
 from . import hashing
 from .inputs import load_tokenizer
 from .recipe import Recipe
+
+_TEMPLATE = "sft.chat_template_path"
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,25 @@ class RunContext:
             "adapters": hashing.hash_experts(self.recipe.prepare),
             "chat_template": hashing.hash_template(self.recipe.sft.get("chat_template_path")),
         }
+
+    def check_data(self) -> None:
+        """
+        Raises:
+            ValueError: a row of the data cannot be used, or the base has no tokenizer for it.
+        """
+        tokenizer, template = self.tokenizer, chat_template(self.recipe.sft.get("chat_template_path"), _TEMPLATE)
+        for name, data in (("data.train", self.train_data), ("data.eval", self.eval_data)):
+            if data is not None:
+                check_rows(data, name, tokenizer, self.recipe.data.label_column, template)
+
+    def check_base(self) -> None:
+        """
+        Raises:
+            ValueError: the base's files cannot be read.
+        """
+        name = self.recipe.model.name_or_path
+        if Path(name).is_dir():
+            check_weights(Path(name), f"model.name_or_path={name!r}")
 
     @cached_property
     def budget(self) -> Budget:

@@ -22,7 +22,7 @@ from ..evaluation.harness import Harness
 from ..evaluation.scores import Scores
 from ..messages import one_line
 from ..models.size import ModelSize
-from ..training.checkpoints import Trained, copy_result
+from ..training.checkpoints import Trained, copy_result, step_rows
 from ..training.data import in_blocks
 from ..training.labels import unknown_labels
 from ..training.sft import MoESFTConfig
@@ -139,6 +139,12 @@ class Prepare(TrainingStage):
         experts = expert_folders(self.folder, self._selection()[0])
         return replace(self.given, experts=shared_out(self.recipe, experts))
 
+    def check(self) -> None:
+        args = self.arguments(self.folder)
+        if not args.packing:  # which makes fewer rows, how many is not known yet
+            steps = max(1, round(self.epochs * len(self.context.train_data) / step_rows(args)))
+            chosen_steps(steps, *self._selection())
+
     def lora_config(self, model: PreTrainedModel) -> LoraConfig | None:
         """What is trained; None trains all weights."""
         return None
@@ -164,11 +170,6 @@ class Prepare(TrainingStage):
             self.write_card(folder / self.output)
         PartialState().wait_for_everyone()
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
-
-    def steps(self, rows: int, batch: int) -> int:
-        steps = super().steps(rows, batch)
-        chosen_steps(steps, *self._selection())  # a choice that cannot be made should be known before the run
-        return steps
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return f"experts from steps {', '.join(map(str, metrics['checkpoint_steps']))}"

@@ -7,16 +7,18 @@ import logging
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 from ..evaluation.scores import Scores
 from ..messages import one_line
 from .files import read_json, write_json
-from .hashing import hash_folder, hash_json
+from .hashing import damage, hash_folder, hash_json
 from .recipe import Recipe, as_dict
 from .run import RunContext
 
@@ -180,7 +182,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
     folder, partial = root / stage.name, root / f"{stage.name}.partial"
     identity = stage.identity()
     main = PartialState().is_main_process
-    done = read_json(folder / _RECORD)
+    done = _finished(folder, stage.name)
     if done is not None and _same_result(done["identity"], identity):
         if main:
             logger.info("%s: done already", stage.name)
@@ -192,8 +194,8 @@ def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
             "take the change back, choose another output_dir, or do this stage and those after it again with --redo "
             "(in Python run(redo=True))"
         )
-    whole = read_json(partial / _RECORD)
-    begun = read_json(partial / _IDENTITY) or (whole and whole["identity"])
+    whole = _record(partial)
+    begun = _begun(partial) or (whole and whole["identity"])
     goes_on = begun is not None and _decisive(begun) == _decisive(identity)
     PartialState().wait_for_everyone()  # all have read before anything is removed
     if main:
@@ -209,7 +211,12 @@ def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
     if whole is None or not goes_on:
         if main:
             logger.info("%s: running", stage.name)
-        metrics = stage.run(partial)
+        try:
+            metrics = stage.run(partial)
+        except ValueError:
+            if main and [path.name for path in partial.rglob("*") if path.is_file()] == [_IDENTITY]:
+                shutil.rmtree(partial)  # it was refused before it made anything
+            raise
         PartialState().wait_for_everyone()
         # In every process, because those that wait for long time out.
         metrics = {**metrics, **stage.likeness(partial)}
@@ -227,11 +234,41 @@ def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
     return record
 
 
+def _finished(folder: Path, name: str) -> dict[str, Any] | None:
+    """The record of a finished stage; None if there is none, or if its files are not what it says."""
+    found: list[Any] = [None, None]
+    if PartialState().is_main_process and folder.is_dir():
+        found[0] = _record(folder)
+        found[1] = _RECORD if found[0] is None else damage(folder, found[0]["files"])
+        if found[1] is not None:
+            logger.warning("%s: %s is damaged or missing; the stage is done again", name, folder / found[1])
+    if PartialState().num_processes > 1:
+        broadcast_object_list(found)
+    return found[0] if found[1] is None else None
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """The record of what was done in a folder, if it is there and not damaged."""
+    with suppress(ValueError):
+        found = read_json(folder / _RECORD)
+        if found is not None and all(isinstance(found.get(key), dict) for key in ("identity", "metrics", "files")):
+            return found if isinstance(found["identity"].get("settings"), dict) else None
+    return None
+
+
+def _begun(partial: Path) -> dict[str, Any] | None:
+    """The identity of a stage that was begun, if it is there and not damaged."""
+    with suppress(ValueError):
+        found = read_json(partial / _IDENTITY)
+        return found if found is not None and isinstance(found.get("settings"), dict) else None
+    return None
+
+
 def outlook(stages: Sequence[Stage]) -> dict[str, str]:
     """What a run would do with each of its stages, by name: nothing, go on, begin, or do it again and why."""
     found: dict[str, str] = {}
     for stage in stages:
-        done, earlier = read_json(stage.folder / _RECORD), [name for name, what in found.items() if what != "done"]
+        done, earlier = _record(stage.folder), [name for name, what in found.items() if what != "done"]
         if done is None:
             found[stage.name] = "goes on" if stage.folder.with_name(f"{stage.name}.partial").exists() else "to do"
             continue

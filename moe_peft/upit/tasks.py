@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from peft import PeftModel
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..evaluation.harness import Harness, TaskSettings
 from ..evaluation.scores import Score, Scores, read_scores
 from ..training.scoring import make_scorable
+from .values import Flag, Integer, Number, Text
 
 
 @validated(config=ConfigDict(extra="forbid", frozen=True))
@@ -21,17 +22,17 @@ class EvaluateSection:
     """Tasks for the result and for its base, beside the held-out losses on `data.eval`."""
 
     # Tasks, groups or tags of the harness, patterns, or YAML files.
-    tasks: list[str] = field(default_factory=list)
+    tasks: list[Text] = field(default_factory=list)
     # A folder with further tasks, and their data.
-    include_path: str | None = None
+    include_path: Text | None = None
     # Examples in the context; null: as each task says.
-    num_fewshot: int | None = None
+    num_fewshot: Annotated[Integer, Field(ge=0)] | None = None
     # Requests per forward pass, or auto.
-    batch_size: int | str = 8
+    batch_size: Integer | Text = 8
     # Examples per task, or below 1 their share; null: all.
-    limit: float | None = None
+    limit: Annotated[Number, Field(gt=0)] | None = None
     # True puts prompts into the tokenizer's chat template; a name chooses one of several.
-    apply_chat_template: bool | str = False
+    apply_chat_template: Flag | Text = False
 
     @property
     def settings(self) -> TaskSettings | None:

@@ -1,0 +1,64 @@
+"""Folders that are written to: checked before any work, and held by one process at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+def writable(folder: str | os.PathLike, what: object) -> Path:
+    """
+    A folder that can be written to, or made. It is not made here.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    folder = Path(folder)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{what}: {there} is not a folder; choose another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{what}: {there} cannot be written to; choose another, or change its permissions")
+    return folder
+
+
+def check_space(folder: Path, needed: int, what: object) -> None:
+    """
+    Args:
+        needed: bytes, an estimate.
+
+    Raises:
+        ValueError: the disk has less.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ValueError(
+            f"{what}: {free / 2**30:.1f} GiB are free there, about {needed / 2**30:.1f} GiB are needed; free some, or "
+            "choose another"
+        )
+
+
+@contextmanager
+def exclusive(lock: Path, what: object) -> Iterator[None]:
+    """
+    Hold a lock, a file that is there as long. A process that died holds none.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    held = FileLock(lock, timeout=0)
+    try:
+        held.acquire()
+    except Timeout as error:
+        raise ValueError(f"{what}: another process is writing it; wait for it, or choose another") from error
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        held.release()

@@ -1,0 +1,178 @@
+"""
+Loads adapters, models and tokenizers through PEFT and transformers. Their files are checked first (see `reading`): no
+weights are loaded that are missing, not finite, or pickled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft import PeftConfig, PeftType
+from peft.utils import load_peft_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from .reading import check_weights, no_weights, read_object, read_text, reading
+
+CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
+
+
+def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
+    """
+    An adapter's config: a folder's, or that of a name on the hub.
+
+    Args:
+        what: the field and its value, for messages.
+
+    Raises:
+        ValueError: there is none, or it is no adapter's.
+    """
+    if Path(folder).exists():
+        path = Path(folder, ADAPTER_CONFIG)
+        if not path.is_file():
+            raise ValueError(f"{what}: is not a folder with {ADAPTER_CONFIG}")
+        kind = read_object(path).get("peft_type")
+        if kind not in list(PeftType):
+            raise ValueError(
+                f"{what}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
+            )
+    with reading(what):
+        config = PeftConfig.from_pretrained(os.fspath(folder))
+    base = config.base_model_name_or_path
+    if not isinstance(base, (str, type(None))):
+        raise ValueError(f"{what}: {ADAPTER_CONFIG}: base_model_name_or_path={base!r}: must be a name or null")
+    return config
+
+
+def read_adapter_weights(folder: str | os.PathLike, what: object) -> dict[str, torch.Tensor]:
+    """
+    An adapter's tensors, on the CPU: a folder's, or those of a name on the hub.
+
+    Raises:
+        ValueError: they are not there as safetensors, or cannot be read.
+    """
+    if Path(folder).exists() and not Path(folder, ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"{what}: {no_weights(Path(folder), ADAPTER_WEIGHTS)}")
+    with reading(f"{what}: its weights cannot be read", "save the adapter again"):
+        return load_peft_weights(os.fspath(folder), device="cpu")
+
+
+def read_config(name: str | os.PathLike, what: object, revision: str | None = None) -> PreTrainedConfig:
+    """
+    A model's config, of a folder or a name on the hub.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    folder = Path(name)
+    if folder.is_file():
+        raise ValueError(f"{what}: a file; name a model's folder")
+    if folder.is_dir():
+        if not (folder / CONFIG).exists():
+            raise ValueError(f"{what}: has no {CONFIG}; name a model's folder")
+        if not isinstance(read_object(folder / CONFIG).get("model_type"), str):
+            raise ValueError(f"{what}: {CONFIG} has no model_type; save the model with save_pretrained")
+    with reading(what, "" if folder.is_dir() else "neither a model folder nor a model of a reachable hub"):
+        return AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
+
+
+def empty_model(config: PreTrainedConfig, what: object) -> PreTrainedModel:
+    """
+    A model without weights, on the meta device.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    with reading(what), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def read_tokenizer(name: str | os.PathLike, what: object, revision: str | None = None) -> Any:
+    """
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    with reading(f"{what}: no tokenizer", "save the model's tokenizer in its folder"):
+        return AutoTokenizer.from_pretrained(os.fspath(name), revision=revision or "main")
+
+
+def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, what: object) -> None:
+    """
+    Raises:
+        ValueError: the tokenizer has more tokens than the model has embeddings.
+    """
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if rows is not None and len(tokenizer) > rows:
+        raise ValueError(
+            f"{what}: its tokenizer has {len(tokenizer)} tokens, its embeddings have {rows} rows; use the tokenizer "
+            "that the model was trained with, or resize its embeddings and save it"
+        )
+
+
+def chat_template(path: str | None, field: str) -> str | None:
+    """
+    What `chat_template_path` names: a file's template, or that of another tokenizer. None if there is no path.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if path is None:
+        return None
+    what = f"{field}={path!r}"
+    if Path(path).is_file():
+        return read_text(path, what)
+    found = read_tokenizer(path, what).chat_template
+    if found is None:
+        raise ValueError(f"{what}: a tokenizer without a chat template; name another, or a file")
+    return found
+
+
+def read_model(
+    name: str | os.PathLike, what: object, *, model_class: Any = AutoModelForCausalLM, **own: Any
+) -> PreTrainedModel:
+    """
+    A model with its weights, as `from_pretrained` loads them, but none is initialised because it is missing.
+
+    Args:
+        name: a folder, or a name on the hub.
+        what: the field and its value, for messages.
+        own: further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: the model cannot be found or read, has no safetensors, lacks weights, or has some that are not
+            finite.
+    """
+    folder = Path(name)
+    if folder.exists():
+        read_config(folder, what)
+        check_weights(folder, what)
+    with reading(what):
+        model, info = model_class.from_pretrained(
+            os.fspath(name), use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **own
+        )
+    check_loaded(model, info, what)
+    return model
+
+
+def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object) -> None:
+    """
+    Raises:
+        ValueError: weights were missing, have another shape, or are not finite.
+    """
+    for key, own, wanted in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"{what}: {key} is {list(own)}, its config says {list(wanted)}; use the config it was saved with"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{what}: its files lack {missing[0]}{more}; download or save the model again")
+    for key, weight in model.named_parameters():
+        if weight.is_meta or weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            continue
+        if not weight.detach().isfinite().all():
+            raise ValueError(f"{what}: {key} holds NaN or infinity; use another checkpoint")

@@ -1,0 +1,202 @@
+"""
+Opens the files that come from outside: text, YAML, JSON and safetensors; `loading` has adapters and models.
+
+Whatever is wrong with them, found here or inside a library that reads them, becomes a `ValueError` of one line that
+names the file and what to do. Weights are read from safetensors only: pickled ones could run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+
+from .messages import one_line
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt")
+_LARGEST_TEXT = 256 * 2**20  # bytes; tokenizers have tens of MiB
+_LARGEST_YAML = 100_000  # values, each as often as aliases repeat it
+
+
+@contextmanager
+def reading(what: object, remedy: str = "") -> Iterator[None]:
+    """
+    Put what a library raises on one line that says what was read.
+
+    Args:
+        what: the field with its value, or the file.
+        remedy: what to do.
+
+    Raises:
+        ValueError: anything was raised but a lack of memory, which is no fault of what is read.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        text = one_line(error, 160)
+        if not isinstance(error, (OSError, ValueError)) or not text:
+            text = f"{type(error).__name__}: {text}".rstrip(": ")
+        raise ValueError(f"{what}: {text}" + (f"; {remedy}" if remedy else "")) from error
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: str | os.PathLike, what: object = None) -> str:
+    """
+    A file in UTF-8, with or without a byte order mark.
+
+    Args:
+        what: the field and its value, for messages; None: the path.
+
+    Raises:
+        ValueError: there is no such file, it is too large for a text, or not UTF-8.
+    """
+    path, what = Path(path), what or path
+    try:
+        # A pipe that nobody fills would wait for ever; a shell's <(…) has this name.
+        if not path.is_file() and not str(path).startswith("/dev/fd/"):
+            raise ValueError(f"{what}: no such file" if not path.exists() else f"{what}: not a file")
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_TEXT + 1)
+    except OSError as error:
+        raise ValueError(f"{what}: {error.strerror}") from error
+    if len(data) > _LARGEST_TEXT:
+        raise ValueError(f"{what}: more than {_LARGEST_TEXT >> 20} MiB; is it the right file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
+
+
+def read_object(path: str | os.PathLike) -> dict[str, Any]:
+    """
+    A file with a JSON object.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    text = read_text(path)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON ({one_line(error, 80)}); write or download it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must be a JSON object, not {one_line(repr(found), 40)}")
+    return found
+
+
+class YamlLoader(yaml.SafeLoader):
+    """Refuses keys that occur twice, of which YAML would silently take the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str, source: object, loader: type[YamlLoader] = YamlLoader) -> Any:
+    """
+    A YAML text.
+
+    Args:
+        source: where it is from, for messages.
+
+    Raises:
+        ValueError: it is not YAML, names a key twice, or repeats aliases until it is very large.
+    """
+    try:
+        found = yaml.load(text, loader)
+        if _size(found) > _LARGEST_YAML:
+            raise ValueError("its aliases make it very large; write it out")
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
+    return found
+
+
+def _size(value: Any, sizes: dict[int, int] | None = None) -> int:
+    """How many values there are, each counted as often as aliases repeat it."""
+    sizes = {} if sizes is None else sizes
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in sizes:
+        sizes[id(value)] = _LARGEST_YAML + 1  # of one that contains itself
+        parts = value.values() if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(value)]
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path, what: object) -> dict[str, str]:
+    """
+    The tensors of a model folder: name → file.
+
+    Raises:
+        ValueError: the folder has no safetensors, or its index is wrong or names files that are missing or outside of
+            the folder.
+    """
+    if (folder / INDEX).is_file():
+        files = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError(f"{what}: {folder / INDEX}: no weight_map of names and files; save the model again")
+        for file in sorted(set(files.values())):
+            if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file:
+                raise ValueError(f"{what}: {folder / INDEX} names {file!r}, which is not a file in its folder")
+            if not (folder / file).is_file():
+                raise ValueError(f"{what}: {folder} lacks {file}, which its index names; download or save it again")
+        return files
+    if not (folder / SINGLE).is_file():
+        raise ValueError(f"{what}: {no_weights(folder, SINGLE)}")
+    with opened(folder / SINGLE, what) as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+def check_weights(folder: Path, what: object) -> None:
+    """
+    Look at the safetensors files of a model folder, without reading the weights.
+
+    Raises:
+        ValueError: one is missing or cannot be read, or a tensor is in no file.
+    """
+    files = weight_files(folder, what)
+    for file in sorted(set(files.values())):
+        inside = set(opened(folder / file, what).keys())
+        lacking = [name for name, place in files.items() if place == file and name not in inside]
+        if lacking:
+            raise ValueError(f"{what}: {folder / file} lacks {lacking[0]}, which its index names; save the model again")
+
+
+def opened(path: Path, what: object) -> Any:
+    """
+    A safetensors file, whose header is checked against its length.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    with reading(f"{what}: {path} cannot be read", "download or save it again"):
+        return safe_open(path, framework="pt")
+
+
+def no_weights(folder: Path, wanted: str) -> str:
+    """The message for a folder without the file `wanted`."""
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        return (
+            f"{folder} has {pickled[0]}, but no {wanted}; only safetensors are read, because a pickled file can run "
+            "code: load it where you trust it and save it with save_pretrained"
+        )
+    return f"{folder} has no {wanted}; save the model with save_pretrained first"

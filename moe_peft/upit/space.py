@@ -1,0 +1,43 @@
+"""How much disk a run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..loading import empty_model
+from .inputs import load_config
+from .recipe import Recipe
+from .shared_stages import Prepare, RouterInit, TrainingStage
+from .stages import Stage
+
+
+def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
+    """
+    Bytes that some stages of a run write at most at the same time, an estimate: what they keep, and of the training
+    that keeps most two checkpoints, each with Adam's two moments.
+    """
+    config = load_config(recipe.model)
+    empty = empty_model(config, f"model.name_or_path={recipe.model.name_or_path!r}")
+    whole, each = (0, 4) if recipe.mode == "lora" else (empty.num_parameters(), _bytes(recipe, config))
+    kept = passing = 0
+    for stage in stages:
+        if not isinstance(stage, TrainingStage):
+            continue
+        sizes = stage.sizes(empty)
+        weights = (whole + sizes.held) * each
+        if isinstance(stage, Prepare) and recipe.facts.assembles:
+            copies = stage.num_experts
+        else:
+            copies = recipe.num_experts if isinstance(stage, RouterInit) and whole else 1
+        kept += copies * weights
+        passing = max(passing, 2 * (weights + 8 * sizes.trained))
+    return kept + passing
+
+
+def _bytes(recipe: Recipe, config: object) -> int:
+    """Of one weight."""
+    kind = getattr(config, "dtype", None) if recipe.model.dtype == "auto" else recipe.model.dtype
+    found = getattr(torch, str(kind).removeprefix("torch."), torch.float32)
+    return found.itemsize if isinstance(found, torch.dtype) else 4

@@ -1,0 +1,86 @@
+"""Damaged and wrong folders: each command refuses them with one line, before it writes anything."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import pytest
+import yaml
+from bad_input import NO_ADAPTER, NO_MODEL, NO_MOE, NO_SHARDS, NO_TOKENIZER, damaged, make_world, refused
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tokenizer):
+    return make_world(tmp_path_factory.mktemp("files") / "world", tokenizer)
+
+
+def recipe(world, folder, **settings):
+    """The arguments of a run whose recipe has these sections."""
+    case = {**json.loads((world / "case.json").read_text()), "output_dir": str(folder / "out")}
+    for name, value in settings.items():
+        case[name] = {**case[name], **value} if isinstance(value, dict) and name in case else value
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(copy.deepcopy(case)))
+    return ["upit", "--config", str(folder / "recipe.yaml")]
+
+
+def training(world, folder, model):
+    options = ["--model_name_or_path", str(model), "--dataset_name", str(world / "train.jsonl"), "--output_dir", folder]
+    return ["sft", *map(str, options), "--max_steps", "1", "--bf16", "false", "--use_cpu", "true"]
+
+
+COMMANDS = {
+    "upcycle": lambda world, model, out: ["upcycle", "--model", str(model), "--output", str(out)],
+    "export": lambda world, model, out: ["export", "--adapter", str(model), "--output", str(out)],
+    "prune": lambda world, model, out: ["prune", "--model", str(model), "--drop", "[3]", "--output", str(out)],
+    "inspect": lambda world, model, out: [
+        "inspect", "--model", str(model), "--data", str(world / "train.jsonl"), "--output", str(out)
+    ],
+    "sft": lambda world, model, out: training(world, out, model),
+    "upit": lambda world, model, out: recipe(world, out.parent, model={"name_or_path": str(model)}),
+    "upit, given": lambda world, model, out: recipe(
+        world, out.parent, num_experts=2, prepare={"adapters": [str(model), str(world / "lora1")], "num_experts": None}
+    ),
+}  # fmt: skip
+# Of UpIT, its first stage reads the weights. The run's folder has been made by then, and is removed again.
+CASES = [
+    *(("upcycle", "base", name, *case) for name, case in NO_MODEL.items()),
+    *(("upcycle", "sharded", name, *case) for name, case in NO_SHARDS.items()),
+    *(("export", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
+    *(("prune", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
+    *(
+        ("prune", "native", name, *NO_MODEL[name])
+        for name in ("config cut off", "other size", "more layers", "pickled")
+    ),
+    *(("inspect", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
+    *(("inspect", "native", name, *case) for name, case in NO_TOKENIZER.items()),
+    *(("sft", "base", name, *case) for name, case in {**NO_MODEL, **NO_TOKENIZER}.items()),
+    *(("sft", "sharded", name, *case) for name, case in NO_SHARDS.items()),
+    *(("upit", "base", name, *case) for name, case in {**NO_MODEL, **NO_TOKENIZER}.items()),
+    *(("upit", "sharded", name, *case) for name, case in NO_SHARDS.items()),
+    *(("upit, given", "lora0", name, *case) for name, case in NO_ADAPTER.items()),
+]
+
+
+@pytest.mark.parametrize(("command", "folder", "damage", "words"), [(c[0], c[1], c[3], c[4]) for c in CASES],
+                         ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES])  # fmt: skip
+def test_a_damaged_folder_is_refused_in_one_line(command, folder, damage, words, world, tmp_path, capsys):
+    wrong = damaged(world, folder, damage, tmp_path)
+    line = refused(COMMANDS[command](world, wrong, tmp_path / "out"), capsys, tmp_path / "out")
+    assert re.search(words, line), line
+
+
+def test_code_in_a_folder_is_not_run(world, tmp_path, capsys):
+    """`auto_map` names a class in a file of the folder; no command asks for it."""
+    from moe_peft.cli import main
+
+    def damage(folder):
+        (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        values = json.loads((folder / "config.json").read_text())
+        values["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+        (folder / "config.json").write_text(json.dumps(values))
+
+    wrong = damaged(world, "base", damage, tmp_path)
+    main(COMMANDS["upcycle"](world, wrong, tmp_path / "out"))
+    assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "ran").exists()

@@ -345,7 +345,7 @@ def test_plan_counts_what_is_trained(case, upit):
     ({"model": {"name_or_path": "x", "quantization": {"load_in_4bit": True}}}, "model.quantization"),
     ({"expand": {"similarity": "update"}}, "expand.similarity='update'"),
     ({"prepare": {"adapters": ["x"]}}, r"prepare.adapters=\['x'\]: must be null"),
-    ({"moe": {"dtype": "bf16"}}, "dtype='bf16': use float32"),
+    ({"moe": {"dtype": "bf16"}}, "dtype='bf16': use one of float32"),
     ({"moe": {"top_k": "two"}}, "top_k='two': must be int"),
     ({"moe": {"router_aux_loss_coef": -1}}, "router_aux_loss_coef=-1: must not be negative"),
     ({"method": "upcycle_sft", "moe": {"init": "checkpoints"}}, "moe.init='checkpoints': must be another"),

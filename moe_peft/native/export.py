@@ -10,6 +10,7 @@ from peft import PeftConfig
 from peft.utils import load_peft_weights
 
 from ..adapter.config import MoELoraConfig
+from ..checks import FOLDER, PATH, check
 from ..messages import one_line
 from .adapted import adapted_content
 from .moe_config import moe_config
@@ -47,6 +48,7 @@ def export_adapter(
         ValueError: the adapter or the base has something that a native MoE cannot hold; the message names it, and
             nothing is written.
     """
+    check("export", adapter=(adapter, PATH), output_dir=(output_dir, FOLDER))
     config = read_adapter_config(adapter)
     source = base_name(config, base)
     dense = open_dense(source, family, "export", None if base else config.revision)
@@ -81,6 +83,7 @@ def read_adapter_config(adapter: str | os.PathLike, caller: str = "export") -> M
     Raises:
         ValueError: the folder holds no config, or that of another adapter type.
     """
+    check(caller, adapter=(adapter, PATH))
     try:
         config = PeftConfig.from_pretrained(os.fspath(adapter))
     except (OSError, ValueError, KeyError) as error:
@@ -97,6 +100,7 @@ def base_name(config: MoELoraConfig, base: str | os.PathLike | None) -> str:
     Raises:
         ValueError: there is neither.
     """
+    check("export", base=(base or None, PATH.or_none()))
     name = base or config.base_model_name_or_path
     if not name:
         raise ValueError("export: base=None: the adapter names no base model; give it")

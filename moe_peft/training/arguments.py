@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from transformers import Trainer, TrainingArguments
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments
+from trl import SFTConfig
+
+from ..checks import FOLDER, check, is_a
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
@@ -23,3 +28,35 @@ def for_one_trainer(args: Arguments) -> Arguments:
     the first trainer only, so under DeepSpeed they are made anew.
     """
     return copy.copy(args) if args.deepspeed_plugin is None else dataclasses.replace(args)
+
+
+def check_rows(caller: str, dataset: Any) -> None:
+    """
+    Raises:
+        ValueError: a data set has no rows, which TRL finds out by a StopIteration.
+    """
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError(f"{caller}: train_dataset: no examples; give at least one")
+
+
+def check_training(
+    caller: str, model: Any, dataset: Any, args: Any, processing_class: Any, output_dir: Any = "."
+) -> None:
+    """
+    Check what a stage of training is given.
+
+    Raises:
+        ValueError: one of it is something else, or the data have no rows, or no column that TRL reads.
+    """
+    check(
+        caller,
+        model=(model, is_a(nn.Module, remedy="give a model")),
+        dataset=(dataset, is_a(Dataset, remedy="give a datasets.Dataset")),
+        args=(args, is_a(SFTConfig)),
+        processing_class=(processing_class, is_a(PreTrainedTokenizerBase, ProcessorMixin)),
+        output_dir=(output_dir, FOLDER),
+    )
+    check_rows(caller, dataset)
+    known = {args.dataset_text_field, "text", "messages", "conversations", "prompt", "input_ids"}
+    if not known & set(dataset.column_names):
+        raise ValueError(f"{caller}: dataset: columns {dataset.column_names}: needs {', '.join(sorted(known))}")

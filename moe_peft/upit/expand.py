@@ -8,7 +8,9 @@ from pathlib import Path
 from peft import LoraConfig, PeftConfig
 from peft.utils import load_peft_weights
 
-from ..merging import Descent, Expansion, Similarity, expand
+from ..checks import EXPERTS, FOLDER, PATH, PATHS, SEED, check
+from ..merging import DROP_RATE, Descent, Expansion, Similarity, expand
+from ..messages import one_line
 from .files import copy_adapter, expert_folders, write_adapter
 
 
@@ -37,6 +39,15 @@ def expand_experts(
     Raises:
         ValueError: an adapter is not a LoRA, adapters differ in rank, scaling or modules, or a setting is out of range.
     """
+    check(
+        "expand_experts",
+        experts=(experts, PATHS),
+        output_dir=(output_dir, FOLDER),
+        num_experts=(num_experts, EXPERTS),
+        drop_rate=(drop_rate, DROP_RATE),
+        seed=(seed, SEED),
+        initial=(initial, PATH.or_none()),
+    )
     configs = [_config(folder) for folder in experts]
     for folder, config in zip(experts, configs, strict=True):
         for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
@@ -46,6 +57,8 @@ def expand_experts(
                     f"expand_experts: {folder}: {field}={own!r}, but {experts[0]} has {first!r}; must agree"
                 )
     weights = [load_peft_weights(str(folder), device="cpu") for folder in experts]
+    if initial is not None:
+        _config(initial)
     start = None if initial is None else load_peft_weights(str(initial), device="cpu")
     family, descents = expand(
         weights, num_experts, method=method, similarity=similarity, drop_rate=drop_rate, seed=seed, initial=start
@@ -60,7 +73,10 @@ def expand_experts(
 
 
 def _config(folder: str | Path) -> LoraConfig:
-    config = PeftConfig.from_pretrained(str(folder))
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"expand_experts: {str(folder)!r}: {one_line(error)}; give LoRA adapter folders") from error
     if not isinstance(config, LoraConfig):
         raise ValueError(f"expand_experts: {folder} is not a LoRA adapter; give plain LoRA adapters")
     return config

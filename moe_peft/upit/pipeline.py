@@ -16,6 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 from ..cards import write_model_card
+from ..checks import check, is_a
 from ..contexts import free_memory
 from .ffn_stages import FFN_STAGES
 from .files import publish, write_json
@@ -39,6 +40,7 @@ class UpIT:
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        check("UpIT", recipe=(recipe, is_a(Recipe, remedy="give what load_recipe or recipe_from_dict returns")))
         self.recipe = recipe
         self.context = RunContext(recipe)
 

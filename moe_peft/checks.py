@@ -58,7 +58,7 @@ def are_names(value: Any) -> bool:
 
 def whole(least: int = 1, most: int | None = None) -> Rule:
     """Whole numbers from `least` to `most`."""
-    limits = f"of at least {least}" + ("" if most is None else f" and at most {most}")
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
     return Rule(
         lambda value: is_whole(value) and value >= least and (most is None or value <= most),
         f"use a whole number {limits}",

@@ -202,6 +202,7 @@ def expand(
         drop_rate=(drop_rate, DROP_RATE),
         seed=(seed, SEED),
         initial=(initial, is_a(Mapping, remedy="give a LoRA's tensors").or_none()),
+        merge=(merge, Rule(callable, "give a function")),
     )
     _check(experts, num_experts, method, similarity, initial)
     family, descents = list(experts), list[Descent]()

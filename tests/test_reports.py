@@ -363,7 +363,7 @@ def test_inspect_of_a_quantized_base(folder, capsys):
         (["--quantization", "4bit"], "--quantization '4bit': give JSON like"),
         (["--quantization", '{"load_in_4bit": "yes"}'], "--quantization {'load_in_4bit': 'yes'}: "),
         (["--split", "test"], "data.jsonl': "),
-        (["--position-width", "0"], "position_width=0: must be at least 1"),
+        (["--position-width", "0"], "position_width=0: use a whole number"),
         (["--expert-map", '{"a": [1, 1, 0], "b": [2], "c": [3]}'], "expert_map: 'a': [1, 1, 0]: names an expert twice"),
     ],
 )

@@ -181,12 +181,11 @@ class MoELoraConfig(PeftConfig):
         if top_k is not None:
             self.top_k, self.normalize_top_k = top_k, False
         self._check()
-        if top_k is not None and given not in (top_k, type(self).top_k) and not self.inference_mode:
-            self.top_k = given
-            self._refuse("top_k", f"router_type={self.router_type!r} has top_k={top_k}; leave it out")
         if self.router_class.all_experts:
-            self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
+            top_k = self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
+        self._refuse_other("top_k", given, top_k)
         if self.router_class.all_experts or self.router_class.by_token_id:
+            self._refuse_other("router_aux_loss_coef", self.router_aux_loss_coef, 0.0)
             self.router_aux_loss_coef = 0.0  # the balancing loss would be a constant
 
     @property
@@ -215,6 +214,12 @@ class MoELoraConfig(PeftConfig):
             name, unused = f"router_{setting.name}", setting.name in _OWN_SETTINGS - set(self.router_class.reads)
             if unused and not self.inference_mode and getattr(self, name) != setting.default:
                 self._refuse(name, f"router_type={self.router_type!r} has no use for it; leave it out")
+
+    def _refuse_other(self, name: str, given: Any, fixed: Any) -> None:
+        """Raise if a field that the router fixes was given another value; saved adapters may have one."""
+        if fixed is not None and given not in (fixed, getattr(type(self), name)) and not self.inference_mode:
+            setattr(self, name, given)
+            self._refuse(name, f"router_type={self.router_type!r} has {name}={fixed}; leave it out")
 
     def _check_bottlenecks(self) -> None:
         if self.mixing != "output":

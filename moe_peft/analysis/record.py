@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..checks import COUNT, Rule, check
-from ..models.view import RoutedPass, observed_routing, router_sizes, text_config
+from ..checks import COUNT, Rule, check, whole
+from ..models.view import RoutedPass, base_model, observed_routing, router_sizes, text_config
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts, load_doubt, load_health, load_verdicts
@@ -88,11 +88,11 @@ class RoutingStatistics:
         check(
             "RoutingStatistics",
             sizes=(sizes, _SIZES),
-            k=(k, COUNT),
             domains=(domains, _DOMAINS),
             token_classes=(token_classes, _CLASSES.or_none()),
             position_width=(position_width, COUNT.or_none()),
         )
+        check("RoutingStatistics", k=(k, whole(1, max(sizes))))
         L, n, D = len(sizes), max(sizes), len(domains)
         self.sizes, self.k, self.domains = list(sizes), k, [label_text(domain) for domain in domains]
         self.token_classes = token_classes
@@ -130,7 +130,7 @@ class RoutingStatistics:
             ids_BS: the tokens, for token classes.
             chosen: the experts that served each token, bool [T, n] per layer; None: the k with the largest logits.
         """
-        if len(router_logits) != len(self.sizes) or mask_BS.dim() != 2:
+        if len(router_logits) != len(self.sizes) or mask_BS.dim() != 2 or len(router_logits[0]) % len(mask_BS):
             raise ValueError(
                 f"RoutingStatistics: {len(router_logits)} layers of logits, mask {list(mask_BS.shape)}: give logits of "
                 f"{len(self.sizes)} layers and a mask [B, S]"
@@ -292,6 +292,12 @@ def record_routing(
     """
     sizes = [n for n, _ in router_sizes(model, "record_routing")]
     k = text_config(model).num_experts_per_tok
+    vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
+    if isinstance(token_classes, torch.Tensor) and len(token_classes) < vocabulary:
+        raise ValueError(
+            f"record_routing: token_classes has {len(token_classes)} entries, the vocabulary {vocabulary}: give "
+            "classify_tokens that size"
+        )
     statistics = RoutingStatistics(sizes, k, domains, expert_map, token_classes, position_width)
 
     def add(seen: RoutedPass) -> None:

@@ -51,7 +51,9 @@ def write_report(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "routing.json", folder / "load.csv"]
-    written[0].write_text(json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2) + "\n")
+    written[0].write_text(
+        json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2, default=str) + "\n"
+    )
     shares = statistics.shares()
     rows: list[list[Any]] = []
     for domain, share_LN in shares.items():

@@ -67,7 +67,7 @@ Where the tokens go: each expert's share of its layer's assignments.
 
 
 _BASES = Rule(
-    lambda v: PATH.allows(v) or (isinstance(v, (list, tuple)) and all(map(PATH.allows, v))),
+    lambda v: all(isinstance(name, (str, os.PathLike)) for name in (v if isinstance(v, (list, tuple)) else [v])),
     "give a name or a folder, or a list of them",
 )
 

@@ -42,7 +42,7 @@ def check_top_k(logits_TN: torch.Tensor, k: int) -> None:
         ValueError: k is not from 1 to n.
     """
     n = logits_TN.shape[-1]
-    if isinstance(k, (bool, float, str)) or not 1 <= k <= n:
+    if k is None or isinstance(k, (bool, float, str)) or not 1 <= k <= n:
         raise ValueError(f"top_k={k!r}: use a whole number from 1 to the number of experts, {n}")
 
 
@@ -102,6 +102,10 @@ class Steering:
     experts: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if (self.experts is None) == (self.allowed is None):
+            raise ValueError("Steering: experts, allowed: give one of the two")
+
     def route(
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,8 +114,7 @@ class Steering:
             experts_T1 = _per_token(self.experts, logits_TN).unsqueeze(1)
             # 1, but connected to the logits, whose gradient comes through the output under reentrant checkpointing.
             return logits_TN.gather(1, experts_T1) * 0 + 1, experts_T1
-        if self.allowed is None:
-            raise ValueError("Steering: experts=None, allowed=None: give one of them")
+        assert self.allowed is not None
         return choose(logits_TN.masked_fill(~_per_token(self.allowed, logits_TN), -torch.inf), k, normalize)
 
 

@@ -69,8 +69,7 @@ class Router(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int, settings: RouterSettings | None = None) -> None:
         super().__init__()
-        self.hidden_size, self.num_experts = hidden_size, num_experts
-        self.settings = settings or RouterSettings()
+        self.hidden_size, self.num_experts, self.settings = hidden_size, num_experts, settings or RouterSettings()
         self.make()
 
     def make(self) -> None:
@@ -396,6 +395,6 @@ ROUTERS: dict[str, type[Router]] = {
 
 def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) -> Router:
     """The router that `settings.type` names."""
-    kind = (getattr(settings, "type", settings), one_of(ROUTERS))
+    kind = (getattr(settings, "type", None), one_of(ROUTERS))
     check("make_router", hidden_size=(hidden_size, COUNT), num_experts=(num_experts, EXPERTS), settings=kind)
     return ROUTERS[settings.type](hidden_size, num_experts, settings)

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from .gates import check_top_k
+
 
 def compliance(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
     """`Σ_e m_e p_e`, the probability that routers give to the experts of a token's label, [L, T]."""
+    shapes = {logits_TN.shape for logits_TN in router_logits}
+    if shapes != {allowed_TN.shape}:
+        raise ValueError(f"compliance: allowed_TN has shape {list(allowed_TN.shape)}; give that of each layer's logits")
     return torch.stack([(logits_TN.float().softmax(-1) * allowed_TN).sum(-1) for logits_TN in router_logits])
 
 
@@ -27,6 +32,9 @@ def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) 
     Number of (token, slot) assignments per expert of a top-k choice without steering, float64 [n]; they sum to k times
     the number of real tokens. `chosen_experts` has what a router really did.
     """
+    check_top_k(logits_TN, k)
+    if mask_T is not None and mask_T.shape != logits_TN.shape[:1]:
+        raise ValueError(f"expert_counts: mask_T has shape {list(mask_T.shape)}; give one entry per token")
     chosen_TN = torch.zeros_like(logits_TN, dtype=torch.float64).scatter_(1, logits_TN.topk(k, dim=-1).indices, 1.0)
     return chosen_TN.sum(0) if mask_T is None else (chosen_TN * mask_T.unsqueeze(1)).sum(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from datasets import Dataset
@@ -30,13 +31,28 @@ def for_one_trainer(args: Arguments) -> Arguments:
     return copy.copy(args) if args.deepspeed_plugin is None else dataclasses.replace(args)
 
 
-def check_rows(caller: str, dataset: Any) -> None:
+def check_rows(caller: str, dataset: Any, columns: Collection[str] = ()) -> None:
     """
+    Check a data set, on whose faults TRL stops with a StopIteration or a KeyError.
+
+    Args:
+        columns: it must have one of these; none: any will do.
+
     Raises:
-        ValueError: a data set has no rows, which TRL finds out by a StopIteration.
+        ValueError: it has no rows, or none of the columns.
     """
-    if isinstance(dataset, Dataset) and not len(dataset):
+    if not isinstance(dataset, Dataset):
+        return
+    if not len(dataset):
         raise ValueError(f"{caller}: train_dataset: no examples; give at least one")
+    if columns and not set(columns) & set(dataset.column_names):
+        raise ValueError(f"{caller}: train_dataset: columns {dataset.column_names}: needs {', '.join(sorted(columns))}")
+
+
+def text_columns(args: SFTConfig | None) -> set[str]:
+    """The columns of which TRL's SFTTrainer reads one or two."""
+    own = "text" if args is None else args.dataset_text_field
+    return {own, "messages", "conversations", "prompt", "input_ids"}
 
 
 def check_training(
@@ -56,7 +72,4 @@ def check_training(
         processing_class=(processing_class, is_a(PreTrainedTokenizerBase, ProcessorMixin)),
         output_dir=(output_dir, FOLDER),
     )
-    check_rows(caller, dataset)
-    known = {args.dataset_text_field, "text", "messages", "conversations", "prompt", "input_ids"}
-    if not known & set(dataset.column_names):
-        raise ValueError(f"{caller}: dataset: columns {dataset.column_names}: needs {', '.join(sorted(known))}")
+    check_rows(caller, dataset, text_columns(args))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..checks import FLAG, Rule, check_fields, one_of, within
+from ..checks import FLAG, TEXT, Rule, check, check_fields, one_of, within
 from ..compat import loss_is_of_whole_step
 from ..models.steering import steered
 from ..models.view import RoutedPass, adapter_layers, observed_routing, router_parameters, router_sizes, text_config
@@ -54,9 +54,15 @@ _RULES: dict[str, Rule] = {
 }
 
 
+_MODEL = Rule(
+    lambda v: TEXT.allows(v) or (isinstance(v, nn.Module) and hasattr(v, "config")),
+    "give a transformers model, with or without an adapter, or its name",
+)
+
+
 def _coefficient_rules() -> dict[str, Rule]:
     """Of the losses in the table; None stands for the model's own coefficient where that is the default."""
-    rule = Rule(within(0).allows, "must not be negative; use 0 or a finite positive number")
+    rule = within(0)
     return {
         coefficient_field(name): rule.or_none() if loss.coefficient is None else rule
         for name, loss in ROUTER_LOSSES.items()
@@ -141,8 +147,9 @@ class RouterLossesMixin(ModelCardMixin):
     _metrics: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        caller, model = type(self).__name__, kwargs.get("model", args[0] if args else None)
+        check(caller, model=(model, _MODEL))
         super().__init__(*args, **kwargs)
-        caller = type(self).__name__
         for own in fields(RouterLossConfig):
             if not hasattr(self.args, own.name):  # a plain config
                 setattr(self.args, own.name, own.default)

@@ -18,7 +18,7 @@ from ..cards import TAGS
 from ..checks import TEXT, Rule, check, check_fields, is_a
 from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
-from .arguments import check_rows
+from .arguments import check_rows, text_columns
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
 from .resuming import NativeResumeMixin
 from .router_losses import RouterLossConfig, RouterLossesMixin
@@ -73,7 +73,8 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
 
     def __init__(self, model: Any, args: SFTConfig | None = None, *positional: Any, **kwargs: Any) -> None:
         check("MoESFTTrainer", args=(args, is_a(SFTConfig).or_none()))
-        check_rows("MoESFTTrainer", kwargs.get("train_dataset", positional[1] if len(positional) > 1 else None))
+        dataset = kwargs.get("train_dataset", positional[1] if len(positional) > 1 else None)
+        check_rows("MoESFTTrainer", dataset, () if kwargs.get("formatting_func") else text_columns(args))
         args = _as_moe_config(args)
         self._labels = [label_text(label) for label in args.expert_map or {}]
         super().__init__(model, args, *positional, **kwargs)

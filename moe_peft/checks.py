@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,11 +135,11 @@ def check(caller: str, **given: tuple[Any, Rule]) -> None:
     Check arguments, given by name as value and rule.
 
     Raises:
-        ValueError: a rule does not allow its value; the message begins with `caller`.
+        ValueError: a rule does not allow its value; the message begins with `caller`, if it is not empty.
     """
     for name, (value, rule) in given.items():
         if not rule.allows(value):
-            raise ValueError(f"{caller}: {name}={shown(value)}: {rule.remedy}")
+            raise ValueError(f"{f'{caller}: ' * bool(caller)}{name}={shown(value)}: {rule.remedy}")
 
 
 def check_fields(caller: str, config: Any, rules: Mapping[str, Rule]) -> None:
@@ -160,14 +160,3 @@ def check_fields(caller: str, config: Any, rules: Mapping[str, Rule]) -> None:
             check(caller, **{name: (value, rule)})
             if is_whole(value) and type(value) is not int:
                 object.__setattr__(config, name, index(value))
-
-
-def check_items(caller: str, name: str, values: Sequence[Any], rule: Rule) -> None:
-    """
-    Check the items of a list.
-
-    Raises:
-        ValueError: a rule does not allow one of them.
-    """
-    for i, value in enumerate(values):
-        check(caller, **{f"{name}[{i}]": (value, rule)})

@@ -303,7 +303,7 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
 
 
 @pytest.mark.parametrize("field, value, remedy", [
-    ("num_experts", 0, "at least 1"), ("top_k", 9, "at most num_experts=8"), ("init", "coppy", "copy, noise"),
+    ("num_experts", 0, "from 1 to"), ("top_k", 9, "at most num_experts=8"), ("init", "coppy", "copy, noise"),
     ("router_init", "attentive", "normal, uniform"), ("drop_rate", 1.5, r"\[0, 1\]"), ("noise_std", -1, "at least 0"),
     ("router_init", "given", "goes with"), ("granularity", 0, "from 1 to"), ("top_k", "two", "whole number"),
     ("drop_rate", "0.5", "use a number"), ("top_k", 1.5, "whole number"), ("num_experts", True, "whole number"),

@@ -49,6 +49,13 @@ class MoELoraModel(BaseTuner):
     tuner_layer_cls = MoELoraLayer
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
 
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(m, MoELoraLayer) and adapter_name in m.moe_lora_spec for m in model.modules()):
+            raise ValueError(
+                f"MoELoraConfig: adapter_name={adapter_name!r}: the model has an adapter of this name; choose another"
+            )
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+
     # --- checks before anything is changed --------------------------------------------------------------------------
 
     def _prepare_adapter_config(self, peft_config: MoELoraConfig, model_config: dict) -> MoELoraConfig:
@@ -105,10 +112,6 @@ class MoELoraModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         check("MoELoraConfig", adapter_name=(adapter_name, ADAPTER_NAME))
-        if any(isinstance(m, MoELoraLayer) and adapter_name in m.moe_lora_spec for m in model.modules()):
-            raise ValueError(
-                f"MoELoraConfig: adapter_name={adapter_name!r}: the model has an adapter of this name; choose another"
-            )
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
         protocol.install(model)

@@ -57,7 +57,7 @@ class TaskSettings:
     def __post_init__(self) -> None:
         if self.tasks in ((), []):
             raise ValueError("tasks: name at least one")
-        check_fields("TaskSettings", self, _RULES)
+        check_fields("", self, _RULES)
         if not re.fullmatch(r"0*[1-9]\d*|auto(:[1-9]\d*)?", str(self.batch_size)):
             raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number of at least 1, auto or auto:N")
         if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):

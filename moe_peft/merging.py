@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+
+from .checks import EXPERTS, SEED, SHARE, Rule, check, is_a, one_of, within
 
 Expert = Mapping[str, torch.Tensor]
 Inner = Callable[[Expert, Expert], float]
 Merge = Callable[[Expert, Expert, float, float, torch.Generator], Expert]
 Similarity = Literal["update", "values", "displacement"]
 Expansion = Literal["genetic", "random", "none"]
+DROP_RATE = within(0, 1, below=True)
+_EXPERTS = Rule(
+    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(isinstance(expert, Mapping) for expert in v),
+    "give a list of experts, each a dict of name to tensor",
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,20 @@ def dare_merge(
 
     Returns:
         the new expert, in the dtypes of `a`.
+
+    Raises:
+        ValueError: a setting is out of range, or the experts differ in names or shapes.
     """
+    check(
+        "dare_merge",
+        a=(a, is_a(Mapping)),
+        b=(b, is_a(Mapping)),
+        alpha=(alpha, SHARE),
+        drop_rate=(drop_rate, DROP_RATE),
+        generator=(generator, is_a(torch.Generator)),
+    )
+    if {name: tensor.shape for name, tensor in a.items()} != {name: tensor.shape for name, tensor in b.items()}:
+        raise ValueError("dare_merge: a and b differ in names or shapes; give experts of the same modules")
     return {name: dare_tensor(a[name], b[name], alpha, drop_rate, generator) for name in sorted(a)}
 
 
@@ -173,7 +193,18 @@ def expand(
     Raises:
         ValueError: a setting is out of range, or the experts differ in names or shapes.
     """
-    _check(experts, num_experts, method, similarity, drop_rate, initial)
+    check(
+        "expand",
+        experts=(experts, _EXPERTS),
+        num_experts=(num_experts, EXPERTS),
+        method=(method, one_of(get_args(Expansion))),
+        similarity=(similarity, one_of(get_args(Similarity))),
+        drop_rate=(drop_rate, DROP_RATE),
+        seed=(seed, SEED),
+        initial=(initial, is_a(Mapping, remedy="give a LoRA's tensors").or_none()),
+        merge=(merge, Rule(callable, "give a function")),
+    )
+    _check(experts, num_experts, method, similarity, initial)
     family, descents = list(experts), list[Descent]()
     generator = torch.Generator().manual_seed(seed)
     inner: Inner = {"update": update_inner, "values": values_inner}.get(similarity) or displacement_inner(initial or {})
@@ -202,24 +233,38 @@ def _check(
     num_experts: int,
     method: Expansion,
     similarity: Similarity,
-    drop_rate: float,
     initial: Expert | None,
 ) -> None:
     m = len(experts)
     if not 1 <= m <= num_experts:
         raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given; ask for that many or more")
-    if method not in ("genetic", "random", "none"):
-        raise ValueError(f"expand: method={method!r}: use 'genetic', 'random' or 'none'")
-    if similarity not in ("update", "values", "displacement"):
-        raise ValueError(f"expand: similarity={similarity!r}: use 'update', 'values' or 'displacement'")
-    if not 0 <= drop_rate < 1:
-        raise ValueError(f"expand: drop_rate={drop_rate}: must be at least 0 and below 1")
     if num_experts > m and (method == "none" or m < 2):
         why = "method='none' makes none" if method == "none" else "expansion needs two parents"
         raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given and {why}; give more experts")
     if similarity == "displacement" and method == "genetic" and num_experts > m and initial is None:
         raise ValueError("expand: similarity='displacement': the experts' initial values are unknown; use 'update'")
-    shapes = {name: tensor.shape for name, tensor in experts[0].items()}
-    for i, expert in enumerate(experts):
-        if {name: tensor.shape for name, tensor in expert.items()} != shapes:
-            raise ValueError(f"expand: experts[{i}] differs from experts[0] in names or shapes; adapt the same modules")
+    first = _facts("experts[0]", experts[0])
+    if not first:
+        raise ValueError("expand: experts[0]: it has no tensors; give adapters' state dicts")
+    if similarity == "update" and not any(".lora_A." in name for name in first) and method == "genetic":
+        raise ValueError("expand: similarity='update': the experts have no lora_A and lora_B; use 'values'")
+    others = {f"experts[{i}]": expert for i, expert in enumerate(experts)}
+    if initial is not None and similarity == "displacement":
+        others["initial"] = initial
+    for what, expert in others.items():
+        if _facts(what, expert) != first:
+            raise ValueError(
+                f"expand: {what} differs from experts[0] in names, shapes or dtypes; adapt the same modules"
+            )
+
+
+def _facts(what: str, expert: Expert) -> dict[str, tuple]:
+    """Shapes and dtypes of an expert's tensors, by name."""
+    found = {}
+    for name, tensor in expert.items():
+        if not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
+            raise ValueError(f"expand: {what}: {name} is no tensor of floats; give adapters' state dicts")
+        if not tensor.isfinite().all():
+            raise ValueError(f"expand: {what}: {name} holds NaN or infinity; train or save it again")
+        found[name] = (tensor.shape, tensor.dtype)
+    return found

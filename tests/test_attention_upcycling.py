@@ -118,7 +118,7 @@ def test_the_most_heads_that_fit(heads, width, n, m):
     ({}, {"calibration": BATCHES}, "calibration: router_init='normal' has no use for it; set router_init='attention'"),
     ({"router_num_heads": 4}, {}, "router_num_heads=4: goes with router_init='attention'"),
     ({"router_init": "attention", "router_num_heads": 0}, {"calibration": BATCHES}, "router_num_heads=0: use a whole"),
-    ({"router_init": "attention", "router_num_heads": 2.5}, {"calibration": BATCHES}, "router_num_heads=2.5: must be"),
+    ({"router_init": "attention", "router_num_heads": 2.5}, {"calibration": BATCHES}, "router_num_heads=2.5: use a"),
 ])  # fmt: skip
 def test_arguments_without_a_use_are_refused(settings, own, message, tmp_path):
     folder = saved(dense_model("llama"), tmp_path / "dense")

@@ -207,7 +207,7 @@ def test_chat_template(folder, tmp_path, tokenizer):
         (["--limit", "nan"], "limit=nan: must be above 0"),
         (["--num-fewshot", "24"], "num_fewshot=24: task 'toy_a' has no more than 23 examples"),
         (["--limit", "0"], "limit=0.0: must be above 0"),
-        (["--num-fewshot", "-1"], "num_fewshot=-1: must be"),
+        (["--num-fewshot", "-1"], "num_fewshot=-1: use a whole number"),
         (["--experts", "4"], "every layer has 0 to 3"),
         (["--experts", "0,4"], "the model has experts 0 to 3"),
         (["--experts", "one"], "--experts 'one'"),

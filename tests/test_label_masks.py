@@ -163,7 +163,7 @@ def test_labels_are_needed(own, config, tmp_path):
 
 
 def test_unknown_label_tokens(tmp_path):
-    with pytest.raises(ValueError, match=r"router_label_tokens='answers': use one of \['all', 'completion'\]"):
+    with pytest.raises(ValueError, match=r"router_label_tokens='answers': use one of all, completion"):
         arguments(tmp_path, router_label_tokens="answers", **LABELS)
 
 

@@ -808,11 +808,10 @@ def test_experts_begin_as_loras_do_and_each_in_its_own_way(init: Any):
             assert not B.any()
 
 
-def test_pattern_that_matches_no_module_is_warned_of():
-    with pytest.warns(RuntimeWarning, match=r"num_experts_pattern.*layers\.9\.mlp"):
-        adapted(num_experts_pattern={"layers.9.mlp": 2})
-    with pytest.warns(RuntimeWarning, match=r"rank_pattern.*layers\.9\.mlp"):
-        adapted(rank_pattern={"layers.9.mlp": 2})
+@pytest.mark.parametrize("field", ["num_experts_pattern", "rank_pattern", "alpha_pattern"])
+def test_pattern_that_matches_no_module_is_refused(field):
+    with pytest.raises(ValueError, match=rf"{field}: 'layers\.9\.mlp' matches no targeted module"):
+        adapted(**{field: {"layers.9.mlp": 2}})
 
 
 @pytest.mark.parametrize(

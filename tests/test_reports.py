@@ -96,7 +96,7 @@ def test_positions_past_the_last_bucket_stay_in_it():
     statistics = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=1)
     statistics.update([torch.zeros(80, 4)], torch.ones(1, 80), None)
     assert statistics.domain_compliance_tokens[0].tolist() == [1.0] * 63 + [17.0]
-    with pytest.raises(ValueError, match="position_width=0: must be at least 1"):
+    with pytest.raises(ValueError, match="position_width=0: use a whole number of at least 1, or None"):
         RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=0)
 
 
@@ -363,7 +363,7 @@ def test_inspect_of_a_quantized_base(folder, capsys):
         (["--quantization", "4bit"], "--quantization '4bit': give JSON like"),
         (["--quantization", '{"load_in_4bit": "yes"}'], "--quantization {'load_in_4bit': 'yes'}: "),
         (["--split", "test"], "data.jsonl': "),
-        (["--position-width", "0"], "position_width=0: must be at least 1"),
+        (["--position-width", "0"], "position_width=0: use a whole number"),
         (["--expert-map", '{"a": [1, 1, 0], "b": [2], "c": [3]}'], "expert_map: 'a': [1, 1, 0]: names an expert twice"),
     ],
 )

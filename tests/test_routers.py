@@ -286,7 +286,7 @@ def test_soft_has_all_experts_and_layers_of_other_sizes_all_of_theirs():
     ({"router_type": ["mlp"]}, "router_type="),
     ({"router_type": "liner"}, "router_type='liner': use one of linear, mlp"),
     ({"router_type": "switch"}, "router_type='switch': .*mixing='projection'"),
-    ({"router_type": "top_p", "router_threshold": 1.5}, r"router_threshold=1.5: use None or a number in \(0, 1\]"),
+    ({"router_type": "top_p", "router_threshold": 1.5}, r"router_threshold=1.5: use a number in \(0, 1\], or None"),
     ({"router_capacity_factor": 0}, "router_capacity_factor=0"),
     ({"router_num_heads": 0}, "router_num_heads=0"),
     ({"router_mixture": "mean"}, "router_mixture='mean'"),

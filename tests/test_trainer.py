@@ -306,7 +306,7 @@ def test_padding_of_padding_free_batches_has_no_label(tokenizer, tmp_path):
         ({"expert_map": None, "label_column": None, "training_stage": "routers"}, "needs label_column and expert_map"),
         ({"training_stage": "all"}, "training_stage='all': use one of"),
         ({"router_balancing": "token"}, "router_balancing='token'"),
-        ({"router_z_loss_coef": -1.0}, "router_z_loss_coef=-1.0: must not be negative"),
+        ({"router_z_loss_coef": -1.0}, "router_z_loss_coef=-1.0: use a finite number of at least 0"),
         (
             {"router_schedule": "three_phase", "lr_scheduler_type": "cosine"},
             "router_schedule='three_phase' sets the rate",

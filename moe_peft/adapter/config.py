@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from peft import PeftConfig, PeftType
 
 from ..cards import write_model_card
+from ..checks import (
+    COUNT,
+    EXPERTS,
+    FLAG,
+    MOST,
+    TEXT,
+    Rule,
+    are_names,
+    check_fields,
+    is_a,
+    is_regex,
+    mapping_of,
+    one_of,
+    shown,
+    within,
+)
 from ..compat import private
 from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 
@@ -18,6 +33,8 @@ _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 EXPERT_FIELDS = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections", "expert_type")
 
 ExpertType = Literal["lora", "bottleneck"]
+# Settings of routers that only some read.
+_OWN_SETTINGS = {field.name for field in fields(RouterSettings)} - {"type", "jitter_noise", "attention_size"}
 
 
 @dataclass(frozen=True)
@@ -160,12 +177,15 @@ class MoELoraConfig(PeftConfig):
         for name in ("target_modules", "exclude_modules", "target_projections"):
             if isinstance(value := getattr(self, name), (list, tuple)):
                 setattr(self, name, set(value))
-        if (top_k := self.router_class.only_top_k) is not None:
+        given, top_k = self.top_k, self.router_class.only_top_k
+        if top_k is not None:
             self.top_k, self.normalize_top_k = top_k, False
         self._check()
         if self.router_class.all_experts:
-            self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
+            top_k = self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
+        self._refuse_other("top_k", given, top_k)
         if self.router_class.all_experts or self.router_class.by_token_id:
+            self._refuse_other("router_aux_loss_coef", self.router_aux_loss_coef, 0.0)
             self.router_aux_loss_coef = 0.0  # the balancing loss would be a constant
 
     @property
@@ -175,10 +195,7 @@ class MoELoraConfig(PeftConfig):
         return ROUTERS[self.router_type] if known else Router
 
     def _check(self) -> None:
-        for names, allowed, remedy in _ALLOWED:
-            for name in names.split():
-                if not allowed(getattr(self, name)):
-                    self._refuse(name, remedy)
+        check_fields("MoELoraConfig", self, {**_RULES, "router_type": one_of(ROUTERS)})
         for n in {self.num_experts, *self.num_experts_pattern.values()}:
             if 1 < n < self.top_k and not self.router_class.all_experts:
                 self._refuse("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
@@ -193,6 +210,16 @@ class MoELoraConfig(PeftConfig):
                     self._refuse(name, "give target_modules as a list of names, not as a regex, to choose layers")
         if self.layers_pattern is not None and self.layers_to_transform is None:
             self._refuse("layers_pattern", "set layers_to_transform too")
+        for setting in fields(RouterSettings):
+            name, unused = f"router_{setting.name}", setting.name in _OWN_SETTINGS - set(self.router_class.reads)
+            if unused and not self.inference_mode and getattr(self, name) != setting.default:
+                self._refuse(name, f"router_type={self.router_type!r} has no use for it; leave it out")
+
+    def _refuse_other(self, name: str, given: Any, fixed: Any) -> None:
+        """Raise if a field that the router fixes was given another value; saved adapters may have one."""
+        if fixed is not None and given not in (fixed, getattr(type(self), name)) and not self.inference_mode:
+            setattr(self, name, given)
+            self._refuse(name, f"router_type={self.router_type!r} has {name}={fixed}; leave it out")
 
     def _check_bottlenecks(self) -> None:
         if self.mixing != "output":
@@ -201,9 +228,7 @@ class MoELoraConfig(PeftConfig):
             self._refuse("target_projections", "bottleneck experts follow the whole FFN; leave it out")
 
     def _refuse(self, name: str, remedy: str) -> None:
-        value = getattr(self, name)
-        value = sorted(value, key=str) if isinstance(value, set) else value
-        raise ValueError(f"MoELoraConfig: {name}={value!r}: {remedy}")
+        raise ValueError(f"MoELoraConfig: {name}={shown(getattr(self, name))}: {remedy}")
 
     def expert_spec(self, module_name: str, model_config: Any = None) -> ExpertSpec:
         """
@@ -270,53 +295,48 @@ def _attention_size(config: Any) -> int:
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _are_modules(value: Any) -> bool:
+    """None, one regex, or a list of names that is not empty."""
+    return value is None or (is_regex(value) and value != "") or (are_names(value) and len(value) > 0)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _are_layers(value: Any) -> bool:
+    layers = value if isinstance(value, (list, tuple, set)) else [value]
+    return len(layers) > 0 and all(type(layer) is int and layer >= 0 for layer in layers)
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, (list, tuple, set)) and all(isinstance(name, str) for name in value)
-
-
-def _is_layer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _maps_to(allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(isinstance(k, str) and allowed(v) for k, v in value.items())
-
-
-# Fields, the check of their values, and the remedy for a value that fails it.
-_ALLOWED: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("r num_experts top_k bottleneck_size", _is_count, "use a whole number of at least 1"),
-    ("num_experts_pattern rank_pattern", _maps_to(_is_count), "use a dict of module name to a whole number above 0"),
-    ("alpha_pattern", _maps_to(lambda v: _is_number(v) and v > 0), "use a dict of module name to a number above 0"),
-    ("lora_alpha", lambda v: _is_number(v) and v > 0, "use a number above 0"),
-    ("lora_dropout router_jitter_noise", lambda v: _is_number(v) and 0 <= v < 1, "use a number in [0, 1)"),
-    ("router_aux_loss_coef", lambda v: _is_number(v) and v >= 0, "use 0 (off) or a positive number"),
-    ("use_rslora normalize_top_k", lambda v: isinstance(v, bool), "use True or False"),
-    ("router_type", lambda v: isinstance(v, str) and v in ROUTERS, f"use one of {', '.join(ROUTERS)}"),
-    ("router_threshold", lambda v: v is None or (_is_number(v) and 0 < v <= 1), "use None or a number in (0, 1]"),
-    ("router_capacity_factor", lambda v: v is None or (_is_number(v) and v > 0), "use None or a number above 0"),
-    ("router_num_heads", lambda v: v is None or _is_count(v), "use None or a whole number of at least 1"),
-    ("router_mixture", lambda v: v in ("sum", "max"), "use 'sum' or 'max'"),
-    ("mixing", lambda v: v in ("output", "projection"), "use 'output' or 'projection'"),
-    ("expert_type", lambda v: v in get_args(ExpertType), "use 'lora' or 'bottleneck'"),
-    ("init_lora_weights", lambda v: isinstance(v, bool) or v == "gaussian", "use True, False or 'gaussian'"),
-    (
-        "target_modules exclude_modules",
-        lambda v: v is None or isinstance(v, str) or _are_names(v),
-        "use None, a list of module names, or one regex",
+# Fields and what they may be.
+_RULES: dict[str, Rule] = {
+    "r num_experts bottleneck_size": EXPERTS,
+    "top_k": COUNT,
+    "num_experts_pattern rank_pattern": mapping_of(
+        lambda v: type(v) is int and EXPERTS.allows(v), f"use a dict of module name to a whole number from 1 to {MOST}"
     ),
-    ("target_projections", lambda v: v is None or (_are_names(v) and len(v) > 0), "use None or a list of projections"),
-    ("modules_to_save", lambda v: v is None or _are_names(v), "use None or a list of module names"),
-    (
-        "layers_to_transform",
-        lambda v: v is None or _is_layer(v) or (isinstance(v, (list, tuple, set)) and all(map(_is_layer, v))),
-        "use a layer index or a list of them",
+    "alpha_pattern": mapping_of(within(0, above=True).allows, "use a dict of module name to a finite number above 0"),
+    "lora_alpha": within(0, above=True),
+    "lora_dropout router_jitter_noise": within(0, 1, below=True),
+    "router_aux_loss_coef": Rule(within(0).allows, "use 0 (off) or a finite positive number"),
+    "use_rslora normalize_top_k inference_mode": FLAG,
+    "router_type": one_of(ROUTERS),
+    "router_threshold": within(0, 1, above=True).or_none(),
+    "router_capacity_factor": within(0, above=True).or_none(),
+    "router_num_heads": EXPERTS.or_none(),
+    "router_mixture": one_of(get_args(Mixture)),
+    "mixing": one_of(("output", "projection")),
+    "expert_type": one_of(get_args(ExpertType)),
+    "init_lora_weights": Rule(
+        lambda v: isinstance(v, bool) or (isinstance(v, str) and v == "gaussian"), "use True, False or 'gaussian'"
     ),
-]
+    "target_modules": Rule(_are_modules, "use None, a list of module names, or one regex"),
+    "exclude_modules": Rule(lambda v: v in ([], set()) or _are_modules(v), "use None, a list of names, or one regex"),
+    "target_projections": Rule(
+        lambda v: v is None or (are_names(v) and len(v) > 0), "use None or a list of projections"
+    ),
+    "modules_to_save": Rule(are_names, "use a list of module names").or_none(),
+    "layers_to_transform": Rule(_are_layers, "use a layer index or a list of them").or_none(),
+    "layers_pattern": Rule(
+        lambda v: TEXT.allows(v) or (are_names(v) and len(v) > 0), "use the name of the layer list"
+    ).or_none(),
+    "revision": TEXT.or_none(),
+    "base_model_name_or_path": is_a(str, remedy="give a text").or_none(),
+}

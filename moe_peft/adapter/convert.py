@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..cards import write_model_card
+from ..checks import ADAPTER_NAME, FOLDER, PATH, Rule, check, is_a, is_whole, shown
 from ..compat import private
 from ..loading import read_adapter_config, read_adapter_weights
+from ..messages import unknown_key
 from .config import EXPERT_FIELDS, MoELoraConfig
 from .ffn import find_layout
 from .layer import MoELoraLayer, MoELoraLinear
@@ -42,6 +44,14 @@ class _Lora:
         c, r = self.config, self.rank(module)
         alpha = c.alpha_pattern.get(_get_pattern_key(c.alpha_pattern.keys(), module), c.lora_alpha)
         return alpha / (r**0.5 if c.use_rslora else r)
+
+
+_ADAPTERS = Rule(
+    lambda v: (
+        isinstance(v, (list, tuple)) and len(v) > 0 and all(PATH.allows(a) or isinstance(a, PeftModel) for a in v)
+    ),
+    "give at least one LoRA adapter, in a list of folders or models",
+)
 
 
 def lora_to_moe(
@@ -74,8 +84,15 @@ def lora_to_moe(
     for name in EXPERT_FIELDS:
         if name in settings:
             raise ValueError(f"lora_to_moe: {name}={settings[name]!r}: the adapters determine this; leave it out")
-    if not adapters:
-        raise ValueError("lora_to_moe: adapters=[]: give at least one LoRA adapter")
+    known = {field.name for field in fields(MoELoraConfig)}
+    for name in settings.keys() - known:
+        raise ValueError(f"lora_to_moe: {unknown_key(name, known)}")
+    check(
+        "lora_to_moe",
+        model=(model, is_a(nn.Module, remedy="give the base model")),
+        adapters=(adapters, _ADAPTERS),
+        adapter_name=(adapter_name, ADAPTER_NAME),
+    )
     loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
     for lora in loras:
         _check_fits(lora, model)
@@ -153,13 +170,20 @@ def expert_to_lora(
         ValueError: the adapter has no such expert, or its experts are bottlenecks.
         FileExistsError: `save_directory` already exists.
     """
-    adapter_name = adapter_name or model.active_adapter
-    source = model.peft_config[adapter_name]
+    check("expert_to_lora", model=(model, is_a(PeftModel)), save_directory=(save_directory, FOLDER.or_none()))
+    adapter_name = model.active_adapter if adapter_name is None else adapter_name
+    source = model.peft_config.get(adapter_name)
+    if not isinstance(source, MoELoraConfig):
+        known = [name for name, config in model.peft_config.items() if isinstance(config, MoELoraConfig)]
+        raise ValueError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {known}")
     if source.expert_type != "lora":
         raise ValueError(
             f"expert_to_lora: expert_type={source.expert_type!r}: such an expert has a non-linearity, which no LoRA "
             "has; keep the whole adapter"
         )
+    most = max([source.num_experts, *source.num_experts_pattern.values()])
+    if not is_whole(expert) or not 0 <= expert < most:
+        raise ValueError(f"expert_to_lora: expert={shown(expert)}: the adapter has experts 0 to {most - 1}")
     state, ranks, alphas = _matrices_of(model, expert, adapter_name)
     config = LoraConfig(
         r=source.r,

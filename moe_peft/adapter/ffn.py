@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..checks import FLAG, TEXT, check, check_fields, is_a
 from ..contexts import evaluating
 from ..sharding import gathered
 from .liger import plain_forward
@@ -38,6 +39,17 @@ class FFNLayout:
     fused: bool = False
     dropout: str | None = None
     residual: bool = False
+
+    def __post_init__(self) -> None:
+        act = self.act.removeprefix("F.") if isinstance(self.act, str) else ""
+        rules = {
+            "up down act": TEXT,
+            "gate dropout": TEXT.or_none(),
+            "fused residual": FLAG,
+        }
+        check_fields("FFNLayout", self, rules)
+        if act != self.act and not hasattr(F, act):
+            raise ValueError(f"FFNLayout: act={self.act!r}: torch.nn.functional has no such function")
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -126,6 +138,7 @@ _LAYOUTS: list[FFNLayout] = [
 
 def register_ffn_layout(layout: FFNLayout) -> None:
     """Add a layout; it is tried before the built-in ones."""
+    check("register_ffn_layout", layout=(layout, is_a(FFNLayout)))
     if layout not in _LAYOUTS:
         _LAYOUTS.insert(0, layout)
 

@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
 from ..cards import TAGS
+from ..checks import ADAPTER_NAME, check
 from ..compat import private
 from ..routing.routers import Router, make_router
 from . import liger, protocol
@@ -23,6 +24,15 @@ from .ffn_layer import MoELoraFFN
 from .layer import MERGE_REFUSAL, MoELoraLayer, MoELoraLinear, linear_features
 
 _maybe_include_all_linear_layers = private("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
+
+
+_OF_PEFT = {"classifier", "score", "qa_outputs"}  # which PEFT adds to modules_to_save by itself
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
 
 
 class MoELoraModel(BaseTuner):
@@ -38,6 +48,13 @@ class MoELoraModel(BaseTuner):
     prefix = "moe_lora_"
     tuner_layer_cls = MoELoraLayer
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
+
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(m, MoELoraLayer) and adapter_name in m.moe_lora_spec for m in model.modules()):
+            raise ValueError(
+                f"MoELoraConfig: adapter_name={adapter_name!r}: the model has an adapter of this name; choose another"
+            )
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
     # --- checks before anything is changed --------------------------------------------------------------------------
 
@@ -78,9 +95,8 @@ class MoELoraModel(BaseTuner):
                         "name FFNs too, or leave it out"
                     )
         self._refuse_unbalanced(peft_config, model, names)
-        for key in peft_config.num_experts_pattern:
-            if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
-                warnings.warn(f"num_experts_pattern: {key!r} matches no targeted module", RuntimeWarning, stacklevel=2)
+        if names and not peft_config.inference_mode:
+            _refuse_unmatched(peft_config, names, model)
 
     def _refuse_unbalanced(self, config: MoELoraConfig, model: nn.Module, names: list[str]) -> None:
         """Raise if an encoder-decoder would be trained with routers: it gets no balancing loss."""
@@ -95,6 +111,7 @@ class MoELoraModel(BaseTuner):
     # --- injection --------------------------------------------------------------------------------------------------
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        check("MoELoraConfig", adapter_name=(adapter_name, ADAPTER_NAME))
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
         protocol.install(model)
@@ -217,6 +234,30 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
                 f"MoELoraConfig: target module {name!r} is offloaded to the CPU or to disk; load the base with a "
                 "device_map of GPUs alone, quantize it, or divide it by FSDP2 or DeepSpeed"
             )
+
+
+def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module) -> None:
+    """Raise if a field speaks of modules that the model does not have, or its task is not the model's."""
+    for field in ("num_experts_pattern", "rank_pattern", "alpha_pattern"):
+        for key in getattr(config, field):
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
+                raise ValueError(f"MoELoraConfig: {field}: {key!r} matches no targeted module; leave it out")
+    given = config.layers_to_transform
+    for layer in [given] if isinstance(given, int) else given or []:
+        if not any(f".{layer}." in f".{name}." for name in names):
+            raise ValueError(
+                f"MoELoraConfig: layers_to_transform={given}: layer {layer} has no targeted module; name layers that do"
+            )
+    every = [name for name, _ in model.named_modules()]
+    for saved in set(config.modules_to_save or ()) - _OF_PEFT:
+        if not any(name == saved or name.endswith(f".{saved}") for name in every):
+            raise ValueError(f"MoELoraConfig: modules_to_save: {saved!r} is no module of the model; leave it out")
+    of_model = next((task for ending, task in _TASKS.items() if type(model).__name__.endswith(ending)), None)
+    task = getattr(config.task_type, "value", config.task_type)
+    if of_model is not None and task not in (None, "FEATURE_EXTRACTION", of_model):
+        raise ValueError(
+            f"MoELoraConfig: task_type={task!r}: the model is a {type(model).__name__}; use task_type={of_model!r}"
+        )
 
 
 def _endings(names: list[str]) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..checks import COUNT, FOLDER, check, one_of
 from ..routing.statistics import verdict_line
+from .figures import SUFFIXES
 from .record import record_routing
 from .report import write_load_over_time
 
@@ -28,10 +30,16 @@ class LoadCallback(TrainerCallback):
         suffix: the figure's format: ".png", ".pdf" or ".svg".
 
     Raises:
-        ValueError: the model has no routers (raised when training begins).
+        ValueError: an argument is not what it should be; or, when training begins, the model has no routers.
     """
 
     def __init__(self, output_dir: str | Path, every: int = 10, suffix: str = ".png") -> None:
+        check(
+            "LoadCallback",
+            output_dir=(output_dir, FOLDER),
+            every=(every, COUNT),
+            suffix=(suffix, one_of(SUFFIXES)),
+        )
         self.output_dir, self.every, self.suffix = Path(output_dir), every, suffix
         self.steps: list[int] = []
         self.loads: list[list[float]] = []

@@ -19,6 +19,7 @@ _METADATA = {
     ".pdf": {"Creator": None, "Producer": None, "CreationDate": None},
     ".svg": {"Creator": None, "Date": None},
 }
+SUFFIXES = tuple(_METADATA)
 FORMATS = tuple(suffix.removeprefix(".") for suffix in _METADATA)
 
 

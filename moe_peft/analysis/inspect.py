@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
+from ..checks import COUNT, FLAG, FOLDER, PATH, TEXT, check, is_a, one_of
 from ..merging import likeness
 from ..models.size import ModelSize, expert_similarity, model_size
 from ..models.view import adapter_layers
 from ..routing.statistics import REMEDY
+from .figures import SUFFIXES
 from .html import BUSIEST, busiest, write_html
 from .loading import Rows, check_limits, describe, load, load_rows
 from .record import RoutingStatistics, record_routing
@@ -64,6 +66,17 @@ def inspect_model(
     Raises:
         ValueError: the model or the data does not exist, the model has no routers, or a setting is not what it takes.
     """
+    check(
+        "inspect",
+        model_path=(model_path, PATH),
+        data=(data, TEXT),
+        output_dir=(output_dir, FOLDER),
+        label_column=(label_column, TEXT.or_none()),
+        quantization=(quantization, is_a(dict).or_none()),
+        position_width=(position_width, COUNT.or_none()),
+        suffix=(suffix, one_of(SUFFIXES)),
+        html=(html, FLAG),
+    )
     check_limits("inspect", batch_size, max_length, max_examples)
     model, tokenizer = load(model_path, dtype, quantization)
     rows = load_rows(

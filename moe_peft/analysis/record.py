@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..models.view import RoutedPass, observed_routing, router_sizes, text_config
+from ..checks import COUNT, Rule, check, whole
+from ..models.view import RoutedPass, base_model, observed_routing, router_sizes, text_config
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts, load_doubt, load_health, load_verdicts
@@ -21,6 +22,29 @@ from .token_classes import TOKEN_CLASSES
 
 POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
 LINEAR_BUCKETS = 64  # of a given width
+
+
+_SIZES = Rule(
+    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(map(COUNT.allows, v)),
+    "give a list of the layers' numbers of experts",
+)
+_DOMAINS = Rule(
+    lambda v: (
+        isinstance(v, Sequence)
+        and not isinstance(v, str)
+        and 0 < len(v) == len({label_text(name) for name in v if isinstance(name, (str, int, float))})
+    ),
+    "give a list of different names",
+)
+_CLASSES = Rule(
+    lambda v: (
+        isinstance(v, torch.Tensor)
+        and v.dtype == torch.int64
+        and v.dim() == 1
+        and 0 <= int(v.min()) <= int(v.max()) < len(TOKEN_CLASSES)
+    ),
+    "give what classify_tokens returns, int64 [V]",
+)
 
 
 class RoutingStatistics:
@@ -61,11 +85,17 @@ class RoutingStatistics:
         token_classes: torch.Tensor | None = None,
         position_width: int | None = None,
     ) -> None:
+        check(
+            "RoutingStatistics",
+            sizes=(sizes, _SIZES),
+            domains=(domains, _DOMAINS),
+            token_classes=(token_classes, _CLASSES.or_none()),
+            position_width=(position_width, COUNT.or_none()),
+        )
+        check("RoutingStatistics", k=(k, whole(1, max(sizes))))
         L, n, D = len(sizes), max(sizes), len(domains)
         self.sizes, self.k, self.domains = list(sizes), k, [label_text(domain) for domain in domains]
         self.token_classes = token_classes
-        if position_width is not None and position_width < 1:
-            raise ValueError(f"position_width={position_width}: must be at least 1, or None for doubling widths")
         self.position_width = position_width
         P = LINEAR_BUCKETS if position_width else POSITION_BUCKETS
         self.allowed = None
@@ -100,6 +130,11 @@ class RoutingStatistics:
             ids_BS: the tokens, for token classes.
             chosen: the experts that served each token, bool [T, n] per layer; None: the k with the largest logits.
         """
+        if len(router_logits) != len(self.sizes) or mask_BS.dim() != 2 or len(router_logits[0]) % len(mask_BS):
+            raise ValueError(
+                f"RoutingStatistics: {len(router_logits)} layers of logits, mask {list(mask_BS.shape)}: give logits of "
+                f"{len(self.sizes)} layers and a mask [B, S]"
+            )
         first, n = router_logits[0].device, max(self.sizes)  # layers may be on different devices
         logits_LTN = torch.stack([pad_logits(logits.detach().to(first).float(), n) for logits in router_logits])
         if chosen is None:
@@ -131,7 +166,13 @@ class RoutingStatistics:
         names = list(self.current) if several else [self.current] * rows
         if len(names) != rows:
             raise ValueError(f"RoutingStatistics: current names {len(names)} domains, the batch has {rows} rows")
-        return torch.tensor([self.domains.index(label_text(name)) for name in names])
+        return torch.tensor([self._index(name) for name in names])
+
+    def _index(self, domain: Any) -> int:
+        """The place of a domain, by its name."""
+        if label_text(domain) not in self.domains:
+            raise ValueError(f"RoutingStatistics: domain {domain!r}: no such domain; there is {self.domains}")
+        return self.domains.index(label_text(domain))
 
     def _buckets_of(self, positions: torch.Tensor) -> torch.Tensor:
         if self.position_width is not None:
@@ -173,7 +214,7 @@ class RoutingStatistics:
     def mean_compliance(self, domain: str | None = None) -> float:
         """Mean compliance over all tokens and layers; of one domain, if it is named."""
         self._needs_map()
-        at = slice(None) if domain is None else self.domains.index(label_text(domain))
+        at = slice(None) if domain is None else self._index(domain)
         tokens = self.domain_compliance_tokens[at].sum()
         return float(self.domain_compliance_sums[at].sum() / tokens / len(self.sizes))
 
@@ -251,6 +292,12 @@ def record_routing(
     """
     sizes = [n for n, _ in router_sizes(model, "record_routing")]
     k = text_config(model).num_experts_per_tok
+    vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
+    if isinstance(token_classes, torch.Tensor) and len(token_classes) < vocabulary:
+        raise ValueError(
+            f"record_routing: token_classes has {len(token_classes)} entries, the vocabulary {vocabulary}: give "
+            "classify_tokens that size"
+        )
     statistics = RoutingStatistics(sizes, k, domains, expert_map, token_classes, position_width)
 
     def add(seen: RoutedPass) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checks import FOLDER, check, is_a, one_of
 from .figures import (
     MOST_PANELS,
+    SUFFIXES,
     plot_coactivation,
     plot_compliance,
     plot_load_over_time,
@@ -33,11 +35,25 @@ def write_report(
 
     Returns:
         the paths of the files.
+
+    Raises:
+        ValueError: nothing was recorded, or an argument is not what it should be; no file is written.
     """
+    check(
+        "write_report",
+        statistics=(statistics, is_a(RoutingStatistics)),
+        folder=(folder, FOLDER),
+        suffix=(suffix, one_of(SUFFIXES)),
+        about=(about, is_a(Mapping, remedy="give a dict").or_none()),
+    )
+    if not statistics.tokens.any():
+        raise ValueError("write_report: statistics: no token was recorded; run the model inside record_routing")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "routing.json", folder / "load.csv"]
-    written[0].write_text(json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2) + "\n")
+    written[0].write_text(
+        json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2, default=str) + "\n"
+    )
     shares = statistics.shares()
     rows: list[list[Any]] = []
     for domain, share_LN in shares.items():

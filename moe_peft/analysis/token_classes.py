@@ -7,6 +7,8 @@ import re
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..checks import COUNT, check, is_a
+
 TOKEN_CLASSES = ("words", "digits", "operators", "brackets", "punctuation", "space", "other")
 _PATTERNS = (
     ("space", r"\s+"), ("digits", r"\d+"), ("brackets", r"[()\[\]{}<>]+"), ("operators", r"[-+*/=%^&|~!@]+"),
@@ -22,7 +24,8 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
         tokenizer: the tokenizer.
         size: V, if the model's vocabulary is larger than the tokenizer's; the additional tokens are "other".
     """
-    size = size or len(tokenizer)
+    check("classify_tokens", tokenizer=(tokenizer, is_a(PreTrainedTokenizerBase)), size=(size, COUNT.or_none()))
+    size = len(tokenizer) if size is None else size
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))
     special = set(tokenizer.all_special_ids)
     for token in range(min(size, len(tokenizer))):

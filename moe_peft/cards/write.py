@@ -17,6 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..checks import FLAG, PATH, TEXT, TEXTS, Rule, check
 from .contents import TAGS, Contents
 from .hub import base_metadata, is_repo, licences, link, load_card
 from .snippets import PLACE
@@ -65,6 +66,12 @@ Where the tokens go: each expert's share of its layer's assignments.
 """
 
 
+_BASES = Rule(
+    lambda v: all(isinstance(name, (str, os.PathLike)) for name in (v if isinstance(v, (list, tuple)) else [v])),
+    "give a name or a folder, or a list of them",
+)
+
+
 def write_model_card(
     folder: str | os.PathLike,
     *,
@@ -101,9 +108,22 @@ def write_model_card(
         the path of the card.
 
     Raises:
-        ValueError: the folder holds neither an adapter nor a model.
+        ValueError: the folder holds neither an adapter nor a model, or an argument is not what it should be.
     """
-    held, datasets = Contents.read(Path(folder), base), list(datasets)
+    lists = {"training": training, "datasets": datasets, "tags": tags}
+    lists = {name: v if isinstance(v, str) or not isinstance(v, Iterable) else list(v) for name, v in lists.items()}
+    check(
+        "write_model_card",
+        folder=(folder, PATH),
+        base=(base, _BASES.or_none()),
+        made=(made, TEXT.or_none()),
+        **{name: (value, TEXTS) for name, value in lists.items()},
+        title=(title, TEXT.or_none()),
+        repo=(repo, TEXT.or_none()),
+        overwrite=(overwrite, FLAG),
+    )
+    training, datasets, tags = (list(value) for value in lists.values())
+    held = Contents.read(Path(folder), base)
     path = held.folder / "README.md"
     if (old := load_card(path)) is None and path.is_file() and not overwrite:
         return path
@@ -122,7 +142,7 @@ def write_model_card(
         loading=held.loading,
         snippet=held.snippet.replace(PLACE, repo or PLACE),
         heading=_PROCEDURE,
-        training=_training(list(training), old),
+        training=_training(training, old),
         figure=next((name for name in _FIGURES if (held.folder / name).is_file()), None),
         framework=_FRAMEWORK,
         versions=_versions(held),

@@ -17,7 +17,18 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 
+from ..checks import FLAG, PATH, SEED, TEXT, Rule, check_fields, whole
 from ..messages import one_line
+
+# Fields and what they may be; more is checked below.
+_RULES: dict[str, Rule] = {
+    "tasks": Rule(lambda v: isinstance(v, (tuple, list)) and all(map(TEXT.allows, v)), "give a tuple of names"),
+    "include_path": PATH.or_none(),
+    "num_fewshot": whole(0).or_none(),
+    "limit": Rule(lambda v: isinstance(v, (int, float)) and not isinstance(v, bool), "give a number").or_none(),
+    "apply_chat_template": Rule(lambda v: FLAG.allows(v) or TEXT.allows(v), "use True, False or a template's name"),
+    "seed": SEED.or_none(),
+}
 
 
 @dataclass(frozen=True)
@@ -44,14 +55,13 @@ class TaskSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.tasks:
+        if self.tasks in ((), []):
             raise ValueError("tasks: name at least one")
+        check_fields("", self, _RULES)
         if not re.fullmatch(r"0*[1-9]\d*|auto(:[1-9]\d*)?", str(self.batch_size)):
             raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number of at least 1, auto or auto:N")
         if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
             raise ValueError(f"limit={self.limit!r}: must be above 0 and finite; leave it out for all examples")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ValueError(f"num_fewshot={self.num_fewshot!r}: must be at least 0")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"include_path={self.include_path!r}: no such folder")
 

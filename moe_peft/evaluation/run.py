@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from ..analysis.figures import SUFFIXES
 from ..analysis.loading import describe, is_adapter, load
+from ..checks import PATH, Rule, check, is_a, is_whole, one_of
 from ..contexts import free_memory
 from ..folders import writable
 from ..models.steering import allow_experts, force_experts
@@ -22,6 +24,12 @@ from .report import EXPERT, print_results, write_results
 from .scores import Scores, read_scores
 
 _KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better")
+
+
+_EXPERTS = Rule(
+    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(is_whole(i) and i >= 0 for i in v),
+    "give a list of experts, whole numbers from 0",
+)
 
 
 def evaluate_model(
@@ -59,6 +67,16 @@ def evaluate_model(
     Raises:
         ValueError: the model or a task does not exist, there is no such expert, or a setting is not what it takes.
     """
+    check(
+        "evaluate_model",
+        model_path=(model_path, PATH),
+        settings=(settings, is_a(TaskSettings)),
+        output_dir=(output_dir, PATH),
+        base=(base, PATH.or_none()),
+        experts=(experts, _EXPERTS.or_none()),
+        quantization=(quantization, is_a(dict).or_none()),
+        suffix=(suffix, one_of(SUFFIXES)),
+    )
     PartialState(cpu=not torch.accelerator.is_available())
     output = writable(output_dir, f"--output {str(output_dir)!r}").resolve()
     harness, adapter = Harness(settings), is_adapter(model_path)

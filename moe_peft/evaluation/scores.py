@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from ..messages import one_line
+
 
 class Score(NamedTuple):
     """
@@ -36,6 +38,8 @@ Scores = dict[tuple[str, str], Score]
 
 def read_scores(results: Mapping[str, Any]) -> Scores:
     """(task, metric) → score, of what `lm_eval.evaluate` returns."""
+    if not isinstance(results, Mapping) or not {"results", "group_subtasks"} <= results.keys():
+        raise ValueError(f"read_scores: results={one_line(repr(results), 80)}: give what lm_eval.evaluate returns")
     with_metrics = {task for task, row in results["results"].items() if any("," in name for name in row)}
     groups = {name: children for name, children in results["group_subtasks"].items() if name in with_metrics}
     parts = {child for children in groups.values() for child in children}

@@ -9,8 +9,14 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from ..checks import Rule, check
 from ..contexts import evaluating
-from .view import backbone
+from .view import backbone, base_model
+
+_BATCHES = Rule(
+    lambda v: isinstance(v, Iterable) and not isinstance(v, (str, bytes, Mapping, torch.Tensor)),
+    "give a list of batches, or a data loader",
+)
 
 
 class AttentionMeans(NamedTuple):
@@ -95,7 +101,7 @@ def attention_means(
     Means of each attention over all real tokens of the batches, with adapters disabled.
 
     Raises:
-        ValueError: there are no tokens.
+        ValueError: there are no tokens, or a batch lacks them, or they are not the model's.
     """
     keys: list[Any] = [0.0] * len(attentions)
     inputs: list[Any] = [0.0] * len(attentions)
@@ -110,13 +116,16 @@ def attention_means(
 
         return hook
 
+    check("init_attention_routers", batches=(batches, _BATCHES))
+    vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
     device = next(backbone(model).parameters()).device
     adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     handles = [plain_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
     try:
         for layer, _ in adapters:
             layer._disable_adapters = True
-        for batch in batches:
+        for i, batch in enumerate(batches):
+            _check_batch(i, batch, vocabulary)
             given = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
             mask_BS1 = given.get("attention_mask", torch.ones_like(given["input_ids"])).unsqueeze(-1).double()
             tokens = tokens + mask_BS1.sum()
@@ -133,3 +142,24 @@ def attention_means(
         AttentionMeans((key / tokens.to(key.device)).float(), (total / tokens.to(total.device)).float())
         for key, total in zip(keys, inputs, strict=True)
     ]
+
+
+def _check_batch(i: int, batch: Any, vocabulary: int) -> None:
+    """Raise if the model cannot run on a batch."""
+    ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    is_ids = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32)
+    if not (is_ids and ids.dim() == 2 and ids.numel() > 0):
+        raise ValueError(
+            f"init_attention_routers: batches[{i}]: no token ids; give a dict with input_ids, an integer tensor [B, S]"
+        )
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(
+            f"init_attention_routers: batches[{i}]: token ids {int(ids.min())} to {int(ids.max())}; the model has 0 to "
+            f"{vocabulary - 1}: use its own tokenizer"
+        )
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(
+            f"init_attention_routers: batches[{i}]: attention_mask: give a tensor of 0 and 1, {list(ids.shape)} as "
+            "input_ids, or leave it out"
+        )

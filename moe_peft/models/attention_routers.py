@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..adapter.ffn_layer import MoELoraFFN
+from ..checks import COUNT, check
 from ..routing.attention_heads import attention_weights, fitting_heads
 from ..routing.routers import LinearRouter, Router, RouterSettings, folded_weight
 from .attention import attention_before, attention_means, is_attention, no_attention, query_weight
@@ -61,6 +62,7 @@ def init_attention_routers(
             do not fit, or there is no data.
     """
     router_sizes(model, "init_attention_routers")
+    check("init_attention_routers", num_heads=(num_heads, COUNT.or_none()))
     adapted = bool(adapter_layers(model))
     places = _adapter_places(model, adapter_name) if adapted else _native_places(model)
     paths = [attention_before(model, path) for path in places]
@@ -151,6 +153,8 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     """
     router_sizes(model, "fold_routers")
     if not adapter_layers(model):
+        if adapter_name is not None:
+            raise ValueError(f"fold_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
         fold_native_routers(model)
         return
     name = _adapter(model, adapter_name, "fold_routers")
@@ -207,7 +211,13 @@ class _Place(NamedTuple):
         if self.router is None:
             return num_heads or self.num_experts
         if self.router.needs_attention:
-            return self.router.settings.num_heads or self.num_experts
+            own = self.router.settings.num_heads or self.num_experts
+            if num_heads not in (None, own):
+                raise ValueError(
+                    f"init_attention_routers: num_heads={num_heads}: these attention routers have {own}; leave it out, "
+                    "or set router_num_heads when they are made"
+                )
+            return own
         return _linear_heads(num_heads, self.num_experts)
 
 

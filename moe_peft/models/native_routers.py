@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..adapter.config import MoELoraConfig
+from ..checks import COUNT, SEED, check, is_a
 from ..routing.routers import ROUTERS, RouterSettings, make_router
 from .gate import RoutedGate, gate_rule, put_router, take_router
 from .view import base_model, native_routers, router_sizes, text_config
@@ -40,9 +41,14 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     Raises:
         ValueError: the model is no native MoE, its gates are of another kind, or a setting does not fit.
     """
-    gates = native_gates(model, "replace_routers")
+    sizes, gates = router_sizes(model, "replace_routers"), native_gates(model, "replace_routers")
     given = RouterSettings(router) if isinstance(router, str) else router
-    sizes = router_sizes(model, "replace_routers")
+    check(
+        "replace_routers",
+        router=(given, is_a(RouterSettings, remedy=f"give RouterSettings, or one of {', '.join(ROUTERS)}")),
+        top_k=(top_k, COUNT.or_none()),
+        seed=(seed, SEED),
+    )
     if given.type in ROUTERS and ROUTERS[given.type].by_token_id:
         raise ValueError(f"replace_routers: router={given.type!r}: a native gate has no token ids to route by")
     try:
@@ -102,9 +108,11 @@ def native_gates(model: nn.Module, caller: str) -> dict[str, Any]:
 
 
 def _adapter_config(settings: RouterSettings, n: int, k: int, normalizes: bool) -> MoELoraConfig:
-    """The same settings of an adapter, which checks them and adjusts top_k."""
+    """The same settings of an adapter that is not trained, which checks them and adjusts top_k."""
     own = {f"router_{f.name}": getattr(settings, f.name) for f in fields(RouterSettings) if f.name != "attention_size"}
-    return MoELoraConfig(num_experts=n, top_k=k, normalize_top_k=normalizes, mixing="projection", **own)
+    return MoELoraConfig(
+        num_experts=n, top_k=k, normalize_top_k=normalizes, mixing="projection", inference_mode=True, **own
+    )
 
 
 def _like(model: nn.Module, path: str) -> torch.Tensor:

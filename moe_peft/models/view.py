@@ -18,6 +18,7 @@ from torch import nn
 
 from ..adapter import protocol, recording
 from ..adapter.layer import MoELoraLayer
+from ..checks import check, is_a
 from ..routing.statistics import chosen_experts
 from ..sharding import shape_of
 from .gate import RoutedGate
@@ -160,6 +161,7 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     Raises:
         ValueError: the model has no router; the message begins with `caller`.
     """
+    check(caller, model=(model, is_a(nn.Module, remedy="give a model")))
     sizes = [
         (layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
         for layer in adapter_layers(model)

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import get_args, get_type_hints
+from typing import get_args
 
+from ..checks import COUNT, EXPERTS, FLAG, MOST, SEED, SHARE, TEXT, Rule, check_fields, one_of, whole, within
 from .initialise import INITIALISATIONS, RouterInit, Split
 from .writing import parse_dtype, parse_size
+
+# Fields and what they may be.
+_RULES: dict[str, Rule] = {
+    "num_experts granularity": EXPERTS,
+    "top_k": COUNT,
+    "num_shared_experts num_added_shared_experts": whole(0, MOST),
+    "router_num_heads": EXPERTS.or_none(),
+    "noise_scale noise_std router_init_std router_aux_loss_coef": within(0),
+    "noise_share drop_rate": SHARE,
+    "shared_indices weight_scaling": FLAG,
+    "router_init": one_of(get_args(RouterInit)),
+    "fine_grained_split": one_of(get_args(Split)),
+    "family dtype router_weights": TEXT.or_none(),
+    "max_shard_size": TEXT,
+    "seed": SEED,
+}
 
 
 @dataclass
@@ -81,31 +98,11 @@ class UpcycleConfig:
     seed: int = field(default=0, metadata={"help": "Seed of everything random."})
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            kinds = {float: (float, int)}.get(hint) or get_args(hint) or (hint,)
-            value = getattr(self, name)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                self._refuse(name, f"must be {' or '.join(kind.__name__ for kind in kinds)}")
+        check_fields("upcycle", self, {**_RULES, "init": one_of(INITIALISATIONS)})
         parse_dtype(self.dtype, None, "upcycle")
         parse_size(self.max_shard_size, "upcycle")
-        for name in ("num_experts", "top_k", "granularity"):
-            if getattr(self, name) < 1:
-                self._refuse(name, "use a whole number of at least 1")
         if self.top_k > self.num_experts:
             self._refuse("top_k", f"use at most num_experts={self.num_experts}")
-        choices = {"init": INITIALISATIONS, "router_init": RouterInit.__args__, "fine_grained_split": Split.__args__}  # type: ignore[attr-defined]
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                self._refuse(name, f"use one of {', '.join(allowed)}")
-        for name in ("drop_rate", "noise_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                self._refuse(name, "use a number from 0 to 1")
-        for name in (
-            "noise_scale", "noise_std", "num_shared_experts", "num_added_shared_experts", "router_init_std",
-            "router_aux_loss_coef",
-        ):  # fmt: skip
-            if not 0 <= getattr(self, name) < float("inf"):
-                self._refuse(name, "must not be negative; use 0 or a positive number")
         if self.num_shared_experts >= self.granularity * self.top_k:
             self._refuse("num_shared_experts", f"use fewer than granularity·top_k={self.granularity * self.top_k}")
         if self.num_shared_experts and self.num_added_shared_experts:
@@ -114,8 +111,6 @@ class UpcycleConfig:
             self._refuse("router_weights", "goes with router_init='given'")
         if self.router_num_heads is not None and self.router_init != "attention":
             self._refuse("router_num_heads", "goes with router_init='attention'")
-        if self.router_num_heads is not None and self.router_num_heads < 1:
-            self._refuse("router_num_heads", "use a whole number of at least 1")
 
     @property
     def num_gates(self) -> int:

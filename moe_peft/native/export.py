@@ -9,6 +9,7 @@ import torch
 
 from .. import loading
 from ..adapter.config import MoELoraConfig
+from ..checks import FOLDER, PATH, check
 from .adapted import adapted_content
 from .moe_config import moe_config
 from .writing import open_dense, parse_dtype, parse_size, write_moe
@@ -45,6 +46,7 @@ def export_adapter(
         ValueError: the adapter or the base has something that a native MoE cannot hold; the message names it, and
             nothing is written.
     """
+    check("export", adapter=(adapter, PATH), output_dir=(output_dir, FOLDER))
     config = read_adapter_config(adapter)
     source = base_name(config, base)
     dense = open_dense(source, family, "export", None if base else config.revision)
@@ -79,6 +81,7 @@ def read_adapter_config(adapter: str | os.PathLike, caller: str = "export") -> M
     Raises:
         ValueError: the folder holds no config, or that of another adapter type.
     """
+    check(caller, adapter=(adapter, PATH))
     config = loading.read_adapter_config(adapter, f"{caller}: adapter {str(adapter)!r}")
     if not isinstance(config, MoELoraConfig):
         raise ValueError(f"{caller}: adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
@@ -92,6 +95,7 @@ def base_name(config: MoELoraConfig, base: str | os.PathLike | None) -> str:
     Raises:
         ValueError: there is neither.
     """
+    check("export", base=(base or None, PATH.or_none()))
     name = base or config.base_model_name_or_path
     if not name:
         raise ValueError("export: base=None: the adapter names no base model; give it")

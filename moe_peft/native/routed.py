@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..checks import PATH, check
 from ..models.gate import RoutedGate
 from ..models.native_routers import CONFIG_FIELD, native_gates, replace_routers
 from ..models.view import router_sizes, text_config
@@ -36,10 +37,12 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
     Raises:
         ValueError: the config names no routers, or the folder lacks their weights.
     """
+    check("load_routers", folder=(folder, PATH))
+    sizes = router_sizes(model, "load_routers")
     settings = getattr(text_config(model), CONFIG_FIELD, None)
     if settings is None:
         raise ValueError(f"load_routers: {os.fspath(folder)!r}: its config names no routers; use the model as it is")
-    replace_routers(model, RouterSettings(**settings), top_k=router_sizes(model, "load_routers")[0][1])
+    replace_routers(model, RouterSettings(**settings), top_k=sizes[0][1])
     state = router_tensors(model, folder)
     for path, gate in native_gates(model, "load_routers").items():
         own = {name.removeprefix(f"{path}."): tensor for name, tensor in state.items() if name.startswith(f"{path}.")}

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
+from ..checks import FOLDER, PATH, Rule, check, is_a
 from ..loading import read_model
 from ..models.attention_routers import attention_gates
 from ..reading import reading
@@ -53,8 +54,16 @@ def upcycle(
         ValueError: no family holds the models, a setting does not fit, an argument has no use, a checkpoint is broken,
             or `output_dir` exists.
     """
-    config = config or UpcycleConfig()
-    names = [os.fspath(models)] if isinstance(models, (str, os.PathLike)) else [os.fspath(m) for m in models]
+    config = UpcycleConfig() if config is None else config
+    paths: Any = models if isinstance(models, (list, tuple)) else [models]
+    check(
+        "upcycle",
+        models=(models, Rule(lambda _: all(map(PATH.allows, paths)), "give a model's folder, or a list of them")),
+        output_dir=(output_dir, FOLDER),
+        config=(config, is_a(UpcycleConfig)),
+        router_weights=(router_weights, is_a(Mapping, remedy="give a dict of layer to tensor").or_none()),
+    )
+    names = [os.fspath(path) for path in paths]
     if config.init == "checkpoints" and len(names) < 2:
         raise ValueError("upcycle: init='checkpoints': give two models or more, or use init='copy'")
     if not names:

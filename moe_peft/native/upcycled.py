@@ -56,6 +56,13 @@ class Upcycled:
         wanted = " or ".join(map(str, shapes))
         if c.num_gates > c.num_experts:
             wanted += f", a gate for each fine-grained expert with fine_grained_split={c.fine_grained_split!r},"
+        for layer, weight in routers.items():
+            if layer not in range(dense.num_hidden_layers):
+                raise ValueError(
+                    f"upcycle: router_weights: no layer {layer!r}; give 0 to {dense.num_hidden_layers - 1}"
+                )
+            if not (isinstance(weight, torch.Tensor) and weight.is_floating_point()):
+                raise ValueError(f"upcycle: router_weights: layer {layer} is no tensor of floats; give {wanted}")
         for layer in range(dense.num_hidden_layers):
             if layer in routers and not routers[layer].isfinite().all():
                 raise ValueError(f"upcycle: router_weights: layer {layer} holds NaN or infinity; give other ones")

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 
+from ..checks import PATH, TEXT, Rule, check
 from ..loading import read_model, read_tokenizer
 from .export import base_name, read_adapter_config
+from .writing import parse_dtype
+
+_TEXTS = Rule(
+    lambda v: isinstance(v, (list, tuple)) and all(isinstance(text, str) for text in v), "give a list of texts"
+)
 
 
 class Comparison(NamedTuple):
@@ -35,14 +42,17 @@ def verify_export(
     The models are in memory one after the other, in `dtype`.
 
     Raises:
-        ValueError: there is no text, or no tokenizer.
+        ValueError: there is no text, no tokenizer, no such base or dtype, or `exported` is an adapter.
     """
+    check("export: verify", exported=(exported, PATH), texts=(texts, _TEXTS), dtype=(dtype, TEXT))
+    precision = parse_dtype(dtype, None, "export: verify")
     source = base_name(read_adapter_config(adapter), base)
+    if (Path(exported) / "adapter_config.json").is_file():
+        raise ValueError(f"export: verify: exported={os.fspath(exported)!r}: this is an adapter; give the export")
     tokenizer = read_tokenizer(exported, f"export: verify: {exported}")
     ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
     if not ids:
         raise ValueError("export: verify: no text; give at least one")
-    precision = getattr(torch, dtype)
     model = read_model(source, f"export: base {source!r}", dtype=precision)
     ours = _logits(PeftModel.from_pretrained(model, os.fspath(adapter)), ids)
     del model

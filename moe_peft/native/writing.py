@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig
 
 from ..cards import write_model_card
+from ..checks import TEXT, check, one_of
 from ..loading import read_config
 from ..reading import read_object, reading
 from .checkpoint import Checkpoint, ShardedWriter, whole_folder
@@ -180,6 +181,7 @@ def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> 
 
 def parse_size(size: str, caller: str) -> int:
     """Bytes of `"5GB"`, `"200MB"` or a number; units in either case (accelerate's parser takes "5gb" for gigabits)."""
+    check(caller, max_shard_size=(size, TEXT))
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("", 1)):
         number = size[: len(size) - len(unit)]
         if size.upper().endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) * factor >= 1:
@@ -189,7 +191,6 @@ def parse_size(size: str, caller: str) -> int:
 
 def parse_dtype(name: str | None, config: PreTrainedConfig | None, caller: str) -> torch.dtype:
     """The dtype of that name; if None, the model's own, or float32 if it has none."""
-    if name is not None and name not in _DTYPES:
-        raise ValueError(f"{caller}: dtype={name!r}: use {', '.join(_DTYPES)}")
+    check(caller, dtype=(name, one_of(_DTYPES).or_none()))
     found = getattr(config, "dtype", None) if name is None else name
     return _DTYPES.get(str(found).removeprefix("torch."), torch.float32)

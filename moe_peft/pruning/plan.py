@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checks import COUNT, Rule, check_fields, within
+
 Groups = list[list[int]]
 
 
@@ -28,14 +30,16 @@ class Rules:
     experts_per_layer: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_load < 1:
-            raise ValueError(
-                f"prune: min_load={self.min_load}: use a share of a layer's assignments, from 0 to below 1"
-            )
-        if self.merge_twins is not None and not 0 < self.merge_twins <= 1:
-            raise ValueError(f"prune: merge_twins={self.merge_twins}: use a cosine above 0 and at most 1")
-        if self.experts_per_layer is not None and self.experts_per_layer < 1:
-            raise ValueError(f"prune: experts_per_layer={self.experts_per_layer}: use a whole number of at least 1")
+        share, cosine = within(0, 1, below=True), within(0, 1, above=True)
+        check_fields(
+            "prune",
+            self,
+            {
+                "min_load": Rule(share.allows, "use a share of a layer's assignments, from 0 to below 1"),
+                "merge_twins": Rule(cosine.allows, "use a cosine above 0 and at most 1").or_none(),
+                "experts_per_layer": COUNT.or_none(),
+            },
+        )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from ..analysis.loading import check_limits, load, load_rows
 from ..cards import write_model_card
+from ..checks import FOLDER, PATH, TEXT, check
 from ..contexts import free_memory
 from ..merging import likeness
 from ..models.size import ModelSize
@@ -119,6 +120,13 @@ def prune_experts(
             than top_k (in an adapter also fewer than two), nothing would go, or a setting of data is given without
             data.
     """
+    check(
+        "prune",
+        model=(model, PATH),
+        output_dir=(output_dir, FOLDER),
+        data=(data, TEXT.or_none()),
+        label_column=(label_column, TEXT.or_none()),
+    )
     check_limits("prune", batch_size, max_length, max_examples)
     if data is None:
         _check_without_data(label_column, min_load, merge_twins, drop)

@@ -29,10 +29,21 @@ def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tupl
     Returns:
         gates [T, k] (differentiable) and expert indices, int64 [T, k], largest gate first.
     """
+    check_top_k(logits_TN, k)
     top_logits_TK, experts_TK = logits_TN.topk(k, dim=-1)
     if normalize:
         return top_logits_TK.softmax(dim=-1), experts_TK
     return (top_logits_TK - logits_TN.logsumexp(dim=-1, keepdim=True)).exp(), experts_TK
+
+
+def check_top_k(logits_TN: torch.Tensor, k: int) -> None:
+    """
+    Raises:
+        ValueError: k is not from 1 to n.
+    """
+    n = logits_TN.shape[-1]
+    if k is None or isinstance(k, (bool, float, str)) or not 1 <= k <= n:
+        raise ValueError(f"top_k={k!r}: use a whole number from 1 to the number of experts, {n}")
 
 
 def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,12 +62,14 @@ def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[
 
 def sigmoid_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """The k best experts with sigmoids of their logits as gates, divided by their sum if `normalize`, each [T, k]."""
+    check_top_k(logits_TN, k)
     top_logits_TK, experts_TK = logits_TN.topk(k, dim=-1)
     return (F.logsigmoid(top_logits_TK).softmax(-1) if normalize else top_logits_TK.sigmoid()), experts_TK
 
 
 def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `top_k_gates`, with gate 0 for the experts that follow once probabilities sum to `p`."""
+    check_top_k(logits_TN, k)
     probabilities_TK, experts_TK = logits_TN.softmax(-1).topk(k, dim=-1)
     before_TK = probabilities_TK.detach().cumsum(-1) - probabilities_TK.detach()
     return _kept_gates(probabilities_TK, before_TK < p, normalize), experts_TK
@@ -64,6 +77,7 @@ def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> t
 
 def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `top_k_gates`, with gate 0 for experts whose probability is below `p`, except the best one."""
+    check_top_k(logits_TN, k)
     probabilities_TK, experts_TK = logits_TN.softmax(-1).topk(k, dim=-1)
     kept_TK = probabilities_TK >= p
     kept_TK[:, 0] = True
@@ -88,6 +102,10 @@ class Steering:
     experts: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if (self.experts is None) == (self.allowed is None):
+            raise ValueError("Steering: experts, allowed: give one of the two")
+
     def route(
         self, logits_TN: torch.Tensor, k: int, normalize: bool, choose: Choose = top_k_gates
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,6 +129,8 @@ def _per_token(of_rows: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
 def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
     """Logits [T, m] padded to [T, n] with the dtype's minimum: the added experts have probability 0."""
     missing = n - logits_TN.shape[-1]
+    if missing < 0:
+        raise ValueError(f"pad_logits: n={n}: the logits have {logits_TN.shape[-1]} experts; give at least as many")
     if missing == 0:
         return logits_TN
     return F.pad(logits_TN, (0, missing), value=torch.finfo(logits_TN.dtype).min)

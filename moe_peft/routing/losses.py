@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
+
+from ..checks import check, one_of
+from .gates import check_top_k
 
 Scope = Literal["global", "layer"]
 Mean = Callable[[torch.Tensor], torch.Tensor]
@@ -38,8 +41,10 @@ def balancing_loss(
         mean: the mean of a tensor over processes. Then f_i counts the tokens of all of them (Qiu et al., 2025), and
             the mean of this loss over processes is that of their batches taken together.
     """
+    check("balancing_loss", scope=(scope, one_of(get_args(Scope))))
     mean = mean or _of_one
     probabilities_LTN = _stacked(router_logits).softmax(-1)
+    check_top_k(probabilities_LTN, k)
     n = probabilities_LTN.shape[-1]
     chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, probabilities_LTN.topk(k, dim=-1).indices, 1.0)
     weights_T = _weights(probabilities_LTN, mask_T, mean)
@@ -64,18 +69,26 @@ def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor
         allowed_TN: m, bool [T, n], true for the experts of the token's label.
     """
     logits_LTN = _stacked(router_logits)
+    if allowed_TN.dtype != torch.bool or allowed_TN.shape != logits_LTN.shape[1:]:
+        given, wanted = tuple(allowed_TN.shape), tuple(logits_LTN.shape[1:])
+        raise ValueError(f"label_losses: allowed_TN is {allowed_TN.dtype} {given}; give bool {wanted}")
     inside_LT = logits_LTN.masked_fill(~allowed_TN, -torch.inf).logsumexp(-1)
     return (logits_LTN.logsumexp(-1) - inside_LT).mean(0)
 
 
 def _stacked(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
     """[L, T, n] in float32, on the first layer's device (layers may be on different ones)."""
+    if len({logits_TN.shape for logits_TN in router_logits}) != 1:
+        shapes = [tuple(logits_TN.shape) for logits_TN in router_logits]
+        raise ValueError(f"router_logits: shapes {shapes}: give one [T, n] per layer, all of one shape (pad_logits)")
     return torch.stack([logits_TN.to(router_logits[0].device) for logits_TN in router_logits]).float()
 
 
 def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None, mean: Mean) -> torch.Tensor:
     """Each token's weight in a mean, [T]."""
     tokens = probabilities_LTN.shape[1]
+    if mask_T is not None and mask_T.shape != (tokens,):
+        raise ValueError(f"balancing_loss: mask_T has shape {list(mask_T.shape)}; give one entry per token, [{tokens}]")
     mask_T = probabilities_LTN.new_ones(tokens) if mask_T is None else mask_T.to(probabilities_LTN)
     count = mean(mask_T.sum())
     return mask_T / torch.where(count > 0, count, 1)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..checks import COUNT, EXPERTS, check, one_of
 from ..contexts import evaluating, without_autocast
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
@@ -59,6 +60,7 @@ class Router(nn.Module):
     takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialise it from the base's attention
     by_token_id: ClassVar[bool] = False  # whether it routes by token ids alone; a balancing loss is then constant
     expert_rows: ClassVar[tuple[str, ...]] = ()  # parameters [n, …] with a row per expert; (): it cannot lose experts
+    reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others are refused
     sized: ClassVar[dict[str, Callable[[int], Any]]] = {}  # settings that follow from n where they are None
 
     def __init_subclass__(cls) -> None:
@@ -67,8 +69,7 @@ class Router(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int, settings: RouterSettings | None = None) -> None:
         super().__init__()
-        self.hidden_size, self.num_experts = hidden_size, num_experts
-        self.settings = settings or RouterSettings()
+        self.hidden_size, self.num_experts, self.settings = hidden_size, num_experts, settings or RouterSettings()
         self.make()
 
     def make(self) -> None:
@@ -172,6 +173,7 @@ class SwitchRouter(LinearRouter):
     """
 
     only_top_k = 1
+    reads = ("capacity_factor",)
     no_output_mixing = "its gate is a probability and would scale whole FFNs down"
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,6 +203,7 @@ class TopPRouter(LinearRouter):
 
     no_fold = "the number of experts varies from token to token"
     leaves_out = True
+    reads = ("threshold",)
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         p = self.settings.threshold
@@ -212,6 +215,7 @@ class ThresholdRouter(LinearRouter):
 
     no_fold = "the number of experts varies from token to token"
     leaves_out = True
+    reads = ("threshold",)
     sized: ClassVar = {"threshold": lambda n: 1 / n}
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,6 +255,7 @@ class AttentionRouter(Router):
 
     needs_attention = True
     takes_attention = True
+    reads = ("num_heads", "mixture")
     expert_rows = ("key",)
     sized: ClassVar = {"num_heads": lambda n: n}
 
@@ -390,4 +395,6 @@ ROUTERS: dict[str, type[Router]] = {
 
 def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) -> Router:
     """The router that `settings.type` names."""
+    kind = (getattr(settings, "type", None), one_of(ROUTERS))
+    check("make_router", hidden_size=(hidden_size, COUNT), num_experts=(num_experts, EXPERTS), settings=kind)
     return ROUTERS[settings.type](hidden_size, num_experts, settings)

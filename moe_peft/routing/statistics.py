@@ -11,9 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from .gates import check_top_k
+
 
 def compliance(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
     """`Σ_e m_e p_e`, the probability that routers give to the experts of a token's label, [L, T]."""
+    shapes = {logits_TN.shape for logits_TN in router_logits}
+    if shapes != {allowed_TN.shape}:
+        raise ValueError(f"compliance: allowed_TN has shape {list(allowed_TN.shape)}; give that of each layer's logits")
     return torch.stack([(logits_TN.float().softmax(-1) * allowed_TN).sum(-1) for logits_TN in router_logits])
 
 
@@ -27,6 +32,9 @@ def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) 
     Number of (token, slot) assignments per expert of a top-k choice without steering, float64 [n]; they sum to k times
     the number of real tokens. `chosen_experts` has what a router really did.
     """
+    check_top_k(logits_TN, k)
+    if mask_T is not None and mask_T.shape != logits_TN.shape[:1]:
+        raise ValueError(f"expert_counts: mask_T has shape {list(mask_T.shape)}; give one entry per token")
     chosen_TN = torch.zeros_like(logits_TN, dtype=torch.float64).scatter_(1, logits_TN.topk(k, dim=-1).indices, 1.0)
     return chosen_TN.sum(0) if mask_T is None else (chosen_TN * mask_T.unsqueeze(1)).sum(0)
 
@@ -68,6 +76,14 @@ class LoadHealth:
     by_chance: float = 0.0  # the coefficient of variation that even routing of as many assignments would have
 
 
+def _check_counts(caller: str, counts_LN: torch.Tensor, sizes: Sequence[int]) -> None:
+    """Raise if the sizes are not those of counts."""
+    fits = isinstance(counts_LN, torch.Tensor) and counts_LN.dim() == 2 and len(counts_LN) == len(sizes) > 0
+    if not fits or not all(1 <= n <= counts_LN.shape[1] for n in sizes):
+        shape = list(getattr(counts_LN, "shape", []))
+        raise ValueError(f"{caller}: sizes={list(sizes)}: the counts have shape {shape}; give the sizes of its rows")
+
+
 def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
     """
     How evenly the assignments are spread over experts.
@@ -76,6 +92,7 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
     """
+    _check_counts("load_health", counts_LN, sizes)
     shares = [_shares(counts_N[:n]) for counts_N, n in zip(counts_LN, sizes, strict=True)]
     variations = [_variation(share_N) for share_N in shares]
     return LoadHealth(
@@ -100,6 +117,7 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int]) -> list[str]:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
     """
+    _check_counts("load_verdicts", counts_LN, sizes)
     found = []
     for layer, (counts_N, n) in enumerate(zip(counts_LN, sizes, strict=True)):
         share_N, by_chance = _shares(counts_N[:n]), _by_chance(counts_N, n)
@@ -125,6 +143,7 @@ def load_doubt(counts_LN: torch.Tensor, sizes: Sequence[int]) -> str:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
     """
+    _check_counts("load_doubt", counts_LN, sizes)
     chances = [_by_chance(counts_N, n) for counts_N, n in zip(counts_LN, sizes, strict=True)]
     layer = max(range(len(sizes)), key=chances.__getitem__)
     if not is_clear(HEALTHY_VARIATION, chances[layer]):

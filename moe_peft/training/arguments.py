@@ -1,20 +1,18 @@
-"""Training arguments: what they may be, and how they serve several trainers."""
+"""Training arguments that serve several trainers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-import enum
-import math
-import typing
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from transformers import Trainer, TrainingArguments
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments
+from trl import SFTConfig
 
-from ..messages import one_of
+from ..checks import FOLDER, check, is_a
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
@@ -33,70 +31,45 @@ def for_one_trainer(args: Arguments) -> Arguments:
     return copy.copy(args) if args.deepspeed_plugin is None else dataclasses.replace(args)
 
 
-# --- what they may be -------------------------------------------------------------------------------------------------
-
-_FROM_1 = {
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length",
-    "eval_accumulation_steps", "torch_empty_cache_steps", "dataset_num_proc", "dataloader_prefetch_factor",
-    "max_prompt_length", "max_completion_length",
-}  # fmt: skip
-_ABOVE_0 = {"num_train_epochs", "logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"}
-_BELOW_1 = {"adam_beta1", "adam_beta2", "label_smoothing_factor"}
-_OF_ANY_SIGN = {"max_steps", "local_rank"}
-
-
-def check_settings(kind: type, settings: Mapping[str, Any], path: str = "") -> None:
+def check_dataset(caller: str, dataset: Any, columns: Collection[str] = ()) -> None:
     """
-    Check values of training arguments, which the arguments themselves take as they are.
+    Check a data set, on whose faults TRL stops with a StopIteration or a KeyError.
 
     Args:
-        kind: the arguments' class.
-        settings: its fields, by name.
-        path: of the section that has them, with a dot at its end.
+        columns: it must have one of these; none: any will do.
 
     Raises:
-        ValueError: a value is of another type than its field, or a number is out of range.
+        ValueError: it has no rows, or none of the columns.
     """
-    hints = typing.get_type_hints(kind)
-    for name, value in settings.items():
-        if name == "expert_map":
-            continue  # `read_expert_map` takes more than the type that a command line can give
-        names = [one.value for part in (hints[name], *typing.get_args(hints[name])) for one in _members(part)]
-        if names and isinstance(value, str) and value not in names:
-            close = difflib.get_close_matches(value, names, n=3) or names[:8]
-            raise ValueError(one_of(f"{path}{name}", value, close if len(close) == len(names) else [*close, "…"]))
-        try:
-            TypeAdapter(hints[name], config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_python(
-                value
-            )
-        except ValidationError as error:
-            wanted = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in error.errors())
-            raise ValueError(f"{path}{name}={value!r}: must be {' or '.join(wanted)}") from None
-        check_number(name, value, path)
+    if not isinstance(dataset, Dataset):
+        return
+    if not len(dataset):
+        raise ValueError(f"{caller}: train_dataset: no examples; give at least one")
+    if columns and not set(columns) & set(dataset.column_names):
+        raise ValueError(f"{caller}: train_dataset: columns {dataset.column_names}: needs {', '.join(sorted(columns))}")
 
 
-def _members(kind: Any) -> list[enum.Enum]:
-    return list(kind) if isinstance(kind, enum.EnumType) else []
+def text_columns(args: SFTConfig | None) -> set[str]:
+    """The columns of which TRL's SFTTrainer reads one or two."""
+    own = "text" if args is None else args.dataset_text_field
+    return {own, "messages", "conversations", "prompt", "input_ids"}
 
 
-def check_number(name: str, value: Any, path: str = "") -> None:
+def check_training(
+    caller: str, model: Any, dataset: Any, args: Any, processing_class: Any, output_dir: Any = "."
+) -> None:
     """
+    Check what a stage of training is given.
+
     Raises:
-        ValueError: a training argument is a number out of its range.
+        ValueError: one of it is something else, or the data have no rows, or no column that TRL reads.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or name in _OF_ANY_SIGN:
-        good, allowed = True, ""
-    elif not math.isfinite(value):
-        good, allowed = False, "finite"
-    elif name in _FROM_1:
-        good, allowed = value >= 1, "at least 1"
-    elif name in _ABOVE_0:
-        good, allowed = value > 0, "above 0"
-    elif name in _BELOW_1:
-        good, allowed = 0 <= value < 1, "from 0 to below 1"
-    elif name.endswith("seed"):
-        good, allowed = 0 <= value < 2**32, "from 0 to 2**32 - 1"
-    else:
-        good, allowed = value >= 0, "at least 0"
-    if not good:
-        raise ValueError(f"{path}{name}={value!r}: must be {allowed}")
+    check(
+        caller,
+        model=(model, is_a(nn.Module, remedy="give a model")),
+        dataset=(dataset, is_a(Dataset, remedy="give a datasets.Dataset")),
+        args=(args, is_a(SFTConfig)),
+        processing_class=(processing_class, is_a(PreTrainedTokenizerBase, ProcessorMixin)),
+        output_dir=(output_dir, FOLDER),
+    )
+    check_dataset(caller, dataset, text_columns(args))

@@ -9,6 +9,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
+from ..checks import COUNT, SEED, check, is_a
+from .arguments import check_dataset
 from .data import drawn
 from .tokenizing import tokenized
 
@@ -31,6 +33,10 @@ def calibration_batches(
         max_length: tokens per example; longer ones are truncated.
         seed: of the draw.
     """
+    check("calibration_batches", dataset=(dataset, is_a(Dataset)), seed=(seed, SEED))
+    counts = {"max_examples": max_examples, "batch_size": batch_size, "max_length": max_length}
+    check("calibration_batches", **{name: (value, COUNT) for name, value in counts.items()})
+    check_dataset("calibration_batches", dataset)
     with tempfile.TemporaryDirectory() as folder:  # the trainer that prepares the data creates one
         args = SFTConfig(
             output_dir=folder, bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trl import DPOConfig, DPOTrainer
 
 from ..cards import TAGS
+from .arguments import check_dataset
 from .resuming import NativeResumeMixin
 from .router_losses import RouterLossConfig, RouterLossesMixin
 
@@ -21,3 +22,7 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
     """`DPOTrainer` with losses on the routers; see `MoEDPOConfig` and `RouterLossesMixin`."""
 
     _tag_names: ClassVar[list[str]] = [*DPOTrainer._tag_names, *TAGS]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_dataset("MoEDPOTrainer", kwargs.get("train_dataset"), ["chosen"])
+        super().__init__(*args, **kwargs)

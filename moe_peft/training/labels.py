@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Value
 from torch.nn.utils.rnn import pad_sequence
 
 from ..routing.expert_map import label_text
@@ -29,6 +29,10 @@ def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) ->
         raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset must be a map-style Dataset")
     if column not in dataset.column_names:
         raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset has {dataset.column_names}")
+    if not isinstance(dataset.features[column], (Value, ClassLabel)):
+        raise ValueError(
+            f"MoESFTTrainer: label_column={column!r}: the {name} dataset has lists there; give one label a row"
+        )
     unknown = unknown_labels(dataset, column, labels)
     if unknown:
         raise ValueError(

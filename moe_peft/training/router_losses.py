@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..checks import FLAG, TEXT, Rule, check, check_fields, one_of, within
 from ..compat import loss_is_of_whole_step
 from ..models.steering import steered
 from ..models.view import RoutedPass, adapter_layers, observed_routing, router_parameters, router_sizes, text_config
@@ -41,6 +42,31 @@ _Coefficients: Any = make_dataclass(
     ],
     namespace={"__module__": __name__},
 )
+
+
+# Fields and what they may be.
+_RULES: dict[str, Rule] = {
+    "router_balancing": one_of(get_args(Scope)),
+    "training_stage": one_of(get_args(Stage)),
+    "router_schedule": one_of(("constant", "three_phase")),
+    "router_label_tokens": one_of(get_args(LabelTokens)),
+    "router_global_batch router_label_mask": FLAG,
+}
+
+
+_MODEL = Rule(
+    lambda v: TEXT.allows(v) or (isinstance(v, nn.Module) and hasattr(v, "config")),
+    "give a transformers model, with or without an adapter, or its name",
+)
+
+
+def _coefficient_rules() -> dict[str, Rule]:
+    """Of the losses in the table; None stands for the model's own coefficient where that is the default."""
+    rule = within(0)
+    return {
+        coefficient_field(name): rule.or_none() if loss.coefficient is None else rule
+        for name, loss in ROUTER_LOSSES.items()
+    }
 
 
 @dataclass
@@ -83,22 +109,12 @@ class RouterLossConfig(_Coefficients):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        for own, allowed in (
-            ("router_balancing", Scope.__args__),  # type: ignore[attr-defined]
-            ("training_stage", Stage.__args__),  # type: ignore[attr-defined]
-            ("router_schedule", ("constant", "three_phase")),
-            ("router_label_tokens", LabelTokens.__args__),  # type: ignore[attr-defined]
-        ):
-            if getattr(self, own) not in allowed:
-                raise ValueError(f"{name}: {own}={getattr(self, own)!r}: use one of {list(allowed)}")
+        check_fields(name, self, {**_RULES, **_coefficient_rules()})
         for own, default in (("router_label_mask", False), ("router_label_tokens", "all")):
             if getattr(self, own) != default and getattr(self, "expert_map", None) is None:
                 raise ValueError(
                     f"{name}: {own}={getattr(self, own)!r} needs label_column and expert_map, which MoESFTConfig has"
                 )
-        for own in map(coefficient_field, ROUTER_LOSSES):
-            if getattr(self, own) is not None and getattr(self, own) < 0:
-                raise ValueError(f"{name}: {own}={getattr(self, own)}: must not be negative")
         if self.router_schedule == "three_phase" and self.lr_scheduler_type not in ("linear", "constant"):
             raise ValueError(
                 f"{name}: lr_scheduler_type={self.lr_scheduler_type!r}: router_schedule='three_phase' sets the rate; "
@@ -131,8 +147,9 @@ class RouterLossesMixin(ModelCardMixin):
     _metrics: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        caller, model = type(self).__name__, kwargs.get("model", args[0] if args else None)
+        check(caller, model=(model, _MODEL))
         super().__init__(*args, **kwargs)
-        caller = type(self).__name__
         for own in fields(RouterLossConfig):
             if not hasattr(self.args, own.name):  # a plain config
                 setattr(self.args, own.name, own.default)

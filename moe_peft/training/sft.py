@@ -8,17 +8,25 @@ and routers learn to choose among those, or are given no others to choose from.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from ..cards import TAGS
+from ..checks import TEXT, Rule, check, check_fields, is_a
 from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
+from .arguments import check_dataset, text_columns
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
 from .resuming import NativeResumeMixin
 from .router_losses import RouterLossConfig, RouterLossesMixin
+
+_EXPERT_MAP = Rule(
+    lambda v: isinstance(v, Mapping) and len(v) > 0 and all(isinstance(own, (list, tuple)) for own in v.values()),
+    "give a dict of label to a list of experts, e.g. {'math': [0, 1]}",
+)
 
 
 @dataclass
@@ -40,6 +48,7 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_fields("MoESFTConfig", self, {"label_column": TEXT.or_none(), "expert_map": _EXPERT_MAP.or_none()})
         if (self.label_column is None) != (self.expert_map is None):
             raise ValueError(
                 f"MoESFTConfig: label_column={self.label_column!r}, expert_map={self.expert_map!r}: set both or neither"
@@ -63,6 +72,9 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     _signature_columns: Any
 
     def __init__(self, model: Any, args: SFTConfig | None = None, *positional: Any, **kwargs: Any) -> None:
+        check("MoESFTTrainer", args=(args, is_a(SFTConfig).or_none()))
+        dataset = kwargs.get("train_dataset", positional[1] if len(positional) > 1 else None)
+        check_dataset("MoESFTTrainer", dataset, () if kwargs.get("formatting_func") else text_columns(args))
         args = _as_moe_config(args)
         self._labels = [label_text(label) for label in args.expert_map or {}]
         super().__init__(model, args, *positional, **kwargs)

@@ -6,13 +6,14 @@ A bucket is the list of an expert's example indices. S seed examples, n experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from datasets import Dataset
 
+from ..checks import COUNT, EXPERTS, SEED, Rule, check, is_a, whole
 from ..messages import one_of
 from ..routing.expert_map import label_text, read_expert_map
 from ..training.data import drawn
@@ -60,11 +61,18 @@ class BucketRule:
     needs_labels: bool = False
 
 
+_PERPLEXITIES = Rule(
+    lambda v: isinstance(v, torch.Tensor) and v.dim() == 2 and v.shape[1] > 0 and not (v <= 0).any(),
+    "give a tensor [examples, experts] of positive numbers",
+)
+
+
 def draw_seeds(dataset: Dataset, count: int, seed: int) -> Dataset:
     """
     The seed set: `count` of the examples, in random order. Rules with a capacity visit them in this order, so that it
     must not follow that of the file, which may be sorted by domain.
     """
+    check("draw_seeds", dataset=(dataset, is_a(Dataset)), count=(count, COUNT), seed=(seed, SEED))
     return drawn(dataset, count, seed)
 
 
@@ -82,10 +90,9 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
     Raises:
         ValueError: a perplexity is not a number, or the capacity not positive.
     """
+    check("perplexity_buckets", perplexity_SN=(perplexity_SN, _PERPLEXITIES), capacity=(capacity, COUNT.or_none()))
     examples, n = perplexity_SN.shape
     capacity = -(-examples // n) if capacity is None else capacity
-    if capacity < 1 and examples:
-        raise ValueError(f"perplexity_buckets: capacity={capacity}: must be at least 1")
     if perplexity_SN.isnan().any():
         bad = perplexity_SN.isnan().any(1).nonzero().flatten().tolist()
         raise ValueError(
@@ -105,11 +112,14 @@ def relative_perplexity(perplexity_SN: torch.Tensor) -> torch.Tensor:
     Perplexities divided by each expert's geometric mean over the examples, [S, n]. They show on which examples an
     expert is *unusually* good, even where later checkpoints are better on all of them.
     """
+    check("relative_perplexity", perplexity_SN=(perplexity_SN, _PERPLEXITIES))
     return perplexity_SN / perplexity_SN.log().mean(dim=0, keepdim=True).exp()
 
 
 def random_buckets(examples: int, num_experts: int, seed: int) -> Buckets:
     """Examples dealt out at random, at most `ceil(S / n)` to a bucket."""
+    counts = {"examples": (examples, whole(0)), "num_experts": (num_experts, EXPERTS), "seed": (seed, SEED)}
+    check("random_buckets", **counts)
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed)).tolist()
     return [sorted(order[i::num_experts]) for i in range(num_experts)]
 
@@ -129,6 +139,8 @@ def label_buckets(
     Raises:
         ValueError: the map lacks a label or has no valid form, or there are more labels than experts.
     """
+    one_each = Rule(lambda v: isinstance(v, Iterable) and not isinstance(v, str), "give a list with one per example")
+    check("label_buckets", labels=(labels, one_each), num_experts=(num_experts, EXPERTS))
     labels = [label_text(label) for label in labels]
     if expert_map is None:
         names = sorted(set(labels))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from peft import LoraConfig
 
+from ..checks import EXPERTS, FOLDER, PATH, PATHS, SEED, check
 from ..loading import read_adapter_config, read_adapter_weights
-from ..merging import Descent, Expansion, Similarity, expand
+from ..merging import DROP_RATE, Descent, Expansion, Similarity, expand
 from .files import copy_adapter, expert_folders, write_adapter
 
 
@@ -37,6 +38,15 @@ def expand_experts(
     Raises:
         ValueError: an adapter is not a LoRA, adapters differ in rank, scaling or modules, or a setting is out of range.
     """
+    check(
+        "expand_experts",
+        experts=(experts, PATHS),
+        output_dir=(output_dir, FOLDER),
+        num_experts=(num_experts, EXPERTS),
+        drop_rate=(drop_rate, DROP_RATE),
+        seed=(seed, SEED),
+        initial=(initial, PATH.or_none()),
+    )
     configs = [_config(folder) for folder in experts]
     for folder, config in zip(experts, configs, strict=True):
         for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
@@ -46,6 +56,8 @@ def expand_experts(
                     f"expand_experts: {folder}: {field}={own!r}, but {experts[0]} has {first!r}; must agree"
                 )
     weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
+    if initial is not None:
+        _config(initial)
     start = None if initial is None else read_adapter_weights(initial, f"expand_experts: {initial}")
     family, descents = expand(
         weights, num_experts, method=method, similarity=similarity, drop_rate=drop_rate, seed=seed, initial=start

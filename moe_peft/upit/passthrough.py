@@ -15,7 +15,7 @@ from trl import SFTConfig
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..messages import unknown_key
 from ..native.upcycle import UpcycleConfig
-from ..training.arguments import check_settings
+from ..training.limits import check_settings
 from ..training.sft import MoESFTConfig
 
 

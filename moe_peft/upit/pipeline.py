@@ -18,6 +18,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers.integrations import unset_hf_deepspeed_config
 
 from ..cards import write_model_card
+from ..checks import check, is_a
 from ..contexts import free_memory
 from ..folders import check_space, exclusive, writable
 from .ffn_stages import FFN_STAGES
@@ -44,6 +45,7 @@ class UpIT:
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        check("UpIT", recipe=(recipe, is_a(Recipe, remedy="give what load_recipe or recipe_from_dict returns")))
         self.recipe = recipe
         self.context = RunContext(recipe)
 

@@ -9,10 +9,16 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from trl import SFTConfig
 
+from ..checks import FLAG, Rule, check
 from ..models.view import router_parameters
-from ..training.arguments import for_one_trainer
+from ..training.arguments import check_training, for_one_trainer
 from ..training.checkpoints import Trained, copy_result, train
 from ..training.sft import MoESFTTrainer
+
+_CALLBACKS = Rule(
+    lambda v: isinstance(v, (list, tuple)) and all(isinstance(callback, TrainerCallback) for callback in v),
+    "give a list of TrainerCallbacks",
+)
 
 
 def post_train(
@@ -41,7 +47,12 @@ def post_train(
 
     Returns:
         the training's log and checkpoints.
+
+    Raises:
+        ValueError: the model has no routers, or an argument is not what it should be.
     """
+    check_training("post_train", model, dataset, args, processing_class, output_dir)
+    check("post_train", train_experts=(train_experts, FLAG), callbacks=(callbacks, _CALLBACKS.or_none()))
     if isinstance(model, PeftModel):
         model.set_adapter(model.active_adapter)  # trainable again, whatever was frozen before
     if not train_experts:

@@ -10,10 +10,11 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..training.arguments import for_one_trainer
+from ..checks import COUNT, EXPERTS, check, is_a, one_of
+from ..training.arguments import check_training, for_one_trainer
 from ..training.checkpoints import Trained, total_steps, train
 from .files import copy_adapter, expert_folders, link_model
-from .selection import chosen_steps
+from .selection import SELECTIONS, chosen_steps
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ def prepare_experts(
         ValueError: there are more checkpoints than steps or more experts than checkpoints to choose from, or the LoRA
             trains more than linear layers.
     """
+    check_training("prepare_experts", model, dataset, args, processing_class, output_dir)
+    check(
+        "prepare_experts",
+        lora_config=(lora_config, is_a(LoraConfig).or_none()),
+        num_experts=(num_experts, EXPERTS),
+        num_checkpoints=(num_checkpoints, COUNT.or_none()),
+        selection=(selection, one_of(SELECTIONS)),
+    )
     output_dir = Path(output_dir)
     set_seed(args.seed)
     trainer = SFTTrainer(

@@ -22,15 +22,16 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from ..checks import COUNT, FLAG, SHARE, TEXT, Rule, check
 from ..compat import loss_is_of_whole_step
 from ..messages import one_of
 from ..models.steering import force_experts
 from ..models.view import RoutedPass, observed_routing, router_parameters, router_sizes
-from ..training.arguments import for_one_trainer
+from ..training.arguments import check_training, for_one_trainer
 from ..training.checkpoints import Trained, step_rows, train
 from ..training.labels import RowCollator
 from ..training.scoring import example_losses
-from .buckets import Buckets, expert_batches, fill_buckets
+from .buckets import BUCKETS, Buckets, expert_batches, fill_buckets
 from .objectives import OBJECTIVES, routing_loss
 from .own_updates import OwnUpdates, refuse_optimizer
 
@@ -182,6 +183,16 @@ def init_router(
     Raises:
         ValueError: settings that do not go together, an unknown name, or labels without experts.
     """
+    check_training("init_router", model, dataset, args, processing_class)
+    check(
+        "init_router",
+        buckets=(buckets, Rule(lambda v: isinstance(v, str), f"use one of {', '.join(BUCKETS)}")),
+        objective=(objective, Rule(lambda v: isinstance(v, str), f"use one of {', '.join(OBJECTIVES)}")),
+        alpha=(alpha, SHARE),
+        train_experts=(train_experts, FLAG),
+        capacity=(capacity, COUNT.or_none()),
+        label_column=(label_column, TEXT.or_none()),
+    )
     _check(args)
     num_experts = min(n for n, _ in router_sizes(model, "router_init"))
     routers = router_parameters(model)

@@ -63,9 +63,11 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
         allowed = mask
     if allowed.dim() != 2 or allowed.shape[1] != n or allowed.dtype != torch.bool:
         raise ValueError(f"allow_experts: a mask {allowed.dtype} {tuple(allowed.shape)}; give bool [rows, {n}]")
-    fewest, k = int(allowed.sum(1).min()), fewest_allowed(model)
-    if fewest < k:
-        raise ValueError(f"allow_experts: some row allows only {fewest} of the experts; allow at least top_k={k}")
+    allowed_B, k = allowed.sum(1), fewest_allowed(model)
+    if (allowed_B < k).any():
+        raise ValueError(
+            f"allow_experts: some row allows only {int(allowed_B.min())} of the experts; allow at least top_k={k}"
+        )
     with steered(model, Steering(allowed=allowed)):
         yield
 

@@ -39,9 +39,10 @@ def balancing_loss(
             the mean of this loss over processes is that of their batches taken together.
     """
     mean = mean or _of_one
-    probabilities_LTN = _stacked(router_logits).softmax(-1)
-    n = probabilities_LTN.shape[-1]
-    chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, probabilities_LTN.topk(k, dim=-1).indices, 1.0)
+    logits_LTN = _stacked(router_logits)
+    probabilities_LTN, n = logits_LTN.softmax(-1), logits_LTN.shape[-1]
+    # As routers choose: of probabilities, several may be 0.
+    chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, logits_LTN.topk(k, dim=-1).indices, 1.0)
     weights_T = _weights(probabilities_LTN, mask_T, mean)
     f_LN = mean(torch.einsum("ltn,t->ln", chosen_LTN, weights_T))
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
@@ -63,9 +64,8 @@ def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor
         router_logits: one [T, n] per layer.
         allowed_TN: m, bool [T, n], true for the experts of the token's label.
     """
-    logits_LTN = _stacked(router_logits)
-    inside_LT = logits_LTN.masked_fill(~allowed_TN, -torch.inf).logsumexp(-1)
-    return (logits_LTN.logsumexp(-1) - inside_LT).mean(0)
+    log_p_LTN = _stacked(router_logits).log_softmax(-1)  # precise however large the logits are
+    return -log_p_LTN.masked_fill(~allowed_TN, -torch.inf).logsumexp(-1).mean(0)
 
 
 def _stacked(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:

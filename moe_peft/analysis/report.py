@@ -33,7 +33,12 @@ def write_report(
 
     Returns:
         the paths of the files.
+
+    Raises:
+        ValueError: the statistics are of no token.
     """
+    if not statistics.tokens.any():
+        raise ValueError("write_report: statistics.tokens: no token was seen; use data that are not padding alone")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "routing.json", folder / "load.csv"]

@@ -7,6 +7,7 @@ An expert is a mapping of names to tensors, with the same names in every expert.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -111,12 +112,18 @@ def likeness(cosines_NN: torch.Tensor | Sequence[Sequence[float]] | None) -> Lik
 def dare_tensor(
     a: torch.Tensor, b: torch.Tensor, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """`dare_merge` of one tensor."""
+    """`dare_merge` of one tensor, with its errors."""
     parts = []
     for weight, tensor in ((alpha, a), (1 - alpha, b)):
         kept = torch.rand(tensor.shape, generator=generator) >= drop_rate
         parts.append(tensor.float() * kept * (weight / (1 - drop_rate)))
-    return (parts[0] + parts[1]).to(a.dtype)
+    merged = (parts[0] + parts[1]).to(a.dtype)
+    if not merged.isfinite().all():
+        raise ValueError(
+            f"dare_merge: drop_rate={drop_rate}: values divided by {1 - drop_rate:g} are not finite in {a.dtype}, or a "
+            "parent's are not; use a lower drop_rate, or mend the parent"
+        )
+    return merged
 
 
 def dare_merge(
@@ -135,6 +142,9 @@ def dare_merge(
 
     Returns:
         the new expert, in the dtypes of `a`.
+
+    Raises:
+        ValueError: a merged value overflows its dtype, or one of a parent is not finite.
     """
     return {name: dare_tensor(a[name], b[name], alpha, drop_rate, generator) for name in sorted(a)}
 
@@ -171,7 +181,7 @@ def expand(
         all n experts, the given ones first, and the descent of each new one.
 
     Raises:
-        ValueError: a setting is out of range, or the experts differ in names or shapes.
+        ValueError: a setting is out of range, the experts differ in names or shapes, or values are not finite.
     """
     _check(experts, num_experts, method, similarity, drop_rate, initial)
     family, descents = list(experts), list[Descent]()
@@ -185,6 +195,8 @@ def expand(
         else:
             for i in range(len(gram), len(family)):
                 gram.append([inner(family[i], family[j]) for j in range(i + 1)])
+                if not math.isfinite(gram[i][i]):
+                    raise ValueError(f"expand: experts[{i}] holds NaN or infinity; train it again")
             likeness, j, k = min((_cosine(gram, j, k), j, k) for k in range(len(family)) for j in range(k))
         alpha = float(torch.rand((), generator=generator))
         family.append(merge(family[j], family[k], alpha, drop_rate, generator))

@@ -118,12 +118,18 @@ def likeness(cosines_NN: torch.Tensor | Sequence[Sequence[float]] | None) -> Lik
 def dare_tensor(
     a: torch.Tensor, b: torch.Tensor, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """`dare_merge` of one tensor."""
+    """`dare_merge` of one tensor, with its errors."""
     parts = []
     for weight, tensor in ((alpha, a), (1 - alpha, b)):
         kept = torch.rand(tensor.shape, generator=generator) >= drop_rate
         parts.append(tensor.float() * kept * (weight / (1 - drop_rate)))
-    return (parts[0] + parts[1]).to(a.dtype)
+    merged = (parts[0] + parts[1]).to(a.dtype)
+    if not merged.isfinite().all():
+        raise ValueError(
+            f"dare_merge: drop_rate={drop_rate}: values divided by {1 - drop_rate:g} are not finite in {a.dtype}, or a "
+            "parent's are not; use a lower drop_rate, or mend the parent"
+        )
+    return merged
 
 
 def dare_merge(
@@ -144,7 +150,8 @@ def dare_merge(
         the new expert, in the dtypes of `a`.
 
     Raises:
-        ValueError: a setting is out of range, or the experts differ in names or shapes.
+        ValueError: a setting is out of range, the experts differ in names or shapes, or a value of a parent is not
+            finite, or a merged one overflows its dtype.
     """
     check(
         "dare_merge",
@@ -191,7 +198,7 @@ def expand(
         all n experts, the given ones first, and the descent of each new one.
 
     Raises:
-        ValueError: a setting is out of range, or the experts differ in names or shapes.
+        ValueError: a setting is out of range, the experts differ in names or shapes, or values are not finite.
     """
     check(
         "expand",

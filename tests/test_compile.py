@@ -12,6 +12,7 @@ from peft import get_peft_model
 
 from moe_peft import MoELoraConfig, pin_dispatch
 from moe_peft.adapter.recording import state
+from moe_peft.training.scoring import make_scorable
 
 IDS = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -81,6 +82,18 @@ def test_a_compiled_model_follows_changes_of_its_config_and_adapters():
     torch.testing.assert_close(with_loss.loss, without.loss + balance)
     with plain.disable_adapter():
         torch.testing.assert_close(compiled(**batch).logits, tiny_llama(layers=1).eval()(**batch).logits)
+
+
+def test_trls_fused_head_has_the_balancing_loss_though_it_breaks_the_graph():
+    plain = model("output").train()
+    make_scorable(plain)
+    batch = {"input_ids": IDS[:, :8], "labels": IDS[:, :8], "fused_lm_head": True}
+    expected = plain(**batch)
+    torch._dynamo.reset()
+    found = torch.compile(plain, backend="aot_eager")(**batch)
+    assert expected.aux_loss > 1
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(found.loss, expected.loss)
 
 
 FRESH = """

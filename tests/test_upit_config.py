@@ -138,7 +138,7 @@ def test_yaml_and_overrides(tmp_path):
     path.write_text("- 1\n")
     with pytest.raises(ValueError, match="a recipe is a mapping"):
         load_recipe(path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="no such file"):
         load_recipe(tmp_path / "none.yaml")
 
 

@@ -129,7 +129,9 @@ def make_dispatch(
     scaling: float,
     mixes_outputs: bool,
 ) -> Dispatch:
-    """The dispatch of a batch, by the method that suits its size (or that `pin_dispatch` sets)."""
+    """The dispatch of a batch, by the method that suits its size or that `pin_dispatch` sets; dense without tokens."""
     tokens, k = experts_TK.shape
     method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
+    if not tokens:  # what batched and grouped products do without rows depends on the device
+        method = "dense"
     return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

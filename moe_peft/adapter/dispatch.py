@@ -168,7 +168,9 @@ class Dispatch:
             return [self.expand_collect(*of_one, in_place) for of_one in zip(h, B, base, strict=True)]
         updated = []
         for x_TM, A_NRM, B_NRM, base_TM in zip(x, A, B, base, strict=True):
-            h_TNR = (x_TM @ A_NRM.flatten(0, 1).T).view(self.tokens, self.n, A_NRM.shape[1]) * self.gate_table()
+            h_TNR = (x_TM @ A_NRM.flatten(0, 1).T).view(self.tokens, self.n, A_NRM.shape[1])
+            # Masked and not only multiplied by 0: an expert that was not chosen may overflow.
+            h_TNR = h_TNR.masked_fill(self.gate_table() == 0, 0) * self.gate_table()
             updated.append(_plus_product(base_TM, h_TNR.flatten(1).to(B_NRM.dtype), B_NRM.flatten(0, 1), in_place))
         return updated
 

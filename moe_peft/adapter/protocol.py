@@ -164,13 +164,17 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict, ours: dict[str, bool]) 
         # does, gets the backbone's router logits and leaves the outer model's output and loss as they are.
         outer.enabled |= bool(kwargs.pop("output_router_logits", False))
         return args, {**kwargs, **ours}
-    # TRL's fused forward also reads the argument and passes it on to the backbone.
+    # TRL's fused forward reads the argument, too, and adds transformers' balancing loss, which is NaN for a batch of
+    # padding alone. So it is not asked for it, except under torch.compile: where that forward breaks the graph, the
+    # collection is lost.
     config, fused = text_config(module), kwargs.get("fused_lm_head")
-    asked = (kwargs.get if fused else kwargs.pop)("output_router_logits", None)
+    theirs = fused and torch.compiler.is_compiling()
+    asked = (kwargs.get if theirs else kwargs.pop)("output_router_logits", None)
     # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
     by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
     enabled = by_config if asked is None else bool(asked)
-    kwargs = kwargs if fused else {**kwargs, **ours}
+    if not theirs:
+        kwargs = {**kwargs, **({"output_router_logits": False} if fused else ours)}
     both = getattr(config, "is_encoder_decoder", False)  # then a decoder's tokens are not `input_ids`
     token_ids = None if both else _argument(module, "input_ids", args, kwargs)
     state.collection = Collection(module, enabled, enabled, bool(asked), outer, token_ids)
@@ -197,8 +201,10 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
     if kwargs.get("fused_lm_head") and module is not module.base_model:
-        return None  # TRL computes the loss itself, from the backbone's output
-    if isinstance(output, dict):
+        if output.get("aux_loss") is not None:
+            return None
+        output["aux_loss"] = output["loss"].new_zeros(())  # there may be no router; its class has no `router_logits`
+    elif isinstance(output, dict):
         output = _moe_output_class(type(output))(**{**output, "router_logits": router_logits})
         # No field: it is for `models.view` alone, and would otherwise be a part of every output that is taken apart.
         output.__dict__[CHOICES] = tuple(collection.choices)

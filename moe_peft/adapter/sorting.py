@@ -29,7 +29,7 @@ class _Part(Dispatch):
         return x_TM.index_select(0, self._tokens)
 
     def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        if not self.tokens or torch.compiler.is_compiling():  # a compiler fuses these and derives their backward
+        if torch.compiler.is_compiling():  # a compiler fuses these and derives their backward
             y_TJM = y_PM.index_select(0, self._rows.flatten()).view(self.tokens, self.k, y_PM.shape[1])
             return (y_TJM * self.gates.unsqueeze(-1) if gated else y_TJM).sum(1)
         # A gather, the gates and the sum in one pass.
@@ -41,14 +41,15 @@ class Blocks(_Part):
     Sorts pairs by their expert and pads them to blocks of one expert each, for batched products.
 
     The number of blocks depends on the sizes alone, not on the routing, and any dtype and width is supported. Padding
-    rows are copies of some token with gate 0, so they affect neither outputs nor gradients.
+    rows are copies of a pair of their block's expert with gate 0, so they affect neither outputs nor gradients. (With
+    another token, the expert could overflow, and 0 times infinity is NaN.)
     """
 
     def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
         super().__init__(experts_TJ, gates_TJ, num_experts, scaling)
         pairs, n, device = experts_TJ.numel(), num_experts, experts_TJ.device
         self._size = size = _block_size(pairs, n)
-        blocks = (pairs + n * (size - 1)) // size if pairs else 0  # enough for the worst routing
+        blocks = (pairs + n * (size - 1)) // size  # enough for the worst routing
         sorted_P, order_P = experts_TJ.flatten().sort(stable=True)
         edges_N = torch.searchsorted(sorted_P, torch.arange(n + 1, device=device))
         blocks_N = (edges_N.diff() + size - 1) // size
@@ -58,10 +59,13 @@ class Blocks(_Part):
         sorted_rows_P = torch.arange(pairs, device=device) + shift_N.index_select(0, sorted_P)
         rows_P = torch.empty_like(order_P).scatter_(0, order_P, sorted_rows_P)
         self._rows = rows_P.view(experts_TJ.shape)
-        self._tokens = rows_P.new_zeros(blocks * size).scatter_(0, sorted_rows_P, order_P // self.k)
-        self._gates = gates_TJ.new_zeros(blocks * size).scatter(0, rows_P, gates_TJ.flatten())
         self._block_range = torch.arange(blocks, device=device)
-        self._block_experts = torch.searchsorted(ends_N, self._block_range, right=True).clamp_(max=n - 1)
+        block_experts = torch.searchsorted(ends_N, self._block_range, right=True)
+        self._block_experts = torch.minimum(block_experts, sorted_P[-1:])  # left over: more of the last expert's
+        tokens_P = order_P // self.k
+        padding_P = tokens_P.index_select(0, edges_N.index_select(0, self._block_experts)).repeat_interleave(size)
+        self._tokens = padding_P.scatter(0, sorted_rows_P, tokens_P)
+        self._gates = gates_TJ.new_zeros(blocks * size).scatter(0, rows_P, gates_TJ.flatten())
 
     def pair_gates(self) -> torch.Tensor:
         return self._gates.unsqueeze(1)

@@ -50,10 +50,11 @@ class LoadCallback(TrainerCallback):
         self._statistics = self._recording.enter_context(record_routing(model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.every == 0:
+        if state.global_step % self.every == 0 and self._statistics.tokens.any():
             share_N = self._statistics.shares()["all"].mean(0)
             verdicts = self._statistics.warnings()
             self._statistics.counts.zero_()
+            self._statistics.tokens.zero_()
             self.steps.append(state.global_step)
             self.loads.append(share_N.tolist())
             self._warn(verdicts, state)

@@ -130,7 +130,7 @@ class RoutingStatistics:
             ids_BS: the tokens, for token classes.
             chosen: the experts that served each token, bool [T, n] per layer; None: the k with the largest logits.
         """
-        if len(router_logits) != len(self.sizes) or mask_BS.dim() != 2 or len(router_logits[0]) % len(mask_BS):
+        if len(router_logits) != len(self.sizes) or mask_BS.dim() != 2 or len(router_logits[0]) % max(1, len(mask_BS)):
             raise ValueError(
                 f"RoutingStatistics: {len(router_logits)} layers of logits, mask {list(mask_BS.shape)}: give logits of "
                 f"{len(self.sizes)} layers and a mask [B, S]"
@@ -142,8 +142,9 @@ class RoutingStatistics:
         chosen_LTN = torch.stack(
             [F.pad(of_layer.to(first), (0, n - of_layer.shape[-1])) for of_layer in chosen]
         ).float()
-        rows, length = mask_BS.shape[0], logits_LTN.shape[1] // mask_BS.shape[0]
-        weight_T = mask_BS[:, -length:].flatten().float().to(first)
+        rows, length = mask_BS.shape[0], logits_LTN.shape[1] // max(mask_BS.shape[0], 1)
+        start = mask_BS.shape[1] - length
+        weight_T = mask_BS[:, start:].flatten().float().to(first)
         domain_T = self._domains_of(rows).to(first).repeat_interleave(length)
         domain_TD = F.one_hot(domain_T, len(self.domains)).float() * weight_T.unsqueeze(1)
         weighted_LTN = chosen_LTN * weight_T.unsqueeze(-1)
@@ -155,7 +156,7 @@ class RoutingStatistics:
             self.class_counts += torch.einsum("ltn,tc->cln", weighted_LTN, class_TC).double().cpu()
         if self.allowed is not None:
             inside_LT = (logits_LTN.softmax(-1) * self.allowed.to(first)[domain_T]).sum(-1)
-            positions_T = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -length:].flatten().to(first)
+            positions_T = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, start:].flatten().to(first)
             bucket_TP = F.one_hot(self._buckets_of(positions_T), self.domain_compliance_tokens.shape[1]).float()
             self.domain_compliance_sums += torch.einsum("lt,td,tp->dlp", inside_LT, domain_TD, bucket_TP).double().cpu()
             self.domain_compliance_tokens += (domain_TD.T @ bucket_TP).double().cpu()
@@ -166,7 +167,7 @@ class RoutingStatistics:
         names = list(self.current) if several else [self.current] * rows
         if len(names) != rows:
             raise ValueError(f"RoutingStatistics: current names {len(names)} domains, the batch has {rows} rows")
-        return torch.tensor([self._index(name) for name in names])
+        return torch.tensor([self._index(name) for name in names], dtype=torch.long)
 
     def _index(self, domain: Any) -> int:
         """The place of a domain, by its name."""
@@ -198,7 +199,7 @@ class RoutingStatistics:
     def shares(self) -> dict[str, torch.Tensor]:
         """Domain → each expert's share of its layer's assignments, [L, n]; only for domains with tokens."""
         seen = [i for i in range(len(self.domains)) if self.tokens[i]]
-        return {self.domains[i]: self.counts[i] / self.counts[i].sum(1, keepdim=True) for i in seen}
+        return {self.domains[i]: self.counts[i] / self.counts[i].sum(1, keepdim=True).clamp(min=1) for i in seen}
 
     def compliance(self) -> torch.Tensor:
         """Mean compliance by layer and position bucket, over all domains, [L, P]; NaN for buckets without tokens."""
@@ -212,7 +213,7 @@ class RoutingStatistics:
         return {d: sums[i] / tokens[i] for i, d in enumerate(self.domains) if tokens[i].any()}
 
     def mean_compliance(self, domain: str | None = None) -> float:
-        """Mean compliance over all tokens and layers; of one domain, if it is named."""
+        """Mean compliance over all tokens and layers; of one domain, if it is named. NaN without tokens."""
         self._needs_map()
         at = slice(None) if domain is None else self._index(domain)
         tokens = self.domain_compliance_tokens[at].sum()
@@ -259,7 +260,7 @@ class RoutingStatistics:
         by_domain = self.compliance_by_domain()
         return {
             "compliance": self.compliance().nan_to_num(-1).tolist(),
-            "mean_compliance": self.mean_compliance(),
+            "mean_compliance": self.mean_compliance() if by_domain else None,
             "position_starts": self.position_starts,
             "compliance_by_domain": {name: found.nan_to_num(-1).tolist() for name, found in by_domain.items()},
             "mean_compliance_by_domain": {name: self.mean_compliance(name) for name in by_domain},

@@ -47,7 +47,9 @@ def write_report(
         about=(about, is_a(Mapping, remedy="give a dict").or_none()),
     )
     if not statistics.tokens.any():
-        raise ValueError("write_report: statistics: no token was recorded; run the model inside record_routing")
+        raise ValueError(
+            "write_report: statistics: no token was seen; run a model in record_routing, not on padding alone"
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "routing.json", folder / "load.csv"]

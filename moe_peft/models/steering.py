@@ -15,7 +15,7 @@ from .gate import RoutedGate
 from .view import adapter_layers, native_routers, router_sizes
 
 _EXPERTS = Rule(
-    lambda v: isinstance(v, torch.Tensor) and v.dim() == 1 and v.numel() > 0 and not _is_inexact(v),
+    lambda v: isinstance(v, torch.Tensor) and v.dim() == 1 and not _is_inexact(v),
     "give a tensor of the rows' experts, integers [rows]",
 )
 _LIST = Rule(
@@ -46,7 +46,7 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
     """
     smallest = min(n for n, _ in router_sizes(model, "force_experts"))
     check("force_experts", experts_B=(experts_B, _EXPERTS))
-    if not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
+    if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise ValueError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
     with steered(model, Steering(experts=experts_B.long())):
         yield
@@ -77,11 +77,13 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
         mask = torch.zeros(1, n, dtype=torch.bool)
         mask[0, [int(i) for i in allowed]] = True
         allowed = mask
-    if allowed.dim() != 2 or not len(allowed) or allowed.shape[1] != n or allowed.dtype != torch.bool:
+    if allowed.dim() != 2 or allowed.shape[1] != n or allowed.dtype != torch.bool:
         raise ValueError(f"allow_experts: a mask {allowed.dtype} {tuple(allowed.shape)}; give bool [rows, {n}]")
-    fewest, k = int(allowed.sum(1).min()), fewest_allowed(model)
-    if fewest < k:
-        raise ValueError(f"allow_experts: some row allows only {fewest} of the experts; allow at least top_k={k}")
+    allowed_B, k = allowed.sum(1), fewest_allowed(model)
+    if (allowed_B < k).any():
+        raise ValueError(
+            f"allow_experts: some row allows only {int(allowed_B.min())} of the experts; allow at least top_k={k}"
+        )
     with steered(model, Steering(allowed=allowed)):
         yield
 

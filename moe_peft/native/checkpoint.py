@@ -125,11 +125,13 @@ class ShardedWriter:
         Write a tensor, or the part of it that begins at element `start`, converted to the planned dtype.
 
         Raises:
-            ValueError: it is larger than what is left of its place.
+            ValueError: it is larger than what is left of its place, or its values overflow the dtype.
         """
         file, place = self._places[name]
         dtype = self._tensors[name][0]
         data = tensor.detach().to("cpu", dtype).contiguous().flatten()
+        if dtype == torch.float16 and tensor.dtype.itemsize > 2 and data.isinf().any():
+            raise ValueError(f"{name}: values up to {tensor.abs().max():.3g} overflow dtype float16; use bfloat16")
         size = data.numel() * dtype.itemsize
         if size > self._left[name]:
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 
 from ..analysis.loading import Rows
 from ..models.view import RoutedPass, observed_routing
-from ..training.scoring import example_losses, make_scorable
+from ..training.scoring import example_losses, make_scorable, mean_loss
 
 
 class Choices:
@@ -41,7 +41,7 @@ class Choices:
     def loads(self) -> list[torch.Tensor]:
         """Each expert's share of its layer's assignments, [n] for every layer."""
         counts = [torch.from_numpy(self.layer(i).sum(0)).double() for i in range(len(self.sizes))]
-        return [count_N / count_N.sum() for count_N in counts]
+        return [count_N / count_N.sum().clamp(min=1) for count_N in counts]
 
     def share_with(self, experts: Sequence[Sequence[int]]) -> dict[str, Any]:
         """
@@ -62,6 +62,9 @@ def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[st
     Args:
         model: loaded, with routers.
         choices: notes the experts of every token.
+
+    Raises:
+        ValueError: the data, or a domain, have no token to score.
     """
     make_scorable(model)
     with nullcontext() if choices is None else observed_routing(model, choices.add):
@@ -69,5 +72,6 @@ def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[st
     found = {}
     for domain in dict.fromkeys(sorted(rows.domains)):
         own = [i for i, other in enumerate(rows.domains) if other == domain]
-        found["mean (domain)" if domain == "mean" else domain] = float(losses_S1[own].sum() / counts_S[own].sum())
-    return {**found, "mean": float(losses_S1.sum() / counts_S.sum())}
+        name = "mean (domain)" if domain == "mean" else domain
+        found[name] = mean_loss(losses_S1[own], counts_S[own], f"prune: domain {domain!r}")
+    return {**found, "mean": mean_loss(losses_S1, counts_S, "prune: data")}

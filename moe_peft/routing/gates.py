@@ -30,10 +30,17 @@ def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tupl
         gates [T, k] (differentiable) and expert indices, int64 [T, k], largest gate first.
     """
     check_top_k(logits_TN, k)
+    if not normalize:
+        return _top_probabilities(logits_TN, k)
     top_logits_TK, experts_TK = logits_TN.topk(k, dim=-1)
-    if normalize:
-        return top_logits_TK.softmax(dim=-1), experts_TK
-    return (top_logits_TK - logits_TN.logsumexp(dim=-1, keepdim=True)).exp(), experts_TK
+    return top_logits_TK.softmax(dim=-1), experts_TK
+
+
+def _top_probabilities(logits_TN: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k experts with the largest logits (probabilities may tie at 0 where these do not) and theirs, [T, k]."""
+    experts_TK = logits_TN.topk(k, dim=-1).indices
+    # Not exp(l - logsumexp): of large logits, that difference is rounded to their precision.
+    return logits_TN.softmax(-1).gather(-1, experts_TK), experts_TK
 
 
 def check_top_k(logits_TN: torch.Tensor, k: int) -> None:
@@ -53,7 +60,7 @@ def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[
     Args:
         capacity: how many tokens an expert takes, in order; the gate of any further ones is 0. None: all.
     """
-    gates_T1, experts_T1 = logits_TN.softmax(-1).max(dim=-1, keepdim=True)
+    gates_T1, experts_T1 = _top_probabilities(logits_TN, 1)
     if capacity is not None:
         place_TN = F.one_hot(experts_T1.squeeze(1), logits_TN.shape[1]).cumsum(0)
         gates_T1 = gates_T1 * (place_TN.gather(1, experts_T1) <= capacity)
@@ -70,7 +77,7 @@ def sigmoid_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tu
 def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `top_k_gates`, with gate 0 for the experts that follow once probabilities sum to `p`."""
     check_top_k(logits_TN, k)
-    probabilities_TK, experts_TK = logits_TN.softmax(-1).topk(k, dim=-1)
+    probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
     before_TK = probabilities_TK.detach().cumsum(-1) - probabilities_TK.detach()
     return _kept_gates(probabilities_TK, before_TK < p, normalize), experts_TK
 
@@ -78,7 +85,7 @@ def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> t
 def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `top_k_gates`, with gate 0 for experts whose probability is below `p`, except the best one."""
     check_top_k(logits_TN, k)
-    probabilities_TK, experts_TK = logits_TN.softmax(-1).topk(k, dim=-1)
+    probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
     kept_TK = probabilities_TK >= p
     kept_TK[:, 0] = True
     return _kept_gates(probabilities_TK, kept_TK, normalize), experts_TK
@@ -112,8 +119,9 @@ class Steering:
         """Gates and experts as `choose` returns them; with forced experts, k is 1 and the gates are 1."""
         if self.experts is not None:
             experts_T1 = _per_token(self.experts, logits_TN).unsqueeze(1)
-            # 1, but connected to the logits, whose gradient comes through the output under reentrant checkpointing.
-            return logits_TN.gather(1, experts_T1) * 0 + 1, experts_T1
+            # 1, but connected to the logits, whose gradient comes through the output under reentrant checkpointing. A
+            # logit that is not finite would make it NaN.
+            return logits_TN.gather(1, experts_T1).nan_to_num() * 0 + 1, experts_T1
         assert self.allowed is not None
         return choose(logits_TN.masked_fill(~_per_token(self.allowed, logits_TN), -torch.inf), k, normalize)
 
@@ -121,9 +129,10 @@ class Steering:
 def _per_token(of_rows: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
     """Repeat a per-row tensor [B, …] for each of the T = B·S tokens."""
     rows, tokens = of_rows.shape[0], logits_TN.shape[0]
-    if tokens % rows:
+    length = tokens // max(rows, 1)
+    if tokens != rows * length:
         raise ValueError(f"steered routing: {rows} rows are steered, the batch has {tokens} tokens; give one per row")
-    return of_rows.to(logits_TN.device).repeat_interleave(tokens // rows, dim=0)
+    return of_rows.to(logits_TN.device).repeat_interleave(length, dim=0)
 
 
 def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:

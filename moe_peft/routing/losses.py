@@ -43,10 +43,11 @@ def balancing_loss(
     """
     check("balancing_loss", scope=(scope, one_of(get_args(Scope))))
     mean = mean or _of_one
-    probabilities_LTN = _stacked(router_logits).softmax(-1)
-    check_top_k(probabilities_LTN, k)
-    n = probabilities_LTN.shape[-1]
-    chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, probabilities_LTN.topk(k, dim=-1).indices, 1.0)
+    logits_LTN = _stacked(router_logits)
+    check_top_k(logits_LTN, k)
+    probabilities_LTN, n = logits_LTN.softmax(-1), logits_LTN.shape[-1]
+    # As routers choose: of probabilities, several may be 0.
+    chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, logits_LTN.topk(k, dim=-1).indices, 1.0)
     weights_T = _weights(probabilities_LTN, mask_T, mean)
     f_LN = mean(torch.einsum("ltn,t->ln", chosen_LTN, weights_T))
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
@@ -72,8 +73,8 @@ def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor
     if allowed_TN.dtype != torch.bool or allowed_TN.shape != logits_LTN.shape[1:]:
         given, wanted = tuple(allowed_TN.shape), tuple(logits_LTN.shape[1:])
         raise ValueError(f"label_losses: allowed_TN is {allowed_TN.dtype} {given}; give bool {wanted}")
-    inside_LT = logits_LTN.masked_fill(~allowed_TN, -torch.inf).logsumexp(-1)
-    return (logits_LTN.logsumexp(-1) - inside_LT).mean(0)
+    log_p_LTN = logits_LTN.log_softmax(-1)  # precise however large the logits are
+    return -log_p_LTN.masked_fill(~allowed_TN, -torch.inf).logsumexp(-1).mean(0)
 
 
 def _stacked(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -151,6 +151,9 @@ def load_doubt(counts_LN: torch.Tensor, sizes: Sequence[int]) -> str:
             f"layer {layer} has {int(counts_LN[layer].sum()):,} assignments to {sizes[layer]} experts, too few to judge"
             f" its load: by chance alone the coefficient of variation is {chances[layer]:.2f}; use more data"
         )
+    idle = [layer for layer, counts_N in enumerate(counts_LN) if not counts_N.any()]
+    if idle:
+        return f"layer {idle[0]} has no assignments to its {sizes[idle[0]]} experts, so there is no load; use more data"
     return ""
 
 
@@ -204,4 +207,6 @@ def _by_chance(counts_N: torch.Tensor, n: int) -> float:
 
 
 def _dead(share_N: torch.Tensor) -> int:
+    if not share_N.any():  # no assignments, which say nothing
+        return 0
     return int((share_N < min(_DEAD, _DEAD_OF_EVEN / len(share_N))).sum())

@@ -91,6 +91,25 @@ def example_losses(
     return torch.tensor(losses, dtype=torch.float64).view(-1, copies), torch.tensor(counts)
 
 
+def mean_loss(losses: torch.Tensor, counts_S: torch.Tensor, what: str) -> float:
+    """
+    The mean loss per scored token of examples.
+
+    Args:
+        losses: as `example_losses` returns them for a model that routes.
+        counts_S: the examples' scored tokens.
+        what: names the examples in the message.
+
+    Raises:
+        ValueError: there is no token to score.
+    """
+    if not counts_S.any():
+        raise ValueError(
+            f"{what}: none of {len(counts_S)} examples has a token to score; raise max_length, or leave it out"
+        )
+    return float(losses.sum() / counts_S.sum())
+
+
 def score_checkpoints(
     load: Callable[[Path], PreTrainedModel], experts: Sequence[Path], dataset: Dataset, collator: Collator
 ) -> torch.Tensor:

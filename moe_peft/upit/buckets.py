@@ -85,7 +85,8 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
         capacity: C, the most examples a bucket takes; `ceil(S / n)` if None, so that every example finds one.
 
     Returns:
-        n buckets. Between equal perplexities the earlier expert wins. An example that finds no room is left out.
+        n buckets. Between equal perplexities the earlier expert wins, and an infinite one comes last. An example that
+        finds no room is left out.
 
     Raises:
         ValueError: a perplexity is not a number, or the capacity not positive.
@@ -93,12 +94,7 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
     check("perplexity_buckets", perplexity_SN=(perplexity_SN, _PERPLEXITIES), capacity=(capacity, COUNT.or_none()))
     examples, n = perplexity_SN.shape
     capacity = -(-examples // n) if capacity is None else capacity
-    if perplexity_SN.isnan().any():
-        bad = perplexity_SN.isnan().any(1).nonzero().flatten().tolist()
-        raise ValueError(
-            f"perplexity_buckets: no perplexity for examples {bad[:5]}; they have no token to "
-            "score, or their loss is not a number"
-        )
+    _refuse(perplexity_SN, perplexity_SN.isnan(), "perplexity_buckets")
     buckets: Buckets = [[] for _ in range(n)]
     for example, ranking in enumerate(perplexity_SN.argsort(dim=1, stable=True).tolist()):
         expert = next((i for i in ranking if len(buckets[i]) < capacity), None)
@@ -107,12 +103,25 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
     return buckets
 
 
+def _refuse(perplexity_SN: torch.Tensor, bad_SN: torch.Tensor, caller: str) -> None:
+    if bad_SN.any():
+        found = [f"{i} ({perplexity_SN[i][bad_SN[i]][0]:g})" for i in bad_SN.any(1).nonzero().flatten().tolist()]
+        raise ValueError(
+            f"{caller}: no perplexity for examples {', '.join(found[:5])}: they have no token to score, or their loss "
+            "is not finite; leave them out, or raise max_length"
+        )
+
+
 def relative_perplexity(perplexity_SN: torch.Tensor) -> torch.Tensor:
     """
     Perplexities divided by each expert's geometric mean over the examples, [S, n]. They show on which examples an
     expert is *unusually* good, even where later checkpoints are better on all of them.
+
+    Raises:
+        ValueError: a perplexity is infinite or not a number, so that there is no mean.
     """
     check("relative_perplexity", perplexity_SN=(perplexity_SN, _PERPLEXITIES))
+    _refuse(perplexity_SN, ~perplexity_SN.isfinite(), "relative_perplexity")
     return perplexity_SN / perplexity_SN.log().mean(dim=0, keepdim=True).exp()
 
 

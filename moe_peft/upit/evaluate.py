@@ -20,7 +20,7 @@ from ..analysis.record import RoutingStatistics, record_routing
 from ..models.steering import allow_experts
 from ..models.view import adapter_layers, native_routers
 from ..routing.expert_map import label_text
-from ..training.scoring import example_losses, make_scorable
+from ..training.scoring import example_losses, make_scorable, mean_loss
 from ..training.tokenizing import tokenized
 
 
@@ -57,6 +57,9 @@ def evaluate(
         label_column: a column of domains.
         base: the model to compare with; None takes the model without its adapter.
         label_mask: domain → the indices of the only experts that its tokens may go to; None: all.
+
+    Raises:
+        ValueError: a domain has no token to score.
     """
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one
@@ -72,23 +75,19 @@ def evaluate(
             if statistics is not None:
                 statistics.current = domain
             with nullcontext() if label_mask is None else allow_experts(model, label_mask[domain]):
-                losses["adapted"][domain] = _mean(*example_losses(model, part, collator))
+                losses["adapted"][domain] = mean_loss(*example_losses(model, part, collator), f"evaluate: {domain!r}")
     if base is not None:
         make_scorable(base)
     with model.disable_adapter() if base is None else nullcontext():
         for domain in domains:
             part = data.select([i for i, label in enumerate(labels) if label == domain])
-            losses["base"][domain] = _mean(*example_losses(base or model, part, collator))
+            losses["base"][domain] = mean_loss(*example_losses(base or model, part, collator), f"evaluate: {domain!r}")
     if statistics is not None:
         _gather(statistics)
     shares, warnings = ({}, []) if statistics is None else (statistics.shares(), statistics.warnings())
     for result in losses.values():
         result["mean"] = sum(result.values()) / len(result)
     return Evaluation({name: losses[name] for name in ("base", "adapted")}, shares, warnings)
-
-
-def _mean(losses_S1: torch.Tensor, counts_S: torch.Tensor) -> float:
-    return float(losses_S1.sum() / counts_S.sum())
 
 
 def _gather(statistics: RoutingStatistics) -> None:

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed")  # of safetensors and torch
+# Of safetensors and of torch.
+_FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed", "unexpected pos", "iostream error")
 _GOES_ON = {
     "upit": "the same command goes on from the last checkpoint",
     "sft": "--resume_from_checkpoint true goes on from the last checkpoint",

@@ -269,11 +269,13 @@ class Recipe:
         _require("num_experts", n, n >= 2 or not self.facts.assembles, "at least 2")
         if not self.facts.specialises or self.copies:
             return
+        fields = [f"prepare.{name}" for name in ("adapters", "checkpoints") if getattr(self.prepare, name)]
+        named = fields[0] if fields else "stage 1"
         if given > n:
-            raise ValueError(f"num_experts={n}: stage 1 gives {given}; ask for that many or more")
+            raise ValueError(f"num_experts={n}: {named} gives {given}; ask for that many or more")
         if given < n and (method == _NONE or given < 2):
             why = f"expand.method={method!r} adds none" if method == _NONE else "expansion needs two"
-            raise ValueError(f"num_experts={n}: stage 1 gives {given}, {why}")
+            raise ValueError(f"num_experts={n}: {named} gives {given}, {why}")
 
     # --- what follows from the fields -------------------------------------------------------------------------------
 

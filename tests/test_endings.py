@@ -1,0 +1,214 @@
+"""Nothing is lost: signals, full disks, damaged files and a second process, and that a run goes on after them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from filelock import FileLock
+from upit_case import contents, make_case, run
+from warm import run_module
+
+from moe_peft import folders
+from moe_peft.cli import main
+from moe_peft.training.whole import WHOLE, mark_whole, whole_checkpoints
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    """A small recipe with three stages, and what its run leaves."""
+    folder = tmp_path_factory.mktemp("case")
+    settings = make_case(folder, tokenizer)
+    settings["data"].pop("eval")
+    settings |= {"num_train_epochs": 2, "prepare": {"num_experts": 2}, "num_experts": 2}
+    run(settings, folder)
+    return settings, folder
+
+
+@pytest.fixture
+def finished(case, tmp_path):
+    """A copy of the finished run, in a folder of its own."""
+    shutil.copytree(case[1] / "out", tmp_path / "out")
+    return tmp_path
+
+
+def without_paths(folder: Path) -> dict[str, bytes]:
+    """The files of a run; `manifest.json` names the folder."""
+    return {name: content for name, content in contents(folder).items() if name != "manifest.json"}
+
+
+def command(case, folder: Path, before=None, **settings):
+    """`moe-peft upit` in a process of its own."""
+    recipe = {**case[0], "output_dir": str(folder / "out"), **settings}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return run_module("moe_peft", "upit", "--config", folder / "recipe.yaml", before=before)
+
+
+def _at_step(n: int, number: int) -> None:
+    """Send this process a signal in its n-th training step."""
+    from transformers import Trainer
+
+    original, calls = Trainer.training_step, 0
+
+    def training_step(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == n:
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    Trainer.training_step = training_step
+
+
+def _limit_files(size: int) -> None:
+    """No file may grow beyond a size, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def one_line(stderr: str, start: str) -> str:
+    lines = [line for line in stderr.splitlines() if line.startswith(start)]
+    assert len(lines) == 1 and "Traceback" not in stderr, stderr
+    return lines[0]
+
+
+# --- endings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "start"), [(signal.SIGINT, 130, "stopped: "), (signal.SIGTERM, 143, "terminated: ")]
+)
+def test_a_signal_ends_a_run_with_one_line_and_it_goes_on(number, code, start, case, tmp_path):
+    ended = command(case, tmp_path, partial(_at_step, 9, number))
+    assert ended.returncode == code
+    assert "the same command goes on" in one_line(ended.stderr, start)
+    assert not list((tmp_path / "out").glob(".lock"))
+    run(case[0], tmp_path)
+    assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
+
+
+def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on(case, tmp_path):
+    ended = command(case, tmp_path, partial(_limit_files, 60_000))
+    assert ended.returncode == 1
+    assert "make room" in one_line(ended.stderr, "error: the disk is full")
+    run(case[0], tmp_path)
+    assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
+
+
+def test_a_disk_without_room_is_seen_before(case, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ValueError, match=r"output_dir=.*: 0\.0 GiB are free there, about .* are needed; free some"):
+        run(case[0], tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_run_per_folder(case, finished):
+    with FileLock(finished / "out" / ".lock"), pytest.raises(ValueError, match="another process is writing it"):
+        run(case[0], finished)
+    (finished / "out" / ".lock").touch()  # of a process that died
+    run(case[0], finished)
+    assert not (finished / "out" / ".lock").exists()
+
+
+@pytest.mark.parametrize("name", ["upit", "sft", "upcycle", "eval"])
+def test_an_output_that_cannot_be_a_folder_is_refused(name, case, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    out, base = str(tmp_path / "file" / "out"), case[0]["model"]["name_or_path"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**case[0], "output_dir": out}))
+    arguments = {
+        "upit": ["--config", str(tmp_path / "recipe.yaml")],
+        "sft": ["--model_name_or_path", base, "--dataset_name", case[0]["data"]["train"], "--output_dir", out,
+                "--bf16", "false", "--use_cpu", "true"],
+        "upcycle": ["--model", base, "--output", out],
+        "eval": ["--model", base, "--tasks", "x", "--output", out],
+    }[name]  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        main([name, *arguments])
+    assert end.value.code == 2
+    assert str(tmp_path / "file") in one_line(capsys.readouterr().err, "error: ")
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    """One bit of a file, in the middle. The file may be linked from elsewhere, which stays as it was."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "damage"),
+    [
+        ("prepare", f"experts/0/{WEIGHTS}", flip),
+        ("prepare", "experts/1/adapter_config.json", Path.unlink),
+        ("router_init", "buckets.json", flip),
+        ("post_train", f"adapter/{WEIGHTS}", lambda path: path.write_bytes(path.read_bytes()[:100])),
+        ("prepare", "stage.json", lambda path: path.write_text(path.read_text()[:50])),
+        ("router_init", "stage.json", lambda path: path.write_text("[]")),
+        ("post_train", "stage.json", lambda path: path.write_text('{"identity": 1, "metrics": {}, "files": {}}')),
+        ("post_train", "stage.json", Path.unlink),
+    ],
+)
+def test_a_damaged_stage_is_done_again(stage, file, damage, case, finished, caplog):
+    whole = without_paths(finished / "out")
+    damage(finished / "out" / stage / file)
+    run(case[0], finished)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "done again" in r.getMessage()] == [
+        f"{stage}: {finished / 'out' / stage / file} is damaged or missing; the stage is done again"
+    ]
+    assert without_paths(finished / "out") == whole
+
+
+def test_a_model_card_may_be_edited(case, finished, caplog):
+    for card in (finished / "out").rglob("README.md"):
+        card.write_text("# Mine\n")
+    run(case[0], finished)
+    assert "done again" not in caplog.text
+
+
+def test_what_a_half_done_stage_left_may_be_damaged(case, tmp_path):
+    """Its identity, the last checkpoint, or the perplexities: what is whole is used, the rest is done again."""
+    assert command(case, tmp_path, partial(_at_step, 9, signal.SIGKILL)).returncode == -9
+    checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
+    optimizer = checkpoints[max(checkpoints)] / "optimizer.pt"
+    optimizer.write_bytes(optimizer.read_bytes()[:100])
+    run(case[0], tmp_path)
+    assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": 1}'])
+def test_a_damaged_identity_begins_a_stage_anew(content, case, tmp_path):
+    (tmp_path / "out" / "prepare.partial").mkdir(parents=True)
+    (tmp_path / "out" / "prepare.partial" / "identity.json").write_text(content)
+    run({**case[0], "method": "lora"}, tmp_path)
+    assert (tmp_path / "out" / "adapter" / WEIGHTS).is_file()
+
+
+def test_a_checkpoint_is_whole_as_long_as_its_files_are(tmp_path):
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    for name in ("a", "optimizer.pt"):
+        (checkpoint / name).write_text("content")
+    assert whole_checkpoints(tmp_path) == {}
+    mark_whole(checkpoint)
+    assert whole_checkpoints(tmp_path) == {5: checkpoint}
+    assert json.loads((checkpoint / WHOLE).read_text()) == {"a": 7, "optimizer.pt": 7}
+    mark_whole(checkpoint, without="optimizer.pt")
+    (checkpoint / "optimizer.pt").unlink()
+    assert whole_checkpoints(tmp_path) == {5: checkpoint}
+    (checkpoint / "a").write_text("cont")
+    assert whole_checkpoints(tmp_path) == {}
+    (checkpoint / WHOLE).write_text("")  # by an earlier version
+    assert whole_checkpoints(tmp_path) == {5: checkpoint}

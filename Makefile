@@ -2,6 +2,7 @@
 # make test   sets up and runs the tests
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
+# make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
 # make check  sets up and runs the linters, the type checker and the check of imports
 # make docs   sets up and builds the documentation in .cache/site
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)
@@ -12,7 +13,7 @@ RUN := $(VENV)/bin/python
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
 
-.PHONY: setup demo test test-lowest test-engines check format docs bench clean
+.PHONY: setup demo test test-lowest test-engines fuzz check format docs bench clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -42,6 +43,9 @@ test-lowest: $(LOWEST)/.ready
 test-engines: setup
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/test_engines.py
+
+fuzz: setup
+	FUZZ=long OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/test_fuzz.py
 
 check: setup
 	$(RUN) -m ruff format --check .

@@ -8,7 +8,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
-LINKED = ("benchmarks/results/*.md", "benchmarks/results/*.png", "recipes/*/*.md")
+LINKED = ("SECURITY.md", "benchmarks/results/*.md", "benchmarks/results/*.png", "recipes/*/*.md")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -28,7 +28,8 @@ def talk(*messages):
         [PAIR], [TEXT], [TALK], [{"prompt": "", "completion": "w4"}],
         [{"prompt": TALK["messages"][:1], "completion": TALK["messages"][1:]}],
         [{"conversations": [{"from": "user", "value": "w3"}, {"from": "assistant", "value": "w4"}]}],
-        [{"input_ids": [3, 127]}], [{"chosen": "a", "rejected": "b"}], [{"prompt": "w3", "chosen": "w4", "rejected": "w5"}],
+        [{"input_ids": [3, 127]}], [{"chosen": "a", "rejected": "b"}],
+        [{"prompt": "w3", "chosen": "w4", "rejected": "w5"}],
         [{**PAIR, "domain": "a"}, {**PAIR, "domain": "b"}],
     ],
 )  # fmt: skip

@@ -33,6 +33,7 @@ BLOCK = re.compile(r'^```(python|bash|diff|yaml)(?: title="(.+?)")?\n(.*?)^```$'
 PRINTED = {
     "README.md": "'aux_loss'",
     "adapter.md": "trainable params",
+    "checks.md": "num_train_epochs=nan: must be a finite number",
     "evaluating.md": "Each expert alone",
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "logits differ by",

@@ -49,7 +49,7 @@ def without_paths(folder: Path) -> dict[str, bytes]:
 def command(case, folder: Path, before=None, **settings):
     """`moe-peft upit` in a process of its own."""
     recipe = {**case[0], "output_dir": str(folder / "out"), **settings}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     return run_module("moe_peft", "upit", "--config", folder / "recipe.yaml", before=before)
 
 

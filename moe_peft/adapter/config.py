@@ -175,7 +175,8 @@ class MoELoraConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = PeftType.MOE_LORA
         for name in ("target_modules", "exclude_modules", "target_projections"):
-            if isinstance(value := getattr(self, name), (list, tuple)):
+            value = getattr(self, name)
+            if isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
                 setattr(self, name, set(value))
         given, top_k = self.top_k, self.router_class.only_top_k
         if top_k is not None:

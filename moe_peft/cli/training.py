@@ -125,6 +125,8 @@ def stages(options: Options) -> Iterator[Any]:
 def load_datasets(options: Options, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
     """The training split, and the test split if the trainer evaluates, with their rows checked."""
     data, training = options.data, options.training
+    if data.dataset_streaming:
+        raise ValueError("dataset_streaming=True: rows are counted and checked before training; leave it out")
     if data.dataset_name is None:
         raise ValueError("dataset_name=None: name a file, a folder or a data set")
     source: Any = data.dataset_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -62,3 +62,20 @@ def exclusive(lock: Path, what: object) -> Iterator[None]:
     finally:
         lock.unlink(missing_ok=True)
         held.release()
+
+
+@contextmanager
+def held(folder: Path, what: object) -> Iterator[None]:
+    """
+    Make a folder and hold it for this process; an empty one goes again.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with exclusive(folder / ".lock", what):
+            yield
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # of a run that was refused; others have left something in it

@@ -12,12 +12,15 @@ from typing import Any
 
 import peft
 import torch
+from accelerate.utils import parse_flag_from_env
+from huggingface_hub import hf_hub_download
 from peft import PeftConfig, PeftType
 from peft.utils import load_peft_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from .reading import check_weights, no_weights, read_object, read_text, reading
 
+EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -55,10 +58,14 @@ def read_adapter_weights(folder: str | os.PathLike, what: object) -> dict[str, t
     Raises:
         ValueError: they are not there as safetensors, or cannot be read.
     """
-    if Path(folder).exists() and not Path(folder, ADAPTER_WEIGHTS).is_file():
-        raise ValueError(f"{what}: {no_weights(Path(folder), ADAPTER_WEIGHTS)}")
+    with reading(f"{what}: no {ADAPTER_WEIGHTS}; only safetensors are read"):
+        here = Path(folder)
+        if not here.exists():  # PEFT would take a pickled file of the hub
+            here = Path(hf_hub_download(os.fspath(folder), ADAPTER_WEIGHTS)).parent
+    if not (here / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"{what}: {no_weights(here, ADAPTER_WEIGHTS)}")
     with reading(f"{what}: its weights cannot be read", "save the adapter again"):
-        return load_peft_weights(os.fspath(folder), device="cpu")
+        return load_peft_weights(os.fspath(here), device="cpu")
 
 
 def read_config(name: str | os.PathLike, what: object, revision: str | None = None) -> PreTrainedConfig:
@@ -171,6 +178,8 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object) 
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{what}: its files lack {missing[0]}{more}; download or save the model again")
+    if parse_flag_from_env(EMPTY_IN_OTHERS):
+        return
     for key, weight in model.named_parameters():
         if weight.is_meta or weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             continue

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from moe_peft.reading import read_yaml
+from moe_peft.training.dpo import MoEDPOConfig
 from moe_peft.training.limits import check_number, check_settings
 from moe_peft.training.sft import MoESFTConfig
 from moe_peft.upit import recipe_from_dict
@@ -161,9 +162,9 @@ def test_a_byte_order_mark_aliases_and_merged_keys_are_yaml(tmp_path):
 
 
 def test_the_defaults_of_training_arguments_are_in_range():
-    fields = {f.name: f.default for f in dataclasses.fields(MoESFTConfig) if f.init}
-    known = {name: value for name, value in fields.items() if value is not dataclasses.MISSING}
-    check_settings(MoESFTConfig, known)
+    for kind in (MoESFTConfig, MoEDPOConfig):
+        fields = {f.name: f.default for f in dataclasses.fields(kind) if f.init}
+        check_settings(kind, {name: value for name, value in fields.items() if value is not dataclasses.MISSING})
     for name, value in (("adam_beta2", 1.0), ("max_length", 0), ("seed", 2**32), ("learning_rate", -1e-9)):
         with pytest.raises(ValueError, match=f"here.{name}="):
             check_number(name, value, "here.")

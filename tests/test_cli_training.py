@@ -238,6 +238,35 @@ def test_wrong_flags_too(flags, message, case, tmp_path, capsys):
     assert message in refused("sft", tmp_path, case, *flags, capsys=capsys)
 
 
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"learning_rate": -1e-3}, "learning_rate=-0.001: must be at least 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan: must be finite"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: must be at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"max_length": 0}, "max_length=0: must be at least 1"),
+        ({"seed": -1}, "seed=-1"),
+        (
+            {"stages": {"routers": {"learning_rate": "fast"}}},
+            "learning_rate='fast': must be a valid number",
+        ),
+        ({"stages": {"rest": {"max_grad_norm": -1.0}}}, "stages.rest.max_grad_norm=-1.0: must be at least 0"),
+        ({"dataset_streaming": True}, "dataset_streaming=True: rows are counted"),
+    ],
+)
+def test_numbers_out_of_range_and_what_would_be_ignored(own, message, case, tmp_path, capsys):
+    settings = {**case, "label_column": "domain", "expert_map": MASKS} if "stages" in own else case
+    assert message in refused("sft", tmp_path, {**settings, **own}, capsys=capsys)
+
+
+def test_deepspeed_takes_one_stage(case, tmp_path, capsys, monkeypatch):
+    plugin = property(lambda self: object(), lambda self, value: None)
+    monkeypatch.setattr(MoESFTConfig, "deepspeed_plugin", plugin, raising=False)
+    own = {**case, "label_column": "domain", "expert_map": MASKS, "stages": ["routers", "rest"]}
+    assert "DeepSpeed prepares a model for one training" in refused("sft", tmp_path, own, capsys=capsys)
+
+
 def test_data_of_the_other_kind_is_refused(case, tmp_path, capsys):
     assert "needs chosen and rejected" in refused("dpo", tmp_path, case, capsys=capsys)
 

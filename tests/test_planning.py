@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import tiny_llama
 from datasets import Dataset
 from test_size import ATTENTION, FFN
 from trl import SFTConfig, SFTTrainer
+from upit_case import make_case, run
 
 from moe_peft.training.planning import (
     _TILE_TOKENS,
@@ -19,6 +22,7 @@ from moe_peft.training.planning import (
     rows_and_length,
     steps_and_rows,
 )  # fmt: skip
+from moe_peft.upit import UpIT, recipe_from_dict
 
 LAYER = ATTENTION + FFN + 2 * 64
 OUTSIDE = 2 * 128 * 64 + 64  # embeddings, head, norm
@@ -148,3 +152,23 @@ def test_packing_cuts_or_splits_long_rows(strategy, rows, tmp_path, tokenizer):
     args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, packing=True, packing_strategy=strategy, max_length=64)
     data = Dataset.from_list([{"text": " ".join(["w5"] * 511)}] * 10)  # 512 with the end
     assert rows_and_length(data, tokenizer, args) == (rows, 64.0)
+
+
+def test_the_disk_that_a_run_takes(tmp_path, tokenizer):
+    """At most what the plan says, and more than a third of it: measured while a run writes."""
+    settings = make_case(tmp_path, tokenizer)
+    largest = 0
+    original = Path.rename
+
+    def watched(self, target):
+        nonlocal largest
+        files = {f.stat().st_ino: f.stat().st_size for f in (tmp_path / "out").rglob("*.safetensors")}
+        files |= {f.stat().st_ino: f.stat().st_size for f in (tmp_path / "out").rglob("optimizer.pt")}
+        largest = max(largest, sum(files.values()))
+        return original(self, target)
+
+    planned = UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")})).space()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", watched)
+        run(settings, tmp_path)
+    assert planned / 3 < largest <= planned

@@ -30,7 +30,7 @@ from ..messages import one_line, one_of, unknown_key
 from ..models.native_routers import CONFIG_FIELD
 from ..models.view import base_model
 from ..native import load_routers
-from ..reading import reading
+from ..reading import check_weights, reading
 from ..routing.expert_map import label_text
 from ..training.data import load_data
 from ..training.rows import check_rows
@@ -200,6 +200,8 @@ def _load_model(path: str, what: str, own: dict[str, Any]) -> Any:
     config = read_config(path, what)
     if not hasattr(config.get_text_config(), CONFIG_FIELD):
         return read_model(path, what, **own)
+    if Path(path).is_dir():
+        check_weights(Path(path), what)
     with reading(what):  # lacks gates in the place of which other routers are
         model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **own)
         load_routers(model, path)

@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import get_quantization_config
 
 from ..cards import write_model_card
-from ..folders import exclusive, writable
+from ..folders import held, writable
 from ..loading import chat_template, check_tokenizer, empty_model, read_config, read_model, read_tokenizer
 from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
@@ -27,6 +27,7 @@ from ..models.view import native_routers, router_parameters, router_sizes
 from ..training.arguments import save_whole
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
+from ..training.limits import check_number, check_settings
 from ..training.planning import Launch, Memory, memory, planned_launch, rows_and_length, steps_and_rows, training_line
 from ..training.router_losses import Stage
 from ..training.rows import check_rows
@@ -59,8 +60,7 @@ def train_or_plan(options: Options, trainer: Any) -> None:
     output_dir = writable(str(options.training.output_dir), what)
     model = load_model(options)
     config = options.adapter_config() if adapts(options, model) else None
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with exclusive(output_dir / ".lock", what) if PartialState().is_main_process else nullcontext():
+    with held(output_dir, what) if PartialState().is_main_process else nullcontext():
         _train(options, trainer, found, model, config, tokenizer, data, held_out)
     PartialState().destroy_process_group()
 
@@ -99,6 +99,9 @@ def stages(options: Options) -> Iterator[Any]:
         ValueError: an unknown stage, or a setting of one that is unknown or wrong.
     """
     given, training = options.run.stages, options.training
+    for f in dataclasses.fields(training):
+        if f.init:
+            check_number(f.name, getattr(training, f.name))
     if given is None:
         yield training
         return
@@ -114,6 +117,7 @@ def stages(options: Options) -> Iterator[Any]:
         for key in own:
             if key not in names:
                 raise ValueError(unknown_key(f"stages.{name}.{key}", names))
+        check_settings(type(training), own, f"stages.{name}.")
         settings = {key: getattr(training, key) for key in names}
         folder = str(Path(str(training.output_dir)) / name)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,8 @@ from transformers.integrations import unset_hf_deepspeed_config
 from ..cards import write_model_card
 from ..checks import check, is_a
 from ..contexts import free_memory
-from ..folders import check_space, exclusive, writable
+from ..folders import check_space, held, writable
+from ..loading import EMPTY_IN_OTHERS
 from .ffn_stages import FFN_STAGES
 from .files import publish, write_json
 from .lora_stages import LORA_STAGES
@@ -31,8 +32,6 @@ from .space import needed_space
 from .stages import Artefacts, Stage, outlook, run_stage
 from .tracking import tracked
 
-_LOCK = ".lock"
-_EMPTY = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which accelerate's launcher sets
 MODES: dict[str, tuple[type[Stage], ...]] = {"lora": LORA_STAGES, "ffn": FFN_STAGES}
 
 
@@ -96,15 +95,9 @@ class UpIT:
         self.join_processes()
         self.check()
         what = f"output_dir={str(self.root)!r}"
-        unset_hf_deepspeed_config()
-        check_space(self.root, needed_space(self.recipe, self._missing()), what)
-        self.root.mkdir(parents=True, exist_ok=True)
-        try:
-            with exclusive(self.root / _LOCK, what) if PartialState().is_main_process else nullcontext():
-                self._run(redo)
-        finally:
-            with suppress(OSError):
-                self.root.rmdir()  # of a run that was refused; others have left something in it
+        check_space(self.root, self.space(), what)
+        with held(self.root, what) if PartialState().is_main_process else nullcontext():
+            self._run(redo)
         return self.result
 
     def check(self, weights: bool = True) -> None:
@@ -139,9 +132,10 @@ class UpIT:
             write_json(self.root / "manifest.json", self._manifest())
         PartialState().wait_for_everyone()
 
-    def _missing(self) -> list[Stage]:
-        """The stages that are not done."""
-        return [stage for stage in self.stages if not stage.folder.is_dir()]
+    def space(self) -> int:
+        """Bytes on the disk, about, that the stages take that are not done."""
+        unset_hf_deepspeed_config()
+        return needed_space(self.recipe, [stage for stage in self.stages if not stage.folder.is_dir()])
 
     def outlook(self) -> dict[str, str]:
         """What `run` would do with each stage, by name: "done", "to do", "goes on", or "again" and why."""
@@ -158,7 +152,7 @@ class UpIT:
         for stage in self.stages:
             if isinstance(stage, TrainerStage):
                 _ = stage.arguments(self.root, **own).device
-        if PartialState().num_processes > 1 and parse_flag_from_env(_EMPTY):
+        if PartialState().num_processes > 1 and parse_flag_from_env(EMPTY_IN_OTHERS):
             raise ValueError(
                 "fsdp_cpu_ram_efficient_loading=true: all processes but the first would score examples with empty "
                 "weights; set it to false in accelerate's config"

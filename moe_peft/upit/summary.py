@@ -121,4 +121,5 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     for stage in stages:
         if stage.moe is not None:
             console.print(f"MoE: {stage.moe}", highlight=False, soft_wrap=True)
+    console.print(f"disk: about {pipeline.space() / 2**30:.2f} GiB", highlight=False, soft_wrap=True)
     console.print(f"result: {pipeline.result}", highlight=False, soft_wrap=True)

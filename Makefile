@@ -4,6 +4,7 @@
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
 # make check  sets up and runs the linters, the type checker and the check of imports
 # make docs   sets up and builds the documentation in .cache/site
+# make mutants  sets up mutmut as well, and changes the core to see whether the tests notice; MODULE=… changes one file
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)
 
 VENV ?= .venv
@@ -12,7 +13,7 @@ RUN := $(VENV)/bin/python
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
 
-.PHONY: setup demo test test-lowest test-engines check format docs bench clean
+.PHONY: setup demo test test-lowest test-engines check format docs bench mutants clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -59,6 +60,11 @@ docs: setup
 bench: setup
 	$(RUN) -m benchmarks.adapter
 	$(RUN) -m benchmarks.dispatch
+
+# An hour or two on one core. A run that is stopped goes on where it was: everything is in .cache/mutants.
+mutants: setup
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[mutants]'
+	$(RUN) -m benchmarks.mutants $(MODULE)
 
 clean:
 	rm -rf $(VENV) $(LOWEST) .cache .pytest_cache .mypy_cache .ruff_cache

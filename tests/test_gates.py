@@ -19,6 +19,7 @@ from moe_peft.routing.gates import (
 )
 
 T, N = 9, 5
+MANY = "use a whole number from 1 to the number of experts, 5"
 
 
 def logits(seed=0):
@@ -153,12 +154,12 @@ def test_padded_logits():
     ("call", "message"),
     [
         *(
-            (lambda k=k, rule=rule: rule(logits(), k), f"top_k={k!r}: use a whole number from 1 to the number of experts, 5")
+            (lambda k=k, rule=rule: rule(logits(), k), f"top_k={k!r}: {MANY}")
             for rule in (top_k_gates, sigmoid_gates)
             for k in (0, 6, None, True, 2.0, "2")
         ),
-        (lambda: top_p_gates(logits(), 6, True, 0.5), "top_k=6: use a whole number from 1 to the number of experts, 5"),
-        (lambda: threshold_gates(logits(), 0, True, 0.5), "top_k=0: use a whole number from 1 to the number of experts, 5"),
+        (lambda: top_p_gates(logits(), 6, True, 0.5), f"top_k=6: {MANY}"),
+        (lambda: threshold_gates(logits(), 0, True, 0.5), f"top_k=0: {MANY}"),
         (lambda: Steering(), "Steering: experts, allowed: give one of the two"),
         (lambda: Steering(torch.zeros(1), torch.zeros(1)), "Steering: experts, allowed: give one of the two"),
         (

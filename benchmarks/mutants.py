@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".cache" / "mutants"
 # Module → files of `tests/test_….py`.
 TESTS = {
-    "upit/selection": "upit_extending upit_config",
-    "upit/objectives": "router_init",
+    "upit/selection": "selection",
+    "upit/objectives": "objectives",
     "routing/gates": "gates",
     "routing/statistics": "routing",
     "routing/expert_map": "expert_map",

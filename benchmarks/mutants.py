@@ -30,7 +30,7 @@ TESTS = {
     "routing/routers": "routers routing hash_router bottleneck attention_router",
     "merging": "merging",
     "adapter/sorting": "dispatch",
-    "adapter/mixing": "numerics",
+    "adapter/mixing": "mixing",
     "adapter/dispatch": "dispatch",
     "adapter/layer": "numerics lifecycle",
     "adapter/ffn_layer": "numerics lifecycle",

@@ -8,12 +8,12 @@ tried again, because tests may have been added. Everything is kept in `.cache/mu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ TESTS = {
 }
 # Compiled code, other processes and new Python programs do not see which mutant is active.
 NOT_RUN = " and ".join(
-    f"not {word}" for word in "killed recipe command compile process subprocess ddp fsdp cuda".split()
+    f"not {word}" for word in ["killed", "recipe", "command", "compile", "process", "subprocess", "ddp", "fsdp", "cuda"]
 )
 # Texts of errors and the rules of arguments are left alone: `tests/test_bad_calls.py` and others have a row for each,
 # and they would be most of the mutants.
@@ -106,17 +106,20 @@ def again(folder: Path, module: str) -> None:
 
 def report(folder: Path, module: str) -> None:
     """A line of the table, and what each mutant that survived changes."""
+    from mutmut.configuration import reset_config
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.stats import status_by_exit_code
 
     _, codes = verdicts(folder, module)
-    states = Counter(status_by_exit_code[code] for code in codes.values())
-    killed = sum(states[name] for name in NOTICED)
-    print(f"| `{module}` | {len(codes)} | {killed} | {len(codes) - killed} | {dict(states)}", flush=True)
-    for name, code in codes.items():
-        if status_by_exit_code[code] not in NOTICED:
-            shown = mutmut(folder, "show", name, capture_output=True, text=True).stdout.splitlines()
-            changed = [line for line in shown if line[:1] in "+-@" and line[:3] not in ("---", "+++")]
-            print(name, status_by_exit_code[code], *changed, sep="\n    ", flush=True)
+    killed = sum(status_by_exit_code[code] in NOTICED for code in codes.values())
+    print(f"| `moe_peft/{module}.py` | {len(codes)} | {killed} | {len(codes) - killed} |")
+    reset_config()
+    with contextlib.chdir(folder):
+        for name, code in codes.items():
+            if status_by_exit_code[code] not in NOTICED:
+                lines = get_diff_for_mutant(name, path=Path("moe_peft", f"{module}.py")).splitlines()
+                changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("---", "+++")]
+                print(f"{name.rpartition('.')[2]}: {status_by_exit_code[code]}", *changed, sep="\n    ")
 
 
 def mutmut(folder: Path, *arguments: str, **kwargs) -> subprocess.CompletedProcess:

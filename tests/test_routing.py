@@ -151,7 +151,7 @@ def test_what_is_clear_of_few_tokens_is_told():
     assert "uneven" in load_verdicts(torch.tensor([[1200.0, 400]]), [2])[0]
 
 
-def test_balancing_over_processes_counts_the_tokens_of_all():
+def test_balancing_counts_the_tokens_of_all_workers():
     """Two processes of which one has one real token, and the other none: on average, half a token."""
     layers, one, none = logits(), torch.zeros(T), torch.zeros(T)
     one[3] = 1

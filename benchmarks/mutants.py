@@ -23,7 +23,7 @@ TESTS = {
     "upit/selection": "selection",
     "upit/objectives": "objectives",
     "routing/gates": "gates",
-    "routing/statistics": "routing",
+    "routing/statistics": "routing load",
     "routing/expert_map": "expert_map",
     "routing/losses": "routing",
     "routing/attention_heads": "attention_upcycling attention_router",

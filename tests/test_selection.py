@@ -54,8 +54,8 @@ def test_the_back_half_of_twice_as_many_checkpoints_is_taken_unless_told_otherwi
         *(
             (
                 lambda n=n: select_checkpoints([1, 2, 3, 4], n, "back_half"),
-                f"num_experts={n}: selection='back_half' of 4 checkpoints leaves 2; save more (num_checkpoints) or make "
-                "more by expansion",
+                f"num_experts={n}: selection='back_half' of 4 checkpoints leaves 2; save more (num_checkpoints) or "
+                "make more by expansion",
             )
             for n in (0, 3)
         ),

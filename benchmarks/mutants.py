@@ -38,7 +38,7 @@ TESTS = {
     "upit/buckets": "buckets",
     "upit/own_updates": "router_init",
     "upit/stages": "upit_stages",
-    "native/initialise": "native_initialise native_fine_grained",
+    "native/initialise": "expert_init",
     "native/adapted": "native_export",
     "native/upcycled": "native_upcycle native_fine_grained",
     "training/router_losses": "router_losses",

@@ -9,7 +9,7 @@ import torch
 
 from moe_peft.upit.objectives import OBJECTIVES, routing_loss
 
-L, B, S, N = 2, 4, 5, 3
+L, B, S, N = 2, 5, 5, 3
 
 
 def by_hand(objective, row, own):
@@ -25,8 +25,8 @@ def by_hand(objective, row, own):
 def test_the_loss_of_rows_is_that_of_a_plain_loop(objective):
     generator = torch.Generator().manual_seed(0)
     logits = [3 * torch.randn(B * S, N, generator=generator, dtype=torch.float64) for _ in range(L)]
-    experts = torch.tensor([2, 0, 1, 2])
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 0, 1, 1]])
+    experts = torch.tensor([2, 0, 1, 2, 1])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 0, 1, 1], [0, 0, 1, 0, 0]])
     wanted = []
     for b in range(B):
         real = [s for s in range(S) if mask[b, s]]

@@ -59,7 +59,7 @@ def verdict_by_hand(layer, counts):
 # Loads at and next to each limit, and then loads at random.
 LOADS = [
     [1000, 1000, 1000, 1000], [5000, 1000, 2000, 2000], [5010, 1000, 1990, 2000], [5000, 5010, 0, 0],
-    [900, 8000, 1000, 100], [900, 8000, 1000, 99], [900, 8000, 1000, 201], [7400, 2600], [7600, 2400], [9900, 100],
+    [900, 8000, 1000, 100], [900, 8000, 1000, 99], [900, 8000, 1000, 201], [900, 8000, 900, 200], [7400, 2600], [7600, 2400], [9900, 100],
     [10100, 9900], [7510, 7490, 2500, 2500], [7490, 7500, 2500, 2510], [10**6, 0], [7], [10**4], [0, 0, 0], [4, 0, 0],
     [129, 71], [1299, 701], [1000] * 40, [*[1000] * 39, 240], [*[1000] * 39, 260], [*[1000] * 39, 510],
     [*[1000] * 39, 490], [*[1000] * 29, 9], [*[1000] * 29, 200],
@@ -118,6 +118,7 @@ def test_doubt_names_the_layer_with_the_fewest_assignments_and_then_idle_ones():
     assert load_doubt(torch.tensor([enough[0], [0.0] * 3, [0.0] * 3]), [2, 3, 2]) == (
         "layer 1 has no assignments to its 3 experts, so there is no load; use more data"
     )
+    assert load_doubt(torch.tensor([*few, *enough]), [2, 3, 2, 3]).startswith("layer 1 has 20 assignments to 3")
     # The limit itself: (n - 1)/A = 0.01, so that 0.3 is three times what chance gives.
     assert "100 assignments to 2 experts" in load_doubt(torch.tensor([[50.0, 50.0]]), [2])
     assert load_doubt(torch.tensor([[51.0, 50.0]]), [2]) == ""

@@ -105,6 +105,7 @@ def test_health_is_over_all_layers():
     assert health.coefficient_of_variation == pytest.approx(statistics.fmean(map(variation_of, loads)), rel=1e-12)
     assert (health.smallest, health.largest, health.dead) == (0.0, 0.69, 1)
     assert health.by_chance == pytest.approx(statistics.fmean(map(chance_of, loads)), rel=1e-12)
+    assert load_health(torch.tensor([[1.0, 0.0]]), [2]).largest == 1
     used = load_health(counts[:2], sizes[:2])
     assert (used.smallest, used.largest, used.dead) == (0.2, 0.5, 0)
 

@@ -22,7 +22,6 @@ from moe_peft.upit.buckets import (
     relative_perplexity,
 )
 
-
 INF, NAN = float("inf"), float("nan")
 
 

@@ -16,11 +16,12 @@ CASES = [(name, k, False) for name in METHODS for k in (1, 2, 3)]
 CASES += [(name, k, True) for name in METHODS if name not in ("blocks", "sorted") for k in (1, 3)]
 
 
-def make(name, k, all_columns=False, tokens=11, seed=0):
+def make(name, k, all_columns=False, tokens=11, seed=0, device="cpu", dtype=None):
     generator = torch.Generator().manual_seed(seed)
     experts = torch.rand(tokens, N, generator=generator).topk(k).indices
     experts[experts == 3] = 4 if k == 1 else 3  # with one slot, expert 3 gets no token
-    gates = (torch.rand(tokens, k, generator=generator) + 0.1).to(DTYPES[name])
+    gates = (torch.rand(tokens, k, generator=generator) + 0.1).to(dtype or DTYPES[name])
+    experts, gates = experts.to(device), gates.to(device)
     kinds = {"dense": Dense, "gather": Gather, "blocks": Blocks, "sorted": Sorted}
     if name.startswith("parts of "):
         return InParts(kinds[name[9:]], experts, gates.requires_grad_(), N, SCALING, all_columns)
@@ -180,3 +181,14 @@ def test_blocks_are_a_power_of_two_and_their_number_is_that_of_the_sizes_alone()
     for experts in one:  # all to one expert, evenly, and nearly all to one
         blocks = Blocks(experts.long(), torch.ones(40, 1), N, 1.0)
         assert len(blocks.pair_tokens()) == (40 + N * 7) // 8 * 8
+
+
+@pytest.mark.parametrize(("name", "k", "all_columns"), [case for case in CASES if case[1] == 3])
+def test_everything_is_on_the_inputs_device(name, k, all_columns):
+    """The device "meta" has no values, but refuses to meet tensors of another device, as a GPU does."""
+    dispatch = make(name, k, all_columns, device="meta", dtype=torch.bfloat16)  # grouped products take no other there
+    shapes = (11, IN), (N, R, IN), (N, R, OUT), (11, OUT)
+    with torch.no_grad():
+        (found,) = dispatch.update(*([torch.ones(shape, dtype=torch.bfloat16, device="meta")] for shape in shapes))
+    assert found.device.type == "meta" and found.shape == (11, OUT)
+    assert all(part.pair_rows().device.type == "meta" for part in dispatch.parts)

@@ -142,6 +142,13 @@ def test_no_row_may_be_steered_if_there_is_no_token():
     assert gates.shape == experts.shape == (0, 1)
 
 
+def test_steering_is_brought_to_the_logits_device():
+    """The device "meta" has no values, but refuses to meet tensors of another device, as a GPU does."""
+    x = logits().to("meta")
+    for steering in (Steering(experts=torch.tensor([0, 1, 2])), Steering(allowed=torch.ones(3, N).bool())):
+        assert all(one.device.type == "meta" for one in steering.route(x, 1, True))
+
+
 def test_padded_logits():
     x = torch.tensor([[1.0, -2.0]], dtype=torch.bfloat16)
     least = torch.finfo(torch.bfloat16).min

@@ -230,6 +230,7 @@ def test_value_gram_of_more_experts_than_values():
     for chunk in (1, 2, 3, 4):
         found = value_gram(values, chunk=chunk)
         torch.testing.assert_close(found, values.double() @ values.double().T, rtol=1e-12, atol=1e-12)
+    assert value_gram(values.to("meta")).device.type == "meta"
     assert torch.equal(value_gram(values[:, :0]), torch.zeros(7, 7, dtype=torch.float64))
 
 

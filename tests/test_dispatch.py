@@ -113,6 +113,29 @@ def test_an_update_and_its_gradients(name, k, all_columns, with_grad):
 
 
 @pytest.mark.parametrize(("name", "k", "all_columns"), CASES)
+def test_the_form_that_a_compiler_gets(name, k, all_columns, monkeypatch):
+    """Without backward passes of our own: autograd derives them. The maps are those of the loop all the same."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    dispatch = make(name, k, all_columns)
+    tensors = [random(name, 11, IN), random(name, N, R, IN), random(name, N, R, OUT), random(name, 11, OUT)]
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    ours, theirs = dispatch.update(*([leaf] for leaf in leaves))[0], update_by_hand(dispatch, *leaves)
+    assert_close(ours, theirs)
+    weights = random(name, 11, OUT, seed=5)
+    gradients = [torch.autograd.grad((y * weights).sum(), leaves, retain_graph=True) for y in (ours, theirs)]
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other)
+    for part in dispatch.parts:
+        y = random(name, len(part.pair_tokens()), OUT)
+        real = [p for p, gate in enumerate(part.pair_gates()) if gate != 0]
+        for gated in (False, True):
+            sums = torch.zeros(11, OUT, dtype=y.dtype)
+            for p in real:
+                sums[part.pair_tokens()[p]] += y[p] * (part.pair_gates()[p].detach() if gated else 1)
+            assert_close(part.collect(y, gated).detach(), sums)
+
+
+@pytest.mark.parametrize(("name", "k", "all_columns"), CASES)
 def test_an_update_in_steps(name, k, all_columns):
     dispatch = make(name, k, all_columns)
     x, A, B = random(name, 11, IN), random(name, N, R, IN), random(name, N, R, OUT)

@@ -22,7 +22,7 @@ WORK = ROOT / ".cache" / "mutants"
 TESTS = {
     "upit/selection": "selection",
     "upit/objectives": "objectives",
-    "routing/gates": "gates",
+    "routing/gates": "gates routing routers steering",
     "routing/statistics": "routing load",
     "routing/expert_map": "expert_map",
     "routing/losses": "routing",

@@ -113,7 +113,7 @@ def test_an_update_and_its_gradients(name, k, all_columns, with_grad):
 
 
 @pytest.mark.parametrize(("name", "k", "all_columns"), CASES)
-def test_the_form_that_a_compiler_gets(name, k, all_columns, monkeypatch):
+def test_the_form_whose_backward_autograd_derives(name, k, all_columns, monkeypatch):
     """Without backward passes of our own: autograd derives them. The maps are those of the loop all the same."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     dispatch = make(name, k, all_columns)

@@ -5,6 +5,7 @@
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
 # make check  sets up and runs the linters, the type checker and the check of imports
 # make docs   sets up and builds the documentation in .cache/site
+# make mutants  sets up mutmut as well, and changes the core to see whether the tests notice; MODULE=… changes one file
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)
 
 VENV ?= .venv
@@ -13,7 +14,7 @@ RUN := $(VENV)/bin/python
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
 
-.PHONY: setup demo test test-lowest test-engines fuzz check format docs bench clean
+.PHONY: setup demo test test-lowest test-engines fuzz check format docs bench mutants clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -63,6 +64,11 @@ docs: setup
 bench: setup
 	$(RUN) -m benchmarks.adapter
 	$(RUN) -m benchmarks.dispatch
+
+# An hour or two on one core. A run that is stopped goes on where it was: everything is in .cache/mutants.
+mutants: setup
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[mutants]'
+	$(RUN) -m benchmarks.mutants $(MODULE)
 
 clean:
 	rm -rf $(VENV) $(LOWEST) .cache .pytest_cache .mypy_cache .ruff_cache

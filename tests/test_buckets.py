@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -20,6 +21,8 @@ from moe_peft.upit.buckets import (
     random_buckets,
     relative_perplexity,
 )
+
+INF, NAN = float("inf"), float("nan")
 
 
 def algorithm_3(perplexities, n, capacity):
@@ -86,6 +89,52 @@ def test_label_buckets():
 def test_wrong_inputs(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: random_buckets(-1, 2, 0), "random_buckets: examples=-1: use a whole number of at least 0"),
+        (lambda: random_buckets(3, 0, 0), "random_buckets: num_experts=0: use a whole number from 1 to 65536"),
+        (lambda: random_buckets(3, 2, -1), "random_buckets: seed=-1: use a whole number from 0 to 9223372036854775807"),
+        (
+            lambda: relative_perplexity(torch.tensor([[1.0, 2], [1, INF], [NAN, 3]] + [[INF, 1]] * 4)),
+            "relative_perplexity: no perplexity for examples 1 (inf), 2 (nan), 3 (inf), 4 (inf), 5 (inf): they have no "
+            "token to score, or their loss is not finite; leave them out, or raise max_length",
+        ),
+        *(
+            (
+                lambda v=v: label_buckets(v, 2),
+                f"label_buckets: labels={v!r}: give a list with one per example",
+            )
+            for v in ("ab", 1)
+        ),
+        (
+            lambda: label_buckets(["a", "b", "b"], 2, {"a": [1]}),
+            "expert_map: no experts for the label 'b' of example 1; add it",
+        ),
+        (
+            lambda: label_buckets(["a"], 2, {"a": [2]}),
+            "expert_map: 'a': [2]: name experts from 0 to 1, or give a mask of 2 entries",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_shown(call, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call()
+
+
+def test_edges_of_random_buckets_and_seeds():
+    assert random_buckets(0, 2, 0) == [[], []] and sorted(map(len, random_buckets(2, 3, 0))) == [0, 1, 1]
+    data = Dataset.from_dict({"i": list(range(20))})
+    assert len(draw_seeds(data, 5, seed=0)) == 5 and len(draw_seeds(data, 30, seed=0)) == 20
+
+
+def test_relative_perplexities_are_of_each_expert_alone():
+    one = torch.tensor([[2.0, 3.0, 5.0], [4.0, 9.0, 1.5]], dtype=torch.float64)
+    wanted = [[row[j] / (one[0, j] * one[1, j]) ** 0.5 for j in range(3)] for row in one]
+    torch.testing.assert_close(relative_perplexity(one), torch.tensor(wanted, dtype=torch.float64))
+    torch.testing.assert_close(relative_perplexity(one[:1]), torch.ones(1, 3, dtype=torch.float64))
 
 
 def test_a_rule_gets_what_it_asks_for(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from test_trainer import EXPERTS, arguments, make_model
 from upit_case import rows
 
 from moe_peft.analysis import record_routing
-from moe_peft.routing.expert_map import expert_masks, label_text, read_expert_map
+from moe_peft.routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.buckets import label_buckets
@@ -104,6 +105,85 @@ def test_what_is_refused(given, n, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_expert_map(given, n, "m")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+LONG = {"a": [0, 1], "b": [1, 0], **{f"label {i}": [0, 1] for i in range(9)}}
+LISTS = "m: 'a': {}: give a list of experts from 0 to 1, or a mask of 2 entries"
+
+
+@pytest.mark.parametrize(
+    ("given", "n", "message"),
+    [
+        ([1], 2, "m: [1]: give a map of labels to experts, e.g. {'math': [0, 1]}"),
+        ({1.0: [0], "1": [1]}, 2, "m: the label '1' occurs twice, as number and text; keep one"),
+        (
+            {"b": [2, 1], "a": [1, 1, 0, 0]},
+            4,
+            "m: 'a' has a mask, 'b' a list of indices; write all in one form",
+        ),
+        (
+            {"a": [1, 1, 0, 0], "b": [2, 1]},
+            4,
+            "m: 'a' has a mask, 'b' a list of indices; write all in one form",
+        ),
+        (
+            {"a": [0, 1]},
+            2,
+            "m: {'a': [0, 1]}: with two experts these may be indices or masks; write masks as [true, false], both "
+            "experts as [true, true]",
+        ),
+        (
+            LONG,
+            3,
+            f"m: {str(LONG)[:79]}…: these look like masks for two experts, but there are 3; write masks of 3 entries",
+        ),
+        ({"a": 1}, 2, LISTS.format(1)),
+        ({"a": "01"}, 2, LISTS.format("01")),
+        ({"a": b"01"}, 2, LISTS.format("b'01'")),
+        ({"a": {0, 1}}, 2, LISTS.format("{0, 1}")),
+        (
+            {"a": [True, 1]},
+            2,
+            "m: 'a': [True, 1]: true and false among numbers; write indices, or a mask of 0 and 1",
+        ),
+        ({0: [0.0]}, 2, "m: 0: [0.0]: name experts by whole numbers"),
+        ({"a": [2, 1]}, 2, "m: 'a': [2, 1]: name experts from 0 to 1, or give a mask of 2 entries"),
+        ({"a": [-1]}, 2, "m: 'a': [-1]: name experts from 0 to 1, or give a mask of 2 entries"),
+        (
+            {"a": [2, 2]},
+            3,
+            "m: 'a': [2, 2]: names an expert twice; a mask has 3 entries of 0 and 1, one for each expert",
+        ),
+        (
+            {"a": [True]},
+            2,
+            "m: 'a': [True]: a mask has 2 entries, one for each expert, and allows at least one",
+        ),
+        ({"a": [0, 0]}, 2, "m: 'a': [0, 0]: the mask allows no expert; set the entries of some to 1"),
+        (
+            {"a": [8] * 30},
+            3,
+            f"m: 'a': {str([8] * 30)[:79]}…: name experts from 0 to 2, or give a mask of 3 entries",
+        ),
+        (
+            {"a": [10] * 20},
+            3,  # 80 characters are shown
+            f"m: 'a': {[10] * 20}: name experts from 0 to 2, or give a mask of 3 entries",
+        ),
+    ],
+)
+def test_what_is_refused_word_for_word(given, n, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        read_expert_map(given, n, "m")
+
+
+def test_maps_whose_labels_have_too_few_experts():
+    known = {"a": [0, 1], "b": [2]}
+    check_allowed(known, 1, "m")
+    message = "m: 'b' has 1 of the experts, a token gets top_k=2; give it at least as many, or lower top_k"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_allowed(known, 2, "m")
+    assert torch.equal(expert_masks(known, 3), torch.tensor([[True, True, False], [False, False, True]]))
 
 
 def test_other_lists_of_the_map_decide_what_two_entries_mean():

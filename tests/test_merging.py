@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -206,6 +207,111 @@ def test_likeness_is_of_two_different_experts():
     cosines = [[1.0, -0.5, 0.25], [-0.5, 1.0, -0.75], [0.25, -0.75, 1.0]]
     assert likeness(cosines) == likeness(torch.tensor(cosines)) == (pytest.approx(-1 / 3), -0.75, 0.25)
     assert likeness(None) is likeness([[1.0]]) is likeness([]) is None
+
+
+def test_likeness_of_two_experts_alone_and_of_single_precision():
+    assert likeness([[1.0, 0.5], [0.5, 1.0]]) == (0.5, 0.5, 0.5)
+    values = torch.tensor([[1.0, 0.1, 0.7], [0.1, 1.0, 0.2], [0.7, 0.2, 1.0]])
+    three = [float(values[1, 0]), float(values[2, 0]), float(values[2, 1])]
+    assert likeness(values).mean == pytest.approx(sum(three) / 3, rel=1e-15)  # float32 would keep seven digits
+
+
+def test_similarities_are_cosines():
+    vectors = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wanted = torch.nn.functional.cosine_similarity(vectors[:, None], vectors[None], dim=-1)
+    torch.testing.assert_close(similarities(vectors @ vectors.T), wanted, rtol=1e-12, atol=1e-12)
+    # Rounding may leave products of an expert whose own norm is 0.
+    rounded = torch.tensor([[0.0, 1.0, -1.0], [1.0, 4.0, 0.0], [-1.0, 0.0, 4.0]], dtype=torch.float64)
+    assert torch.equal(similarities(rounded), torch.eye(3, dtype=torch.float64))
+
+
+def test_value_gram_of_more_experts_than_values():
+    values = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    for chunk in (1, 2, 3, 4):
+        found = value_gram(values, chunk=chunk)
+        torch.testing.assert_close(found, values.double() @ values.double().T, rtol=1e-12, atol=1e-12)
+    assert value_gram(values.to("meta")).device.type == "meta"
+    assert torch.equal(value_gram(values[:, :0]), torch.zeros(7, 7, dtype=torch.float64))
+
+
+def test_a_descent_as_a_record_and_the_default_seed():
+    parents = experts(2)
+    family, (descent,) = expand(parents, 3)
+    assert descent.as_dict() == {
+        "expert": 2,
+        "parents": (0, 1),
+        "alpha": descent.alpha,
+        "drop_rate": 0.2,
+        "similarity": descent.similarity,
+    }
+    again, _ = expand(parents, 3, seed=0)
+    assert all(torch.equal(family[2][name], again[2][name]) for name in family[2])
+
+
+@pytest.mark.parametrize(("method", "similarity"), [("genetic", "displacement"), ("none", "update")])
+def test_as_many_experts_as_are_given_are_given_back(method, similarity):
+    for count in (1, 2):
+        parents = experts(count)
+        family, descents = expand(parents, count, method=method, similarity=similarity)
+        assert descents == [] and len(family) == count
+        assert all(one is other for one, other in zip(family, parents, strict=True))
+
+
+def test_experts_of_whole_tensors_expand_by_their_values_or_at_random():
+    parents = [{"w": torch.randn(3, 2), "v": torch.randn(4)} for _ in range(2)]
+    for settings in ({"similarity": "values"}, {"method": "random"}, {"method": "random", "initial": {"x": None}}):
+        assert len(expand(parents, 3, **settings)[0]) == 3
+
+
+A = "model.lora_A.weight"
+UNLIKE = "differs from experts[0] in names, shapes or dtypes; adapt the same modules"
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "message"),
+    [
+        ([{A: 1.0}], {}, "num_experts=2: 1 experts are given and expansion needs two parents; give more experts"),
+        (
+            [{A: 1.0}] * 2,
+            {"num_experts": 3, "method": "none"},
+            "num_experts=3: 2 experts are given and method='none' makes none; give more experts",
+        ),
+        ([{A: 1.0}] * 3, {}, "num_experts=2: 3 experts are given; ask for that many or more"),
+        ([{}, {}], {}, "experts[0]: it has no tensors; give adapters' state dicts"),
+        (
+            [{"w": 1.0}] * 2,
+            {},
+            "similarity='update': the experts have no lora_A and lora_B; use 'values'",
+        ),
+        ([{A: 1}, {A: 1.0}], {}, f"experts[0]: {A} is no tensor of floats; give adapters' state dicts"),
+        ([{A: 1.0}, {A: "x"}], {}, f"experts[1]: {A} is no tensor of floats; give adapters' state dicts"),
+        ([{A: 1.0}, {A: torch.inf}], {}, f"experts[1]: {A} holds NaN or infinity; train or save it again"),
+        ([{A: torch.nan}, {A: 1.0}], {}, f"experts[0]: {A} holds NaN or infinity; train or save it again"),
+        ([{A: 1.0}, {A: torch.ones(2)}], {}, f"experts[1] {UNLIKE}"),
+        ([{A: 1.0}, {A: torch.ones((), dtype=torch.bfloat16)}], {}, f"experts[1] {UNLIKE}"),
+        ([{A: 1.0}, {"other.lora_A.weight": 1.0}], {}, f"experts[1] {UNLIKE}"),
+        (
+            [{A: 1.0}] * 2,
+            {"num_experts": 3, "similarity": "displacement", "initial": {A: torch.ones(3)}},
+            f"initial {UNLIKE}",
+        ),
+        (
+            [{A: 1.0}] * 2,
+            {"num_experts": 3, "similarity": "displacement"},
+            "similarity='displacement': the experts' initial values are unknown; use 'update'",
+        ),
+    ],
+)
+def test_what_is_refused_is_shown(given, settings, message):
+    made = [
+        {
+            name: value if isinstance(value, str | torch.Tensor) else torch.tensor(value)
+            for name, value in expert.items()
+        }
+        for expert in given
+    ]
+    with pytest.raises(ValueError, match=f"^expand: {re.escape(message)}$"):
+        expand(made, **{"num_experts": 2, **settings})
 
 
 @pytest.mark.parametrize("similarity", ["update", "displacement"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from moe_peft.routing.gates import pad_logits
 from moe_peft.routing.losses import balancing_loss, label_losses, z_losses
-from moe_peft.routing.statistics import compliance, entropies, expert_counts, load_doubt, load_health, load_verdicts
+from moe_peft.routing.statistics import (
+    chosen_experts,
+    compliance,
+    entropies,
+    expert_counts,
+    load_doubt,
+    load_health,
+    load_verdicts,
+)
 
 L, T, N, K = 3, 20, 5, 2
 
@@ -148,3 +157,43 @@ def test_what_is_clear_of_few_tokens_is_told():
     assert "coefficient of variation 1.73, healthy below 0.3, by chance 0.29" in told[0]
     assert load_verdicts(torch.tensor([[12.0, 4]]), [2]) == [] and load_verdicts(torch.zeros(1, 4), [4]) == []
     assert "uneven" in load_verdicts(torch.tensor([[1200.0, 400]]), [2])[0]
+
+
+def test_layers_may_be_on_different_devices():
+    """The device "meta" has no values, but refuses to meet tensors of another device, as a GPU does."""
+    one, two = torch.ones(T, N, device="meta"), torch.ones(T, N)
+    for loss in (z_losses([one, two]), balancing_loss([one, two], K, mask()), balancing_loss([one, two], K)):
+        assert loss.device.type == "meta"
+    assert chosen_experts(one[:, :K].long(), None, N).device.type == "meta"
+
+
+def test_balancing_counts_the_tokens_of_all_workers():
+    """Two processes of which one has one real token, and the other none: on average, half a token."""
+    layers, one, none = logits(), torch.zeros(T), torch.zeros(T)
+    one[3] = 1
+    for scope in ("global", "layer"):
+        of_both = [balancing_loss(layers, K, mask, scope, lambda values: values / 2) for mask in (one, none)]
+        # The mean of the processes' losses is the loss of their batches taken together, whose one real token is that.
+        torch.testing.assert_close(sum(of_both) / 2, balancing_loss(layers, K, one, scope), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: label_losses([torch.ones(6, 4)], torch.ones(5, 4).bool()),
+            "label_losses: allowed_TN is torch.bool (5, 4); give bool (6, 4)",
+        ),
+        (
+            lambda: label_losses([torch.ones(6, 4)], torch.ones(6, 4)),
+            "label_losses: allowed_TN is torch.float32 (6, 4); give bool (6, 4)",
+        ),
+        (
+            lambda: z_losses([torch.ones(6, 4), torch.ones(6, 3)]),
+            "router_logits: shapes [(6, 4), (6, 3)]: give one [T, n] per layer, all of one shape (pad_logits)",
+        ),
+    ],
+)
+def test_what_is_refused_is_shown(call, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call()

@@ -83,7 +83,7 @@ def read_config(name: str | os.PathLike, what: object, revision: str | None = No
             raise ValueError(f"{what}: has no {CONFIG}; name a model's folder")
         if not isinstance(read_object(folder / CONFIG).get("model_type"), str):
             raise ValueError(f"{what}: {CONFIG} has no model_type; save the model with save_pretrained")
-    with reading(what, "" if folder.is_dir() else "neither a model folder nor a model of a reachable hub"):
+    with reading(what if folder.is_dir() else f"{what}: neither a model folder nor a model of a reachable hub"):
         return AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
 
 

@@ -35,7 +35,7 @@ def talk(*messages):
 )  # fmt: skip
 def test_good_rows(rows, tokenizer):
     label = "domain" if "domain" in rows[0] else None
-    check_rows(Dataset.from_list(rows), "data", tokenizer, label, TEMPLATE)
+    check_rows(Dataset.from_list(rows), "data", tokenizer, label, lambda: TEMPLATE)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_good_rows(rows, tokenizer):
 def test_a_row_that_cannot_be_trained_on_is_named(rows, words, tokenizer):
     label = "domain" if "domain" in rows[0] else None
     with pytest.raises(ValueError, match=words) as refused:
-        check_rows(Dataset.from_list(rows), "data", tokenizer, label, TEMPLATE)
+        check_rows(Dataset.from_list(rows), "data", tokenizer, label, lambda: TEMPLATE)
     assert "\n" not in str(refused.value)
 
 

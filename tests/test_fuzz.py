@@ -136,7 +136,7 @@ rows = st.fixed_dictionaries({}, optional={
 @given(st.lists(rows, min_size=1, max_size=3))
 def test_rows(tokenizer, drawn):
     dataset = Dataset.from_list([{"prompt": None, "completion": None, **row} for row in drawn])
-    refused_in_one_line(check_rows, dataset, "data", tokenizer, None, "{{ messages[0].content }}")
+    refused_in_one_line(check_rows, dataset, "data", tokenizer, None, lambda: "{{ messages[0].content }}")
 
 
 @pytest.fixture(scope="module")

@@ -98,9 +98,9 @@ def test_stage_without_tasks_is_what_it_was(case):
     [
         ({"tasks": ["toy_bo"]}, "evaluate.tasks='toy_bo': no such task; did you mean 'toy_b'"),
         ({"include_path": "nowhere"}, "evaluate.include_path='nowhere': no such folder"),
-        ({"num_fewshot": -1}, "evaluate.num_fewshot=-1: use a whole number"),
+        ({"num_fewshot": -1}, "evaluate.num_fewshot=-1: must be greater than or equal to 0"),
         ({"batch_size": "many"}, "evaluate.batch_size='many': must be"),
-        ({"limit": 0}, "evaluate.limit=0.0: must be above 0"),
+        ({"limit": 0}, "evaluate.limit=0: must be greater than 0"),
         ({"few_shot": 1}, "evaluate.few_shot: unknown key"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,9 @@ def load_datasets(options: Options, tokenizer: Any) -> tuple[Dataset, Dataset | 
     found = [load_data(source, "dataset_name", label, data.dataset_train_split, formats)]
     if training.eval_strategy != "no":
         found.append(load_data(source, "dataset_name", label, data.dataset_test_split, formats))
-    template = chat_template(getattr(training, "chat_template_path", None), "chat_template_path")
+    path = getattr(training, "chat_template_path", None)
     for rows in found:
+        template = partial(chat_template, path, "chat_template_path")
         check_rows(rows, f"dataset_name={source!r}", tokenizer, label, template)
     return found[0], found[1] if len(found) > 1 else None
 

@@ -143,8 +143,8 @@ class AdapterFolder(Folder):
         self.state = read_adapter_weights(path, f"prune: adapter {str(path)!r}")
         self.check()
         for key, tensor in self.state.items():
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
-                raise ValueError(f"prune: {path}: {key} holds NaN or infinity, or is not floating-point")
+            if not tensor.isfinite().all():
+                raise ValueError(f"prune: {path}: {key} holds NaN or infinity; save the adapter again")
 
     def similarity(self, layer: int) -> torch.Tensor:
         name = self.layers[layer].name

@@ -72,6 +72,11 @@ def _load(arguments: dict[str, Any]) -> Any:
         raise error.__cause__ or error from None  # which says what is wrong
 
 
+def source_name(source: str | dict[str, Any] | None) -> str | None:
+    """Where data come from: a file, or a data set's name."""
+    return source.get("path") if isinstance(source, dict) else source
+
+
 def drawn(dataset: Dataset, count: int, seed: int) -> Dataset:
     """`count` of the examples, or all if there are fewer, in random order."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))

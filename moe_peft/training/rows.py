@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from datasets import Dataset
@@ -24,7 +26,11 @@ _ORDERS = 100  # of roles, which are put through the chat template
 
 
 def check_rows(
-    dataset: Dataset, field: str, tokenizer: Any, label_column: str | None = None, template: str | None = None
+    dataset: Dataset,
+    field: str,
+    tokenizer: Any,
+    label_column: str | None = None,
+    own_template: Callable[[], str | None] = lambda: None,
 ) -> None:
     """
     Check that every row can be trained on.
@@ -33,7 +39,7 @@ def check_rows(
         field: the field that names the data, for messages.
         tokenizer: whose chat template conversations go through.
         label_column: a column whose values must be labels.
-        template: the chat template to use instead.
+        own_template: gives another one. It is called only for conversations, as it may read a file.
 
     Raises:
         ValueError: a row has no text or no label, or a conversation has messages or roles that the chat template does
@@ -41,7 +47,7 @@ def check_rows(
     """
     columns = set(dataset.column_names)
     parts = next(parts for parts in _FORMATS if all(columns >= set(part) for part in parts))
-    template = template or getattr(tokenizer, "chat_template", None)
+    template = cache(lambda: own_template() or getattr(tokenizer, "chat_template", None))
     orders: dict[tuple[str, ...], tuple[str, list[dict[str, Any]]]] = {}
     size = len(tokenizer)
     kept = {key for part in parts for key in part} | ({label_column} if label_column else set())
@@ -55,14 +61,14 @@ def check_rows(
             ]
             if messages and len(orders) < _ORDERS:
                 orders.setdefault(tuple(message["role"] for message in messages), (where, messages))
-    if orders and template is None:
+    if orders and template() is None:
         raise ValueError(f"{field}: has conversations, but the tokenizer no chat template; set chat_template_path")
     for roles, (where, messages) in orders.items():
         with reading(f"{where}: the chat template does not take messages of {', '.join(roles)}"):
-            tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
+            tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template())
 
 
-def _messages(what: str, key: str, value: Any, template: Any, size: int) -> list[dict[str, Any]]:
+def _messages(what: str, key: str, value: Any, template: Callable[[], Any], size: int) -> list[dict[str, Any]]:
     """Check a cell; returns its messages if it is a conversation."""
     shown = f"{what}={one_line(repr(value), 60)}"
     if isinstance(value, str) and key not in ("messages", "conversations", "input_ids"):
@@ -79,11 +85,11 @@ def _messages(what: str, key: str, value: Any, template: Any, size: int) -> list
     return []
 
 
-def _message(what: str, message: Any, template: Any) -> dict[str, Any]:
+def _message(what: str, message: Any, template: Callable[[], Any]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"{what}: {one_line(repr(message), 60)}: must be a message with role and content")
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-    if not isinstance(role, str) or (role not in _ROLES and role not in str(template)):
+    if not isinstance(role, str) or (role not in _ROLES and role not in str(template())):
         raise ValueError(f"{what}: role={role!r}: must be one of {', '.join(_ROLES)}")
     if not isinstance(content, (str, list)) and not message.get("tool_calls"):
         raise ValueError(f"{what}: content={one_line(repr(content), 60)} of the role {role!r}: must be a text")

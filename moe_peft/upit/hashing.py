@@ -59,10 +59,8 @@ def hash_template(path: str | None) -> str | None:
     return hash_file(Path(path)) if path is not None and Path(path).is_file() else path
 
 
-def hash_experts(section: PrepareSection) -> list[str]:
+def check_experts(section: PrepareSection) -> None:
     """
-    One hash for each of the given adapter or model folders.
-
     Raises:
         ValueError: a folder lacks its config.
     """
@@ -70,4 +68,8 @@ def hash_experts(section: PrepareSection) -> list[str]:
         for folder in getattr(section, field) or []:
             if not (Path(folder) / name).is_file():
                 raise ValueError(f"prepare.{field}: {folder!r} is not a folder with {name}")
+
+
+def hash_experts(section: PrepareSection) -> list[str]:
+    """One hash for each of the given adapter or model folders."""
     return [hash_json(hash_folder(Path(folder))) for folder in section.given or []]

@@ -102,10 +102,10 @@ class RunContext:
         Raises:
             ValueError: a row of the data cannot be used, or the base has no tokenizer for it.
         """
-        tokenizer, template = self.tokenizer, chat_template(self.recipe.sft.get("chat_template_path"), _TEMPLATE)
+        path, tokenizer = self.recipe.sft.get("chat_template_path"), self.tokenizer
         for name, data in (("data.train", self.train_data), ("data.eval", self.eval_data)):
             if data is not None:
-                check_rows(data, name, tokenizer, self.recipe.data.label_column, template)
+                check_rows(data, name, tokenizer, self.recipe.data.label_column, lambda: chat_template(path, _TEMPLATE))
 
     def check_base(self) -> None:
         """
@@ -113,6 +113,7 @@ class RunContext:
             ValueError: the base's files cannot be read.
         """
         name = self.recipe.model.name_or_path
+        hashing.check_experts(self.recipe.prepare)
         if Path(name).is_dir():
             check_weights(Path(name), f"model.name_or_path={name!r}")
 

@@ -22,8 +22,8 @@ from ..evaluation.harness import Harness
 from ..evaluation.scores import Scores
 from ..messages import one_line
 from ..models.size import ModelSize
-from ..training.checkpoints import Trained, copy_result, step_rows
-from ..training.data import in_blocks
+from ..training.checkpoints import Trained, copy_result
+from ..training.data import in_blocks, source_name
 from ..training.labels import unknown_labels
 from ..training.sft import MoESFTConfig
 from .buckets import Seeds, draw_seeds
@@ -37,6 +37,8 @@ from .recipe import Recipe, as_dict
 from .selection import chosen_steps
 from .stages import STATE, Artefacts, Stage
 from .tasks import evaluate_tasks, load_harness, recorded_scores, task_files
+
+_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")  # rows of one process
 
 
 class TrainerStage(Stage):
@@ -102,13 +104,13 @@ class TrainingStage(TrainerStage):
     def write_card(self, folder: Path) -> None:
         """The model card of the result."""
         r = self.recipe
-        data = _source(r.data.train)
+        data = source_name(r.data.train)
         made = f"`moe-peft upit`, method `{r.method}`"
         write_model_card(folder, base=r.model.name_or_path, made=made, datasets=[data] if data else [])
 
     def steps(self, rows: int, batch: int) -> int:
         """Optimizer steps for `rows` training rows, `batch` of them in each."""
-        return math.ceil(self.epochs * -(-rows // batch))
+        return max(1, round(self.epochs * rows / batch))  # as `total_steps` has it
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "epochs": self.epochs}
@@ -140,10 +142,14 @@ class Prepare(TrainingStage):
         return replace(self.given, experts=shared_out(self.recipe, experts))
 
     def check(self) -> None:
-        args = self.arguments(self.folder)
-        if not args.packing:  # which makes fewer rows, how many is not known yet
-            steps = max(1, round(self.epochs * len(self.context.train_data) / step_rows(args)))
-            chosen_steps(steps, *self._selection())
+        if not self.sft.get("packing"):  # which makes fewer rows, how many is not known yet
+            batch = math.prod(self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
+            self.steps(len(self.context.train_data), batch * PartialState().num_processes)
+
+    def steps(self, rows: int, batch: int) -> int:
+        steps = super().steps(rows, batch)
+        chosen_steps(steps, *self._selection())  # a choice that cannot be made should be known before the run
+        return steps
 
     def lora_config(self, model: PreTrainedModel) -> LoraConfig | None:
         """What is trained; None trains all weights."""
@@ -369,7 +375,10 @@ class Evaluate(TrainerStage):
         r, sections = self.recipe, [losses_section(found.losses)]
         if found.shares:
             sections += [load_section(found.warnings), shares_section(found.shares, folder / "routing.png")]
-        lead = [f"Base: {Path(r.model.name_or_path).name}", f"Held-out data: {Path(str(_source(r.data.eval))).name}"]
+        lead = [
+            f"Base: {Path(r.model.name_or_path).name}",
+            f"Held-out data: {Path(str(source_name(r.data.eval))).name}",
+        ]
         write_page(folder / "report.html", f"Result of the method {r.method}", lead, sections)
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -385,11 +394,6 @@ class Evaluate(TrainerStage):
 def shared_out(recipe: Recipe, experts: list[Path]) -> tuple[Path, ...]:
     """The experts that a MoE is assembled from, where those of stage 1 are `experts`: all, or copies of the last."""
     return (experts[-1],) * recipe.num_experts if recipe.copies and experts else tuple(experts)
-
-
-def _source(data: str | dict[str, Any] | None) -> str | None:
-    """Where data come from: a file, or a data set's name."""
-    return data.get("path") if isinstance(data, dict) else data
 
 
 def metrics(trained: Trained) -> dict[str, Any]:

@@ -363,17 +363,16 @@ class Evaluate(TrainerStage):
         if data is None:
             return {}
         found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base, self.label_mask)
-        if args.should_save and found.shares:
-            plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
         if args.should_save:
             self._write_page(found, folder)
         shares = {domain: share.tolist() for domain, share in found.shares.items()}
         return {"loss": found.losses, "shares": shares, "warnings": found.warnings}
 
     def _write_page(self, found: Evaluation, folder: Path) -> None:
-        """`report.html`: losses beside the base's, and routing."""
+        """`routing.png` and `report.html`: losses beside the base's, and routing."""
         r, sections = self.recipe, [losses_section(found.losses)]
         if found.shares:
+            plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
             sections += [load_section(found.warnings), shares_section(found.shares, folder / "routing.png")]
         lead = [
             f"Base: {Path(r.model.name_or_path).name}",

@@ -98,11 +98,14 @@ def is_regex(value: Any) -> bool:
         return False
 
 
+def existing(path: str | os.PathLike) -> Path:
+    """A path, or the nearest folder above it that is there."""
+    path = Path(path).absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
 def _can_be_folder(value: Any) -> bool:
-    if not (isinstance(value, (str, os.PathLike)) and os.fspath(value)):
-        return False
-    path = Path(value).absolute()
-    return next(place for place in (path, *path.parents) if place.exists()).is_dir()
+    return isinstance(value, (str, os.PathLike)) and os.fspath(value) != "" and existing(value).is_dir()
 
 
 COUNT = whole(1)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from .checks import existing
+
 
 def writable(folder: str | os.PathLike, what: object) -> Path:
     """
@@ -19,7 +21,7 @@ def writable(folder: str | os.PathLike, what: object) -> Path:
         ValueError: it cannot.
     """
     folder = Path(folder)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = existing(folder)
     if not there.is_dir():
         raise ValueError(f"{what}: {there} is not a folder; choose another")
     if not os.access(there, os.W_OK | os.X_OK):
@@ -35,7 +37,7 @@ def check_space(folder: Path, needed: int, what: object) -> None:
     Raises:
         ValueError: the disk has less.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = existing(folder)
     free = shutil.disk_usage(there).free
     if free < needed:
         raise ValueError(

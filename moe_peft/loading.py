@@ -161,11 +161,11 @@ def read_model(
         model, info = model_class.from_pretrained(
             os.fspath(name), use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **own
         )
-    check_loaded(model, info, what)
+    _check_loaded(model, info, what)
     return model
 
 
-def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object) -> None:
+def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object) -> None:
     """
     Raises:
         ValueError: weights were missing, have another shape, or are not finite.

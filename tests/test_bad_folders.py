@@ -10,6 +10,8 @@ import pytest
 import yaml
 from bad_input import NO_ADAPTER, NO_MODEL, NO_MOE, NO_SHARDS, NO_TOKENIZER, damaged, make_world, refused
 
+from moe_peft import loading
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tokenizer):
@@ -69,6 +71,18 @@ def test_a_damaged_folder_is_refused_in_one_line(command, folder, damage, words,
     wrong = damaged(world, folder, damage, tmp_path)
     line = refused(COMMANDS[command](world, wrong, tmp_path / "out"), capsys, tmp_path / "out")
     assert re.search(words, line), line
+
+
+def test_of_an_adapter_on_the_hub_only_safetensors_are_read(world, monkeypatch):
+    asked = []
+
+    def download(name, file):
+        asked.append((name, file))
+        return str(world / "moe" / file)
+
+    monkeypatch.setattr(loading, "hf_hub_download", download)
+    assert any("moe_lora_A" in key for key in loading.read_adapter_weights("some/adapter", "adapter"))
+    assert asked == [("some/adapter", "adapter_model.safetensors")]
 
 
 def test_code_in_a_folder_is_not_run(world, tmp_path, capsys):

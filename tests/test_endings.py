@@ -18,6 +18,7 @@ from warm import run_module
 
 from moe_peft import folders
 from moe_peft.cli import main
+from moe_peft.cli.ending import ends_in_one_line
 from moe_peft.training.whole import WHOLE, mark_whole, whole_checkpoints
 
 WEIGHTS = "adapter_model.safetensors"
@@ -101,6 +102,25 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on(case, tmp_path):
     assert "make room" in one_line(ended.stderr, "error: the disk is full")
     run(case[0], tmp_path)
     assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("a\nb"), 2, "error: a b"),
+        (PermissionError(13, "Permission denied", "file"), 1, "error: file: Permission denied"),
+        (OSError(28, "No space left on device"), 1, "error: the disk is full; make room, then nothing half-written"),
+    ],
+)
+def test_other_endings(error, code, line, capsys):
+    with pytest.raises(SystemExit) as end, ends_in_one_line("upcycle"):
+        raise error
+    assert end.value.code == code and one_line(capsys.readouterr().err, "error: ").startswith(line)
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(RuntimeError), ends_in_one_line("upcycle"):
+        raise RuntimeError("fault")
 
 
 def test_a_disk_without_room_is_seen_before(case, tmp_path, monkeypatch):

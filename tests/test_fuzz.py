@@ -54,11 +54,15 @@ def refused_in_one_line(function, *args: Any, **own: Any) -> Any:
         return None
 
 
+def _fields(kind: Any) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+
+
 def paths(kind: type = Recipe) -> list[tuple[str, ...]]:
     found = []
     for field in dataclasses.fields(kind):
-        own = next((s for s in (field.default_factory,) if dataclasses.is_dataclass(s)), None)
-        found += [(field.name,), *((field.name, *path) for path in (paths(own) if own else ()))]
+        own = field.default_factory
+        found += [(field.name,), *((field.name, f.name) for f in _fields(own))]
     named = ("r", "top_k", "router_type", "num_experts_pattern", "target_projections", "lora_dropout")
     trained = (
         "learning_rate",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ..loading import empty_model
+from ..native.writing import parse_dtype
 from .inputs import load_config
 from .recipe import Recipe
 from .shared_stages import Prepare, RouterInit, TrainingStage
@@ -20,7 +19,9 @@ def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
     """
     config = load_config(recipe.model)
     empty = empty_model(config, f"model.name_or_path={recipe.model.name_or_path!r}")
-    whole, each = (0, 4) if recipe.mode == "lora" else (empty.num_parameters(), _bytes(recipe, config))
+    whole, each = (
+        (0, 4) if recipe.mode == "lora" else (empty.num_parameters(), parse_dtype(dtype, config, "upit").itemsize)
+    )
     kept = passing = 0
     for stage in stages:
         if not isinstance(stage, TrainingStage):
@@ -34,10 +35,3 @@ def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
         kept += copies * weights
         passing = max(passing, 2 * (weights + 8 * sizes.trained))
     return kept + passing
-
-
-def _bytes(recipe: Recipe, config: object) -> int:
-    """Of one weight."""
-    kind = getattr(config, "dtype", None) if recipe.model.dtype == "auto" else recipe.model.dtype
-    found = getattr(torch, str(kind).removeprefix("torch."), torch.float32)
-    return found.itemsize if isinstance(found, torch.dtype) else 4

@@ -195,7 +195,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
             "(in Python run(redo=True))"
         )
     whole = _record(partial)
-    begun = _begun(partial) or (whole and whole["identity"])
+    begun = _intact(partial / _IDENTITY, "settings") or (whole and whole["identity"])
     goes_on = begun is not None and _decisive(begun) == _decisive(identity)
     PartialState().wait_for_everyone()  # all have read before anything is removed
     if main:
@@ -249,18 +249,16 @@ def _finished(folder: Path, name: str) -> dict[str, Any] | None:
 
 def _record(folder: Path) -> dict[str, Any] | None:
     """The record of what was done in a folder, if it is there and not damaged."""
-    with suppress(ValueError):
-        found = read_json(folder / _RECORD)
-        if found is not None and all(isinstance(found.get(key), dict) for key in ("identity", "metrics", "files")):
-            return found if isinstance(found["identity"].get("settings"), dict) else None
-    return None
+    found = _intact(folder / _RECORD, "identity", "metrics", "files")
+    return found if found is not None and isinstance(found["identity"].get("settings"), dict) else None
 
 
-def _begun(partial: Path) -> dict[str, Any] | None:
-    """The identity of a stage that was begun, if it is there and not damaged."""
+def _intact(path: Path, *sections: str) -> dict[str, Any] | None:
+    """A JSON file, if it is there and has these sections, each an object."""
     with suppress(ValueError):
-        found = read_json(partial / _IDENTITY)
-        return found if found is not None and isinstance(found.get("settings"), dict) else None
+        found = read_json(path)
+        if found is not None and all(isinstance(found.get(section), dict) for section in sections):
+            return found
     return None
 
 

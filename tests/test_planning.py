@@ -154,6 +154,16 @@ def test_packing_cuts_or_splits_long_rows(strategy, rows, tmp_path, tokenizer):
     assert rows_and_length(data, tokenizer, args) == (rows, 64.0)
 
 
+def test_the_disk_of_whole_models_counts_in_their_dtype(tmp_path, tokenizer):
+    settings = {**make_case(tmp_path, tokenizer), "mode": "ffn", "adapter": {}}
+    sizes = []
+    for dtype in ("float32", "bfloat16", "auto"):
+        own = {**settings, "output_dir": str(tmp_path / "out"), "model": {**settings["model"], "dtype": dtype}}
+        sizes.append(UpIT(recipe_from_dict(own)).space())
+    base = sum(p.numel() for p in tiny_llama(vocab=128).parameters())
+    assert sizes[0] == sizes[2] > sizes[1] > 3 * 2 * base  # three experts at least
+
+
 def test_the_disk_that_a_run_takes(tmp_path, tokenizer):
     """At most what the plan says, and more than a third of it: measured while a run writes."""
     settings = make_case(tmp_path, tokenizer)

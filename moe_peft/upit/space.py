@@ -19,9 +19,10 @@ def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
     """
     config = load_config(recipe.model)
     empty = empty_model(config, f"model.name_or_path={recipe.model.name_or_path!r}")
-    whole, each = (
-        (0, 4) if recipe.mode == "lora" else (empty.num_parameters(), parse_dtype(dtype, config, "upit").itemsize)
-    )
+    whole, each = 0, 4  # parameters beside the experts that a checkpoint holds, and bytes of one
+    if recipe.mode == "ffn":
+        dtype = None if recipe.model.dtype == "auto" else recipe.model.dtype
+        whole, each = empty.num_parameters(), parse_dtype(dtype, config, "upit").itemsize
     kept = passing = 0
     for stage in stages:
         if not isinstance(stage, TrainingStage):

@@ -3,60 +3,103 @@ MoE-LoRA against plain PEFT LoRA of the same active rank (top_k·r) on the same 
 
     python -m benchmarks.adapter                       # hidden 256 and 768, 8 experts; and 64 experts at hidden 256
     python -m benchmarks.adapter --hidden 256 --experts 8 --rounds 40
+    python -m benchmarks.adapter --hidden 256 --compiled     # further rows with torch.compile; minutes of compilation
 
 A Llama-shaped model, batch 4×256, fp32 on the CPU or bf16 on CUDA. All methods run interleaved in one process, in an
-order that changes every round; a row gives the median of the per-round ratios to LoRA. Memory is measured in a fresh
-process per method: the peak during training steps less what the process held before them.
+order that changes every round; a row gives the median of the per-round ratios to LoRA, and their quartiles. Rows
+"compiled" compare compiled models with compiled LoRA, and compiled LoRA with LoRA as it is. Memory is measured in a
+fresh process per method: the peak during training steps less what the process held before them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig
 
 from .processes import peak_growth, run_module
-from .timing import interleave, median_ratio
+from .timing import Ratio, interleave, ratio
 
-BATCH, LENGTH, K, R, DECODED = 4, 256, 2, 8, 16
+DECODED = 16
 METHODS = ("lora", "output", "projection", "base")
+FFN = ["gate_proj", "up_proj", "down_proj"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
-def build(method: str, hidden: int, experts: int, layers: int) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 16 * 16,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        vocab_size=4096,
-    )
-    base = LlamaForCausalLM(config).to(DEVICE, DTYPE)
-    if method == "base":
-        # The frozen model with one tiny trainable vector, so that its backward runs as far down as the others'.
-        base.requires_grad_(False)
-        base.model.embed_tokens.register_forward_hook(_require_grad)
-        return base
-    if method == "lora":
-        adapter = LoraConfig(r=K * R, lora_alpha=2 * K * R, target_modules=["gate_proj", "up_proj", "down_proj"])
-    else:
-        adapter = MoELoraConfig(num_experts=experts, top_k=K, r=R, mixing=method)
-    model = get_peft_model(base, adapter)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
-    return model
+@dataclass(frozen=True)
+class Case:
+    """A Llama-shaped base, experts on its FFNs, and a batch."""
+
+    hidden: int
+    experts: int = 8
+    layers: int = 4
+    intermediate: int | None = None
+    k: int = 2
+    r: int = 8
+    batch: int = 4
+    length: int = 256
+    vocab: int = 4096
+    quantized: bool = False
+    checkpointing: bool = False
+
+    def base(self) -> torch.nn.Module:
+        head = 64 if self.hidden < 4096 else 128
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate or self.hidden * 8 // 3 // 16 * 16,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // head,
+            num_key_value_heads=self.hidden // head,
+            vocab_size=self.vocab,
+        )
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            base = LlamaForCausalLM(config).to(DTYPE)
+        if not self.quantized:
+            return base
+        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=DTYPE)
+        with tempfile.TemporaryDirectory() as folder:
+            base.save_pretrained(folder)
+            del base
+            return LlamaForCausalLM.from_pretrained(folder, quantization_config=nf4, device_map=DEVICE)
+
+    def model(self, method: str) -> torch.nn.Module:
+        base = self.base()
+        if self.checkpointing:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            base.enable_input_require_grads()
+        if method == "base":
+            # The frozen model with one tiny trainable vector, so that its backward runs as far down as the others'.
+            base.requires_grad_(False)
+            base.model.embed_tokens.register_forward_hook(_require_grad)
+            return base
+        rank = self.k * self.r
+        if method == "lora":
+            adapter: Any = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=FFN)
+        else:
+            adapter = MoELoraConfig(num_experts=self.experts, top_k=self.k, r=self.r, mixing=method)
+        torch.manual_seed(0)
+        model = get_peft_model(base, adapter)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        return model
+
+    def ids(self) -> torch.Tensor:
+        shape = (self.batch, self.length)
+        return torch.randint(self.vocab, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
 def _require_grad(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -105,39 +148,43 @@ TASKS: dict[str, Callable[[torch.nn.Module, torch.Tensor], float]] = {
 }
 
 
-def token_ids() -> torch.Tensor:
-    return torch.randint(4096, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+def compile_for(task: str, models: dict[str, torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The models compiled for a task: static shapes for whole batches; in decoding, the cache grows."""
+    torch._dynamo.reset()
+    for name, model in models.items():
+        yield name, cast(torch.nn.Module, torch.compile(model, dynamic=True if task == "decode" else None))
 
 
-def time_ratios(hidden: int, experts: int, layers: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Per task and method: the median over rounds of the time, as a multiple of LoRA's in the same round."""
-    models = {method: build(method, hidden, experts, layers) for method in METHODS}
-    ids = token_ids()
-    ratios = {}
+def time_ratios(case: Case, rounds: int, compiled: bool) -> dict[str, dict[str, Ratio]]:
+    """Per task and method: the time as a multiple of LoRA's in the same round; of compiled LoRA's in compiled rows."""
+    models = {method: case.model(method) for method in METHODS}
+    ids, ratios = case.ids(), {}
     for task, run in TASKS.items():
-        seconds = interleave({method: partial(run, model, ids) for method, model in models.items()}, rounds)
-        ratios[task] = {method: median_ratio(times, seconds["lora"]) for method, times in seconds.items()}
+        jobs = {method: partial(run, model, ids) for method, model in models.items()}
+        if compiled:
+            jobs |= {f"{method}, compiled": partial(run, fast, ids) for method, fast in compile_for(task, models)}
+        seconds = interleave(jobs, rounds)
+        ratios[task] = {method: ratio(seconds[method], seconds["lora"]) for method in METHODS}
+        if compiled:
+            of = {method: seconds[f"{method}, compiled"] for method in METHODS}
+            ratios[f"{task}, compiled"] = {method: ratio(of[method], of["lora"]) for method in METHODS}
+            ratios[f"{task}, compiled"]["lora"] = ratio(of["lora"], seconds["lora"])
     return ratios
 
 
-def memory_growth(method: str, hidden: int, experts: int, layers: int) -> int:
+def memory_growth(case: Case, method: str) -> int:
     """Bytes by which three training steps raise the peak above what the process held before."""
-    model, ids = build(method, hidden, experts, layers), token_ids()
+    model, ids = case.model(method), case.ids()
 
     def train() -> None:
         for _ in range(3):
             train_step(model, ids)
 
-    if DEVICE == "cpu":
-        return peak_growth(train)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    train()
-    return torch.cuda.max_memory_allocated() - before
+    return peak_growth(train)
 
 
-def memory_ratios(hidden: int, experts: int, layers: int) -> dict[str, float]:
-    sizes = ("--hidden", hidden, "--experts", experts, "--layers", layers)
+def memory_ratios(case: Case) -> dict[str, float]:
+    sizes = ("--hidden", case.hidden, "--experts", case.experts, "--layers", case.layers)
     growth = {method: int(run_module("benchmarks.adapter", "--memory-of", method, *sizes)) for method in METHODS}
     return {method: value / growth["lora"] for method, value in growth.items()}
 
@@ -148,21 +195,26 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="+", default=[8])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compiled", action="store_true", help="also with torch.compile")
     parser.add_argument("--memory-of", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    cases = [Case(hidden, experts, args.layers) for hidden in args.hidden for experts in args.experts]
     if args.memory_of:
-        print(memory_growth(args.memory_of, args.hidden[0], args.experts[0], args.layers))
+        print(memory_growth(cases[0], args.memory_of))
         return
-    cases = [(h, n) for h in args.hidden for n in args.experts]
     if 256 in args.hidden and 64 not in args.experts:
-        cases.append((256, 64))
-    print("| hidden | experts | task | MoE output | MoE projection | base alone |\n|---|---|---|---|---|---|")
-    for hidden, experts in cases:
-        ratios = time_ratios(hidden, experts, args.layers, args.rounds)
-        ratios["memory growth"] = memory_ratios(hidden, experts, args.layers)
-        for task, row in ratios.items():
-            cells = " | ".join(f"{row[method]:.2f}" for method in METHODS[1:])
-            print(f"| {hidden} | {experts} | {task} | {cells} |", flush=True)
+        cases.append(Case(256, 64, args.layers))
+    print(
+        "| hidden | experts | task | LoRA | MoE output | MoE projection | base alone |\n|---|---|---|---|---|---|---|"
+    )
+    for case in cases:
+        rows = {
+            task: [str(row[method]) for method in METHODS]
+            for task, row in time_ratios(case, args.rounds, args.compiled).items()
+        }
+        rows["memory growth"] = [f"{growth:.2f}" for growth in memory_ratios(case).values()]
+        for task, cells in rows.items():
+            print(f"| {case.hidden} | {case.experts} | {task} | {' | '.join(cells)} |", flush=True)
     print(json.dumps({"device": DEVICE, "torch": torch.__version__, "threads": torch.get_num_threads()}))
 
 

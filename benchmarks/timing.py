@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 
 def interleave(jobs: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
@@ -27,6 +28,19 @@ def interleave(jobs: Mapping[str, Callable[[], float]], rounds: int, warmup: int
     return seconds
 
 
-def median_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds of one job's time as a multiple of another's in the same round."""
-    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
+@dataclass(frozen=True)
+class Ratio:
+    """The median of ratios and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
+def ratio(seconds: Sequence[float], others: Sequence[float]) -> Ratio:
+    """One job's time as a multiple of another's in the same round."""
+    low, median, high = statistics.quantiles([a / b for a, b in zip(seconds, others, strict=True)], n=4)
+    return Ratio(median, low, high)

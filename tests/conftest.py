@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports: names that are no folders are not looked for
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
@@ -44,3 +47,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from benchmarks.words import word_tokenizer  # here: some scripts that import this file do not have it
 
     return word_tokenizer(model_max_length=256)
+
+
+@pytest.fixture
+def loud() -> Iterator[None]:
+    """Puts back what `--quiet` changes for the whole process."""
+    import datasets
+
+    verbosity = transformers.logging.get_verbosity()
+    yield
+    datasets.enable_progress_bars()
+    transformers.logging.enable_progress_bar()
+    transformers.logging.set_verbosity(verbosity)
+    logging.getLogger("moe_peft").setLevel(logging.NOTSET)

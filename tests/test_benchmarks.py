@@ -54,7 +54,7 @@ def test_mixtral_of_copies_computes_what_the_base_computes(tmp_path):
 
 
 def test_jobs_are_interleaved_in_another_order_each_round():
-    from benchmarks.timing import interleave, median_ratio
+    from benchmarks.timing import interleave, ratio
 
     done: list[str] = []
     seconds = interleave({name: lambda name=name: float(done.append(name) or len(done)) for name in "abc"}, 6, warmup=1)
@@ -64,7 +64,7 @@ def test_jobs_are_interleaved_in_another_order_each_round():
     assert [len(times) for times in seconds.values()] == [6, 6, 6] and sum(map(sum, seconds.values())) == sum(
         range(4, 22)
     )
-    assert median_ratio([2.0, 9.0, 3.0], [1.0, 3.0, 3.0]) == 2.0
+    assert str(ratio([2.0, 9.0, 3.0], [1.0, 3.0, 3.0])) == "2.00 (1.00–3.00)"
 
 
 def test_a_finished_run_is_not_repeated(tmp_path, capsys):
@@ -218,3 +218,34 @@ def test_the_upit_study_tries_rates_until_the_best_lies_between_worse_ones(tmp_p
             ledger.add({"order": "iid", "seed": TUNING_SEED, "method": "UpIT", "rate": rate, "points": points}, "")
         assert best_rate(ledger, "UpIT") == optimum
         assert min(tried) < optimum < max(tried) and len(tried) == len(set(tried)) <= 6
+
+
+def test_the_gpu_benchmark_measures_all_its_rows_on_a_tiny_case():
+    from benchmarks.gpu import SMALL, table
+
+    lines = list(table([SMALL], rounds=2, compiled=False, kernels=False))
+    tasks = ["training step", "prefill", "decode", *(["peak memory"] if torch.cuda.is_available() else [])]
+    assert [line.split(" | ")[1] for line in lines[2:]] == tasks
+    assert all(line.count("|") == 6 and line.split(" | ")[2].startswith("1.00") for line in lines[2:])
+
+
+@pytest.mark.parametrize("method", ["base", "lora", "projection"])
+def test_the_cost_model_counts_what_runs(method):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from benchmarks.adapter import Case
+    from benchmarks.cost_model import Shape, added_operations, base_operations
+
+    case = Case(64, layers=2, batch=2, length=24, vocab=32)
+    model, ids = case.model(method).eval(), case.ids()
+    f = LlamaConfig.from_dict(model.config.to_dict()).intermediate_size
+    shape = Shape(64, f, 2, 1, 1, 32, length=24, tokens=48)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(input_ids=ids)
+    scores = 2 * 24 * 64  # which torch does not count on a CPU
+    per_token = 2 * (base_operations(shape) + added_operations(shape, method) - scores) + 2 * 64 * 32
+    assert abs(counter.get_total_flops() / (48 * per_token) - 1) < 1e-3  # rotary frequencies are a product too
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained == shape.trained(method)
+    assert sum(p.numel() for p in model.parameters() if p.dim() > 1) - trained == shape.base_parameters

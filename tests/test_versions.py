@@ -20,6 +20,7 @@ DISTRIBUTIONS = packages_distributions()
 TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "trainer.py")
 EVAL = ("evaluation",)  # the extra `eval` too
 DEEPSPEED = ("sharding.py",)  # and this the extra `deepspeed`, once a model is divided by it
+KERNELS = ("kernels.py",)  # and this the extra `kernels`
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:
@@ -47,8 +48,8 @@ FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "moe_peft").rglob("*.p
 def test_what_a_file_imports_is_declared(path: Path):
     extras = [
         EXTRAS[name]
-        for name, parts in (("train", TRAIN), ("eval", EVAL), ("deepspeed", DEEPSPEED))
-        if path.parts[1] in parts
+        for name, parts in (("train", TRAIN), ("eval", EVAL), ("deepspeed", DEEPSPEED), ("kernels", KERNELS))
+        if path.parts[1] in parts or path.name in parts
     ]
     allowed = declared(PROJECT["dependencies"], *extras)
     missing = {

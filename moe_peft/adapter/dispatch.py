@@ -34,6 +34,9 @@ from torch.autograd.function import once_differentiable
 
 from ..contexts import without_autocast
 
+# What belongs to an activation's input and what to its factor, where a projection has experts.
+Both = tuple[torch.Tensor | None, torch.Tensor | None]
+
 
 class Dispatch:
     """
@@ -168,11 +171,15 @@ class Dispatch:
             return [self.expand_collect(*of_one, in_place) for of_one in zip(h, B, base, strict=True)]
         updated = []
         for x_TM, A_NRM, B_NRM, base_TM in zip(x, A, B, base, strict=True):
-            h_TNR = (x_TM @ A_NRM.flatten(0, 1).T).view(self.tokens, self.n, A_NRM.shape[1])
-            # Masked and not only multiplied by 0: an expert that was not chosen may overflow.
-            h_TNR = h_TNR.masked_fill(self.gate_table() == 0, 0) * self.gate_table()
-            updated.append(_plus_product(base_TM, h_TNR.flatten(1).to(B_NRM.dtype), B_NRM.flatten(0, 1), in_place))
+            h_TC = self.weighted_columns(x_TM, A_NRM).to(B_NRM.dtype)
+            updated.append(_plus_product(base_TM, h_TC, B_NRM.flatten(0, 1), in_place))
         return updated
+
+    def weighted_columns(self, x_TM: torch.Tensor, A_NRM: torch.Tensor) -> torch.Tensor:
+        """`s g_i A_i x` for all experts, [T, n·r]; zero for those that a token did not choose."""
+        h_TNR = (x_TM @ A_NRM.flatten(0, 1).T).view(self.tokens, self.n, A_NRM.shape[1])
+        # Masked and not only multiplied by 0: an expert that was not chosen may overflow.
+        return (h_TNR.masked_fill(self.gate_table() == 0, 0) * self.gate_table()).flatten(1)
 
 
 def _plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, in_place: bool) -> torch.Tensor:
@@ -187,10 +194,14 @@ class Dense(Dispatch):
         one_hot_PN = F.one_hot(self.pair_experts(), self.n).to(h_PR.dtype)
         return (one_hot_PN.unsqueeze(2) * h_PR.unsqueeze(1)).flatten(1)
 
+    def _own_columns(self, h_PC: torch.Tensor) -> torch.Tensor:
+        """[P, n·r] → [P, r], those of the pair's expert (the transpose of `_mask`)."""
+        r = h_PC.shape[1] // self.n
+        index = self.pair_experts().view(-1, 1, 1).expand(-1, 1, r)
+        return h_PC.view(-1, self.n, r).gather(1, index).squeeze(1)
+
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        h_PNR = (y_PM @ A.flatten(0, 1).T).view(-1, self.n, A.shape[1])
-        index = self.pair_experts().view(-1, 1, 1).expand(-1, 1, A.shape[1])
-        return h_PNR.gather(1, index).squeeze(1)
+        return self._own_columns(y_PM @ A.flatten(0, 1).T)
 
     def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
         masked, matrix = self._mask(h_PR), B.flatten(0, 1)

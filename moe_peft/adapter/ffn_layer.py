@@ -20,8 +20,9 @@ from ..contexts import without_autocast
 from .config import ExpertSpec
 from .dispatch import Dispatch
 from .ffn import FFNLayout
+from .fused import Fused
 from .layer import MoELoraLayer, MoELoraLinear, Weights, in_shape, linear_features, may_overwrite
-from .mixing import PairInputs, mixed_hidden
+from .mixing import PairInputs, mixed_hidden, updated_hidden
 
 
 class _Branch(NamedTuple):
@@ -114,6 +115,10 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
 
         # 2b. Mixing "projection" (and a single expert): `Wx + s Σ g_i B_i A_i x` on each projection, then the
         #     activation, once per token.
+        names = [name for name in layout.inputs if name in weights]
+        if isinstance(dispatch, Fused) and not mixes_outputs:
+            z_TF = self._updated_hidden(adapter_name, dispatch, weights, names, x_TD, pre)
+            return _Branch(z_TF, dispatch, weights, mixes_outputs)
         if dispatch is None or not mixes_outputs:
             base = dict(zip(layout.inputs, pre, strict=True))
             updated = self._updated(adapter_name, dispatch, weights, x_TD, base, in_place)
@@ -121,22 +126,37 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
 
         # 2c. Mixing "output": there is a non-linearity between the projections, so every pair has its own activation
         #     a_i. First come its low-rank inputs `s A_i x` [P, r], on all projections that have experts …
-        names = [name for name in layout.inputs if name in weights]
-        x = self._dropped(adapter_name, x_TD.to(dtype), len(names))
+        x, A, B = self._factors(adapter_name, weights, names, x_TD, dtype)
         with without_autocast(x_TD):
-            low = dispatch.shrink_tokens(x, [weights[name][0].to(dtype) for name in names])
+            low = dispatch.shrink_tokens(x, A)
 
             # 2d. … then, in one step that saves little for backward, `a_i = act(pre + B_i h)`, their gated sum
             #     `z = Σ g_i a_i`, and `A_down a_i`, which the down projection's experts need for each pair (step 4).
-            B = {name: weights[name][1].to(dtype) for name in names}
+            B_of = dict(zip(names, B, strict=True))
             A_down = weights[layout.down][0].to(dtype) if layout.down in weights else None
             inputs = []
             for low_of_part in zip(*low, strict=True) if low else [()] * len(dispatch.parts):
                 h = {name: h_PR * dispatch.scaling for name, h_PR in zip(names, low_of_part, strict=True)}
-                inputs.append(PairInputs(pre, [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs]))
+                inputs.append(PairInputs(pre, [h.get(p) for p in layout.inputs], [B_of.get(p) for p in layout.inputs]))
             dropout = self.moe_lora_spec[adapter_name].lora_dropout if self.training else 0.0
             z_TF, low_down = mixed_hidden(dispatch, layout, self.base_layer, inputs, A_down, dropout)
         return _Branch(z_TF, dispatch, weights, mixes_outputs, low_down)
+
+    def _updated_hidden(
+        self,
+        adapter_name: str,
+        dispatch: Fused,
+        weights: Weights,
+        names: list[str],
+        x_TD: torch.Tensor,
+        pre: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Step 2b in one kernel, which adds the updates and applies the activation."""
+        x, A, B = self._factors(adapter_name, weights, names, x_TD, pre[0].dtype)
+        with without_autocast(x_TD):
+            H = map(dispatch.weighted_columns, x, A)
+            updates = dict(zip(names, zip(H, B, strict=True), strict=True))
+            return updated_hidden(dispatch, self.layout, self.base_layer, pre, updates)
 
     def _after_down(self, adapter_name: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
         """Step 4: add an adapter's change to the down projection's output."""

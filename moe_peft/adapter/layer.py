@@ -171,9 +171,7 @@ class MoELoraLayer(BaseTunerLayer):
         if not names:
             return list(base.values())
         dtype, of_names = base[names[0]].dtype, [base[name] for name in names]
-        x = self._dropped(adapter_name, x_TM.to(dtype), len(names))
-        A = [weights[name][0].to(dtype) for name in names]
-        B = [weights[name][1].to(dtype) for name in names]
+        x, A, B = self._factors(adapter_name, weights, names, x_TM, dtype)
         with without_autocast(x_TM):
             if dispatch is not None:
                 updated = dispatch.update(x, A, B, of_names, in_place)
@@ -181,6 +179,14 @@ class MoELoraLayer(BaseTunerLayer):
                 s, of_each = self.moe_lora_spec[adapter_name].scaling, zip(of_names, x, A, B, strict=True)
                 updated = [torch.addmm(y_TM, (x_TM @ A_1RM[0].T) * s, B_1RM[0]) for y_TM, x_TM, A_1RM, B_1RM in of_each]
         return list({**base, **dict(zip(names, updated, strict=True))}.values())
+
+    def _factors(
+        self, adapter_name: str, weights: Weights, names: list[str], x_TM: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Each named projection's input (with dropout), A and B, in the dtype of the products."""
+        x = self._dropped(adapter_name, x_TM.to(dtype), len(names))
+        A, B = zip(*(weights[name] for name in names), strict=True) if names else ((), ())
+        return x, [M.to(dtype) for M in A], [M.to(dtype) for M in B]
 
     def _dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
         """An input for each of `count` projections: with dropout, each has its own mask, as in LoRA."""

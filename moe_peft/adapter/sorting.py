@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +27,64 @@ class _Part(Dispatch):
         return self._tokens
 
     def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _Spread.apply(x_TM, self._tokens, self._rows)
         return x_TM.index_select(0, self._tokens)
 
     def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        if torch.compiler.is_compiling():  # a compiler fuses these and derives their backward
-            y_TJM = y_PM.index_select(0, self._rows.flatten()).view(self.tokens, self.k, y_PM.shape[1])
-            return (y_TJM * self.gates.unsqueeze(-1) if gated else y_TJM).sum(1)
+        if torch.compiler.is_compiling():
+            return _Collect.apply(y_PM, self.gates if gated else None, self.pair_gates(), self._tokens, self._rows)
         # A gather, the gates and the sum in one pass.
         return F.embedding_bag(self._rows, y_PM, mode="sum", per_sample_weights=self.gates if gated else None)
+
+
+# What a compiler gets to fuse. It would derive indexed sums as their backward, whose writes collide; these are gathers.
+
+
+class _Spread(torch.autograd.Function):
+    """`x[tokens]`; the backward sums the rows of each token, because padding has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TM: torch.Tensor, tokens_P: torch.Tensor, rows_TJ: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows_TJ)
+        return x_TM.index_select(0, tokens_P)
+
+    @staticmethod
+    def backward(ctx: Any, d_PM: torch.Tensor) -> Any:
+        (rows_TJ,) = ctx.saved_tensors
+        return _of_slots(d_PM, rows_TJ).sum(1), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The sum of each token's rows, with gates [T, j] or without; `gates_P1` are the same by row, 0 for padding."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_PM: torch.Tensor,
+        gates_TJ: torch.Tensor | None,
+        gates_P1: torch.Tensor,
+        tokens_P: torch.Tensor,
+        rows_TJ: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.gated = gates_TJ is not None
+        ctx.save_for_backward(y_PM, gates_P1, tokens_P, rows_TJ)
+        y_TJM = _of_slots(y_PM, rows_TJ)
+        return (y_TJM if gates_TJ is None else y_TJM * gates_TJ.unsqueeze(-1)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, d_TM: torch.Tensor) -> Any:
+        y_PM, gates_P1, tokens_P, rows_TJ = ctx.saved_tensors
+        d_PM = d_TM.index_select(0, tokens_P)
+        if not ctx.gated:
+            return d_PM, None, None, None, None
+        d_gates_TJ = (_of_slots(y_PM, rows_TJ) * d_TM.unsqueeze(1)).sum(-1)
+        return d_PM * gates_P1, d_gates_TJ, None, None, None
+
+
+def _of_slots(y_PM: torch.Tensor, rows_TJ: torch.Tensor) -> torch.Tensor:
+    """The rows of each token's pairs, [P, m] → [T, j, m]."""
+    return y_PM.index_select(0, rows_TJ.flatten()).view(*rows_TJ.shape, y_PM.shape[1])
 
 
 class Blocks(_Part):

@@ -5,9 +5,10 @@ Every engine with every kind of training, on a tiny model in two processes on a 
     python -m benchmarks.engines --engines FSDP2 --kinds output
 
 Each cell has three words. "equal": the training ends with the weights and losses of one process that takes the same
-batches (to 2e-5). "saved": what `save_model` writes is the folder that one process writes, with these weights.
-"resumed": stopped in the middle and started again, it ends with the same weights. UpIT is stopped in its router
-initialisation and in its last training, so its cell has all three or none.
+batches (to 2e-5; on a 4-bit base to two steps of bfloat16, in which TRL trains there). "saved": what `save_model`
+writes is the folder that one process writes, with these weights. "resumed": stopped in the middle and started again,
+it ends with the same weights. UpIT is stopped in its router initialisation and in its last training, so its cell has
+all three or none; so has the command's, which is stopped in the middle.
 
 The processes are started by `accelerate launch` with the files in `recipes/accelerate`. accelerate has FSDP and
 DeepSpeed for accelerators only, so each process tells it that its CPU is one; from there on, FSDP2's and DeepSpeed's
@@ -17,6 +18,7 @@ own code runs.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -36,14 +38,16 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from datasets import Dataset
 from peft import LoraConfig, PeftConfig
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import BitsAndBytesConfig, Trainer, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
+from moe_peft.cli import main as main_of_moe_peft
 from moe_peft.messages import one_line
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.upit import UpIT, recipe_from_dict
 
+from .adapter import FFN
 from .trainers import base_model, words
 from .words import word_tokenizer
 
@@ -53,18 +57,26 @@ ENGINES = {"DDP": "ddp.yaml", "FSDP2": "fsdp2.yaml", "ZeRO-2": "zero2.yaml", "Ze
 ALONE = "one process"
 PROCESSES, STEPS, MIDDLE = 2, 4, 2
 TOLERANCE = 2e-5
-FFN = ["gate_proj", "up_proj", "down_proj"]
+# In the dtype of the other weights, so that FSDP can divide them together.
+PACKED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float32"}
+# On a 4-bit base, TRL makes adapters of bfloat16, which has steps of 0.004 below 1: two of them.
+TOLERANCE_4BIT = 8e-3
 KINDS = {
     "LoRA": "plain LoRA",
     "output": "adapter, output",
     "projection": "adapter, projection",
+    "LoRA-4bit": "plain LoRA, 4-bit base",
+    "output-4bit": "adapter, output, 4-bit base",
     "native": "native MoE, all weights",
     "upit-lora": "UpIT, mode lora",
+    "upit-lora-4bit": "UpIT, mode lora, 4-bit base",
     "upit-ffn": "UpIT, mode ffn",
+    "sft": "`moe-peft sft`",
 }
-RESULTS = {"upit-lora": "adapter", "upit-ffn": "model"}  # folders of an UpIT run
-# The steps of an UpIT run after which it is stopped: in router initialisation, and in post-training.
-STOPS = {"upit-lora": (9, 13), "upit-ffn": (11, 23)}
+# Where in its folder a run leaves its result.
+RESULTS = {"upit-lora": "adapter", "upit-lora-4bit": "adapter", "upit-ffn": "model", "sft": "."}
+# The steps after which a run is stopped; one of UpIT in router initialisation, and in post-training.
+STOPS = {"upit-lora": (9, 13), "upit-lora-4bit": (9, 13), "upit-ffn": (11, 23), "sft": (3,)}
 
 
 # --- in each process -----------------------------------------------------------------------------------------------
@@ -82,9 +94,9 @@ def take_cpu_for_an_accelerator() -> None:
 
     DeepSpeedPlugin.__post_init__ = make_thorough  # type: ignore[method-assign]
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        from deepspeed.comm import torch as communication
-
-        communication.build_shm_op = lambda: None  # a faster way on CPUs, which has to be compiled
+        # A faster way on CPUs, which has to be compiled; a process that ends meanwhile leaves a lock, for which others
+        # wait for ever. By its full name: in its package, the module's name has torch itself.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
 def is_sharded() -> bool:
@@ -106,20 +118,24 @@ def make_trainer(kind: str, folder: Path) -> Trainer:
     """A trainer of the kind, as a user makes it: the model and the adapter by name and config."""
     set_seed(1)
     adapter: PeftConfig | None = None
-    if kind == "LoRA":
+    method = kind.removesuffix("-4bit")
+    if method == "LoRA":
         adapter = LoraConfig(r=4, target_modules=FFN, init_lora_weights=False, task_type="CAUSAL_LM")
-    elif kind != "native":
+    elif method != "native":
         adapter = MoELoraConfig(
-            num_experts=4, r=4, mixing=kind, init_lora_weights=False, router_aux_loss_coef=0.1, task_type="CAUSAL_LM"
+            num_experts=4, r=4, mixing=method, init_lora_weights=False, router_aux_loss_coef=0.1, task_type="CAUSAL_LM"
         )
+    base: dict[str, Any] = {"dtype": "float32"}
+    if method != kind:
+        base["quantization_config"] = BitsAndBytesConfig(**PACKED)
     arguments = settings(
-        at_once=kind == "output", output_dir=str(folder / kind / "state"), max_steps=STEPS, save_steps=MIDDLE,
-        model_init_kwargs={"dtype": "float32"},
+        at_once=method == "output", output_dir=str(folder / kind / "state"), max_steps=STEPS, save_steps=MIDDLE,
+        model_init_kwargs=base,
     )  # fmt: skip
     own = {"train_dataset": Dataset.from_json(str(folder / "train.jsonl")), "processing_class": word_tokenizer(128)}
-    if kind in ("LoRA", "projection"):
+    if method in ("LoRA", "projection"):
         return SFTTrainer(str(folder / "base"), SFTConfig(**arguments), peft_config=adapter, **own)
-    args = MoESFTConfig(**arguments, router_z_loss_coef=0.01, router_global_batch=kind == "output")
+    args = MoESFTConfig(**arguments, router_z_loss_coef=0.01, router_global_batch=method == "output")
     return MoESFTTrainer(str(folder / ("native" if adapter is None else "base")), args, peft_config=adapter, **own)
 
 
@@ -148,9 +164,9 @@ class Stop(TrainerCallback):
             os._exit(7)
 
 
-def upit(kind: str, folder: Path, stop_after: int | None) -> None:
-    """Run a recipe, or go on with it; it ends itself after so many steps."""
-    Stop.left = stop_after
+def stop_after(steps: int | None) -> None:
+    """Have every trainer that is made from now on end the process after so many steps in all."""
+    Stop.left = steps
     init = Trainer.__init__
 
     def make(self: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -158,33 +174,55 @@ def upit(kind: str, folder: Path, stop_after: int | None) -> None:
         self.add_callback(Stop)
 
     Trainer.__init__ = make  # type: ignore[method-assign]
+
+
+def sft(folder: Path) -> None:
+    """The command, as it is typed, or gone on with; it leaves the other processes."""
+    options = {
+        "model_name_or_path": folder / "base", "dtype": "float32", "dataset_name": folder / "train.jsonl",
+        "output_dir": folder / "sft", "num_experts": 4, "r": 4, "top_k": 2, "router_global_batch": True,
+        "resume_from_checkpoint": True,
+        **settings(at_once=True, max_steps=STEPS, save_steps=MIDDLE), "use_cpu": not is_sharded(),
+    }  # fmt: skip
+    main_of_moe_peft(["sft", *(word for name, value in options.items() for word in (f"--{name}", str(value)))])
+
+
+def upit(kind: str, folder: Path) -> None:
+    """Run a recipe, or go on with it."""
+    method = kind.removesuffix("-4bit")
+    model: dict[str, Any] = {"name_or_path": str(folder / "base"), "dtype": "float32"}
+    if method != kind:
+        model["quantization"] = PACKED
     # A large ε, because Adam blows rounding up where gradients are near zero. All experts at once, because rounding may
     # choose other ones.
     sft = settings(at_once=True, adam_epsilon=1e-2, max_grad_norm=0.5, save_steps=2)
     sft["gradient_accumulation_steps"] = 1
     recipe = {
-        "output_dir": str(folder / kind), "mode": kind.partition("-")[2], "num_experts": 3, "num_train_epochs": 2,
-        "model": {"name_or_path": str(folder / "base"), "dtype": "float32"},
+        "output_dir": str(folder / kind), "mode": method.partition("-")[2], "num_experts": 3, "num_train_epochs": 2,
+        "model": model,
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "label_column": "domain"},
         "router_init": {"seed_fraction": 0.4375, "num_train_epochs": 4}, "sft": sft,
     }  # fmt: skip
-    own = {"adapter": {"r": 4, "top_k": 3}} if kind == "upit-lora" else {"moe": {"top_k": 3}}
+    own = {"adapter": {"r": 4, "top_k": 3}} if method == "upit-lora" else {"moe": {"top_k": 3}}
     UpIT(recipe_from_dict({**recipe, **own})).run()
 
 
-def work(kinds: list[str], folder: Path, stop_after: int | None) -> None:
+def work(kinds: list[str], folder: Path, stop: int | None) -> None:
     """One process's part. The first failure ends it, as the others would wait for ever."""
     torch.set_num_threads(1)
+    stop_after(stop)
     if is_sharded():
         take_cpu_for_an_accelerator()
-    for kind in kinds:
+    for kind in sorted(kinds, key="sft".__eq__):  # which comes last
         try:
-            if kind in RESULTS:
-                upit(kind, folder, stop_after)
+            if kind == "sft":
+                sft(folder)
+            elif kind in RESULTS:
+                upit(kind, folder)
             else:
                 train(kind, folder)
             (folder / f"{kind}.done").touch()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not (folder / f"{kind}.error").exists():
                 (folder / f"{kind}.error").write_text(f"{type(error).__name__}: {one_line(error, 160)}")
             raise
@@ -213,7 +251,10 @@ def launch(
         command += flags
     command += ["-m", "benchmarks.engines", "--folder", str(folder), "--kinds", *kinds, "--work"]
     command += [] if stop_after is None else ["--stop-after", str(stop_after)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=LAUNCH_FILES.parent.parent)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=900, cwd=LAUNCH_FILES.parent.parent,
+        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(folder / "compiled")},
+    )  # fmt: skip
 
 
 def train_all(engine: str, kinds: list[str], folder: Path) -> None:
@@ -236,27 +277,30 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def differences(found: Path, expected: Path) -> str:
+def differences(found: Path, expected: Path, tolerance: float) -> str:
     """What differs between two result folders; "" if nothing does."""
     ours, theirs = weights(found), weights(expected)
     if not theirs or ours.keys() != theirs.keys():
         return f"other weights: {sorted(ours.keys() ^ theirs.keys())[:2]}"
     furthest = max((float((ours[name] - value).abs().max()), name) for name, value in theirs.items())
-    return f"{furthest[1]} differs by {furthest[0]:.1e}" if furthest[0] > TOLERANCE else ""
+    return f"{furthest[1]} differs by {furthest[0]:.1e}" if furthest[0] > tolerance else ""
 
 
 def compare(kind: str, folder: Path, alone: Path) -> str:
     """The cell of a kind: what holds, or why not."""
     if (error := folder / f"{kind}.error").exists():
         return f"no: {error.read_text()}"
+    tolerance = TOLERANCE_4BIT if kind.endswith("-4bit") else TOLERANCE
     if kind in RESULTS:
         name = RESULTS[kind]
-        return differences(folder / kind / name, alone / kind / name) or "equal, saved, resumed"
+        return differences(folder / kind / name, alone / kind / name, tolerance) or "equal, saved, resumed"
     ours, theirs = (json.loads((place / kind / "losses.json").read_text()) for place in (folder, alone))
+    near = torch.allclose(torch.tensor(ours), torch.tensor(theirs), atol=max(1e-4, tolerance / 4))
+    saved, expected = folder / kind / "saved", alone / kind / "saved"
     checks = {
-        "equal": "" if torch.allclose(torch.tensor(ours), torch.tensor(theirs), atol=1e-4) else f"losses {ours}",
-        "saved": differences(folder / kind / "saved", alone / kind / "saved") or missing_files(kind, folder, alone),
-        "resumed": differences(folder / kind / "resumed", alone / kind / "saved"),
+        "equal": "" if near else f"losses {ours}, not {theirs}",
+        "saved": differences(saved, expected, tolerance) or missing_files(kind, folder, alone),
+        "resumed": differences(folder / kind / "resumed", expected, tolerance),
     }
     return ", ".join(name if not failure else f"not {name}: {failure}" for name, failure in checks.items())
 

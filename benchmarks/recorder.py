@@ -4,7 +4,7 @@ What recording routing statistics adds to a training step.
     python -m benchmarks.recorder --rounds 30
 
 The models of `benchmarks/adapter.py` (mixing "output", 8 experts, batch 4×256). Steps with and without the recorder are
-interleaved; a row gives the median of the per-round ratios.
+interleaved; a row gives the median of the per-round ratios and their quartiles.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from moe_peft.analysis.record import TOKEN_CLASSES, record_routing
 
-from .adapter import build, token_ids, train_step
-from .timing import interleave, median_ratio
+from .adapter import Case, train_step
+from .timing import interleave, ratio
 
 
 def main() -> None:
@@ -27,12 +27,13 @@ def main() -> None:
     print("| hidden | step with the recorder, as a multiple of one without |\n|---|---|")
     for hidden in args.hidden:
         seconds = measure(hidden, args.rounds)
-        print(f"| {hidden} | {median_ratio(seconds['recorded'], seconds['plain']):.3f} |", flush=True)
+        print(f"| {hidden} | {ratio(seconds['recorded'], seconds['plain'])} |", flush=True)
 
 
 def measure(hidden: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of training steps, "plain" and "recorded"."""
-    model, ids = build("output", hidden, 8, 4), token_ids()
+    case = Case(hidden)
+    model, ids = case.model("output"), case.ids()
     classes = torch.randint(len(TOKEN_CLASSES), (4096,), generator=torch.Generator().manual_seed(0))
 
     def recorded() -> float:

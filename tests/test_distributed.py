@@ -133,6 +133,44 @@ def test_a_process_with_padding_alone_adds_nothing():
     assert all((grad == 0).all() for grad in torch.autograd.grad(loss, logits))
 
 
+# --- rows that do not fill the last batch --------------------------------------------------------------------------
+
+
+def trained(folder: Path, rows: list[int], batch: int) -> dict[str, torch.Tensor]:
+    """An adapter after an epoch of rows with other lengths and labels, and with all losses on routers."""
+    from datasets import Dataset
+
+    from benchmarks.words import word_tokenizer
+    from moe_peft.training import MoESFTConfig, MoESFTTrainer
+
+    args = MoESFTConfig(
+        str(folder), per_device_train_batch_size=batch, train_sampling_strategy="sequential", use_cpu=True, bf16=False,
+        report_to="none", save_strategy="no", learning_rate=1e-2, adam_epsilon=1e-4, num_train_epochs=1,
+        gradient_checkpointing=False, disable_tqdm=True, label_column="domain", expert_map={"a": [0, 1], "b": [2]},
+        router_aux_loss_coef=0.1, router_z_loss_coef=0.1, router_label_loss_coef=0.1, router_global_batch=True,
+    )  # fmt: skip
+    texts = [" ".join(f"w{3 + (7 * row + 5 * i) % 100}" for i in range(3 + 6 * row)) for row in rows]
+    data = Dataset.from_list([{"text": t, "domain": "ab"[row % 2]} for row, t in zip(rows, texts, strict=True)])
+    own = MoESFTTrainer(model("output"), args, train_dataset=data, processing_class=word_tokenizer(128))
+    own.train()
+    assert own.state.global_step == 2
+    return {n: p.detach().clone() for n, p in own.model.named_parameters() if p.requires_grad}
+
+
+def run_uneven(rank: int, folder: Path) -> None:
+    torch.save(trained(folder / "state", list(range(5)), 2), folder / f"uneven-{rank}.pt")
+
+
+def test_the_first_rows_fill_the_last_batch(tmp_path):
+    in_processes(run_uneven, tmp_path)
+    one = trained(tmp_path / "one", [0, 1, 2, 3, 4, 0, 1, 2], 4)
+    before = dict(model("output").named_parameters())
+    for rank in range(WORLD):
+        for name, value in torch.load(tmp_path / f"uneven-{rank}.pt").items():
+            torch.testing.assert_close(value, one[name], rtol=1e-4, atol=1e-6, msg=name)
+            assert not torch.equal(value, before[name])
+
+
 # --- the updates of experts that are trained at once ----------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,9 @@ WHOLE = "equal, saved, resumed"
 # Cells of the table; the others are like one of these, and DDP has tests of its own.
 CELLS = {
     "DDP": ["output"],
-    "FSDP2": ["LoRA", "output", "projection", "native", "upit-lora"],
+    "FSDP2": ["LoRA", "output", "projection", "output-4bit", "native", "upit-lora", "sft"],
     "ZeRO-2": ["LoRA", "projection"],
-    "ZeRO-3": ["LoRA", "output", "native", "upit-ffn"],
+    "ZeRO-3": ["LoRA", "output", "native", "upit-lora-4bit", "upit-ffn"],
 }
 
 
@@ -37,6 +39,7 @@ def test_an_engine_does_what_one_process_does(engine, alone, tmp_path, monkeypat
     table.train_all(engine, CELLS[engine], tmp_path)
     if engine == "ZeRO-3":
         assert_script_collects(tmp_path / "output")
+    assert not (tmp_path / "compiled").exists()
     assert {kind: table.compare(kind, tmp_path, alone) for kind in CELLS[engine]} == dict.fromkeys(CELLS[engine], WHOLE)
 
 
@@ -51,11 +54,27 @@ def assert_script_collects(folder: Path) -> None:
     assert all(torch.equal(named[name], value) for name, value in saved.items())
 
 
-def test_upit_writes_whole_weights_whatever_fsdp_is_told(alone, tmp_path):
+def test_two_launchers_do_what_one_process_does(alone, tmp_path):
+    """Each with one process, as on two machines that share a file system."""
     table.prepare(tmp_path)
-    result = table.launch("FSDP2", ["upit-lora"], tmp_path, flags=["--fsdp_state_dict_type", "SHARDED_STATE_DICT"])
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    flags = ["--config_file", str(table.LAUNCH_FILES / "multi_node.yaml"), "--main_process_ip", "127.0.0.1"]
+    flags += ["--main_process_port", str(port), "--machine_rank"]
+    kinds = ["output", "upit-lora"]
+    with ThreadPoolExecutor(2) as machines:
+        ends = list(machines.map(lambda rank: table.launch("FSDP2", kinds, tmp_path, flags=[*flags, rank]), "01"))
+    assert [end.returncode for end in ends] == [0, 0], [end.stderr[-2000:] for end in ends]
+    assert {kind: table.compare(kind, tmp_path, alone) for kind in kinds} == dict.fromkeys(kinds, WHOLE)
+
+
+@pytest.mark.parametrize("kind", ["upit-lora", "sft"])
+def test_commands_write_whole_weights_whatever_fsdp_is_told(kind, alone, tmp_path):
+    table.prepare(tmp_path)
+    result = table.launch("FSDP2", [kind], tmp_path, flags=["--fsdp_state_dict_type", "SHARDED_STATE_DICT"])
     assert result.returncode == 0, result.stderr
-    assert table.compare("upit-lora", tmp_path, alone) == WHOLE
+    assert table.compare(kind, tmp_path, alone) == WHOLE
 
 
 def test_a_trainer_may_load_the_weights_in_one_process_alone(alone, tmp_path):

@@ -16,6 +16,8 @@ from processes import WORLD, in_processes
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import BitsAndBytesConfig
 
 from moe_peft import MoELoraConfig, allow_experts, fold_routers, force_experts, pin_dispatch, record_routing
 from moe_peft.routing.losses import balancing_loss, label_losses, z_losses
@@ -28,17 +30,25 @@ CASES: dict[str, dict[str, Any]] = {
     "reentrant checkpointing": {},
     "forced": {},
     "masked": {},
+    "masked by process": {},  # each has tokens for two experts of its own, none for the others
     "recorded": {},
     "losses on routers": {},
     "folded": {"router_type": "attention", "router_num_heads": 4},
     "bottleneck": {"expert_type": "bottleneck", "bottleneck_size": 4},
     "bfloat16": {},
+    "4-bit output": {"mixing": "output"},
+    "4-bit projection": {"mixing": "projection"},
 }
 RATE = 0.5
 
 
-def model(name: str) -> torch.nn.Module:
+def model(name: str, folder: Path) -> torch.nn.Module:
     base = tiny_llama(hidden=32)
+    if name.startswith("4-bit"):  # packed in float32, so that FSDP divides them together with the other weights
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage="float32")
+        base = type(base).from_pretrained(
+            folder / "base", quantization_config=config, dtype=torch.float32, device_map="cpu"
+        )
     own = dict(CASES[name])
     if own.get("expert_type") is None:
         own |= {"r": 4}
@@ -64,14 +74,16 @@ def batch(rank: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def around(name: str, own: torch.nn.Module, found: dict[str, Any]) -> Iterator[None]:
-    """What a case does around its passes."""
+def around(name: str, own: torch.nn.Module, rank: int, found: dict[str, Any]) -> Iterator[None]:
+    """What a case does around the passes of a rank."""
     mixing, _, method = name.partition(" ")
     context: Any = pin_dispatch(method) if mixing in ("output", "projection") else nullcontext()
     if name == "forced":
         context = force_experts(own, torch.tensor([3, 1]))
     elif name == "masked":
         context = allow_experts(own, torch.tensor([[True, True, False, False], [False, True, True, True]]))
+    elif name == "masked by process":
+        context = allow_experts(own, torch.tensor([rank == 0, rank == 0, rank == 1, rank == 1]).expand(2, 4))
     elif name == "recorded":
         context = record_routing(own)
     with context as recorded:
@@ -86,7 +98,7 @@ def train(name: str, own: torch.nn.Module, ranks: list[int]) -> dict[str, Any]:
     trained = [p for p in own.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
     for rank in ranks:
-        with around(name, own, found):
+        with around(name, own, rank, found):
             outputs = own(**batch(rank), output_router_logits=name == "losses on routers")
             loss = outputs.loss
             if name == "losses on routers":
@@ -102,13 +114,16 @@ def train(name: str, own: torch.nn.Module, ranks: list[int]) -> dict[str, Any]:
 def run(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     for name in CASES:
-        own = model(name)
+        own = model(name, folder)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if name == "bfloat16" else MixedPrecisionPolicy()
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*view.*")
             for layer in own.get_base_model().model.layers:
                 fully_shard(layer.mlp, mesh=mesh, mp_policy=policy)  # whose output is then a sharded module's
                 fully_shard(layer, mesh=mesh, mp_policy=policy)
+            if name.startswith("4-bit"):
+                packed = own.get_base_model().model.layers[0].mlp.base_layer.gate_proj.weight
+                assert isinstance(packed, DTensor) and packed.dtype == torch.float32
             found = train(name, fully_shard(own, mesh=mesh, mp_policy=policy), [rank])
         whole = get_model_state_dict(own, options=StateDictOptions(full_state_dict=True))
         if rank == 0:
@@ -120,13 +135,14 @@ def run(rank: int, folder: Path) -> None:
 def folder(tmp_path_factory) -> Path:
     """One pair of processes for all cases: starting them takes most of the time."""
     folder = tmp_path_factory.mktemp("fsdp2")
+    tiny_llama(hidden=32).save_pretrained(folder / "base")
     in_processes(run, folder)
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_do_what_one_does(name: str, folder: Path):
-    one, found = model(name), [torch.load(folder / f"{name}-{rank}.pt") for rank in range(WORLD)]
+    one, found = model(name, folder), [torch.load(folder / f"{name}-{rank}.pt") for rank in range(WORLD)]
     before = {key: value.clone() for key, value in get_peft_model_state_dict(one).items()}
     if name == "bfloat16":  # the policy rounds what layers compute with
         for parameter in one.parameters():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from operator import index
 from pathlib import Path
@@ -48,7 +49,9 @@ def is_whole(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number and no bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max  # a whole number may be larger
 
 
 def are_names(value: Any) -> bool:
@@ -99,13 +102,29 @@ def is_regex(value: Any) -> bool:
 
 
 def existing(path: str | os.PathLike) -> Path:
-    """A path, or the nearest folder above it that is there."""
+    """A path, or the nearest folder above it that is there; also a link that leads nowhere."""
     path = Path(path).absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
 
 
 def _can_be_folder(value: Any) -> bool:
-    return isinstance(value, (str, os.PathLike)) and os.fspath(value) != "" and existing(value).is_dir()
+    if not isinstance(value, (str, os.PathLike)) or os.fspath(value) == "" or has_tilde(value):
+        return False
+    return existing(value).is_dir()
+
+
+def has_tilde(path: str | os.PathLike) -> bool:
+    """Whether a path begins with the home folder's sign, which a shell expands only at the begin of a word."""
+    return os.fspath(path).startswith("~") and not Path(path).exists()
+
+
+def refuse_tilde(path: str | os.PathLike, what: object) -> None:
+    """
+    Raises:
+        ValueError: a path, named by `what`, begins with the home folder's sign.
+    """
+    if has_tilde(path):
+        raise ValueError(f"{what}: ~ is not expanded here; write {Path(path).expanduser()}")
 
 
 COUNT = whole(1)
@@ -122,7 +141,7 @@ PATH = Rule(lambda v: isinstance(v, (str, os.PathLike)) and os.fspath(v) != "", 
 PATHS = Rule(
     lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(map(PATH.allows, v)), "give a list of folders"
 )
-FOLDER = Rule(_can_be_folder, "give the path of a folder, new or not, that is inside no file")
+FOLDER = Rule(_can_be_folder, "give the path of a folder, new or not, that is inside no file and written out without ~")
 ADAPTER_NAME = Rule(lambda v: TEXT.allows(v) and "." not in v, "give a text without dots")
 
 

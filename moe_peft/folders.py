@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .checks import existing
+from .checks import existing, refuse_tilde
 
 
 def writable(folder: str | os.PathLike, what: object) -> Path:
@@ -21,6 +21,7 @@ def writable(folder: str | os.PathLike, what: object) -> Path:
         ValueError: it cannot.
     """
     folder = Path(folder)
+    refuse_tilde(folder, what)
     there = existing(folder)
     if not there.is_dir():
         raise ValueError(f"{what}: {there} is not a folder; choose another")

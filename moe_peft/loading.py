@@ -5,6 +5,7 @@ weights are loaded that are missing, not finite, or pickled.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +13,23 @@ from typing import Any
 
 import peft
 import torch
+from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub import hf_hub_download
 from peft import PeftConfig, PeftType
 from peft.utils import load_peft_weights
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
 
+from .checks import refuse_tilde
+from .messages import one_line, one_of, unknown_key
 from .reading import check_weights, no_weights, read_object, read_text, reading
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
@@ -76,6 +88,7 @@ def read_config(name: str | os.PathLike, what: object, revision: str | None = No
         ValueError: there is none, or it cannot be read.
     """
     folder = Path(name)
+    refuse_tilde(name, what)
     if folder.is_file():
         raise ValueError(f"{what}: a file; name a model's folder")
     if folder.is_dir():
@@ -110,8 +123,10 @@ def read_tokenizer(name: str | os.PathLike, what: object, revision: str | None =
 def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, what: object) -> None:
     """
     Raises:
-        ValueError: the tokenizer has more tokens than the model has embeddings.
+        ValueError: the tokenizer has more tokens than the model has embeddings, or none that ends a text.
     """
+    if tokenizer.eos_token is None:
+        raise ValueError(f"{what}: its tokenizer has no eos_token; set it in tokenizer_config.json")
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if rows is not None and len(tokenizer) > rows:
         raise ValueError(
@@ -138,11 +153,38 @@ def chat_template(path: str | None, field: str) -> str | None:
     return found
 
 
+def quantization_config(fields: Mapping[str, Any], what: str) -> BitsAndBytesConfig:
+    """
+    The config, which itself takes unknown fields and no number of bits, and then does nothing.
+
+    Args:
+        what: the field that has them, with the sign that stands before its value.
+
+    Raises:
+        ValueError: one is unknown or wrong, or none says how many bits.
+    """
+    field = what.rstrip(" =")
+    known = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
+    for name in fields:
+        if name not in known:
+            raise ValueError(unknown_key(f"{field}.{name}", known, "transformers' BitsAndBytesConfig"))
+    if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+        raise ValueError(f"{what}{dict(fields)}: give load_in_4bit or load_in_8bit: true")
+    kind = fields.get("bnb_4bit_quant_type", "nf4")
+    if kind not in ("nf4", "fp4"):
+        raise ValueError(one_of(f"{field}.bnb_4bit_quant_type", kind, ("nf4", "fp4")))
+    try:
+        return BitsAndBytesConfig(**fields)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{what}{dict(fields)}: {one_line(error)}") from error
+
+
 def read_model(
     name: str | os.PathLike, what: object, *, model_class: Any = AutoModelForCausalLM, **own: Any
 ) -> PreTrainedModel:
     """
-    A model with its weights, as `from_pretrained` loads them, but none is initialised because it is missing.
+    A model with its weights, as `from_pretrained` loads them, but none is initialised because it is missing. A
+    quantized one is placed on this process's device, unless ZeRO-3 divides it.
 
     Args:
         name: a folder, or a name on the hub.
@@ -157,6 +199,8 @@ def read_model(
     if folder.exists():
         read_config(folder, what)
         check_weights(folder, what)
+    if own.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():
+        own.setdefault("device_map", {"": PartialState().device})
     with reading(what):
         model, info = model_class.from_pretrained(
             os.fspath(name), use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **own

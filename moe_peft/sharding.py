@@ -1,16 +1,19 @@
 """
 Parameters that are divided among processes: by DeepSpeed's ZeRO-3 in a model that no trainer has prepared yet, and the
-values and gradients that an optimizer of ZeRO's works with.
+values and gradients that an optimizer of ZeRO's works with. And how to leave the processes.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -47,7 +50,8 @@ def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
     layer are gathered while it runs, all others while the model does. All processes must run it equally often.
     """
     if not any(map(is_divided, model.parameters())):
-        yield
+        with _marked_whole(model):
+            yield
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
@@ -63,6 +67,26 @@ def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _marked_whole(model: nn.Module) -> Iterator[None]:
+    """
+    Inside this block, the parameters say that ZeRO-3 has not divided them: TRL's fused head asks them, also those of a
+    quantized model, which is not divided before it is trained.
+    """
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for parameter in model.parameters():
+        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            del parameter.ds_status  # type: ignore[attr-defined]
 
 
 class _Unit:
@@ -120,3 +144,14 @@ class ZeROAccess(Access):
         from deepspeed.utils import safe_set_full_grad
 
         safe_set_full_grad(parameter, grad)
+
+
+def leave_processes() -> None:
+    """
+    Leave the process group, if there is one, at the end of a program.
+
+    DDP's reducers must be gone before: one that is collected later destroys the group while it holds the interpreter's
+    lock, and waits for a thread of gloo's that needs the lock.
+    """
+    gc.collect()
+    PartialState().destroy_process_group()

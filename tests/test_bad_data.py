@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from datasets import Dataset
@@ -132,3 +133,27 @@ def test_what_else_is_no_data_set(tmp_path):
         load_data(str(tmp_path / "d.jsonl"), "data.train", "domain")
     with pytest.raises(ValueError, match="needs chosen and rejected"):
         load_data(str(tmp_path / "d.jsonl"), "dataset_name", None, formats=PREFERENCES)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"prompt": "w3", "completion": TALK["messages"][1:]}],
+            "row 0: prompt, completion: must all be texts, or all",
+        ),
+        (
+            [{"prompt": TALK["messages"][:1], "completion": "w4"}],
+            "row 0: prompt, completion: must all be texts, or all",
+        ),
+        ([{"prompt": "w3", "chosen": TALK["messages"][1:], "rejected": TALK["messages"][1:]}], "must all be texts, or"),
+        ([{**TEXT, "labels": "positive"}], "column 'labels': trainers take it for values of tokens; rename it"),
+        ([{**TEXT, "token_labels": 1}], "column 'token_labels'"),
+        ([{"input_ids": [3, 4], "labels": [3]}], "row 0: labels=[3]: must have a value for each token"),
+        ([{"input_ids": [3, 4], "completion_mask": [1, 0, 1]}], "row 0: completion_mask=[1, 0, 1]"),
+    ],
+)
+def test_parts_of_several_kinds_and_columns_of_tokens(rows, message, tokenizer):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_rows(Dataset.from_list(rows), "data", tokenizer, None, lambda: TEMPLATE)
+    check_rows(Dataset.from_list([{"input_ids": [3, 4], "labels": [-100, 4]}]), "data", tokenizer)

@@ -66,6 +66,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_quiet_hides_the_bar_and_the_log(quiet, case, tmp_path, capsys, loud):
+    settings = {key: value for key, value in case.items() if key != "disable_tqdm"}
+    run("sft", tmp_path, {**settings, "max_steps": 2}, *["--quiet"][: int(quiet)])
+    shown = capsys.readouterr()
+    assert "result: " in shown.out
+    assert ("%|" not in shown.err and "loss" not in shown.err) if quiet else "%|" in shown.err
+
+
 def test_the_command_trains_what_python_trains(case, tokenizer, tmp_path):
     out = run("sft", tmp_path, case, "--learning_rate", "1e-2", "--router-z-loss-coef", "0.001")
     args = MoESFTConfig(
@@ -312,3 +321,72 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
     with pytest.raises(SystemExit):
         main(["sft", "--num_expert", "4"])
     assert "did you mean" in capsys.readouterr().err  # before anything else is looked at
+
+
+# --- what a file may say --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *(
+            (key, None, f"{key}=null: must have a value; leave it out for")
+            for key in ("learning_rate", "seed", "logging_steps", "optim", "lr_scheduler_type", "save_strategy", "beta")
+        ),
+        *(
+            (key, {"a": 1}, f"{key}={{'a': 1}}: must not be a mapping")
+            for key in ("learning_rate", "output_dir", "model_name_or_path", "max_length", "bf16", "use_cpu", "dtype",
+                        "target_modules", "load_in_4bit", "use_peft", "r", "report_to", "dry_run")
+        ),
+        ("report_to", "wandb", "report_to='wandb': "),
+        ("report_to", "nonsense", "report_to='nonsense': "),
+        ("optim", "schedule_free_adamw", "optim='schedule_free_adamw': "),
+        ("optim_args", "foo", "optim_args='foo': "),
+        ("lr_scheduler_kwargs", {"foo": 1}, "lr_scheduler_kwargs={'foo': 1}: of 'linear'"),
+        ("lr_scheduler_type", "warmup_stable_decay", "lr_scheduler_kwargs={}: of 'warmup_stable_decay'"),
+        ("accelerator_config", {"foo": 1}, "foo"),
+        ("max_steps", 0, "max_steps=0: must be at least 1, or -1"),
+        ("num_train_epochs", 1e308, "num_train_epochs=1e+308: must be above 0"),
+        ("chat_template_path", "nowhere", "chat_template_path='nowhere'"),
+        ("expert_map", "[" * 100_000, "must be JSON like"),
+        ("rank_pattern", '{"a": 1, "a": 2}', "must be JSON like"),
+        ("resume_from_checkpoint", "nowhere", "resume_from_checkpoint: nowhere: has no trainer_state.json"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys):
+    command = "dpo" if key == "beta" else "sft"
+    assert message in refused(command, tmp_path, {**case, key: value}, capsys=capsys)
+
+
+def test_a_value_that_may_be_null_is(case, tmp_path):
+    assert run("sft", tmp_path, {**case, "max_steps": 1, "max_length": None, "eval_steps": None, "lora_dropout": 0.0})
+
+
+def test_one_excluded_module_is_a_name(case, tmp_path):
+    out = run("sft", tmp_path, {**case, "max_steps": 1, "exclude_modules": ["layers.0.mlp"]})
+    assert all("layers.1." in name for name in weights(out))
+
+
+def test_the_models_own_folder_and_fields_of_an_adapter(case, tmp_path, capsys):
+    moe = tmp_path / "moe"
+    upcycle(case["model_name_or_path"], moe, UpcycleConfig(num_experts=4))
+    own = {key: value for key, value in case.items() if key not in ADAPTER} | {"model_name_or_path": str(moe)}
+    before = (moe / "model.safetensors").read_bytes()
+    for flags, message in (
+        (["--output_dir", str(moe)], f"output_dir='{moe}': is the model's folder"),
+        (["--num_experts", "4"], "num_experts=4: is for a MoE-LoRA adapter"),
+    ):
+        assert message in refused("sft", tmp_path, own, *flags, capsys=capsys)
+    assert (moe / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "adapter_model.safetensors", "trainer_state.json"])
+def test_a_checkpoint_that_is_cut_off(file, case, tmp_path, capsys):
+    out = run("sft", tmp_path, {**case, "max_steps": 2, "save_steps": 2})
+    path = out / "checkpoint-2" / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(SystemExit) as end:
+        run("sft", tmp_path, {**case, "max_steps": 4}, "--resume_from_checkpoint", "true")
+    assert end.value.code == 2
+    assert file in capsys.readouterr().err.splitlines()[-1]
+    run("sft", tmp_path, {**case, "max_steps": 1}, "--resume_from_checkpoint", "false")

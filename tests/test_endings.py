@@ -7,11 +7,13 @@ import os
 import resource
 import shutil
 import signal
+import weakref
 from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from accelerate import PartialState
 from filelock import FileLock
 from upit_case import contents, make_case, run
 from warm import run_module
@@ -19,6 +21,7 @@ from warm import run_module
 from moe_peft import folders
 from moe_peft.cli import main
 from moe_peft.cli.ending import ends_in_one_line
+from moe_peft.sharding import leave_processes
 from moe_peft.training.whole import WHOLE, mark_whole, whole_checkpoints
 
 WEIGHTS = "adapter_model.safetensors"
@@ -232,3 +235,18 @@ def test_a_checkpoint_is_whole_as_long_as_its_files_are(tmp_path):
     assert whole_checkpoints(tmp_path) == {}
     (checkpoint / WHOLE).write_text("")  # by an earlier version
     assert whole_checkpoints(tmp_path) == {5: checkpoint}
+
+
+def test_what_refers_to_the_process_group_is_gone_before_it_is_left(monkeypatch):
+    """DDP's reducer is in a cycle with its module; destroyed after the group, it can wait for ever."""
+
+    class Module:
+        def __init__(self):
+            self.reducer = self
+
+    module = weakref.ref(Module())
+    assert module() is not None  # held by the cycle alone
+    left = []
+    monkeypatch.setattr(PartialState, "destroy_process_group", lambda self: left.append(module()))
+    leave_processes()
+    assert left == [None]

@@ -30,7 +30,7 @@ from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.recipe import Recipe
 
 quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
-settings.register_profile("short", max_examples=60, derandomize=True, deadline=None, suppress_health_check=quiet)
+settings.register_profile("short", max_examples=30, derandomize=True, deadline=None, suppress_health_check=quiet)
 settings.register_profile(
     "long", max_examples=int(os.environ.get("FUZZ_EXAMPLES", "5000")), deadline=None, suppress_health_check=quiet
 )

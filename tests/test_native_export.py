@@ -284,7 +284,15 @@ def test_command_exports_and_verifies(tokenizer, tmp_path, capsys):
     adapter(base, tmp_path / "adapter", name=name)
     texts = tmp_path / "texts.txt"
     texts.write_text("w5 w7 w9\n\nw3 w100 w4 w60 w8\n")
-    main(["export", "--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "moe"), "--verify", str(texts)])
+    command = ["export", "--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "moe"), "--verify"]
+    for name, content in (("empty.txt", b""), ("blank.txt", b"\n \n"), ("latin.txt", b"\xe9")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SystemExit) as end:
+            main([*command, str(tmp_path / name)])
+        assert end.value.code == 2 and not (tmp_path / "moe").exists()
+    with pytest.raises(SystemExit):
+        main([*command, str(tmp_path)])
+    main([*command, str(texts)])
     assert "8 tokens: logits differ by" in capsys.readouterr().out
     found = verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9"])
     assert found.tokens == 3 and found.difference < 1e-5 * found.largest and found.agreement == 1

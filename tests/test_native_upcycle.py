@@ -304,13 +304,14 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
 
 @pytest.mark.parametrize("field, value, remedy", [
     ("num_experts", 0, "from 1 to"), ("top_k", 9, "at most num_experts=8"), ("init", "coppy", "copy, noise"),
-    ("router_init", "attentive", "normal, uniform"), ("drop_rate", 1.5, r"\[0, 1\]"), ("noise_std", -1, "at least 0"),
+    ("router_init", "attentive", "normal, uniform"), ("drop_rate", 1.5, r"\[0, 1\]"), ("noise_std", -1, "a number in"),
     ("router_init", "given", "goes with"), ("granularity", 0, "from 1 to"), ("top_k", "two", "whole number"),
     ("drop_rate", "0.5", "use a number"), ("top_k", 1.5, "whole number"), ("num_experts", True, "whole number"),
     ("dtype", "bf16", "float32, bfloat16"), ("max_shard_size", "0GB", "above 0"),
     ("num_shared_experts", 2, "fewer than .*=2"), ("fine_grained_split", "random", "partition, independent"),
     ("router_aux_loss_coef", -0.1, "at least 0"), ("router_aux_loss_coef", math.nan, "finite"),
-    ("router_init_std", -1, "at least 0"), ("num_added_shared_experts", -1, "from 0 to"),
+    ("router_init_std", -1, "use a number in"), ("noise_scale", 1e300, "1000"), ("noise_scale", 10**400, "1000"),
+    ("num_added_shared_experts", -1, "from 0 to"),
 ])  # fmt: skip
 def test_wrong_settings(field, value, remedy):
     with pytest.raises(ValueError, match=f"upcycle: .*{remedy}"):

@@ -218,6 +218,16 @@ def inspect(folder, *options, expert_map=EXPERTS):
     return json.loads((folder / "report" / "routing.json").read_text())
 
 
+def test_names_are_printed_as_they_are(folder, capsys, tmp_path):
+    """Rich has a markup in which [/x] is an error, and [a] is nothing."""
+    rows = [{"text": "w3 w4 w5", "domain": domain} for domain in ("[/x]", "mean", ":smile:")]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["inspect", "--model", folder / "adapter", "--data", tmp_path / "data.jsonl"]
+    main([*map(str, command), "--label-column", "domain", "--output", str(tmp_path / "runs[a]")])
+    printed = capsys.readouterr().out
+    assert "[/x]" in printed and ":smile:" in printed and str(tmp_path / "runs[a]" / "load.png") in printed
+
+
 def test_inspect_says_what_it_measured(folder, capsys):
     masks = {label: [int(i in experts) for i in range(6)] for label, experts in EXPERTS.items()}
     own = ("--split", "train[:12]", "--dtype", "bfloat16", "--position-width", "4", "--figures", "svg")
@@ -362,6 +372,11 @@ def test_inspect_of_a_quantized_base(folder, capsys):
         (["--dtype", "int3"], "--dtype='int3': must be one of auto, float32"),
         (["--quantization", "4bit"], "--quantization '4bit': give JSON like"),
         (["--quantization", '{"load_in_4bit": "yes"}'], "--quantization {'load_in_4bit': 'yes'}: "),
+        (["--quantization", '{"load_in_4bit": true, "bnb_4bit_compute_dtype": "foo"}'], "bnb_4bit_compute_dtype"),
+        (["--quantization", '{"load_in_4bit": true, "bnb_4bit_quant_type": "foo"}'], "must be one of nf4, fp4"),
+        (["--quantization", "[" * 100_000], "--quantization '[[["),
+        (["--expert-map", '{"a": [0], "a": [1], "b": [2], "c": [3]}'], "give JSON like"),
+        (["--expert-map", '{"a":' * 100_000], "give JSON like"),
         (["--split", "test"], "data.jsonl': "),
         (["--position-width", "0"], "position_width=0: use a whole number"),
         (["--expert-map", '{"a": [1, 1, 0], "b": [2], "c": [3]}'], "expert_map: 'a': [1, 1, 0]: names an expert twice"),
@@ -372,3 +387,14 @@ def test_wrong_options(options, message, folder, capsys):
         inspect(folder, *options)
     last = capsys.readouterr().err.splitlines()[-1]
     assert message in last and last.startswith("error: ")
+
+
+def test_a_domain_called_mean_keeps_its_loss(tokenizer, tmp_path):
+    from moe_peft.upit.evaluate import evaluate
+
+    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=32)
+    rows = Dataset.from_list([{"text": f"w{i + 3} w{i + 9} w5", "domain": "a" if i % 2 else "mean"} for i in range(6)])
+    losses = evaluate(make_model(), rows, args, tokenizer, "domain").losses["adapted"]
+    assert losses.keys() == {"a", "mean (domain)", "mean"}
+    assert losses["mean"] == pytest.approx((losses["a"] + losses["mean (domain)"]) / 2)
+    assert losses["a"] != losses["mean (domain)"]

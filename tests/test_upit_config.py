@@ -156,3 +156,25 @@ def test_every_method_has_the_same_budget():
     assert (given.prepare, given.router_init, given.post_train) == (0, 0, 4)
     with pytest.raises(ValueError, match="stage 4 is left with none"):
         budget(recipe(router_init={"seed_fraction": 1, "num_train_epochs": 2, "within_budget": True}), 1000)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: recipe_from_dict(None), lambda path: recipe_from_dict([1]), lambda path: load_recipe(None),
+        lambda path: load_recipe(3), lambda path: load_recipe(path, None), lambda path: load_recipe(path, [1]),
+        lambda path: load_recipe(path, "seed=1"),
+    ],
+)  # fmt: skip
+def test_calls_with_something_else(call, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("output_dir: out\n")
+    with pytest.raises(ValueError, match=r"^(load_recipe|recipe_from_dict): (settings|path|overrides)="):
+        call(tmp_path / "recipe.yaml")
+
+
+def test_a_quantization_without_bits_is_refused_before_the_model_is_read():
+    from moe_peft.upit.inputs import load_model
+
+    section = recipe(model={"name_or_path": "nowhere", "quantization": {"bnb_4bit_quant_type": "nf4"}}).model
+    with pytest.raises(ValueError, match=r"^model\.quantization=\{.*\}: give load_in_4bit or load_in_8bit"):
+        load_model(section)

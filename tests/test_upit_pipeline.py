@@ -179,6 +179,7 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
         return [message.split(":")[0] for message in found if word in message]
 
     run(case, tmp_path)
+    assert "router_init: running (stage 3 of 5)" in caplog.messages
     caplog.clear()
     first = run(case, tmp_path)
     assert stages("done already") == ["prepare", "expand", "router_init", "post_train", "evaluate"]

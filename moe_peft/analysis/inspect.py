@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm.auto import tqdm
+from transformers.utils.logging import tqdm
 
 from ..checks import COUNT, FLAG, FOLDER, PATH, TEXT, check, is_a, one_of
 from ..merging import likeness
@@ -117,7 +117,7 @@ def _about(model: Any) -> dict[str, Any]:
 
 
 def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Path]) -> None:
-    console = Console()
+    console = Console(markup=False, emoji=False)
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
     for line in (
         f"{about['model']}: {how}",
@@ -125,7 +125,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         str(ModelSize(**about["size"])),
         *_alike(about["similarity"], about["similarity_of"]),
     ):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        console.print(line, highlight=False, soft_wrap=True)
     has_map = statistics.allowed is not None
     columns = ("tokens", BUSIEST, *(["compliance", "chance"] if has_map else []))
     table = Table("domain", *columns, title="Routing")
@@ -138,9 +138,9 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
     warnings = statistics.warnings()
     for line in [*warnings, f"Try this: {REMEDY}"] if warnings else []:
-        console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
     if not warnings and statistics.doubt():
-        console.print(statistics.doubt(), highlight=False, soft_wrap=True, markup=False)
+        console.print(statistics.doubt(), highlight=False, soft_wrap=True)
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,20 +12,21 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl import SFTConfig
 
 from ..loading import (
     ADAPTER_CONFIG,
     check_tokenizer,
+    quantization_config,
     read_adapter_config,
     read_adapter_weights,
     read_config,
     read_model,
     read_tokenizer,
 )
-from ..messages import one_line, one_of, unknown_key
+from ..messages import one_of
 from ..models.native_routers import CONFIG_FIELD
 from ..models.view import base_model
 from ..native import load_routers
@@ -79,7 +79,7 @@ def load(
     if torch.accelerator.is_available():
         own["device_map"] = {"": PartialState().device}
     if quantization is not None:
-        own["quantization_config"] = _quantization(quantization)
+        own["quantization_config"] = quantization_config(quantization, "--quantization ")
     what = f"{option} {path!r}"
     own_tokenizer = (Path(path) / "tokenizer_config.json").is_file()
     if is_adapter(path) or base is not None:
@@ -89,20 +89,6 @@ def load(
         tokenizer = read_tokenizer(path, what)
     check_tokenizer(tokenizer, model.config, what)
     return model.eval(), tokenizer
-
-
-def _quantization(fields: dict[str, Any]) -> BitsAndBytesConfig:
-    """The config, which itself takes unknown fields and no number of bits, and then does nothing."""
-    known = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
-    for name in fields:
-        if name not in known:
-            raise ValueError(unknown_key(f"--quantization.{name}", known, "transformers' BitsAndBytesConfig"))
-    if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
-        raise ValueError(f"--quantization {fields}: give load_in_4bit or load_in_8bit: true")
-    try:
-        return BitsAndBytesConfig(**fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--quantization {fields}: {one_line(error)}") from error
 
 
 @dataclass(frozen=True)

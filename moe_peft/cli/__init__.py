@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from .. import __version__
@@ -31,17 +33,41 @@ ONCE = ("inspect", "upcycle", "prune", "export")  # of a launcher's processes, t
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; see `ends_in_one_line` for how it ends that does not finish."""
     options, rest = _parser().parse_known_args(arguments)
-    if options.command in ONCE and os.environ.get("RANK", "0") != "0":
+    rank = os.environ.get("RANK", "")
+    if options.command in ONCE and rank.isdigit() and int(rank):
         return
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # results have signs that not every terminal has
+    ours = options.command != "exec"  # or another program's options and environment
+    if ours:
+        os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
     with ends_in_one_line(options.command):
         try:
             command = import_module(f".{options.command}", __name__)
         except ImportError as error:
             raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
-        own = command.parser(f"moe-peft {options.command}").parse_args([*options.arguments, *rest])
+        given = [*options.arguments, *rest]
+        quiet = options.quiet or (ours and "--quiet" in given)
+        if quiet:
+            _hide_progress()  # before training arguments are made, which look
+        own = command.parser(f"moe-peft {options.command}").parse_args(
+            [one for one in given if not ours or one != "--quiet"]
+        )
         logging.basicConfig(format="%(message)s")
-        logging.getLogger("moe_peft").setLevel(logging.INFO)
+        logging.getLogger("moe_peft").setLevel(logging.WARNING if quiet else logging.INFO)
         command.run(own)
+
+
+def _hide_progress() -> None:
+    """No bars, of ours or of other packages, and of these no warnings."""
+    import transformers
+
+    with suppress(ImportError):
+        import datasets
+
+        datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # with which `Trainer` has no bar by default
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moe-peft {__version__}")
+    parser.add_argument("--quiet", action="store_true", help="no progress: results, our warnings and errors alone")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="the command's options")
     return parser

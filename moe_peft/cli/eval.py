@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from accelerate import PartialState
-
 from ..evaluation import TaskSettings, evaluate_model
+from ..sharding import leave_processes
 from .parsing import add_figures_option, add_weights_options, quantization
 
 
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         quantization=quantization(options),
         suffix=f".{options.figures}",
     )
-    PartialState().destroy_process_group()
+    leave_processes()
 
 
 def _experts(text: str | None) -> list[int] | None:

@@ -23,18 +23,24 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.verify is not None and not options.verify.strip():
-        raise ValueError("export: --verify '': give a text, or a text file")
+    texts = None if options.verify is None else _texts(options.verify)
     folder = export_adapter(
         options.adapter, options.output, options.base,
         family=options.family, dtype=options.dtype, max_shard_size=options.max_shard_size,
     )  # fmt: skip
     print(folder)
-    if options.verify is not None:
-        is_file = len(os.fsencode(options.verify)) < 256 and Path(options.verify).is_file()
-        texts = read_text(options.verify).splitlines() if is_file else [options.verify]
+    if texts is not None:
         found = verify_export(options.adapter, folder, texts, options.base)
         print(
             f"{found.tokens} tokens: logits differ by at most {found.difference:.2g} (the largest is "
             f"{found.largest:.3g}); the most probable next token is the same for {found.agreement:.1%}"
         )
+
+
+def _texts(given: str) -> list[str]:
+    """A text, or the lines of a file, which is read before anything is written."""
+    is_file = len(os.fsencode(given)) < 256 and Path(given).exists()
+    texts = [line for line in (read_text(given) if is_file else given).splitlines() if line.strip()]
+    if not texts:
+        raise ValueError(f"export: --verify {given!r}: give a text, or a text file")
+    return texts

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from peft import PeftConfig
@@ -19,6 +19,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 from ..adapter.config import MoELoraConfig
 from ..messages import one_line, unknown_key
 from ..reading import read_text, read_yaml
+from .parsing import read_json
 
 
 @dataclass
@@ -85,10 +86,15 @@ class Options:
     adapter: dict[str, Any]
     run: RunOptions
 
+    def changed_adapter_fields(self) -> list[tuple[str, Any]]:
+        """The fields of `adapter` that are not left as they are."""
+        usual = vars(AdapterOptions())
+        return [(name, value) for name, value in self.adapter.items() if value != usual[name]]
+
     def adapter_config(self) -> MoELoraConfig:
         own = dict(self.adapter)
         for name in ("target_modules", "exclude_modules"):  # like TRL: a single word may be a regex or "all-linear"
-            if own[name] is not None and len(own[name]) == 1:
+            if own[name] is not None and len(own[name]) == 1 and not re.fullmatch(r"[\w.]+", own[name][0]):
                 own[name] = own[name][0]
         if self.training.router_aux_loss_coef is not None:
             own["router_aux_loss_coef"] = self.training.router_aux_loss_coef
@@ -105,7 +111,9 @@ class TrainingParser(TrlParser):
 
     def __init__(self, config: type, **own: Any) -> None:
         self.actions: dict[str, argparse.Action] = {}  # by key; of a flag and its `--no_…`, the flag
-        super().__init__([ScriptArguments, config, ModelOptions, AdapterOptions, RunOptions], allow_abbrev=False, **own)
+        kinds: list[Any] = [ScriptArguments, config, ModelOptions, AdapterOptions, RunOptions]
+        super().__init__(kinds, allow_abbrev=False, **own)
+        self.hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
         for name in (*_MAPPINGS, "expert_map"):
             if name in self.actions:
                 self.actions[name].type = _mapping
@@ -135,7 +143,10 @@ class TrainingParser(TrlParser):
             raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help`"))
         if known.dry_run and not torch.accelerator.is_available():
             self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
-        data, training, model, adapter, run, _ = self.parse_args_into_dataclasses(flags)
+        try:
+            data, training, model, adapter, run, _ = self.parse_args_into_dataclasses(flags)
+        except (TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:  # of a library's own checks
+            raise ValueError(f"{self.prog}: {one_line(error)}") from error
         values = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         return Options(data, training, ModelConfig(**values), vars(adapter), run)
 
@@ -144,8 +155,30 @@ class TrainingParser(TrlParser):
         for key, value in settings.items():
             if key not in self.actions:
                 raise ValueError(f"{path}: {unknown_key(str(key), self.actions, f'`{self.prog} --help`')}")
-            self.actions[key].default = _value(key, value, self.actions[key])
+            self.actions[key].default = self._value(key, value)
             self.actions[key].required = False
+
+    def _value(self, key: str, value: Any) -> Any:
+        """A value of a file, of the type that the flag has."""
+        action, hint = self.actions[key], self.hints.get(key, Any)
+        kinds = [get_origin(kind) or kind for kind in (get_args(hint) or (hint,))]
+        if value is None and action.default is not None and not {Any, type(None)} & set(kinds):
+            raise ValueError(f"{key}=null: must have a value; leave it out for {action.default!r}")
+        if isinstance(value, dict) and not {Any, dict} & set(kinds) and key not in ("stages", "expert_map"):
+            raise ValueError(f"{key}={one_line(repr(value), 60)}: must not be a mapping")
+        if value is None or isinstance(value, dict):
+            return value
+        listed = action.nargs in ("+", "*")
+        if isinstance(value, list) and not listed:
+            raise ValueError(f"{key}={value!r}: must be a single value")
+        values = value if isinstance(value, list) else [value]
+        try:
+            found = [action.type(str(one)) if callable(action.type) else one for one in values]
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            kind = getattr(action.type, "__name__", "")
+            must = f"must be {kind}" if kind in ("int", "float", "str") else one_line(error)
+            raise ValueError(f"{key}={one_line(repr(value), 60)}: {must}") from error
+        return found if listed else found[0]
 
 
 def _read(path: str) -> Mapping[str, Any]:
@@ -155,30 +188,13 @@ def _read(path: str) -> Mapping[str, Any]:
     return settings
 
 
-def _value(key: str, value: Any, action: argparse.Action) -> Any:
-    """A value of a file, of the type that the flag has."""
-    if value is None or isinstance(value, dict):
-        return value
-    listed = action.nargs in ("+", "*")
-    if isinstance(value, list) and not listed:
-        raise ValueError(f"{key}={value!r}: must be a single value")
-    values = value if isinstance(value, list) else [value]
-    try:
-        found = [action.type(str(one)) if callable(action.type) else one for one in values]
-    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-        kind = getattr(action.type, "__name__", "")
-        must = f"must be {kind}" if kind in ("int", "float", "str") else one_line(error)
-        raise ValueError(f"{key}={value!r}: {must}") from error
-    return found if listed else found[0]
-
-
 def _mapping(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = read_json(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text!r}: must be JSON like {{"name": 4}}')
+        raise argparse.ArgumentTypeError(f'{one_line(repr(text), 60)}: must be JSON like {{"name": 4}}')
     return found
 
 

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from ..analysis.figures import FORMATS
+from ..messages import one_line
 
 _QUANTIZATION = '{"load_in_4bit": true}'
 
@@ -51,9 +52,27 @@ def parse_json(option: str, text: str | None, example: str) -> dict[str, Any] | 
     if text is None:
         return None
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"{option} {text!r}: give JSON like {example}")
+        raise ValueError(f"{option} {one_line(repr(text))}: give JSON like {example}")
     return value
+
+
+def read_json(text: str) -> Any:
+    """
+    Raises:
+        ValueError: it is no JSON, or has a key twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_with_keys_once)
+    except RecursionError as error:
+        raise ValueError("is too deep") from error
+
+
+def _with_keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("has a key twice")
+    return found

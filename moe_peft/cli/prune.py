@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from rich.console import Console
 from rich.table import Table
 
+from ..messages import one_line
 from ..pruning import Pruning, prune_experts
 from ..pruning.prune import MIN_LOAD
-from .parsing import add_data_options
+from .parsing import add_data_options, read_json
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
 
 def print_pruning(found: Pruning) -> None:
     """Tables of what became of the experts, and of the size and the loss before and after."""
-    console = Console()
+    console = Console(markup=False, emoji=False)
     table = Table("layer", "experts", "dropped", "merged", "tokens that lost an expert", title="Pruning")
     for i, layer in enumerate(found.layers):
         merged = "; ".join("+".join(map(str, group)) for group in layer.groups if len(group) > 1)
@@ -72,6 +72,6 @@ def _parse(text: str | None) -> dict[str, list[int]] | list[int] | None:
     if text is None:
         return None
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError as error:
-        raise ValueError(f'--drop {text!r}: give JSON like [1, 3] or {{"0": [1], "5": [2]}}') from error
+        raise ValueError(f'--drop {one_line(repr(text))}: give JSON like [1, 3] or {{"0": [1], "5": [2]}}') from error

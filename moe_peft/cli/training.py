@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -19,13 +20,16 @@ from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from trl import get_quantization_config
 
+from ..adapter.config import MoELoraConfig
 from ..cards import write_model_card
 from ..folders import held, writable
 from ..loading import chat_template, check_tokenizer, empty_model, read_config, read_model, read_tokenizer
 from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
-from ..training.arguments import save_whole
+from ..reading import opened, read_object
+from ..sharding import leave_processes
+from ..training.arguments import check_packages, save_whole
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
 from ..training.limits import check_number, check_settings
@@ -50,20 +54,25 @@ def train_or_plan(options: Options, trainer: Any) -> None:
         print_plan(options, launch)
         return
     found = list(stages(options))
+    for args in found:
+        check_packages(args, f"stages.{args.training_stage}." if len(found) > 1 else "")
     if len(found) > 1 and found[0].deepspeed_plugin is not None:
         raise ValueError(
             f"stages={[args.training_stage for args in found]}: DeepSpeed prepares a model for one training; use DDP, "
             "FSDP2, or one run for each with training_stage"
         )
     tokenizer = _tokenizer(options)
+    chat_template(getattr(options.training, "chat_template_path", None), "chat_template_path")  # the trainer reads it
     data, held_out = load_datasets(options, tokenizer)
     what = f"output_dir={options.training.output_dir!r}"
     output_dir = writable(str(options.training.output_dir), what)
+    if output_dir.exists() and output_dir.resolve() == Path(_name(options)).resolve():
+        raise ValueError(f"{what}: is the model's folder, which the result would overwrite; choose another")
     model = load_model(options)
-    config = options.adapter_config() if adapts(options, model) else None
+    config = adapter_config(options, model)
     with held(output_dir, what) if PartialState().is_main_process else nullcontext():
         _train(options, trainer, found, model, config, tokenizer, data, held_out)
-    PartialState().destroy_process_group()
+    leave_processes()
 
 
 def _train(
@@ -73,10 +82,13 @@ def _train(
     facts: list[str] = []
     for number, args in enumerate(stages):
         set_seed(args.seed)  # of the adapter's initial values
-        made = trainer(
-            model=model, args=args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer,
-            peft_config=config,
-        )  # fmt: skip
+        try:
+            made = trainer(
+                model=model, args=args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer,
+                peft_config=config,
+            )  # fmt: skip
+        except ImportError as error:  # of a package for one of the arguments
+            raise ValueError(one_line(error)) from error
         made.earlier_training = facts
         made.train(resume_from_checkpoint=_checkpoint(args))
         facts = made.training_facts()
@@ -150,19 +162,28 @@ def load_datasets(options: Options, tokenizer: Any) -> tuple[Dataset, Dataset | 
 
 
 def load_model(options: Options) -> Any:
-    """The model with its weights; a quantized one is placed on this process's device."""
+    """The model with its weights."""
     model, quantization = options.model, get_quantization_config(options.model)
     return read_model(
         _name(options), _named(options), revision=model.model_revision, dtype=model.dtype,
         attn_implementation=model.attn_implementation, quantization_config=quantization,
-        device_map={"": PartialState().device} if quantization is not None else None,
     )  # fmt: skip
 
 
-def adapts(options: Options, model: Any) -> bool:
-    """Whether the training is of a MoE-LoRA adapter."""
+def adapter_config(options: Options, model: Any) -> MoELoraConfig | None:
+    """
+    The adapter to train; None if the model itself is trained.
+
+    Raises:
+        ValueError: the model is to be trained itself, but has no routers, or there are fields of an adapter.
+    """
     chosen = options.run.use_peft
-    return not native_routers(model) if chosen is None else chosen
+    if not native_routers(model) if chosen is None else chosen:
+        return options.adapter_config()
+    router_sizes(model, "use_peft=False")
+    for name, value in options.changed_adapter_fields():
+        raise ValueError(f"{name}={value!r}: is for a MoE-LoRA adapter, and this model is trained itself; leave it out")
+    return None
 
 
 def print_plan(options: Options, launch: Launch) -> None:
@@ -176,11 +197,10 @@ def print_plan(options: Options, launch: Launch) -> None:
     for column in ("steps", "tokens", "trainable parameters", "memory per process, about"):
         table.add_column(column, justify="right")
     base, whole = model.num_parameters(), model
-    if adapts(options, model):
+    adapter = adapter_config(options, model)
+    if adapter is not None:
         with torch.device("meta"):
-            whole = get_peft_model(model, options.adapter_config())
-    else:
-        router_sizes(whole, "use_peft=False")  # refuses a model without routers, as the run will
+            whole = get_peft_model(model, adapter)
     weights = options.model.dtype or "auto"
     kind = getattr(torch, weights) if weights != "auto" else config.dtype or torch.float32
     quantization = {"load_in_4bit": options.model.load_in_4bit, "load_in_8bit": options.model.load_in_8bit}
@@ -204,7 +224,7 @@ def print_plan(options: Options, launch: Launch) -> None:
         table.add_row(args.training_stage, *cells)
     if not PartialState().is_main_process:
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(table)
     for args, parts in zip(found, needed, strict=True):
         console.print(f"{args.training_stage}: {training_line(args)}; {parts}", highlight=False, soft_wrap=True)
@@ -233,6 +253,26 @@ def _tokenizer(options: Options) -> Any:
 def _checkpoint(args: Any) -> str | None:
     """Where a stage goes on: `resume_from_checkpoint` is a checkpoint's folder, or true for the stage's last one."""
     given = args.resume_from_checkpoint
-    if str(given).lower() not in ("true", "1"):
-        return given
-    return get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if str(given).lower() in ("none", "false", "0"):
+        return None
+    if str(given).lower() in ("true", "1"):
+        given = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if given is not None:
+        _check_checkpoint(Path(given))
+    return given
+
+
+def _check_checkpoint(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: there is none, or a file of it is cut off.
+    """
+    what = f"resume_from_checkpoint: {folder}"
+    if not (folder / "trainer_state.json").is_file():
+        raise ValueError(f"{what}: has no trainer_state.json; give a checkpoint's folder, or true for the last one")
+    read_object(folder / "trainer_state.json")
+    for path in sorted(folder.glob("*.safetensors")):
+        opened(path, what)
+    for path in sorted(folder.glob("*.pt")):
+        if not zipfile.is_zipfile(path):
+            raise ValueError(f"{what}: {path.name} is cut off; remove the folder, to go on from the checkpoint before")

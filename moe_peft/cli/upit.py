@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from accelerate import PartialState
-
+from ..sharding import leave_processes
 from ..training.planning import STRATEGIES, planned_launch
 from ..upit.parsing import load_recipe
 from ..upit.pipeline import UpIT
@@ -37,4 +36,4 @@ def run(options: argparse.Namespace) -> None:
     else:
         pipeline.run(options.redo)
         print_summary(pipeline)
-        PartialState().destroy_process_group()
+        leave_processes()

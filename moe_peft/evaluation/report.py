@@ -53,12 +53,12 @@ def _write(found: Mapping[str, Scores], about: Mapping[str, Any], folder: Path, 
 
 
 def print_results(found: Mapping[str, Scores], about: Mapping[str, Any], files: Sequence[Path]) -> None:
-    console = Console()
+    console = Console(markup=False, emoji=False)
     lines = [f"{about['model']}: {about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"]
     lines += [f"base: {about['base']}"] if "base" in about else []
     lines += [f"experts: {', '.join(map(str, about['experts']))} only"] if about["experts"] is not None else []
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        console.print(line, highlight=False, soft_wrap=True)
     for title, grid in _grids(found).items():
         console.print(as_table(grid, title))
     for path in files:

@@ -15,7 +15,8 @@ _RULES: dict[str, Rule] = {
     "top_k": COUNT,
     "num_shared_experts num_added_shared_experts": whole(0, MOST),
     "router_num_heads": EXPERTS.or_none(),
-    "noise_scale noise_std router_init_std router_aux_loss_coef": within(0),
+    "router_aux_loss_coef": within(0),
+    "noise_scale noise_std router_init_std": within(0, 1000),  # more would not be finite in half precision
     "noise_share drop_rate": SHARE,
     "shared_indices weight_scaling": FLAG,
     "router_init": one_of(get_args(RouterInit)),

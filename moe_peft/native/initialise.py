@@ -113,13 +113,13 @@ def _copy(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Gene
 
 
 def _noise(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
-    return FFN(*(w.float() + _normal(w, generator) * (init.noise_scale * w.float().std()) for w in ffn))
+    return FFN(*(_normal(w, generator).mul_(init.noise_scale * w.float().std()).add_(w) for w in ffn))
 
 
 def _random_noise(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
     def noisy(w: torch.Tensor) -> torch.Tensor:
-        chosen = torch.rand(w.shape, generator=generator) < init.noise_share
-        return torch.where(chosen, w.float() + _normal(w, generator) * init.noise_std, w.float())
+        kept = torch.rand(w.shape, generator=generator) >= init.noise_share
+        return _normal(w, generator).mul_(init.noise_std).masked_fill_(kept, 0).add_(w)
 
     return FFN(*map(noisy, ffn))
 
@@ -150,7 +150,8 @@ def _drop(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Gene
         dim = 1 if i == 2 else 0
         old = w.index_select(dim, index).float()
         if old.numel():
-            new = torch.empty_like(old).normal_(generator=generator) * old.std(correction=0) + old.mean()
+            std, mean = old.std(correction=0), old.mean()  # `std_mean` takes four times as long
+            new = old.normal_(generator=generator).mul_(std).add_(mean)
             w = w.index_copy(dim, index, new.to(w.dtype))
         result.append(w)
     return FFN(*result)

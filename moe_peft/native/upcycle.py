@@ -168,8 +168,8 @@ def _attention_gates(
 def _read_routers(config: UpcycleConfig) -> dict[int, torch.Tensor] | None:
     if config.router_weights is None:
         return None
-    with reading(
-        f"upcycle: router_weights={config.router_weights!r}",
-        "give a safetensors file with tensors named by their layer",
-    ):
+    what = f"upcycle: router_weights={config.router_weights!r}"
+    if not Path(config.router_weights).is_file():
+        raise ValueError(f"{what}: no such file")
+    with reading(what, "give a safetensors file with tensors named by their layer"):
         return {int(name): tensor for name, tensor in load_file(config.router_weights).items()}

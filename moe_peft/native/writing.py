@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from tqdm.auto import tqdm
 from transformers import PreTrainedConfig
+from transformers.utils.logging import tqdm
 
 from ..cards import write_model_card
 from ..checks import TEXT, check, one_of

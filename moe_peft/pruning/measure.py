@@ -11,7 +11,7 @@ import torch
 
 from ..analysis.loading import Rows
 from ..models.view import RoutedPass, observed_routing
-from ..training.scoring import example_losses, make_scorable, mean_loss
+from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
 
 
 class Choices:
@@ -72,6 +72,6 @@ def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[st
     found = {}
     for domain in dict.fromkeys(sorted(rows.domains)):
         own = [i for i, other in enumerate(rows.domains) if other == domain]
-        name = "mean (domain)" if domain == "mean" else domain
+        name = loss_name(domain)
         found[name] = mean_loss(losses_S1[own], counts_S[own], f"prune: domain {domain!r}")
     return {**found, "mean": mean_loss(losses_S1, counts_S, "prune: data")}

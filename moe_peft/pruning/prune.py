@@ -173,9 +173,9 @@ def _check_without_data(label_column: str | None, min_load: float | None, merge_
 
 def _drops(drop: Mapping[Any, Sequence[int]] | Sequence[int] | None) -> dict[int | None, list[int]]:
     """Layer → experts; the key None stands for all layers."""
-    given = drop if isinstance(drop, Mapping) else {None: drop or []}
+    given = drop if isinstance(drop, Mapping) else {None: [] if drop is None else drop}
     try:
-        if any(isinstance(i, bool) for key, experts in given.items() for i in (key, *experts)):
+        if isinstance(drop, str) or any(isinstance(i, bool) for key, experts in given.items() for i in (key, *experts)):
             raise TypeError
         found = {
             None if key is None else int(key) if isinstance(key, str) else index(key): [index(i) for i in experts]

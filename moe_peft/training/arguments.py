@@ -7,12 +7,15 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, TypeVar
 
+import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks
 from trl import SFTConfig
 
 from ..checks import FOLDER, check, is_a
+from ..messages import one_line
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
@@ -29,6 +32,39 @@ def for_one_trainer(args: Arguments) -> Arguments:
     the first trainer only, so under DeepSpeed they are made anew.
     """
     return copy.copy(args) if args.deepspeed_plugin is None else dataclasses.replace(args)
+
+
+def check_packages(args: TrainingArguments, path: str = "") -> None:
+    """
+    Make what a trainer will make of its arguments, long after the first stage of a run has begun: an optimizer's class,
+    a schedule, and the callbacks that report.
+
+    Args:
+        path: of the section that has them, with a dot at its end.
+
+    Raises:
+        ValueError: one of them needs a package that is not installed, or other settings.
+    """
+    for name in [args.report_to] if isinstance(args.report_to, str) else args.report_to:
+        try:
+            for callback in get_reporting_integration_callbacks([name]):
+                callback()
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{path}report_to={name!r}: {one_line(error)}") from error
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        raise ValueError(f"{path}optim={str(args.optim.value)!r}: {one_line(error)}") from error
+    except ValueError as error:  # also of optimizers that look at the model, which is not here
+        if args.optim_args:
+            raise ValueError(f"{path}optim_args={args.optim_args!r}: {one_line(error)}; give key=value,…") from error
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    own = args.lr_scheduler_kwargs or {}
+    try:
+        get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(10), 10, scheduler_specific_kwargs=own)
+    except TypeError as error:
+        kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        raise ValueError(f"{path}lr_scheduler_kwargs={own}: of {kind!r}: {one_line(error)}") from error
 
 
 def check_dataset(caller: str, dataset: Any, columns: Collection[str] = ()) -> None:

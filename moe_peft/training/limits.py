@@ -18,9 +18,9 @@ _FROM_1 = {
     "eval_accumulation_steps", "torch_empty_cache_steps", "dataset_num_proc", "dataloader_prefetch_factor",
     "max_prompt_length", "max_completion_length",
 }  # fmt: skip
-_ABOVE_0 = {"num_train_epochs", "logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"}
+_ABOVE_0 = {"logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"}
 _BELOW_1 = {"adam_beta1", "adam_beta2", "label_smoothing_factor"}
-_OF_ANY_SIGN = {"max_steps", "local_rank"}
+_OF_ANY_SIGN = {"local_rank"}
 
 
 def check_settings(kind: type, settings: Mapping[str, Any], path: str = "") -> None:
@@ -66,6 +66,10 @@ def check_number(name: str, value: Any, path: str = "") -> None:
         good, allowed = True, ""
     elif not math.isfinite(value):
         good, allowed = False, "finite"
+    elif name == "max_steps":
+        good, allowed = value == -1 or value >= 1, "at least 1, or -1 for num_train_epochs"
+    elif name == "num_train_epochs":
+        good, allowed = 0 < value <= 1e6, "above 0, up to 1,000,000"
     elif name in _FROM_1:
         good, allowed = value >= 1, "at least 1"
     elif name in _ABOVE_0:

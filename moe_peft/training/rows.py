@@ -21,6 +21,8 @@ _FORMATS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("conversations",),),
     (("text",),),
 )
+# Columns with a value for each token.
+_OF_TOKENS = ("labels", "attention_mask", "completion_mask", "assistant_masks", "token_labels")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ORDERS = 100  # of roles, which are put through the chat template
 
@@ -51,16 +53,26 @@ def check_rows(
     orders: dict[tuple[str, ...], tuple[str, list[dict[str, Any]]]] = {}
     size = len(tokenizer)
     kept = {key for part in parts for key in part} | ({label_column} if label_column else set())
+    of_tokens = columns & set(_OF_TOKENS)
+    if of_tokens and not parts == (("input_ids",),):
+        raise ValueError(f"{field}: column {min(of_tokens)!r}: trainers take it for values of tokens; rename it")
+    kept |= of_tokens
     for i, row in enumerate(dataset.select_columns(sorted(kept))):
         where = f"{field}: row {i}"
         if label_column and not isinstance(row[label_column], (str, int, float)):
             raise ValueError(f"{where}: {label_column}={row[label_column]!r}: must be a label")
+        for name in of_tokens:
+            if not isinstance(row[name], list) or len(row[name]) != len(row["input_ids"] or []):
+                raise ValueError(f"{where}: {name}={one_line(repr(row[name]), 60)}: must have a value for each token")
         for part in parts:
             messages = [
                 message for key in part for message in _messages(f"{where}: {key}", key, row[key], template, size)
             ]
             if messages and len(orders) < _ORDERS:
                 orders.setdefault(tuple(message["role"] for message in messages), (where, messages))
+        if len({isinstance(row[key], str) for part in parts for key in part}) > 1:
+            named = ", ".join(key for part in parts for key in part)
+            raise ValueError(f"{where}: {named}: must all be texts, or all conversations")
     if orders and template() is None:
         raise ValueError(f"{field}: has conversations, but the tokenizer no chat template; set chat_template_path")
     for roles, (where, messages) in orders.items():

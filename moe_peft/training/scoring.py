@@ -11,8 +11,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
+from transformers.utils.logging import tqdm
 
 from ..compat import private
 from ..contexts import evaluating, free_memory
@@ -89,6 +89,11 @@ def example_losses(
     losses = [row for _, rows_, _ in found for row in rows_]
     counts = [count for _, _, counts_ in found for count in counts_]
     return torch.tensor(losses, dtype=torch.float64).view(-1, copies), torch.tensor(counts)
+
+
+def loss_name(domain: str) -> str:
+    """What a domain's loss is called beside `"mean"`, that of all."""
+    return "mean (domain)" if domain == "mean" else domain
 
 
 def mean_loss(losses: torch.Tensor, counts_S: torch.Tensor, what: str) -> float:

@@ -20,7 +20,7 @@ from ..analysis.record import RoutingStatistics, record_routing
 from ..models.steering import allow_experts
 from ..models.view import adapter_layers, native_routers
 from ..routing.expert_map import label_text
-from ..training.scoring import example_losses, make_scorable, mean_loss
+from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
 from ..training.tokenizing import tokenized
 
 
@@ -30,7 +30,7 @@ class Evaluation(NamedTuple):
 
     Args:
         losses: `{"base": {domain: loss}, "adapted": {…}}`: the mean loss per scored token of each domain and, as
-            `"mean"`, the mean over domains.
+            `"mean"`, the mean over domains. A domain of that name is `"mean (domain)"`.
         shares: domain → the share of token assignments of every layer and expert, [L, n]; none without routers.
         warnings: the layers whose load is not healthy, see `moe_peft.routing.load_verdicts`.
     """
@@ -75,13 +75,17 @@ def evaluate(
             if statistics is not None:
                 statistics.current = domain
             with nullcontext() if label_mask is None else allow_experts(model, label_mask[domain]):
-                losses["adapted"][domain] = mean_loss(*example_losses(model, part, collator), f"evaluate: {domain!r}")
+                losses["adapted"][loss_name(domain)] = mean_loss(
+                    *example_losses(model, part, collator), f"evaluate: {domain!r}"
+                )
     if base is not None:
         make_scorable(base)
     with model.disable_adapter() if base is None else nullcontext():
         for domain in domains:
             part = data.select([i for i, label in enumerate(labels) if label == domain])
-            losses["base"][domain] = mean_loss(*example_losses(base or model, part, collator), f"evaluate: {domain!r}")
+            losses["base"][loss_name(domain)] = mean_loss(
+                *example_losses(base or model, part, collator), f"evaluate: {domain!r}"
+            )
     if statistics is not None:
         _gather(statistics)
     shares, warnings = ({}, []) if statistics is None else (statistics.shares(), statistics.warnings())

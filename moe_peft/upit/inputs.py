@@ -5,28 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from huggingface_hub import snapshot_download
-from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapter.ffn import find_layout
 from ..adapter.model import find_ffns
-from ..loading import check_tokenizer, read_config, read_model, read_tokenizer
-from ..reading import reading
+from ..loading import check_tokenizer, quantization_config, read_config, read_model, read_tokenizer
 from .recipe import ModelSection
 
 
 def load_model(section: ModelSection) -> PreTrainedModel:
     """
-    The base model; a quantized one is placed on this process's device.
+    The base model.
 
     Raises:
         ValueError: the model cannot be found.
     """
     quantization = None
     if section.quantization is not None:
-        with reading(f"model.quantization={section.quantization}"):
-            quantization = BitsAndBytesConfig(**section.quantization)
+        quantization = quantization_config(section.quantization, "model.quantization=")
     return read_model(
         section.name_or_path,
         _named(section),
@@ -34,7 +31,6 @@ def load_model(section: ModelSection) -> PreTrainedModel:
         dtype=section.dtype,
         attn_implementation=section.attn_implementation,
         quantization_config=quantization,
-        device_map={"": PartialState().device} if quantization is not None else None,
     )
 
 

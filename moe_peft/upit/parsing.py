@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ..checks import PATH, TEXTS, check, is_a
 from ..messages import unknown_key
 from ..reading import YamlLoader, read_text, read_yaml
 from .recipe import Recipe
@@ -33,6 +34,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ValueError: no such file, an unknown key or a wrong value.
     """
+    check("load_recipe", path=(path, PATH), overrides=(overrides, TEXTS))
     settings = read_yaml(read_text(path), path, _Loader)
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: a recipe is a mapping of keys to values")
@@ -57,6 +59,7 @@ def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
     Raises:
         ValueError: an unknown key or a wrong value; the message is one line.
     """
+    check("recipe_from_dict", settings=(settings, is_a(Mapping, remedy="give a dictionary of keys to values")))
     try:
         return TypeAdapter(Recipe).validate_python(dict(settings))
     except ValidationError as error:

@@ -22,9 +22,11 @@ from ..checks import check, is_a
 from ..contexts import free_memory
 from ..folders import check_space, held, writable
 from ..loading import EMPTY_IN_OTHERS
+from ..training.arguments import check_packages
 from .ffn_stages import FFN_STAGES
 from .files import publish, write_json
 from .lora_stages import LORA_STAGES
+from .places import check_places
 from .recipe import Recipe, as_dict
 from .run import RunContext
 from .shared_stages import TrainerStage, shared_out
@@ -111,6 +113,8 @@ class UpIT:
             ValueError: the recipe, its base, its data and its folders do not fit together.
         """
         writable(self.root, f"output_dir={str(self.root)!r}")
+        if PartialState().is_main_process:  # which is the one that writes
+            check_places(self.recipe, self.root, self.stage_names(), self._trained.name)
         self.context.check_data()
         for stage in self.stages:
             stage.check()
@@ -122,9 +126,10 @@ class UpIT:
 
     def _run(self, redo: bool) -> None:
         self.context.records = {}
-        for stage in self.stages:
+        for number, stage in enumerate(self.stages, start=1):
             with tracked(self.root, stage.name):
-                self.records[stage.name] = run_stage(self.root, stage, redo)
+                place = f"stage {number} of {len(self.stages)}"
+                self.records[stage.name] = run_stage(self.root, stage, redo, place)
             free_memory()
         if PartialState().is_main_process:
             publish(self._trained, self.result)
@@ -151,7 +156,9 @@ class UpIT:
         """
         for stage in self.stages:
             if isinstance(stage, TrainerStage):
-                _ = stage.arguments(self.root, **own).device
+                args = stage.arguments(self.root, **own)
+                _ = args.device
+                check_packages(args, f"{stage.name}.sft.")
         if PartialState().num_processes > 1 and parse_flag_from_env(EMPTY_IN_OTHERS):
             raise ValueError(
                 "fsdp_cpu_ram_efficient_loading=true: all processes but the first would score examples with empty "

@@ -155,7 +155,7 @@ class Recipe:
     method: Text = "upit"
     num_experts: Experts = 8
     # The budget of stages 1 and 4 together, in passes over the data.
-    num_train_epochs: Annotated[Number, Field(gt=0)] = 4.0
+    num_train_epochs: Annotated[Number, Field(gt=0, le=1e6)] = 4.0
     # Stage 1's share of it.
     prepare_share: Annotated[Number, Field(gt=0, lt=1)] = 0.5
     seed: Seed = 0

@@ -103,9 +103,10 @@ class RunContext:
             ValueError: a row of the data cannot be used, or the base has no tokenizer for it.
         """
         path, tokenizer = self.recipe.sft.get("chat_template_path"), self.tokenizer
+        template = chat_template(path, _TEMPLATE)
         for name, data in (("data.train", self.train_data), ("data.eval", self.eval_data)):
             if data is not None:
-                check_rows(data, name, tokenizer, self.recipe.data.label_column, lambda: chat_template(path, _TEMPLATE))
+                check_rows(data, name, tokenizer, self.recipe.data.label_column, lambda: template)
 
     def check_base(self) -> None:
         """

@@ -167,7 +167,7 @@ class Stage(ABC):
         return json.loads(json.dumps(found, default=str))  # as it will be read again
 
 
-def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
+def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> dict[str, Any]:
     """
     Do a stage unless it is done already, and return its record: identity, metrics, hashes of its files.
 
@@ -175,6 +175,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
 
     Args:
         redo: whether a stage that is done, but with other settings or inputs, may be removed and done again.
+        place: which of how many it is, for the log.
 
     Raises:
         ValueError: it would have to be, and may not.
@@ -210,7 +211,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False) -> dict[str, Any]:
     PartialState().wait_for_everyone()
     if whole is None or not goes_on:
         if main:
-            logger.info("%s: running", stage.name)
+            logger.info("%s: running%s", stage.name, place and f" ({place})")
         try:
             metrics = stage.run(partial)
         except ValueError:
@@ -260,6 +261,12 @@ def _intact(path: Path, *sections: str) -> dict[str, Any] | None:
         if found is not None and all(isinstance(found.get(section), dict) for section in sections):
             return found
     return None
+
+
+def is_run(root: Path) -> bool:
+    """Whether a run has worked in a folder: it leaves a manifest, or a stage with a record or the begin of one."""
+    left = ("manifest.json", f"*/{_RECORD}", f"*/{_IDENTITY}")
+    return any(path.is_file() for pattern in left for path in root.glob(pattern))
 
 
 def outlook(stages: Sequence[Stage]) -> dict[str, str]:

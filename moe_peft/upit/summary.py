@@ -29,7 +29,7 @@ def print_summary(pipeline: UpIT) -> None:
     """
     if not PartialState().is_main_process:
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)
     records = pipeline.records
     columns = ("stage", "steps", "loss", "what it made", "similarity of experts")
     recipe = pipeline.recipe
@@ -57,7 +57,7 @@ def print_summary(pipeline: UpIT) -> None:
         console.print(f"MoE: {ModelSize(**every['post_train']['size'])}", highlight=False, soft_wrap=True)
     verdict = _verdict(every)
     if verdict:
-        console.print(f"[yellow]load of the experts: {verdict}[/yellow]", highlight=False, soft_wrap=True)
+        console.print(f"load of the experts: {verdict}", style="yellow", highlight=False, soft_wrap=True)
     console.print(f"{pipeline.result.name}: {pipeline.result}", highlight=False, soft_wrap=True)
 
 
@@ -95,7 +95,7 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     stages = plan(pipeline, launch)
     if not PartialState().is_main_process:
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)
     r = pipeline.recipe
     title = f"{r.method}: {len(pipeline.context.train_data):,} examples, {r.num_train_epochs:g} passes, seed {r.seed}"
     table = Table("stage", title=title)

@@ -1,0 +1,77 @@
+"""A run loses nothing of its user's: it writes nowhere that something of another's is, or that it reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from test_endings import without_paths
+from upit_case import contents, make_case, run
+
+from moe_peft.upit import UpIT, recipe_from_dict
+
+
+@pytest.fixture
+def case(tmp_path, tokenizer):
+    return make_case(tmp_path, tokenizer)
+
+
+def refused(settings: dict, folder: Path, message: str) -> None:
+    """Neither a run nor its plan goes on, and nothing has changed."""
+    before = contents(folder)
+    for start in (UpIT.run, lambda pipeline: pipeline.check(weights=False)):
+        with pytest.raises(ValueError) as error:
+            start(UpIT(recipe_from_dict(settings)))
+        assert message in str(error.value) and "\n" not in str(error.value)
+        assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", ["prepare", "router_init", "evaluate", "adapter", "prepare.partial"])
+def test_a_folder_of_the_users_with_the_name_of_a_stage(name, case, tmp_path):
+    own = tmp_path / "out" / name
+    own.mkdir(parents=True)
+    (own / "script.py").write_text("mine")
+    refused({**case, "output_dir": str(tmp_path / "out")}, tmp_path, f"{own} is there already, and no run has made it")
+
+
+@pytest.mark.parametrize("make", [lambda p: p.write_text("x"), lambda p: p.symlink_to(p.parent), os.mkfifo])
+def test_what_is_no_folder(make, case, tmp_path):
+    (tmp_path / "out").mkdir()
+    make(tmp_path / "out" / "prepare")
+    refused({**case, "output_dir": str(tmp_path / "out")}, tmp_path / "base", "prepare is there already")
+
+
+def test_an_empty_folder_may_be_there(case, tmp_path):
+    (tmp_path / "out" / "prepare").mkdir(parents=True)
+    UpIT(recipe_from_dict({**case, "output_dir": str(tmp_path / "out")})).check(weights=False)
+
+
+def test_data_in_a_stages_folder(case, tmp_path):
+    pipeline = run(case, tmp_path)
+    data = pipeline.root / "prepare" / "train.jsonl"
+    shutil.copy(case["data"]["train"], data)
+    for source in (str(data), {"path": "json", "data_files": {"train": [str(data)]}}):
+        settings = {**case, "output_dir": str(pipeline.root), "data": {**case["data"], "train": source}}
+        refused(settings, tmp_path, f"the run would overwrite data.train={str(data)!r}")
+
+
+def test_experts_that_are_the_result(case, tmp_path):
+    given = [str(tmp_path / "out" / "adapter"), str(tmp_path / "out" / "other")]
+    first = run({**case, "method": "loramoe_pt", "num_train_epochs": 1, "prepare": {}, "router_init": {}}, tmp_path)
+    shutil.copytree(first.result, given[1])
+    settings = {**case, "output_dir": str(first.root), "num_experts": 2, "prepare": {"adapters": given}}
+    settings["expand"] = {}
+    refused(settings, tmp_path, f"the run would overwrite prepare.adapters={given[0]!r}")
+
+
+@pytest.mark.parametrize("place", [".", "out"])
+def test_a_run_in_its_base(place, case, tmp_path):
+    base = case["model"]["name_or_path"]
+    refused({**case, "output_dir": str(Path(base) / place)}, tmp_path, f"is in model.name_or_path={base!r}")
+
+
+def test_a_finished_run_is_found_done(case, tmp_path):
+    before = without_paths(run(case, tmp_path).root)
+    assert without_paths(run(case, tmp_path).root) == before

@@ -100,7 +100,6 @@ def _train(
             if made.is_world_process_zero():
                 write_model_card(options.training.output_dir, datasets=[str(options.data.dataset_name)])
             made.accelerator.print(f"result: {options.training.output_dir}")
-        made.end()
         model, config = made.model, None
 
 

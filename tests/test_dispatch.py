@@ -186,12 +186,15 @@ def test_an_expert_without_tokens_may_overflow(name, k, all_columns):
 @pytest.mark.parametrize("name", ["dense", "gather", "parts of blocks"])
 def test_what_projections_share_is_computed_once(name):
     dispatch = make(name, 2, True)
-    assert dispatch.gate_table() is dispatch.gate_table()
+    assert dispatch.gate_columns(3) is dispatch.gate_columns(3)
     table = torch.zeros(11, N, dtype=torch.float64)
     for t, row in enumerate(dispatch.experts.tolist()):
         for j, e in enumerate(row):
             table[t, e] = SCALING * dispatch.gates[t, j].detach()
-    assert_close(dispatch.gate_table().detach(), table.unsqueeze(-1))
+    gates, unchosen = dispatch.gate_columns(3)
+    for column in range(3 * N):
+        assert_close(gates[:, column].detach(), table[:, column // 3])
+    assert torch.equal(unchosen, gates == 0)
     for part in dispatch.parts:
         assert part.pair_rows() is part.pair_rows() and part.scaled_gates() is part.scaled_gates()
 

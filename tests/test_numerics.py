@@ -335,7 +335,7 @@ def test_a_pinned_method_is_what_runs_also_where_columns_are_few(method, mixing,
 
     for cls in (Dense, Gather, Blocks, Sorted):
         noted(cls, "shrink")
-    for name in ("pair_rows", "gate_table"):  # what products with all experts' columns need
+    for name in ("pair_rows", "gate_columns"):  # what products with all experts' columns need
         noted(Dispatch, name)
     layer = ffn_layer(mixing=mixing, num_experts=4, r=8)
     with pin_dispatch(method):

@@ -64,7 +64,7 @@ class Dispatch:
         self.n = num_experts
         # Computed on first use (torch.compile does not trace `functools.cached_property`).
         self._scaled_gates: torch.Tensor | None = None
-        self._gate_table: torch.Tensor | None = None
+        self._gate_columns: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pair_rows: torch.Tensor | None = None
 
     @property
@@ -100,13 +100,17 @@ class Dispatch:
             self._pair_rows = self.pair_tokens() * self.n + self.pair_experts()
         return self._pair_rows
 
-    def gate_table(self) -> torch.Tensor:
-        """`s·g` of every expert, zero if a token did not choose it, [T, n, 1]; computed once for all projections."""
-        if self._gate_table is None:
+    def gate_columns(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        For each column of all experts' matrices, `s·g` of its expert, zero if a token did not choose it, and whether
+        that is zero: [T, n·r] both; computed once for all projections.
+        """
+        if self._gate_columns is None:
             gates_TK = self.gates * self.scaling
-            empty = gates_TK.new_zeros(self.tokens, self.n)
-            self._gate_table = empty.scatter(1, self.experts, gates_TK).unsqueeze(-1)
-        return self._gate_table
+            empty_TN = gates_TK.new_zeros(self.tokens, self.n)
+            gates_TC = empty_TN.scatter(1, self.experts, gates_TK).repeat_interleave(r, dim=1)
+            self._gate_columns = gates_TC, gates_TC == 0
+        return self._gate_columns
 
     # --- on pairs -----------------------------------------------------------------------------------------------------
 
@@ -177,9 +181,9 @@ class Dispatch:
 
     def weighted_columns(self, x_TM: torch.Tensor, A_NRM: torch.Tensor) -> torch.Tensor:
         """`s g_i A_i x` for all experts, [T, n·r]; zero for those that a token did not choose."""
-        h_TNR = (x_TM @ A_NRM.flatten(0, 1).T).view(self.tokens, self.n, A_NRM.shape[1])
+        gates_TC, unchosen_TC = self.gate_columns(A_NRM.shape[1])
         # Masked and not only multiplied by 0: an expert that was not chosen may overflow.
-        return (h_TNR.masked_fill(self.gate_table() == 0, 0) * self.gate_table()).flatten(1)
+        return F.linear(x_TM, A_NRM.flatten(0, 1)).masked_fill(unchosen_TC, 0) * gates_TC
 
 
 def _plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, in_place: bool) -> torch.Tensor:

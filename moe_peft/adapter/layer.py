@@ -17,9 +17,10 @@ from ..routing.routers import Router, make_router
 from .choosing import make_dispatch
 from .config import ExpertSpec
 from .dispatch import Dispatch
-from .recording import record_choice, record_router_logits, token_ids_for
+from .recording import record_choice, recorded, token_ids_for
 
 _get_in_out_features = private("peft.tuners.tuners_utils", "_get_in_out_features")
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 # The parameters A [n, r, in] and B [n, r, out] of each projection.
 Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -79,9 +80,7 @@ class MoELoraLayer(BaseTunerLayer):
     def put_router(self, adapter_name: str) -> None:
         """Give the adapter a new router according to its spec."""
         spec = self.moe_lora_spec[adapter_name]
-        router = make_router(self.in_features, spec.num_experts, spec.router)
-        router.register_forward_hook(record_router_logits)
-        self.moe_lora_router[adapter_name] = router
+        self.moe_lora_router[adapter_name] = make_router(self.in_features, spec.num_experts, spec.router)
 
     def router(self, adapter_name: str) -> Router:
         """The adapter's router, which exists only if it has more than one expert."""
@@ -136,6 +135,7 @@ class MoELoraLayer(BaseTunerLayer):
             return None
         router = self.router(adapter_name)
         logits_TN = router(x_TD, token_ids_for(router, x_TD)) if router.by_token_id else router(x_TD)
+        logits_TN = recorded(router, logits_TN)
         if self.steering is None:
             gates_TK, experts_TK = router.choose(logits_TN, spec.top_k, spec.normalize_top_k)
         else:
@@ -224,7 +224,7 @@ def in_shape(y_TM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     `y_TM` in another's shape, for a layer's output. It is no view to autograd: FSDP2 has hooks on what a module
     returns, and torch drops those of a view that is changed in place.
     """
-    return torch.ops.aten._unsafe_view(y_TM, like.shape)
+    return _unsafe_view(y_TM, like.shape)
 
 
 class MoELoraLinear(nn.Module, MoELoraLayer):

@@ -156,14 +156,14 @@ def _is_installed(model: nn.Module) -> bool:
 
 def _begin(module: nn.Module, args: tuple, kwargs: dict, ours: dict[str, bool]) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
-    # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
-    sync_config(module, getattr(module, "peft_config", {}))
     outer = state.collection
     if outer is not None and module is getattr(outer.owner, "base_model", None):
         # A dense backbone does not know the argument. A caller that passes it to the backbone alone, as `models.view`
         # does, gets the backbone's router logits and leaves the outer model's output and loss as they are.
         outer.enabled |= bool(kwargs.pop("output_router_logits", False))
         return args, {**kwargs, **ours}
+    # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
+    sync_config(module, getattr(module, "peft_config", {}))
     # TRL's fused forward reads the argument, too, and adds transformers' balancing loss, which is NaN for a batch of
     # padding alone. So it is not asked for it, except under torch.compile: where that forward breaks the graph, the
     # collection is lost.
@@ -205,7 +205,7 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             return None
         output["aux_loss"] = output["loss"].new_zeros(())  # there may be no router; its class has no `router_logits`
     elif isinstance(output, dict):
-        output = _moe_output_class(type(output))(**{**output, "router_logits": router_logits})
+        output = _with_router_logits(output, router_logits)
         # No field: it is for `models.view` alone, and would otherwise be a part of every output that is taken apart.
         output.__dict__[CHOICES] = tuple(collection.choices)
     if router_logits is None:
@@ -227,6 +227,16 @@ def _tell_unbalanced(name: str) -> None:
         UserWarning,
         stacklevel=1,  # one place, so that it is shown once
     )
+
+
+def _with_router_logits(output: Any, router_logits: tuple[torch.Tensor, ...] | None) -> Any:
+    """The output in a class that has the field. It is the same object, as making one takes long beside a token."""
+    cls = _moe_output_class(type(output))
+    if torch.compiler.is_compiling():  # knows no change of a class
+        return cls(**{**output, "router_logits": router_logits})
+    output.__class__ = cls
+    output["router_logits"] = router_logits
+    return output
 
 
 @torch.compiler.assume_constant_result

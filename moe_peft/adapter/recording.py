@@ -1,8 +1,8 @@
 """
 Records router logits, and what was chosen, while a backbone runs; `protocol.py` starts and ends the recording.
 
-A forward hook on every router appends its logits to the current collection, and its layer then appends the experts that
-it has chosen and their gates (steering and routers' own rules included). The collection is thread-local: two threads
+A layer appends its router's logits to the current collection, and then the experts that were chosen and their gates
+(steering and routers' own rules included). The collection is thread-local: two threads
 may generate with one model, and CUDA runs backward, including the second runs of checkpointed layers, in a separate
 thread.
 """
@@ -49,17 +49,16 @@ class State(threading.local):
 state = State()
 
 
-def record_router_logits(router: nn.Module, args: tuple, logits_TN: torch.Tensor) -> torch.Tensor | None:
-    """Forward hook of every router. It replaces the logits only under reentrant checkpointing (below)."""
+def recorded(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
+    """Called by a layer with its router's logits. It replaces them only under reentrant checkpointing (below)."""
     collection = state.collection
     if collection is None:
-        return _add_pending_gradient(router, logits_TN)
-    if not collection.enabled:
-        return None
-    if collection.grad_enabled and not torch.is_grad_enabled() and router.training:
-        logits_TN = _remember_leaf(router, logits_TN)
-    collection.logits.append(logits_TN)
-    return None
+        return _with_pending_gradient(router, logits_TN)
+    if collection.enabled:
+        if collection.grad_enabled and not torch.is_grad_enabled() and router.training:
+            logits_TN = _remember_leaf(router, logits_TN)
+        collection.logits.append(logits_TN)
+    return logits_TN
 
 
 def record_choice(experts_TK: torch.Tensor, gates_TK: torch.Tensor) -> None:
@@ -161,14 +160,14 @@ def _remember_leaf(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
-def _add_pending_gradient(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor | None:
+def _with_pending_gradient(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or router not in _leaves or not logits_TN.requires_grad:
-        return None
+        return logits_TN
     for leaf in (ref() for ref in reversed(_leaves[router])):
         if leaf is not None and leaf.grad is not None:
             gradient, leaf.grad = leaf.grad, None
             return _AddGradient.apply(logits_TN, gradient)
-    return None
+    return logits_TN
 
 
 class _AddGradient(torch.autograd.Function):

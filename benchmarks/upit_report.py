@@ -168,8 +168,8 @@ def _figure(results: Results, path: Path) -> None:
 
 
 def _varied(method: str, label: str) -> str:
-    """A run of a sweep; the method's own setting is its run in the main table."""
-    return f"{method}, {label}" if f"{method}, {label}" in CURVES else method
+    """A run of a sweep; the method's own setting has one name in all of them."""
+    return f"{method}, {label}" if f"{method}, {label}" in CURVES else f"{method}, 2 active"
 
 
 def _cell(value: float | None) -> str:

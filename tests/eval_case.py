@@ -68,9 +68,9 @@ def make_tasks(folder: Path) -> Path:
 
 def make_adapter(folder: Path, tokenizer, seed: int = 0) -> Path:
     """A base, `folder/base`, and an adapter for it with four experts that differ."""
-    tiny_llama(vocab=128, hidden=32, seed=seed).save_pretrained(folder / "base")
+    tiny_llama(vocab=128, seed=seed).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    model = tiny_llama(vocab=128, hidden=32, seed=seed)
+    model = tiny_llama(vocab=128, seed=seed)
     config = MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM", init_lora_weights=False)
     model = get_peft_model(model, config)
     torch.manual_seed(seed)

@@ -54,8 +54,8 @@ def expected_gates(dense, n: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("init", ["copy", "noise", "drop"])
 def test_gates_are_the_dense_models_whatever_the_experts(init, n, tmp_path):
     dense = dense_model("llama", num_key_value_heads=4)
-    settings = {"num_experts": n, "top_k": 1, "init": init, "noise_scale": 0.5, "drop_rate": 0.9}
-    config = UpcycleConfig(router_init="attention", **settings)
+    own = {"copy": {}, "noise": {"noise_scale": 0.5}, "drop": {"drop_rate": 0.9}}[init]
+    config = UpcycleConfig(num_experts=n, top_k=1, init=init, router_init="attention", **own)
     made = upcycle(saved(dense, tmp_path / "dense"), tmp_path / "moe", config, calibration=BATCHES)
     for found, expected in zip(gates(made), expected_gates(dense, n), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)

@@ -102,7 +102,7 @@ def test_conversations_need_a_chat_template(tokenizer):
         ("d.csv", b"", "No columns"),
         ("d.csv", b"text\n", "no data|no examples"),
         ("d.csv", b"text,a\nb,c\nd,e,f\n", "Expected 2 fields in line 3"),
-        ("d.txt", b"w3 w4", "data file"),
+        ("d.txt", b"w3 w4", "its name must end in .json, "),
         ("d.jsonl", b'{"a": 1}', r"columns \['a'\]: needs messages, prompt and completion, or text"),
         ("d.jsonl", b'{"prompt": "w3"}', r"columns \['prompt'\]: needs"),
     ],
@@ -116,7 +116,8 @@ def test_a_file_that_is_no_data_set(name, content, words, tmp_path):
 
 
 def test_what_else_is_no_data_set(tmp_path):
-    (tmp_path / "d.jsonl").write_text(json.dumps(TEXT))
+    for name in ("d.jsonl", "d.tsv"):
+        (tmp_path / name).write_text(json.dumps(TEXT))
     for source, words in (
         (str(tmp_path / "none.jsonl"), "no such file"),
         (str(tmp_path / "empty"), "data.train="),
@@ -125,6 +126,8 @@ def test_what_else_is_no_data_set(tmp_path):
         ({"path": "json", "data_files": str(tmp_path / "d.jsonl"), "split": "test"}, "data.train="),
         ({"path": "json", "data_files": str(tmp_path / "d.jsonl"), "x": 1}, "data.train="),
         ({"path": "json", "data_files": str(tmp_path / "d.jsonl"), "trust_remote_code": True}, "is never run"),
+        ({"path": "json", "data_files": str(tmp_path / "d.jsonl"), "streaming": True}, "leave it out"),
+        (str(tmp_path / "d.tsv"), "its name must end in .json, "),
     ):
         with pytest.raises(ValueError, match=words) as refused:
             load_data(source, "data.train", None)

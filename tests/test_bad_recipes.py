@@ -49,7 +49,7 @@ MAY = {
     "router_init.within_budget": FLAGS, "router_init.capacity": [None, *COUNTS], "router_init.expert_map": [None],
     "router_init.seed": SEEDS, "router_init.sft": MAPS, "post_train.train_experts": FLAGS, "post_train.seed": SEEDS,
     "post_train.sft": MAPS, "evaluate.tasks": [[], ["x"]], "evaluate.include_path": [None],
-    "evaluate.num_fewshot": [None, 0, 10**9, 10**30], "evaluate.batch_size": ["1", 10**9, 10**30],
+    "evaluate.num_fewshot": [None, 0, 10**9, 10**30], "evaluate.batch_size": ["1"],
     "evaluate.limit": [None, 0.5, 1.5, 10**9, 10**30], "evaluate.apply_chat_template": [*FLAGS, *TEXTS],
     "prepare": MAPS, "expand": MAPS, "router_init": MAPS, "post_train": MAPS, "evaluate": MAPS, "model": [], "data": [],
     "adapter.r": [], "adapter.top_k": [], "adapter.lora_dropout": [0, 0.5], "adapter.router_type": [],
@@ -165,10 +165,18 @@ def test_the_defaults_of_training_arguments_are_in_range():
     for kind in (MoESFTConfig, MoEDPOConfig):
         fields = {f.name: f.default for f in dataclasses.fields(kind) if f.init}
         check_settings(kind, {name: value for name, value in fields.items() if value is not dataclasses.MISSING})
-    for name, value in (("adam_beta2", 1.0), ("max_length", 0), ("seed", 2**32), ("learning_rate", -1e-9)):
+    for name, value in (
+        ("adam_beta2", 1.0),
+        ("max_length", 1),
+        ("label_smoothing", 1),
+        ("seed", 2**32),
+        ("learning_rate", -1e-9),
+    ):
         with pytest.raises(ValueError, match=f"here.{name}="):
             check_number(name, value, "here.")
     with pytest.raises(ValueError, match=r"lr_scheduler_type='cosin': must be one of cosine, "):
         check_settings(MoESFTConfig, {"lr_scheduler_type": "cosin"})
+    with pytest.raises(ValueError, match=r"sft.eval_strategy: stages have no evaluation data"):
+        recipe_from_dict({**GOOD, "post_train": {"sft": {"eval_strategy": "steps"}}})
     with pytest.raises(ValueError, match=r"sft.trust_remote_code: code .* is never run"):
         recipe_from_dict({**GOOD, "sft": {"trust_remote_code": True}})

@@ -109,9 +109,7 @@ def test_each_expert_alone_is_its_lora_and_the_exports_expert(folder, tmp_path, 
     assert table[4].startswith(f"| expert 1 | {found['expert 1']['toy_text', 'word_perplexity'][0]:.4f} |")
     assert (tmp_path / "out" / "experts.png").read_bytes().startswith(b"\x89PNG")
     assert "Each expert alone" in capsys.readouterr().out
-    native = evaluate(
-        folder, tmp_path / "native", "--model", folder / "native", "--base", folder / "base", "--no-base", *every
-    )
+    native = evaluate(folder, tmp_path / "native", "--model", folder / "native", *every)
     assert list(native) == ["model", *(f"expert {i}" for i in range(4))]
     for name, scores in native.items():
         assert_same(scores, found[name])
@@ -200,6 +198,9 @@ def test_chat_template(folder, tmp_path, tokenizer):
         (["--model", "{folder}/nowhere"], "--model '{folder}/nowhere'"),
         (["--base", "{folder}/nowhere"], "--base '{folder}/nowhere'"),
         (["--include-path", "nowhere"], "include_path='nowhere': no such folder"),
+        (["--model", "{folder}/native", "--base", "{folder}/base", "--no-base"], "give one of them"),
+        (["--batch-size", "1000000"], "must be a whole number from 1 to 999999"),
+        (["--seed", "4294967296"], "seed=4294967296: use a whole number"),
         (["--batch-size", "0"], "batch_size='0': must be"),
         (["--batch-size", "automatic"], "batch_size='automatic': must be"),
         (["--batch-size", "auto:x"], "batch_size='auto:x': must be"),

@@ -226,6 +226,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"strategy": "fsdp2"}, "strategy='fsdp2': is for --dry-run"),
     ({"zzz": 1}, "zzz: unknown key; see `moe-peft sft --help`"),
     ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),
+    ({"stages": {"joint": {"training_stage": "rest"}}}, "stages.joint.training_stage: unknown key"),
     ({"dataset_name": None}, "dataset_name=None: name a file"),
     ({"dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl': no such file"),
     ({"model_name_or_path": "no/such/model"}, "model_name_or_path='no/such/model':"),
@@ -254,7 +255,7 @@ def test_wrong_flags_too(flags, message, case, tmp_path, capsys):
         ({"learning_rate": float("nan")}, "learning_rate=nan: must be finite"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: must be at least 1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
-        ({"max_length": 0}, "max_length=0: must be at least 1"),
+        ({"max_length": 0}, "max_length=0: must be at least 2"),
         ({"seed": -1}, "seed=-1"),
         (
             {"stages": {"routers": {"learning_rate": "fast"}}},

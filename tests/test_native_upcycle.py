@@ -311,7 +311,9 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
     ("num_shared_experts", 2, "fewer than .*=2"), ("fine_grained_split", "random", "partition, independent"),
     ("router_aux_loss_coef", -0.1, "at least 0"), ("router_aux_loss_coef", math.nan, "finite"),
     ("router_init_std", -1, "use a number in"), ("noise_scale", 1e300, "1000"), ("noise_scale", 10**400, "1000"),
-    ("num_added_shared_experts", -1, "from 0 to"),
+    ("num_added_shared_experts", -1, "from 0 to"), ("drop_rate", 0.3, "drop_rate=0.3: goes with init='drop'"),
+    ("noise_share", 0.1, "goes with init='random_noise'"), ("shared_indices", False, "goes with init='drop'"),
+    ("router_num_heads", 2, "goes with router_init='attention'"), ("router_weights", "x", "router_init='given'"),
 ])  # fmt: skip
 def test_wrong_settings(field, value, remedy):
     with pytest.raises(ValueError, match=f"upcycle: .*{remedy}"):
@@ -334,6 +336,11 @@ def refused(tmp_path, message, models, **settings):
         upcycle(models, tmp_path / "moe", UpcycleConfig(**settings))
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "moe").exists() and not (tmp_path / ".moe.partial").exists()
+
+
+def test_no_model_is_left_out(folders, tmp_path):
+    three = [folders["llama"]] * 3
+    refused(tmp_path, "num_experts=2: there are 3 models; ask for as many", three, num_experts=2, init="checkpoints")
 
 
 def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):

@@ -74,6 +74,12 @@ def recipe(**settings):
             {"method": "self_moe", "prepare": {"num_experts": 4}, "expand": {"method": "none"}},
             "stage 1 gives 4, expand.method='none'",
         ),
+        ({"prepare": {"adapters": ["a", "b"], "num_experts": 2}}, "prepare.num_experts=2: must be null: experts are"),
+        ({"prepare": {"adapters": ["a", "b"], "num_checkpoints": 4}}, "prepare.num_checkpoints=4: must be null"),
+        (
+            {"router_init": {"expert_map": {"a": [0, 1]}}},
+            "router_init.buckets='perplexity': must be 'label' beside router_init.expert_map",
+        ),
         ({"router_init": {"capacity": 0}}, "router_init.capacity=0: must be greater than or equal to 1"),
         ({"sft": {"save_steps": 0.1}}, "sft.save_steps=0.1: must be a whole number of at least 1"),
         ({"prepare": {"sft": {"save_steps": 0}}}, "sft.save_steps=0: must be"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 from ..native import export_adapter, verify_export
@@ -40,6 +41,8 @@ def run(options: argparse.Namespace) -> None:
 def _texts(given: str) -> list[str]:
     """A text, or the lines of a file, which is read before anything is written."""
     is_file = len(os.fsencode(given)) < 256 and Path(given).exists()
+    if not is_file and re.fullmatch(r"\S+\.(txt|md|jsonl?|csv)", given):
+        raise ValueError(f"export: --verify {given!r}: no such file; give a text, or a text file")
     texts = [line for line in (read_text(given) if is_file else given).splitlines() if line.strip()]
     if not texts:
         raise ValueError(f"export: --verify {given!r}: give a text, or a text file")

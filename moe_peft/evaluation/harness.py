@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 
-from ..checks import FLAG, PATH, SEED, TEXT, Rule, check_fields, whole
+from ..checks import FLAG, PATH, TEXT, Rule, check_fields, whole
 from ..messages import one_line
 
 # Fields and what they may be; more is checked below.
@@ -27,7 +27,7 @@ _RULES: dict[str, Rule] = {
     "num_fewshot": whole(0).or_none(),
     "limit": Rule(lambda v: isinstance(v, (int, float)) and not isinstance(v, bool), "give a number").or_none(),
     "apply_chat_template": Rule(lambda v: FLAG.allows(v) or TEXT.allows(v), "use True, False or a template's name"),
-    "seed": SEED.or_none(),
+    "seed": whole(0, 2**32 - 1).or_none(),  # what numpy takes
 }
 
 
@@ -58,8 +58,8 @@ class TaskSettings:
         if self.tasks in ((), []):
             raise ValueError("tasks: name at least one")
         check_fields("", self, _RULES)
-        if not re.fullmatch(r"0*[1-9]\d*|auto(:[1-9]\d*)?", str(self.batch_size)):
-            raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number of at least 1, auto or auto:N")
+        if not re.fullmatch(r"0*[1-9]\d{0,5}|auto(:[1-9]\d*)?", str(self.batch_size)):
+            raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number from 1 to 999999, auto or auto:N")
         if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
             raise ValueError(f"limit={self.limit!r}: must be above 0 and finite; leave it out for all examples")
         if self.include_path is not None and not Path(self.include_path).is_dir():

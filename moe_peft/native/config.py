@@ -25,6 +25,21 @@ _RULES: dict[str, Rule] = {
     "max_shard_size": TEXT,
     "seed": SEED,
 }
+# Settings that only some values of another field read. Initialisations that are not named here may read any.
+_OURS = {
+    "init": {"copy", "noise", "random_noise", "subset", "permute", "permute_columns", "drop", "checkpoints"},
+    "router_init": set(get_args(RouterInit)),
+}
+_READ_WITH = {
+    "noise_scale": ("init", ("noise",)),
+    "noise_std": ("init", ("random_noise",)),
+    "noise_share": ("init", ("random_noise",)),
+    "drop_rate": ("init", ("drop",)),
+    "shared_indices": ("init", ("drop",)),
+    "router_init_std": ("router_init", ("normal", "uniform")),
+    "router_num_heads": ("router_init", ("attention",)),
+    "router_weights": ("router_init", ("given",)),
+}
 
 
 @dataclass
@@ -108,10 +123,12 @@ class UpcycleConfig:
             self._refuse("num_shared_experts", f"use fewer than granularity·top_k={self.granularity * self.top_k}")
         if self.num_shared_experts and self.num_added_shared_experts:
             self._refuse("num_added_shared_experts", "use this or num_shared_experts")
-        if (self.router_init == "given") != (self.router_weights is not None):
+        if self.router_init == "given" and self.router_weights is None:
             self._refuse("router_weights", "goes with router_init='given'")
-        if self.router_num_heads is not None and self.router_init != "attention":
-            self._refuse("router_num_heads", "goes with router_init='attention'")
+        for name, (of, readers) in _READ_WITH.items():
+            changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            if changed and getattr(self, of) in _OURS[of].difference(readers):
+                self._refuse(name, f"goes with {of}={' or '.join(map(repr, readers))}")
 
     @property
     def num_gates(self) -> int:

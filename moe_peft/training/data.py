@@ -40,12 +40,16 @@ def load_data(
     """
     if isinstance(source, str):
         suffix = Path(source).suffix
+        if suffix not in _FORMATS and Path(source).is_file():
+            raise ValueError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
         arguments = {"path": _FORMATS[suffix], "data_files": source} if suffix in _FORMATS else {"path": source}
         if suffix in _FORMATS and not Path(source).is_file():
             raise ValueError(f"{field}={source!r}: no such file")
     else:
         arguments = dict(source)
     arguments = {"split": split, **arguments}
+    if arguments.get("streaming"):
+        raise ValueError(f"{field}.streaming=True: rows are counted and checked before training; leave it out")
     if arguments.get("trust_remote_code"):
         raise ValueError(f"{field}.trust_remote_code=True: code that comes with data is never run; leave it out")
     try:

@@ -14,12 +14,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ..messages import one_of
 
 _FROM_1 = {
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "eval_accumulation_steps", "torch_empty_cache_steps", "dataset_num_proc", "dataloader_prefetch_factor",
     "max_prompt_length", "max_completion_length",
 }  # fmt: skip
 _ABOVE_0 = {"logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"}
-_BELOW_1 = {"adam_beta1", "adam_beta2", "label_smoothing_factor"}
+_BELOW_1 = {"adam_beta1", "adam_beta2", "label_smoothing_factor", "label_smoothing"}
 _OF_ANY_SIGN = {"local_rank"}
 
 
@@ -70,6 +70,8 @@ def check_number(name: str, value: Any, path: str = "") -> None:
         good, allowed = value == -1 or value >= 1, "at least 1, or -1 for num_train_epochs"
     elif name == "num_train_epochs":
         good, allowed = 0 < value <= 1e6, "above 0, up to 1,000,000"
+    elif name == "max_length":
+        good, allowed = value >= 2, "at least 2: a token is predicted from those before it"
     elif name in _FROM_1:
         good, allowed = value >= 1, "at least 1"
     elif name in _ABOVE_0:

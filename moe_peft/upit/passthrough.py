@@ -101,6 +101,10 @@ SFT = Passthrough(
             "set adapter.router_aux_loss_coef in the mode 'lora', moe.router_aux_loss_coef in the mode 'ffn'"
         ),
         "model_init_kwargs": "set the fields of the section `model`",
+        **_for_each(
+            "eval_strategy eval_on_start",
+            "stages have no evaluation data; the section `evaluate` says what is measured",
+        ),
         "push_to_hub": "push the result's folder when the run is done",
         "trust_remote_code": "code that comes with a model or with data is never run; leave it out",
     },

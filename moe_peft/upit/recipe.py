@@ -257,6 +257,8 @@ class Recipe:
     def _check_expert_maps(self) -> None:
         if self.router_init.expert_map is not None:
             read_expert_map(self.router_init.expert_map, self.num_experts, "router_init.expert_map")
+            unused = self.bucket_rule is None or self.bucket_rule.needs_labels
+            _require("router_init.buckets", self.router_init.buckets, unused, "'label' beside router_init.expert_map")
         known = self.expert_map
         if known is None:
             return
@@ -266,6 +268,9 @@ class Recipe:
 
     def _check_number_of_experts(self) -> None:
         n, given, method = self.num_experts, self.given_experts(), self.expand.method
+        for name in ("num_experts", "num_checkpoints"):
+            value = getattr(self.prepare, name)
+            _require(f"prepare.{name}", value, value is None or not self.prepare.given, "null: experts are given")
         _require("num_experts", n, n >= 2 or not self.facts.assembles, "at least 2")
         if not self.facts.specialises or self.copies:
             return

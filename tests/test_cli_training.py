@@ -270,6 +270,13 @@ def test_numbers_out_of_range_and_what_would_be_ignored(own, message, case, tmp_
     assert message in refused("sft", tmp_path, {**settings, **own}, capsys=capsys)
 
 
+def test_weights_that_are_not_finite_are_not_saved(case, tmp_path, capsys):
+    own = {**case, "learning_rate": 1e38, "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 3, "save_steps": 3}
+    message = refused("sft", tmp_path, own, capsys=capsys)
+    assert message.startswith("error: learning_rate=1e+38: after step 3, ") and "use a lower rate" in message
+    assert not [*tmp_path.rglob("*.safetensors")]
+
+
 def test_deepspeed_takes_one_stage(case, tmp_path, capsys, monkeypatch):
     plugin = property(lambda self: object(), lambda self, value: None)
     monkeypatch.setattr(MoESFTConfig, "deepspeed_plugin", plugin, raising=False)

@@ -21,6 +21,7 @@ from moe_peft.native.checkpoint import whole_folder
 from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
 from moe_peft.native.initialise import FFN, generator_for
 from moe_peft.native.moe_config import backbone_shapes, moe_config
+from moe_peft.native.upcycled import Upcycled
 from moe_peft.native.writing import open_dense, parse_size
 
 
@@ -297,6 +298,20 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
     assert not partial.exists()
     expected = upcycle(tmp_path / "dense", tmp_path / "other", UpcycleConfig(init="drop"))
     assert (tmp_path / "moe/model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0, 1), (1, 1)])
+def test_experts_do_not_depend_on_which_layers_came_before(order, folders):
+    """A layer's are begun while the one before is written."""
+    config = UpcycleConfig(num_experts=5, init="drop", granularity=2)
+    sources = [open_dense(folders["llama"], None, "test")]
+    made = Upcycled(sources, config, None)
+    next(made.experts(1))  # and left
+    for layer in order:
+        found, expected = list(made.experts(layer)), list(Upcycled(sources, config, None).experts(layer))
+        assert len(found) == len(expected) == 10
+        for one, other in zip(found, expected, strict=True):
+            assert all(map(torch.equal, one, other))
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

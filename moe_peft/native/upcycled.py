@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 
 import torch
 
@@ -47,6 +48,8 @@ class Upcycled:
             config.drop_rate,
             config.shared_indices,
         )
+        self._ahead: Iterator[FFN] = iter(())
+        self._ahead_at: int | None = None  # the layer whose experts come next in it
         if routers is not None:
             self._check_routers(routers)
 
@@ -89,14 +92,26 @@ class Upcycled:
         return weight_ND.repeat_interleave(parts, dim=0)[c.num_shared_experts :]
 
     def experts(self, layer: int) -> Iterator[FFN]:
-        """Made by a few threads ahead of the writing, since drawing random numbers takes longer than writing them."""
+        """The routed experts of a layer. Quickest for one layer after the other, as the next one's are begun early."""
+        c = self.config
+        ahead = self._ahead if self._ahead_at == layer else self._experts_from(layer)
+        self._ahead_at = None
+        yield from islice(ahead, c.num_experts * c.granularity - c.num_shared_experts)
+        self._ahead, self._ahead_at = ahead, layer + 1
+
+    def _experts_from(self, first: int) -> Iterator[FFN]:
+        """
+        All experts from a layer on, made by a few threads ahead of the writing: drawing random numbers takes longer
+        than writing them.
+        """
         workers = min(_THREADS, os.cpu_count() or 1)
         pending: deque[Future[FFN]] = deque()
         with ThreadPoolExecutor(workers) as pool:
-            for ffn, place in self._routed(layer):
-                pending.append(pool.submit(self._expert, layer, ffn, place))
-                if len(pending) > workers:
-                    yield pending.popleft().result()
+            for layer in range(first, self.sources[0].config.num_hidden_layers):
+                for ffn, place in self._routed(layer):
+                    pending.append(pool.submit(self._expert, layer, ffn, place))
+                    if len(pending) > workers:
+                        yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
 

@@ -25,8 +25,8 @@ Fixed before the first run:
 - Curves, order iid, two seeds: share of the data, number of experts, active experts, for UpIT and LoRAMoE-SFT.
 - Beyond the paper (`IDEAS`), order iid: compared on two more tuning seeds, the best confirmed on the table's seeds.
 
-A base is trained where there is none, and another machine makes a slightly other one. So curves and ideas have runs of
-the unvaried methods of their own, all with one base.
+Another machine trains another base, because it rounds otherwise. So a base is kept beside its results. The main table
+of 1M is older than that one: curves and ideas have runs of the unvaried methods of their own.
 """
 
 from __future__ import annotations
@@ -354,13 +354,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "report"])
     parser.add_argument("--size", choices=SIZES, default="1M", help="parameters of the base model")
-    parser.add_argument("--base", type=Path, help="default: .cache/study-base-SIZE; trained if missing")
+    parser.add_argument(
+        "--base", type=Path, help="default: upit_study_SIZE_base beside the results; trained if missing"
+    )
     parser.add_argument("--results", type=Path, help="finished runs; default: benchmarks/results/upit_study_SIZE.jsonl")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    base = args.base or Path(f".cache/study-base-{args.size}")
     results = args.results or Path(f"benchmarks/results/upit_study_{args.size}.jsonl")
+    base = args.base or Path(f"benchmarks/results/upit_study_{args.size}_base")
     if args.command == "report":
         from .upit_report import report
 

@@ -362,7 +362,7 @@ def main() -> None:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     results = args.results or Path(f"benchmarks/results/upit_study_{args.size}.jsonl")
-    base = args.base or Path(f"benchmarks/results/upit_study_{args.size}_base")
+    base = args.base or results.with_name(f"{results.stem}_base")
     if args.command == "report":
         from .upit_report import report
 

@@ -56,7 +56,10 @@ def test_every_command_has_help_of_its_own(command, capsys):
         (["upcycle", "--model", "m", "--output", "o", "--calibration", "x.jsonl"], "goes with --router-init attention"),
         (["export", "--adapter", "nowhere", "--output", "o", "--verify", " "], "--verify"),
         (["export", "--adapter", "a", "--output", "o", "--verify", "texts.txt"], "'texts.txt': no such file"),
-        (["inspect", "--model", "m", "--data", "d.jsonl", "--position-width", "8"], "give expert_map, too"),
+        (
+            ["inspect", "--model", "m", "--data", "d.jsonl", "--position-width", "8"],
+            "give expert_map (--expert-map), too",
+        ),
     ],
 )
 def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):

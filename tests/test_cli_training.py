@@ -226,7 +226,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"strategy": "fsdp2"}, "strategy='fsdp2': is for --dry-run"),
     ({"zzz": 1}, "zzz: unknown key; see `moe-peft sft --help`"),
     ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),
-    ({"stages": {"joint": {"training_stage": "rest"}}}, "stages.joint.training_stage: unknown key"),
+    ({"stages": {"joint": {"training_stage": "rest"}}}, "stages.joint.training_stage: the stage's name says this"),
     ({"dataset_name": None}, "dataset_name=None: name a file"),
     ({"dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl': no such file"),
     ({"model_name_or_path": "no/such/model"}, "model_name_or_path='no/such/model':"),

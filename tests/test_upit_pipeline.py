@@ -70,6 +70,13 @@ def test_checkpoints_are_taken_at_equal_intervals_and_selected():
         checkpoint_steps(2, 3)
 
 
+def test_a_stage_that_diverges_saves_nothing(case, tmp_path):
+    sft = {**case["sft"], "optim": "sgd", "learning_rate": 1e38, "max_grad_norm": 0.0}
+    with pytest.raises(ValueError, match=r"learning_rate=1e\+38: after step \d+, .* is not finite, and .* not saved"):
+        run(case, tmp_path, method="lora", sft=sft)
+    assert not [path for path in tmp_path.rglob("*.safetensors") if "initial" not in path.parts]
+
+
 def test_result_is_an_adapter_like_any_other(upit):
     model = AutoPeftModelForCausalLM.from_pretrained(upit.root / "adapter")
     tokenizer = AutoTokenizer.from_pretrained(upit.root / "adapter")

@@ -64,7 +64,7 @@ class Dispatch:
         self.n = num_experts
         # Computed on first use (torch.compile does not trace `functools.cached_property`).
         self._scaled_gates: torch.Tensor | None = None
-        self._gate_columns: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._gate_columns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._pair_rows: torch.Tensor | None = None
 
     @property
@@ -105,12 +105,12 @@ class Dispatch:
         For each column of all experts' matrices, `s·g` of its expert, zero if a token did not choose it, and whether
         that is zero: [T, n·r] both; computed once for all projections.
         """
-        if self._gate_columns is None:
+        if r not in self._gate_columns:
             gates_TK = self.gates * self.scaling
             empty_TN = gates_TK.new_zeros(self.tokens, self.n)
             gates_TC = empty_TN.scatter(1, self.experts, gates_TK).repeat_interleave(r, dim=1)
-            self._gate_columns = gates_TC, gates_TC == 0
-        return self._gate_columns
+            self._gate_columns[r] = gates_TC, gates_TC == 0
+        return self._gate_columns[r]
 
     # --- on pairs -----------------------------------------------------------------------------------------------------
 

@@ -235,7 +235,8 @@ def _with_router_logits(output: Any, router_logits: tuple[torch.Tensor, ...] | N
     if torch.compiler.is_compiling():  # knows no change of a class
         return cls(**{**output, "router_logits": router_logits})
     output.__class__ = cls
-    output["router_logits"] = router_logits
+    if router_logits is not None:  # as in the constructor, which leaves out what is None
+        output["router_logits"] = router_logits
     return output
 
 

@@ -1,10 +1,10 @@
 """
 Records router logits, and what was chosen, while a backbone runs; `protocol.py` starts and ends the recording.
 
-A layer appends its router's logits to the current collection, and then the experts that were chosen and their gates
-(steering and routers' own rules included). The collection is thread-local: two threads
-may generate with one model, and CUDA runs backward, including the second runs of checkpointed layers, in a separate
-thread.
+A layer appends its router's logits (as the router's own forward hooks leave them) to the current collection, and then
+the experts that were chosen and their gates (steering and routers' own rules included). The collection is thread-local:
+two threads may generate with one model, and CUDA runs backward, including the second runs of checkpointed layers, in a
+separate thread.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ def inspect_model(
         html=(html, FLAG),
     )
     if position_width is not None and expert_map is None:
-        raise ValueError(f"inspect: position_width={position_width}: is for compliance; give expert_map, too")
+        raise ValueError(
+            f"inspect: position_width={position_width}: is for compliance, so give expert_map (--expert-map), too"
+        )
     check_limits("inspect", batch_size, max_length, max_examples)
     model, tokenizer = load(model_path, dtype, quantization)
     rows = load_rows(

@@ -127,8 +127,10 @@ def stages(options: Options) -> Iterator[Any]:
         if not isinstance(own, dict):
             raise ValueError(f"stages.{name}={own!r}: must be a mapping of settings")
         for key in own:
-            if key not in names - {"training_stage"}:
-                raise ValueError(unknown_key(f"stages.{name}.{key}", names - {"training_stage"}))
+            if key == "training_stage":
+                raise ValueError(f"stages.{name}.{key}: the stage's name says this; leave it out")
+            if key not in names:
+                raise ValueError(unknown_key(f"stages.{name}.{key}", names))
         check_settings(type(training), own, f"stages.{name}.")
         settings = {key: getattr(training, key) for key in names}
         folder = str(Path(str(training.output_dir)) / name)

@@ -79,9 +79,10 @@ def evaluate_model(
     )
     PartialState(cpu=not torch.accelerator.is_available())
     output = writable(output_dir, f"--output {str(output_dir)!r}").resolve()
-    harness, adapter = Harness(settings), is_adapter(model_path)
+    adapter = is_adapter(model_path)
     if base is not None and not with_base and not adapter:
         raise ValueError(f"--base {str(base)!r}: is to be compared with, and --no-base leaves it out; give one of them")
+    harness = Harness(settings)
     model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
     raw = _run(harness, model, tokenizer, experts, each_expert)
     about = {

@@ -69,7 +69,9 @@ def upcycle(
     if not names:
         raise ValueError("upcycle: models=[]: give at least one dense model")
     if len(paths) > config.num_experts:
-        raise ValueError(f"upcycle: num_experts={config.num_experts}: there are {len(paths)} models; ask for as many")
+        raise ValueError(
+            f"upcycle: num_experts={config.num_experts}: there are {len(paths)} models; ask for as many or more"
+        )
     sources = [open_dense(name, config.family, "upcycle") for name in names]
     for source in sources[1:]:
         check_same_architecture(source, sources[0], "upcycle: models")

@@ -1,6 +1,4 @@
-"""
-Trainers that save weights which can be used, with a model card that leads with loading and says what the training was.
-"""
+"""Trainers whose folders have a model card that leads with loading, and says what the training was."""
 
 from __future__ import annotations
 
@@ -9,42 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import trl
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from torch.distributed.tensor import DTensor
 
 from ..cards import write_model_card
+from .saving import FiniteWeightsMixin
 
 logger = logging.getLogger("moe_peft")
 
 _MODELS = ("adapter_config.json", "config.json")
 
 
-class ModelCardMixin:
+class ModelCardMixin(FiniteWeightsMixin):
     """Mixin for a TRL trainer: `save_model`, checkpoints and `push_to_hub` write the card of `write_model_card`."""
 
-    args: Any
-    model: Any
-    state: Any
     earlier_training: Sequence[str] = ()  # facts about the training before this trainer's, for the card
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """
-        Raises:
-            ValueError: a trained weight is not finite; nothing is written then.
-        """
         folder = Path(output_dir or self.args.output_dir)
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and not _own_part(parameter).isfinite().all():
-                raise ValueError(
-                    f"learning_rate={self.args.learning_rate}: after step {self.state.global_step}, {name} is not "
-                    f"finite, and {folder} was not saved; use a lower rate, or max_grad_norm"
-                )
         if self.args.should_save:
             _set_aside_unreadable(folder / "README.md")
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             self._write_card(folder)
 
@@ -89,11 +73,6 @@ class ModelCardMixin:
             f"`{type(self).__name__}` with TRL {trl.__version__}{alone}",
             f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule}",
         ]
-
-
-def _own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a parameter, under FSDP2 a part; under ZeRO-3 nothing."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _set_aside_unreadable(path: Path) -> None:

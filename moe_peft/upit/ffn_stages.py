@@ -16,7 +16,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from ..models.size import model_size
 from ..models.view import router_parameters
-from ..native.upcycle import check_same_architecture, upcycle, upcycled_config
+from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
 from ..native.writing import copy_terms, open_dense
 from ..training.calibration import calibration_batches
 from ..training.scoring import Collator, score_checkpoints
@@ -183,12 +183,14 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         if not r.facts.prepares:
             upcycle(model_folder(r.model), folder, r.upcycle_config(seed=self.seed), calibration=calibration)
             return
-        experts, own = list(self.given.experts), {}
+        own: dict[str, Any] = {}
         if self.given.routers is not None:
             own = {"router_init": "given", "router_weights": str(self.given.routers)}
+            own["router_init_std"] = UpcycleConfig.router_init_std  # a recipe may have one for methods without stage 3
         same = r.copies and self.given.routers is None  # stage 3 makes even copies differ
         config = r.upcycle_config(seed=self.seed, **own)
-        upcycle(experts[:1] if same else experts, folder, config, calibration=calibration)
+        experts = self.given.experts[:1] if same else self.given.experts
+        upcycle(experts, folder, config, calibration=calibration)
 
 
 class FFNEvaluate(Evaluate):

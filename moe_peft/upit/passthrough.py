@@ -102,7 +102,7 @@ SFT = Passthrough(
         ),
         "model_init_kwargs": "set the fields of the section `model`",
         **_for_each(
-            "eval_strategy eval_on_start",
+            "eval_strategy eval_on_start eval_steps eval_delay do_eval",
             "stages have no evaluation data; the section `evaluate` says what is measured",
         ),
         "push_to_hub": "push the result's folder when the run is done",

@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from ..checks import COUNT, EXPERTS, check, is_a, one_of
 from ..training.arguments import check_training, for_one_trainer
 from ..training.checkpoints import Trained, total_steps, train
+from ..training.saving import FiniteWeightsMixin
 from .files import copy_adapter, expert_folders, link_model
 from .selection import SELECTIONS, chosen_steps
 
@@ -25,6 +26,10 @@ class Prepared:
     initial: Path | None
     steps: list[int]
     trained: Trained
+
+
+class _PrepareTrainer(FiniteWeightsMixin, SFTTrainer):
+    pass
 
 
 def prepare_experts(
@@ -69,7 +74,7 @@ def prepare_experts(
     )
     output_dir = Path(output_dir)
     set_seed(args.seed)
-    trainer = SFTTrainer(
+    trainer = _PrepareTrainer(
         model=model,
         args=for_one_trainer(args),  # `train` sets steps; the caller's stay as they are
         train_dataset=dataset,

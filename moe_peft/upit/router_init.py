@@ -30,6 +30,7 @@ from ..models.view import RoutedPass, observed_routing, router_parameters, route
 from ..training.arguments import check_training, for_one_trainer
 from ..training.checkpoints import Trained, step_rows, train
 from ..training.labels import RowCollator
+from ..training.saving import FiniteWeightsMixin
 from ..training.scoring import example_losses
 from .buckets import BUCKETS, Buckets, expert_batches, fill_buckets
 from .objectives import OBJECTIVES, routing_loss
@@ -50,7 +51,7 @@ class RouterInit:
     trained: Trained
 
 
-class RouterInitTrainer(SFTTrainer):
+class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
     """
     Trains experts and routing vectors under forced routing with `α·L_lm + (1-α)·L_aux`. Both losses of a row are means
     over its own tokens.

@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 
 
 class FiniteWeightsMixin:
-    """Mixin for a Trainer: `save_model` and checkpoints refuse weights that are not finite, but do not look at ZeRO-3's."""
+    """
+    Mixin for a Trainer: it saves no weights that are not finite. (ZeRO-3's, which are divided, it does not look at.)
+    """
 
     args: Any
     model: Any

@@ -1,7 +1,7 @@
 """
 Upcycling's speed relative to `cp`, and its peak memory relative to the model's size.
 
-    python -m benchmarks.upcycle    # 5 minutes and 15 GB of disk; writes benchmarks/results/upcycle.md
+    python -m benchmarks.upcycle    # 10 minutes and 15 GB of disk; writes benchmarks/results/upcycle.md
 
 Random bfloat16 Llamas (hidden 1024, FFN 2816) of several depths become Mixtrals with 4 experts. Time: that of `upcycle`
 as a multiple of `cp` of its output, on the same disk, both until everything is written to disk; interleaved, medians.
@@ -31,7 +31,7 @@ from moe_peft.native import UpcycleConfig, upcycle
 from .processes import run_module
 
 HIDDEN, WIDTH, N = 1024, 2816, 4
-DEPTHS = (4, 12, 36)
+DEPTHS = (4, 16, 40)
 INITS = ("copy", "permute", "drop", "noise")
 
 
@@ -109,7 +109,7 @@ def main() -> None:
             source = root / f"dense-{layers}"
             make(source, layers)
             dense = sum(path.stat().st_size for path in source.iterdir()) / 2**20
-            for init in INITS if layers == DEPTHS[1] else ("copy", "drop"):
+            for init in INITS if layers > DEPTHS[0] else ("copy", "drop"):
                 ratio, memory, size = measure(root, source, init, args.rounds)
                 lines.append(f"| {init} | {layers} | {dense:.0f} | {size / 2**20:.0f} | {ratio:.2f} | {memory:.0f} |")
                 print(lines[-1], flush=True)

@@ -270,6 +270,18 @@ def test_numbers_out_of_range_and_what_would_be_ignored(own, message, case, tmp_
     assert message in refused("sft", tmp_path, {**settings, **own}, capsys=capsys)
 
 
+def test_a_checkpoint_is_resumed_with_its_own_settings(case, tmp_path, capsys):
+    run("sft", tmp_path, {**case, "max_steps": 3, "save_steps": 3})
+    for own, message in (
+        ({"top_k": 1}, "error: top_k=1: resume_from_checkpoint: "),
+        ({"lora_alpha": 2}, "error: lora_alpha=2.0: resume_from_checkpoint: "),
+    ):
+        with pytest.raises(SystemExit):
+            run("sft", tmp_path, {**case, **own}, "--resume_from_checkpoint", "true")
+        error = capsys.readouterr().err
+        assert message in error and "set that, or start anew" in error
+
+
 def test_weights_that_are_not_finite_are_not_saved(case, tmp_path, capsys):
     own = {**case, "learning_rate": 1e38, "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 3, "save_steps": 3}
     message = refused("sft", tmp_path, own, capsys=capsys)

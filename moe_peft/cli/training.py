@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from peft import get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from transformers import set_seed
@@ -90,7 +90,10 @@ def _train(
         except ImportError as error:  # of a package for one of the arguments
             raise ValueError(one_line(error)) from error
         made.earlier_training = facts
-        made.train(resume_from_checkpoint=_checkpoint(args))
+        checkpoint = _checkpoint(args)
+        if checkpoint is not None and isinstance(made.model, PeftModel):
+            _check_settings(Path(checkpoint), made.model.peft_config[made.model.active_adapter])
+        made.train(resume_from_checkpoint=checkpoint)
         facts = made.training_facts()
         if number == len(stages) - 1:
             save_whole(made)
@@ -261,6 +264,22 @@ def _checkpoint(args: Any) -> str | None:
     if given is not None:
         _check_checkpoint(Path(given))
     return given
+
+
+def _check_settings(checkpoint: Path, config: PeftConfig) -> None:
+    """
+    Raises:
+        ValueError: a setting of the adapter is not that of the checkpoint, of which only weights are read.
+    """
+    saved = read_object(checkpoint / "adapter_config.json")
+    own = MoELoraConfig.__dataclass_fields__.keys() - PeftConfig.__dataclass_fields__.keys()
+    for name in sorted(own & saved.keys()):
+        value = getattr(config, name)
+        if isinstance(value, (int, float, str)) and value != saved[name]:
+            raise ValueError(
+                f"{name}={value!r}: resume_from_checkpoint: {checkpoint} was trained with {saved[name]!r}; set that, "
+                "or start anew"
+            )
 
 
 def _check_checkpoint(folder: Path) -> None:

@@ -210,11 +210,11 @@ def test_more_heads_than_experts_need_no_settings():
         fold_routers(model)
 
 
-@pytest.mark.parametrize("init", ["drop", "noise"])
+@pytest.mark.parametrize("init", [{"init": "drop"}, {"init": "noise", "noise_scale": 1.0}])
 def test_keys_of_the_dense_model_do_not_depend_on_the_experts(init, tmp_path):
     dense = dense_model("llama")
     folder = saved(dense, tmp_path / "dense")
-    made = upcycle(folder, tmp_path / "moe", UpcycleConfig(num_experts=4, top_k=2, init=init, noise_scale=1.0))
+    made = upcycle(folder, tmp_path / "moe", UpcycleConfig(num_experts=4, top_k=2, **init))
     model, own = (AutoModelForCausalLM.from_pretrained(made) for _ in range(2))
     replace_routers(model, RouterSettings("attention", num_heads=8, mixture="max"))
     init_attention_routers(model, BATCHES, dense=dense)

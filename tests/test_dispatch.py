@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_peft.adapter.dispatch import Dense, Gather
+from moe_peft.adapter.dispatch import Dense, Gather, _ShrinkTokens
 from moe_peft.adapter.sorting import Blocks, InParts, Sorted, _block_size
 
 N, R, IN, OUT, SCALING = 5, 4, 8, 12, 0.7
@@ -218,3 +218,15 @@ def test_everything_is_on_the_inputs_device(name, k, all_columns):
         (found,) = dispatch.update(*([torch.ones(shape, dtype=torch.bfloat16, device="meta")] for shape in shapes))
     assert found.device.type == "meta" and found.shape == (11, 16)
     assert all(part.pair_rows().device.type == "meta" for part in dispatch.parts)
+
+
+def test_only_passes_with_gradients_take_our_backward(monkeypatch):
+    """It saves memory; the others need none of it."""
+    dispatch = make("blocks", 2)
+    x, A = torch.randn(dispatch.tokens, 6, dtype=torch.float64), torch.randn(N, 4, 6, dtype=torch.float64)
+    ((low,),) = dispatch.shrink_tokens([x], [A.requires_grad_()])
+    assert low.grad_fn.name() == "_ShrinkTokensBackward"
+    monkeypatch.setattr(_ShrinkTokens, "apply", None)
+    with torch.no_grad():
+        ((again,),) = dispatch.shrink_tokens([x], [A])
+    assert_close(again, low.detach())

@@ -26,7 +26,7 @@ TESTS = {
     "routing/statistics": "routing load",
     "routing/expert_map": "expert_map",
     "routing/losses": "routing",
-    "routing/attention_heads": "router_upcycling",
+    "routing/attention_heads": "router_upcycling attention_upcycling",
     "routing/routers": "routers routing hash_router bottleneck attention_router",
     "merging": "merging",
     "adapter/sorting": "dispatch",

@@ -175,6 +175,22 @@ def test_a_shared_key_is_dealt_out_by_gain(width, seed):
     torch.testing.assert_close(share_keys(key.expand(3, -1), mean_queries), expected)
 
 
+def test_keys_are_twins_by_their_own_size():
+    """Small keys that differ are none beside a large one; keys of zeros are, and stay zeros."""
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(5, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    keys *= torch.tensor([1e-8, 1e-8, 1e4, 0, 0], dtype=torch.float64).unsqueeze(1)
+    assert torch.equal(share_keys(keys, queries), keys)
+
+
+def test_twins_may_come_last_and_have_as_many_entries_as_there_are_of_them():
+    key, other = torch.tensor([3.0, 4.0]), torch.tensor([1.0, -7.0])
+    queries = torch.tensor([[9.0, 9.0], [2.0, 1.0], [1.0, 1.0]])
+    # Gains 6 and 4 of the first twin, 3 and 4 of the second: the first takes entry 0, and the second has the other.
+    expected = torch.stack([other, torch.tensor([5.0, 0.0]), torch.tensor([0.0, 5.0])])
+    torch.testing.assert_close(share_keys(torch.stack([other, key, key]), queries), expected)
+
+
 @pytest.mark.parametrize("m, n", [(8, 8), (16, 16), (32, 32), (32, 16), (4, 8)])
 def test_shared_keys_become_orthogonal_parts_of_the_key_and_others_stay(m, n):
     heads, key_heads, width, d = 32, 8, 8, 24

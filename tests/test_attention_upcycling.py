@@ -99,7 +99,7 @@ def test_as_many_gates_as_the_split_has_from_as_many_heads_as_fit(n, split, give
 
 @pytest.mark.parametrize("heads, width, n, m", [
     (4, 16, 8, 8), (4, 16, 6, 2), (4, 15, 6, 6), (32, 128, 8, 8), (28, 128, 8, 8), (24, 128, 16, 16), (4, 5, 7, 1),
-    (1, 3, 6, 3),
+    (1, 9, 6, 3),
 ])  # fmt: skip
 def test_the_most_heads_that_fit(heads, width, n, m):
     assert fitting_heads(heads, width, n) == m

@@ -92,7 +92,7 @@ def _train(
         made.earlier_training = facts
         checkpoint = _checkpoint(args)
         if checkpoint is not None and isinstance(made.model, PeftModel):
-            _check_settings(Path(checkpoint), made.model.peft_config[made.model.active_adapter])
+            _check_same_adapter(Path(checkpoint), made.model.peft_config[made.model.active_adapter])
         made.train(resume_from_checkpoint=checkpoint)
         facts = made.training_facts()
         if number == len(stages) - 1:
@@ -266,7 +266,7 @@ def _checkpoint(args: Any) -> str | None:
     return given
 
 
-def _check_settings(checkpoint: Path, config: PeftConfig) -> None:
+def _check_same_adapter(checkpoint: Path, config: PeftConfig) -> None:
     """
     Raises:
         ValueError: a setting of the adapter is not that of the checkpoint, of which only weights are read.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from ..checks import COUNT, EXPERTS, FLAG, MOST, SEED, SHARE, TEXT, Rule, check_fields, one_of, whole, within
-from .initialise import INITIALISATIONS, RouterInit, Split
+from .initialise import INITIALISATION_READS, INITIALISATIONS, ROUTER_READS, RouterInit, Split
 from .writing import parse_dtype, parse_size
 
 # Fields and what they may be.
@@ -25,21 +25,8 @@ _RULES: dict[str, Rule] = {
     "max_shard_size": TEXT,
     "seed": SEED,
 }
-# Settings that only some values of another field read. Initialisations that are not named here may read any.
-_OURS = {
-    "init": {"copy", "noise", "random_noise", "subset", "permute", "permute_columns", "drop", "checkpoints"},
-    "router_init": set(get_args(RouterInit)),
-}
-_READ_WITH = {
-    "noise_scale": ("init", ("noise",)),
-    "noise_std": ("init", ("random_noise",)),
-    "noise_share": ("init", ("random_noise",)),
-    "drop_rate": ("init", ("drop",)),
-    "shared_indices": ("init", ("drop",)),
-    "router_init_std": ("router_init", ("normal", "uniform")),
-    "router_num_heads": ("router_init", ("attention",)),
-    "router_weights": ("router_init", ("given",)),
-}
+# Fields with choices → the settings that each choice reads.
+_READS = {"init": INITIALISATION_READS, "router_init": ROUTER_READS}
 
 
 @dataclass
@@ -125,15 +112,22 @@ class UpcycleConfig:
             self._refuse("num_added_shared_experts", "use this or num_shared_experts")
         if self.router_init == "given" and self.router_weights is None:
             self._refuse("router_weights", "goes with router_init='given'")
-        for name, (of, readers) in _READ_WITH.items():
-            changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
-            if changed and getattr(self, of) in _OURS[of].difference(readers):
-                self._refuse(name, f"goes with {of}={' or '.join(map(repr, readers))}")
+        for field_name, reads in _READS.items():
+            self._check_read(field_name, reads)
 
     @property
     def num_gates(self) -> int:
         """Initial gates of a layer, before shared experts are left out: the parts of a partition have one together."""
         return self.num_experts * (1 if self.fine_grained_split == "partition" else self.granularity)
+
+    def _check_read(self, of: str, reads: dict[str, tuple[str, ...]]) -> None:
+        """Refuse settings that the choice of a field does not read."""
+        chosen = getattr(self, of)
+        for name in dict.fromkeys(setting for settings in reads.values() for setting in settings):
+            changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            if changed and name not in reads.get(chosen, (name,)):
+                readers = " or ".join(repr(choice) for choice, settings in reads.items() if name in settings)
+                self._refuse(name, f"goes with {of}={readers}")
 
     def _refuse(self, name: str, remedy: str) -> None:
         raise ValueError(f"upcycle: {name}={getattr(self, name)!r}: {remedy}")

@@ -171,3 +171,21 @@ INITIALISATIONS: dict[str, Callable[[ExpertInit, FFN, int, int, torch.Generator]
     "drop": _drop,
     "checkpoints": _copy,
 }
+# The settings of `ExpertInit` that each reads. An initialisation that is not named here may read any.
+INITIALISATION_READS: dict[str, tuple[str, ...]] = {
+    "copy": (),
+    "noise": ("noise_scale",),
+    "random_noise": ("noise_std", "noise_share"),
+    "subset": (),
+    "permute": (),
+    "permute_columns": (),
+    "drop": ("drop_rate", "shared_indices"),
+    "checkpoints": (),
+}
+ROUTER_READS: dict[str, tuple[str, ...]] = {
+    "normal": ("router_init_std",),
+    "uniform": ("router_init_std",),
+    "zeros": (),
+    "given": ("router_weights",),
+    "attention": ("router_num_heads",),
+}

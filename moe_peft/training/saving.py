@@ -17,6 +17,7 @@ class FiniteWeightsMixin:
     args: Any
     model: Any
     state: Any
+    is_fsdp_enabled: bool
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
@@ -25,7 +26,9 @@ class FiniteWeightsMixin:
         """
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         bad = [name for name, parameter in trained if not _largest(parameter).isfinite()][:1]
-        for name in gather_object(bad)[:1]:  # all processes stop if one has a part that is not finite
+        if self.is_fsdp_enabled:  # each process has parts of its own; all stop if one of them is not finite
+            bad = gather_object(bad)
+        for name in bad[:1]:
             raise ValueError(
                 f"learning_rate={self.args.learning_rate}: after step {self.state.global_step}, {name} is not finite, "
                 f"and {output_dir or self.args.output_dir} was not saved; use a lower rate, or max_grad_norm"

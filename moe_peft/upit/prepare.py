@@ -29,7 +29,7 @@ class Prepared:
 
 
 class _PrepareTrainer(FiniteWeightsMixin, SFTTrainer):
-    pass
+    """TRL's trainer, for one expert or for the run whose checkpoints become experts."""
 
 
 def prepare_experts(

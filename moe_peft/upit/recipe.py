@@ -257,8 +257,8 @@ class Recipe:
     def _check_expert_maps(self) -> None:
         if self.router_init.expert_map is not None:
             read_expert_map(self.router_init.expert_map, self.num_experts, "router_init.expert_map")
-            unused = self.bucket_rule is None or self.bucket_rule.needs_labels  # None: a recipe for several methods
-            _require("router_init.buckets", self.router_init.buckets, unused, "'label' beside router_init.expert_map")
+            fits = self.bucket_rule is None or self.bucket_rule.needs_labels  # None: a recipe for several methods
+            _require("router_init.buckets", self.router_init.buckets, fits, "'label' beside router_init.expert_map")
         known = self.expert_map
         if known is None:
             return

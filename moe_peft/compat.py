@@ -56,6 +56,8 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "trl.trainer.utils": ("add_fused_lm_head",),
     # What Liger binds its forwards with, replaced in `adapter.liger`.
     "liger_kernel.transformers.monkey_patch": ("_bind_method_to_module",),
+    # The modes of torch.compile, for a check of arguments.
+    "torch._inductor": ("list_mode_options",),
     # Whether a layer runs under a checkpoint, in `adapter.recording`.
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
 }

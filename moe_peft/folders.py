@@ -59,6 +59,8 @@ def exclusive(lock: Path, what: object) -> Iterator[None]:
     try:
         held.acquire()
     except Timeout as error:
+        if not lock.exists():
+            raise ValueError(f"{what}: no file can be made in {lock.parent}; choose another") from error
         raise ValueError(f"{what}: another process is writing it; wait for it, or choose another") from error
     try:
         yield
@@ -68,17 +70,34 @@ def exclusive(lock: Path, what: object) -> Iterator[None]:
 
 
 @contextmanager
-def held(folder: Path, what: object) -> Iterator[None]:
+def made(folder: Path, what: object) -> Iterator[None]:
     """
-    Make a folder and hold it for this process; an empty one goes again.
+    Make a folder and those above it. The ones that were not there before go again if nothing is put into them.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: it cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    there = existing(folder)
+    new = [place for place in (folder.absolute(), *folder.absolute().parents) if place not in (there, *there.parents)]
     try:
-        with exclusive(folder / ".lock", what):
-            yield
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{what}: no folder can be made in {there}: {error.strerror}; choose another") from error
+    try:
+        yield
     finally:
-        with suppress(OSError):
-            folder.rmdir()  # of a run that was refused; others have left something in it
+        with suppress(OSError):  # of a run that was refused; others have left something in it
+            for place in new:
+                place.rmdir()
+
+
+@contextmanager
+def held(folder: Path, what: object) -> Iterator[None]:
+    """
+    Make a folder, see `made`, and hold it for this process.
+
+    Raises:
+        ValueError: it cannot be made, or another process holds it.
+    """
+    with made(folder, what), exclusive(folder / ".lock", what):
+        yield

@@ -14,7 +14,7 @@ import yaml
 
 from moe_peft.reading import read_yaml
 from moe_peft.training.dpo import MoEDPOConfig
-from moe_peft.training.limits import check_number, check_settings
+from moe_peft.training.limits import check_settings, check_value
 from moe_peft.training.sft import MoESFTConfig
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.parsing import load_recipe
@@ -173,7 +173,7 @@ def test_the_defaults_of_training_arguments_are_in_range():
         ("learning_rate", -1e-9),
     ):
         with pytest.raises(ValueError, match=f"here.{name}="):
-            check_number(name, value, "here.")
+            check_value(name, value, "here.")
     with pytest.raises(ValueError, match=r"lr_scheduler_type='cosin': must be one of cosine, "):
         check_settings(MoESFTConfig, {"lr_scheduler_type": "cosin"})
     with pytest.raises(ValueError, match=r"sft.eval_strategy: stages have no evaluation data"):

@@ -186,6 +186,14 @@ def test_evaluation_on_a_split(case, tmp_path):
     out = run("sft", tmp_path, {**case, **own})
     log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
     assert sum("eval_loss" in record for record in log) == 2
+    started = run("sft", tmp_path / "data", {**case, "dataset_name": own["dataset_name"], "eval_on_start": True})
+    log = json.loads((started / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert [record["step"] for record in log if "eval_loss" in record] == [0]
+
+
+def test_what_trl_does_not_do_is_one_line(case, tmp_path, capsys):
+    own = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl")), "sync_ref_model": True}
+    assert "sync_ref_model=True" in refused("dpo", tmp_path, own, capsys=capsys)
 
 
 def test_dpo(case, tmp_path):
@@ -371,12 +379,43 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
         ("chat_template_path", "nowhere", "chat_template_path='nowhere'"),
         ("expert_map", "[" * 100_000, "must be JSON like"),
         ("rank_pattern", '{"a": 1, "a": 2}', "must be JSON like"),
+        ("activation_checkpointing_kwargs", "x", "activation_checkpointing_kwargs='x': must be a mapping"),
+        ("dataset_kwargs", "x", "dataset_kwargs='x': must be a mapping"),
+        ("torch_compile_mode", "fast", "torch_compile_mode='fast': must be one of default, "),
+        ("trust_remote_code", True, "trust_remote_code=True: is not read here; code that comes with a model"),
+        ("model_init_kwargs", {"a": 1}, "model_init_kwargs={'a': 1}: is not read here; use model_revision"),
+        ("assistant_only_loss", True, "assistant_only_loss=True: the data have no conversations; use"),
         ("resume_from_checkpoint", "nowhere", "resume_from_checkpoint: nowhere: has no trainer_state.json"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys):
     command = "dpo" if key == "beta" else "sft"
     assert message in refused(command, tmp_path, {**case, key: value}, capsys=capsys)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_launchers_variable_that_is_no_number(name, case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(name, "two")
+    assert f"error: {name}='two' in the environment: must be a whole number" in refused(
+        "sft", tmp_path, case, capsys=capsys
+    )
+
+
+def test_what_is_not_on_this_machine_is_said_before_training(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr("moe_peft.training.arguments.is_liger_kernel_available", lambda: False)
+    own = {**case, "use_liger_kernel": True}
+    assert "use_liger_kernel=True: is not installed; pip" in refused("sft", tmp_path, own, capsys=capsys)
+    own = {**case, "activation_offloading": True}
+    assert "activation_offloading=True: there is no accelerator" in refused("sft", tmp_path, own, capsys=capsys)
+
+
+@pytest.mark.parametrize("key", ["completion_only_loss", "assistant_only_loss"])
+def test_answers_that_no_row_has(key, tokenizer, tmp_path):
+    args = MoESFTConfig(output_dir=str(tmp_path), **SETTINGS, **{key: True})
+    data = Dataset.from_list([{"text": "w1 w2 w3"}])
+    with pytest.raises(ValueError, match=f"^MoESFTTrainer: {key}=True: the data have no "):
+        MoESFTTrainer(tiny_llama(), args, train_dataset=data, processing_class=tokenizer)
 
 
 def test_a_value_that_may_be_null_is(case, tmp_path):

@@ -353,6 +353,20 @@ def refused(tmp_path, message, models, **settings):
     assert not (tmp_path / "moe").exists() and not (tmp_path / ".moe.partial").exists()
 
 
+def test_folders_that_were_made_for_nothing_go_again(folders, tmp_path, monkeypatch):
+    def full(*given, **own):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("moe_peft.native.writing.ShardedWriter", full)
+    with pytest.raises(OSError, match="No space"):
+        upcycle(folders["llama"], tmp_path / "a" / "b" / "moe", UpcycleConfig())
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "a").mkdir()
+    with pytest.raises(OSError, match="No space"):
+        upcycle(folders["llama"], tmp_path / "a" / "b" / "moe", UpcycleConfig())
+    assert (tmp_path / "a").is_dir() and not (tmp_path / "a" / "b").exists()
+
+
 def test_no_model_is_left_out(folders, tmp_path):
     three = [folders["llama"]] * 3
     refused(tmp_path, "num_experts=2: there are 3 models; ask for as many", three, num_experts=2, init="checkpoints")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if ours:
         os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
     with ends_in_one_line(options.command):
+        if ours:
+            _check_launcher()
         try:
             command = import_module(f".{options.command}", __name__)
         except ImportError as error:
@@ -56,6 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("moe_peft").setLevel(logging.WARNING if quiet else logging.INFO)
         command.run(own)
+
+
+def _check_launcher() -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        value = os.environ.get(name, "0")
+        if not re.fullmatch(r"-?\d+", value):
+            raise ValueError(f"{name}={value!r} in the environment: must be a whole number; a launcher sets it")
 
 
 def _hide_progress() -> None:

@@ -67,6 +67,12 @@ AdapterOptions = _reduced(
         "init_lora_weights": str,
     },
 )
+# Options of TRL's that nothing here reads, and what to do instead.
+_UNREAD = {
+    "trust_remote_code": "code that comes with a model or with data is never run; leave it out",
+    "model_init_kwargs": "use model_revision, dtype and attn_implementation",
+    "ignore_bias_buffers": "leave it out",
+}
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,10 @@ class TrainingParser(TrlParser):
             data, training, model, adapter, run, _ = self.parse_args_into_dataclasses(flags)
         except (TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:  # of a library's own checks
             raise ValueError(f"{self.prog}: {one_line(error)}") from error
+        for part in (data, training, model):
+            for name in _UNREAD.keys() & vars(part).keys():
+                if value := getattr(part, name):
+                    raise ValueError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
         values = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         return Options(data, training, ModelConfig(**values), vars(adapter), run)
 

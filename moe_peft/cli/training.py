@@ -32,7 +32,7 @@ from ..sharding import leave_processes
 from ..training.arguments import check_packages, save_whole
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
-from ..training.limits import check_number, check_settings
+from ..training.limits import check_settings, check_value
 from ..training.planning import Launch, Memory, memory, planned_launch, rows_and_length, steps_and_rows, training_line
 from ..training.router_losses import Stage
 from ..training.rows import check_rows
@@ -87,7 +87,10 @@ def _train(
                 model=model, args=args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer,
                 peft_config=config,
             )  # fmt: skip
-        except ImportError as error:  # of a package for one of the arguments
+        except (
+            ImportError,
+            NotImplementedError,
+        ) as error:  # of a package for an argument; of two that do not go together
             raise ValueError(one_line(error)) from error
         made.earlier_training = facts
         checkpoint = _checkpoint(args)
@@ -116,7 +119,7 @@ def stages(options: Options) -> Iterator[Any]:
     given, training = options.run.stages, options.training
     for f in dataclasses.fields(training):
         if f.init:
-            check_number(f.name, getattr(training, f.name))
+            check_value(f.name, getattr(training, f.name))
     if given is None:
         yield training
         return
@@ -156,7 +159,7 @@ def load_datasets(options: Options, tokenizer: Any) -> tuple[Dataset, Dataset | 
     formats = SUPERVISED if hasattr(training, "assistant_only_loss") else PREFERENCES
     label = getattr(training, "label_column", None)
     found = [load_data(source, "dataset_name", label, data.dataset_train_split, formats)]
-    if training.eval_strategy != "no":
+    if training.eval_strategy != "no" or training.eval_on_start:
         found.append(load_data(source, "dataset_name", label, data.dataset_test_split, formats))
     path = getattr(training, "chat_template_path", None)
     for rows in found:

@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from ..folders import exclusive, writable
+from ..folders import exclusive, made, writable
 from ..reading import INDEX, opened, reading, weight_files
 
 _NAMES = {
@@ -166,8 +166,7 @@ def whole_folder(output_dir: Path, caller: str) -> Iterator[Path]:
     if output_dir.exists():
         raise ValueError(f"{what} exists; choose another name, or remove it")
     partial = writable(output_dir, what).with_name(f".{output_dir.name}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(partial.with_suffix(".lock"), what):
+    with made(partial.parent, what), exclusive(partial.with_suffix(".lock"), what):
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()

@@ -12,10 +12,12 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
-from trl import SFTConfig
+from transformers.utils import is_liger_kernel_available
+from trl import SFTConfig, is_conversational
 
 from ..checks import FOLDER, check, is_a
-from ..messages import one_line
+from ..compat import private
+from ..messages import one_line, one_of
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
@@ -65,6 +67,13 @@ def check_packages(args: TrainingArguments, path: str = "") -> None:
     except TypeError as error:
         kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         raise ValueError(f"{path}lr_scheduler_kwargs={own}: of {kind!r}: {one_line(error)}") from error
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ValueError(f"{path}use_liger_kernel=True: is not installed; pip install liger-kernel")
+    if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
+        raise ValueError(f"{path}activation_offloading=True: there is no accelerator to take activations off")
+    mode = args.torch_compile_mode
+    if mode is not None and mode not in (modes := private("torch._inductor", "list_mode_options")()):
+        raise ValueError(one_of(f"{path}torch_compile_mode", mode, modes))
 
 
 def check_dataset(caller: str, dataset: Any, columns: Collection[str] = ()) -> None:
@@ -85,6 +94,31 @@ def check_dataset(caller: str, dataset: Any, columns: Collection[str] = ()) -> N
         raise ValueError(f"{caller}: train_dataset: columns {dataset.column_names}: needs {', '.join(sorted(columns))}")
 
 
+def check_answers(path: str, dataset: Any, completion_only: bool | None, assistant_only: bool | None) -> None:
+    """
+    Check that a data set has the answers that the loss is to be restricted to.
+
+    Args:
+        path: begins the message.
+        completion_only, assistant_only: `SFTConfig`'s `completion_only_loss` and `assistant_only_loss`.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not isinstance(dataset, Dataset):
+        return
+    if completion_only and not {"completion", "completion_mask"} & set(dataset.column_names):
+        raise ValueError(
+            f"{path}completion_only_loss=True: the data have no completions; use columns prompt and completion, or "
+            "assistant_only_loss for conversations"
+        )
+    if assistant_only and "assistant_masks" not in dataset.column_names and not is_conversational(dataset[0]):
+        raise ValueError(
+            f"{path}assistant_only_loss=True: the data have no conversations; use a column of messages, or "
+            "completion_only_loss for prompts and completions"
+        )
+
+
 def text_columns(args: SFTConfig | None) -> set[str]:
     """The columns of which TRL's SFTTrainer reads one or two."""
     own = "text" if args is None else args.dataset_text_field
@@ -98,7 +132,8 @@ def check_training(
     Check what a stage of training is given.
 
     Raises:
-        ValueError: one of it is something else, or the data have no rows, or no column that TRL reads.
+        ValueError: one of it is something else, or the data have no rows, no column that TRL reads, or no answers where
+            the loss is to be of these alone.
     """
     check(
         caller,
@@ -109,3 +144,4 @@ def check_training(
         output_dir=(output_dir, FOLDER),
     )
     check_dataset(caller, dataset, text_columns(args))
+    check_answers(f"{caller}: ", dataset, args.completion_only_loss, args.assistant_only_loss)

@@ -50,19 +50,21 @@ def check_settings(kind: type, settings: Mapping[str, Any], path: str = "") -> N
         except ValidationError as error:
             wanted = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in error.errors())
             raise ValueError(f"{path}{name}={value!r}: must be {' or '.join(wanted)}") from None
-        check_number(name, value, path)
+        check_value(name, value, path)
 
 
 def _members(kind: Any) -> list[enum.Enum]:
     return list(kind) if isinstance(kind, enum.EnumType) else []
 
 
-def check_number(name: str, value: Any, path: str = "") -> None:
+def check_value(name: str, value: Any, path: str = "") -> None:
     """
     Raises:
-        ValueError: a training argument is a number out of its range.
+        ValueError: a training argument is a number out of its range, or a text that should be a mapping.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or name in _OF_ANY_SIGN:
+    if isinstance(value, str) and (name.endswith("_kwargs") or name == "liger_kernel_config"):
+        good, allowed = value.startswith("{"), 'a mapping, like {"name": 4}'  # which the arguments then read
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or name in _OF_ANY_SIGN:
         good, allowed = True, ""
     elif not math.isfinite(value):
         good, allowed = False, "finite"

@@ -18,7 +18,7 @@ from ..cards import TAGS
 from ..checks import TEXT, Rule, check, check_fields, is_a
 from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
-from .arguments import check_dataset, text_columns
+from .arguments import check_answers, check_dataset, text_columns
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
 from .resuming import NativeResumeMixin
 from .router_losses import RouterLossConfig, RouterLossesMixin
@@ -76,6 +76,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         dataset = kwargs.get("train_dataset", positional[1] if len(positional) > 1 else None)
         check_dataset("MoESFTTrainer", dataset, () if kwargs.get("formatting_func") else text_columns(args))
         args = _as_moe_config(args)
+        check_answers("MoESFTTrainer: ", dataset, args.completion_only_loss, args.assistant_only_loss)
         self._labels = [label_text(label) for label in args.expert_map or {}]
         super().__init__(model, args, *positional, **kwargs)
         if args.expert_map is not None:

@@ -22,7 +22,7 @@ from ..checks import check, is_a
 from ..contexts import free_memory
 from ..folders import check_space, held, writable
 from ..loading import EMPTY_IN_OTHERS
-from ..training.arguments import check_packages
+from ..training.arguments import check_answers, check_packages
 from .ffn_stages import FFN_STAGES
 from .files import publish, write_json
 from .lora_stages import LORA_STAGES
@@ -118,6 +118,9 @@ class UpIT:
         self.context.check_data()
         for stage in self.stages:
             stage.check()
+            if isinstance(stage, TrainerStage):
+                only = (stage.sft.get(name) for name in ("completion_only_loss", "assistant_only_loss"))
+                check_answers(f"{stage.name}.sft.", self.context.train_data, *only)
         if weights:
             self.context.check_base()
             unset_hf_deepspeed_config()  # or ZeRO-3 would divide empty models; a stage makes its arguments anew

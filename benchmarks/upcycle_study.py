@@ -14,6 +14,7 @@ Fixed before the first run, after the paper (arXiv 2502.19261) where it says som
   tenth of the rate. Gates are N(0, 0.02), the balancing loss has the coefficient 0.02.
 - The rate is the better of `RATES` on a tuning seed, for each method.
 - Outcome: loss on 25,000 held-out tokens, in the course of training; 3 seeds (order, new values), paired.
+- The base is kept beside its results: another machine would train another one, because it rounds otherwise.
 - Primary contrasts: `drop` minus `copy` and minus `scratch`, at the end; and the first step from which the mean curve
   of `drop` stays below that of `copy`.
 """
@@ -233,19 +234,20 @@ def report(ledger: Ledger, table: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "report"])
-    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="the base model; trained if missing")
+    parser.add_argument("--base", type=Path, help="default: upcycle_study_base beside the results; trained if missing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the finished runs")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    base = args.base or args.results.with_name(f"{args.results.stem}_base")
     if args.command == "report":
         report(Ledger(args.results), args.results.with_suffix(".md"))
     elif args.worker is not None:
-        work(args.base, Ledger(args.results), args.worker, args.workers)
+        work(base, Ledger(args.results), args.worker, args.workers)
     else:
-        ensure_base(args.base, 0)
+        ensure_base(base, 0)
         command = [sys.executable, "-m", "benchmarks.upcycle_study", "run", "--workers", str(args.workers)]
-        command += ["--results", str(args.results), "--base", str(args.base), "--worker"]
+        command += ["--results", str(args.results), "--base", str(base), "--worker"]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         started = [subprocess.Popen([*command, str(worker)], env=env) for worker in range(args.workers)]
         sys.exit(max(process.wait() for process in started))

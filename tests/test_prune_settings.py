@@ -139,6 +139,8 @@ def test_layers_between_those_of_decoder_sparse_step_are_dense(tmp_path: Path):
         ({"drop": {"0": [1.0]}}, "give a list of experts"),
         ({"drop": {1.5: [1]}}, "give a list of experts"),
         ({"drop": [1], "label_column": "domain"}, "label_column='domain': it says something of data; give data"),
+        ({"drop": [1], "split": "test"}, "split='test': it says something of data; give data"),
+        ({"drop": [1], "max_examples": 3}, "max_examples=3: it says something of data; give data"),
         ({"drop": [1], "min_load": 0.5}, "min_load=0.5: it says something of data; give data"),
         ({"drop": [1], "experts_per_layer": 1}, "experts_per_layer=1: .* has 6 experts and must keep 2; use a number"),
         ({"drop": [1], "experts_per_layer": 10}, "experts_per_layer=10: .* use a number from 2 to 6"),

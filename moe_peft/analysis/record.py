@@ -177,7 +177,7 @@ class RoutingStatistics:
 
     def _buckets_of(self, positions: torch.Tensor) -> torch.Tensor:
         if self.position_width is not None:
-            return (positions // self.position_width).long().clamp(max=LINEAR_BUCKETS - 1)
+            return (positions // min(self.position_width, 2**62)).long().clamp(max=LINEAR_BUCKETS - 1)
         return (positions + 1).float().log2().floor().long().clamp(max=POSITION_BUCKETS - 1)
 
     @property

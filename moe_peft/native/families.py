@@ -321,7 +321,7 @@ def find_families(dense_type: str, wanted: str | None, caller: str) -> tuple[Den
                 return dense, moe
     known = ", ".join(f"{dense.model_type} → {moe.model_type}" for moe in FAMILIES.values() for dense in moe.dense)
     why = f" ({_NO_MOE[dense_type]})" if dense_type in _NO_MOE else ""
-    given = f"family={wanted!r}: " if wanted else ""
+    given = f"family={wanted!r}: " if wanted is not None else ""
     raise ValueError(
         f"{caller}: {given}a {dense_type!r} model does not become {wanted or 'a native MoE'}{why}; choose from: {known}"
     )

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from inspect import signature
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,10 @@ def prune_experts(
     )
     check_limits("prune", batch_size, max_length, max_examples)
     if data is None:
-        _check_without_data(label_column, min_load, merge_twins, drop)
+        _check_without_data(
+            merge_twins, drop, label_column=label_column, min_load=min_load, split=split, dtype=dtype,
+            batch_size=batch_size, max_length=max_length, max_examples=max_examples,
+        )  # fmt: skip
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
     rules, dropped = Rules(lowest, merge_twins, experts_per_layer), _drops(drop)
     with whole_folder(Path(output_dir), "prune") as partial:
@@ -162,10 +166,11 @@ def prune_experts(
     return found
 
 
-def _check_without_data(label_column: str | None, min_load: float | None, merge_twins: float | None, drop: Any) -> None:
+def _check_without_data(merge_twins: float | None, drop: Any, **of_data: Any) -> None:
     """Raise if what is asked for needs data."""
-    for name, value in (("label_column", label_column), ("min_load", min_load)):
-        if value is not None:
+    usual = signature(prune_experts).parameters
+    for name, value in of_data.items():
+        if value != usual[name].default:
             raise ValueError(f"prune: {name}={value!r}: it says something of data; give data, or leave it out")
     if merge_twins is None and drop is None:
         raise ValueError("prune: data=None: nothing says which experts go; give data, merge_twins or drop")

@@ -36,7 +36,7 @@ TESTS = {
     "adapter/ffn_layer": "numerics lifecycle",
     "adapter/protocol": "protocol",
     "upit/buckets": "buckets",
-    "upit/own_updates": "router_init",
+    "upit/own_updates": "own_updates router_init",
     "upit/stages": "upit_stages",
     "native/initialise": "expert_init",
     "native/adapted": "native_export",

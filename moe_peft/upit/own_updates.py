@@ -121,7 +121,7 @@ class OwnUpdates(TrainerCallback):
         for parameter in parameters:
             grad = self.access.grad(parameter)
             if grad is not None:
-                rows = _rows(factor.to(grad.dtype), grad) if factor.dim() else factor.to(grad.device, grad.dtype)
+                rows = _rows(factor, grad) if factor.dim() else factor.to(grad.device)
                 self.access.set_grad(parameter, grad * rows)
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from moe_peft.routing.gates import pad_logits
 from moe_peft.upit.objectives import OBJECTIVES, routing_loss
 
 L, B, S, N = 2, 5, 5, 3
@@ -42,3 +43,15 @@ def test_objectives_that_read_the_own_logit_alone_say_so(objective):
     loss = routing_loss([logits], torch.tensor([1]), torch.ones(1, 1), objective)
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
     assert (gradient[0, [0, 2]] == 0).all() == OBJECTIVES[objective].own_logit_only
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_padding_is_no_expert(objective):
+    """Where layers differ in n, logits are padded; the loss is that of the layer's own."""
+    logits, experts, mask = (
+        torch.randn(6, 2, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([0]),
+        torch.ones(1, 6),
+    )
+    own = routing_loss([logits], experts, mask, objective)
+    torch.testing.assert_close(routing_loss([pad_logits(logits, 8)], experts, mask, objective), own)

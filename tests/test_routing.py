@@ -197,3 +197,25 @@ def test_balancing_counts_the_tokens_of_all_workers():
 def test_what_is_refused_is_shown(call, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         call()
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (2, 8), (8, 8), (3, 5, 7)])
+def test_padding_is_no_expert_in_a_layers_balance(sizes):
+    """Of each layer by itself: the mean of the layers' losses with their own n, k with even loads."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(12, n, generator=generator, dtype=torch.float64).requires_grad_() for n in sizes]
+    padded = [pad_logits(layer.float(), max(sizes)) for layer in logits]
+    expected = torch.zeros((), dtype=torch.float64)
+    for layer in logits:
+        n, p = layer.shape[1], layer.softmax(-1)
+        f = torch.zeros(n, dtype=torch.float64)
+        for token in range(12):
+            for expert in sorted(range(n), key=lambda i, token=token, layer=layer: -layer[token, i].item())[:2]:
+                f[expert] += 1 / 12
+        expected = expected + n * (f * p.mean(0)).sum() / len(sizes)
+    found = balancing_loss(padded, 2, scope="layer")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(torch.autograd.grad(found, logits), torch.autograd.grad(expected, logits), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    even = balancing_loss([pad_logits(torch.zeros(12, n), max(sizes)) for n in sizes], 2, scope="layer")
+    assert even.item() == pytest.approx(2)

@@ -169,3 +169,15 @@ def test_a_native_moe_with_other_routers(router, extra):
     added = n_layers * (d * d if extra else 0)
     assert model_size(model) == ModelSize(before.total + added, before.active + added, before.flops + 2 * added)
     assert expert_similarity(model).shape == (model.config.num_local_experts,) * 2
+
+
+def test_a_module_that_is_saved_whole_serves_in_the_place_of_its_original():
+    config = MoELoraConfig(num_experts=4, r=2, task_type="CAUSAL_LM")
+    plain = model_size(get_peft_model(tiny_llama(), config))
+    saved = get_peft_model(
+        tiny_llama(), MoELoraConfig(num_experts=4, r=2, modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    )
+    head = saved.get_base_model().lm_head.original_module.weight.numel()
+    assert model_size(saved) == ModelSize(plain.total + head, plain.active, plain.flops)
+    with saved.disable_adapter():
+        assert model_size(saved).active == model_size(tiny_llama()).active

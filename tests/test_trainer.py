@@ -318,6 +318,26 @@ def test_wrong_settings(own, message, tokenizer, tmp_path):
         make_trainer(tmp_path, tokenizer, **{**LABELS, **own})
 
 
+def test_a_layer_that_has_none_of_a_labels_experts(tokenizer, tmp_path):
+    model = make_model(num_experts_pattern={r"layers\.0\.mlp": 4})
+    own = {"label_column": "domain", "expert_map": {"a": [0, 1], "b": [3, 5], "c": [4, 5]}}
+    with pytest.raises(
+        ValueError, match=r"expert_map: 'c' has experts \[4, 5\], of which a layer with 4 has none; give"
+    ):
+        make_trainer(tmp_path, tokenizer, model, **own)
+    trainer = make_trainer(tmp_path, tokenizer, model, **{**own, "expert_map": {**own["expert_map"], "c": [0, 5]}})
+    trainer.train()
+    losses = [record["router_label_loss"] for record in trainer.state.log_history if "router_label_loss" in record]
+    assert losses and all(0 < loss < 20 for loss in losses)
+
+
+@pytest.mark.parametrize("own", [{"packing": True, "max_length": 32}, {"padding_free": True, "max_length": None}])
+def test_padding_that_nothing_marks_is_refused(own, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="MoESFTTrainer: pad_to_multiple_of=64: nothing marks this padding in packed"):
+        make_trainer(tmp_path, tokenizer, pad_to_multiple_of=64, **own)
+    make_trainer(tmp_path, tokenizer, pad_to_multiple_of=64, **own, **LABELS)  # whose labels mark it
+
+
 def test_missing_labels_and_models_without_routers(tokenizer, tmp_path):
     broken = [{**row, "domain": None if i == 5 else row["domain"]} for i, row in enumerate(rows(12))]
     with pytest.raises(ValueError, match=r"no experts for the labels \['None'\]"):
@@ -399,9 +419,13 @@ def test_three_phases(tokenizer, tmp_path):
     rates = [record["learning_rate"] for record in trainer.state.log_history if "loss" in record]
     assert rates == pytest.approx([1e-4] + [1e-3] * 14 + [1e-4] * 5)
     json.dumps(trainer.state.log_history)
-    trainer.model.eval()
-    for step, factors in ((0, (5.0, 2.0)), (10, (1.0, 1.0)), (19, (0.5, 0.5))):
+    trainer._step_tokens = None  # of the last step
+    for mode, step, factors in (
+        ("train", 0, (5.0, 2.0)), ("train", 10, (1.0, 1.0)), ("train", 19, (0.5, 0.5)),
+        ("eval", 0, (1.0, 1.0)), ("eval", 19, (1.0, 1.0)),  # or the best checkpoint would be one of the last phase
+    ):  # fmt: skip
         trainer.state.global_step = step
+        trainer.model.train(mode == "train")
         with_both = trainer.compute_loss(trainer.model, one_batch(trainer))
         for name, logged, coefficient, factor in zip(
             ("aux", "z"), ("aux_loss", "router_z_loss"), (0.5, 0.25), factors, strict=True
@@ -409,7 +433,7 @@ def test_three_phases(tokenizer, tmp_path):
             trainer._coefficients[name] = 0.0
             without = trainer.compute_loss(trainer.model, one_batch(trainer))
             trainer._coefficients[name] = coefficient
-            value = trainer._metrics["eval"][logged][-1]
+            value = trainer._metrics[mode][logged][-1]
             assert (with_both - without).item() == pytest.approx(coefficient * factor * value, rel=1e-3)
 
 

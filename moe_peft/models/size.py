@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from ..adapter.layer import MoELoraLayer
@@ -90,6 +91,13 @@ def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
                 yield from ((p, share if name in running else Fraction(0)) for p in module.parameters())
     for experts, n, k in _blocks(model):
         yield from ((p, Fraction(k, n)) for p in experts.parameters())
+    for wrapper in (m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)):
+        running = [] if wrapper.disable_adapters else wrapper.active_adapters
+        saved = {name: module for name, module in wrapper.modules_to_save.items()}
+        idle = [module for name, module in saved.items() if name not in running]
+        if any(name in saved for name in running):
+            idle.append(wrapper.original_module)
+        yield from ((p, Fraction(0)) for module in idle for p in module.parameters())
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:

@@ -16,7 +16,7 @@ from typing import Literal, cast, get_args
 import torch
 
 from ..checks import check, one_of
-from .gates import check_top_k
+from .gates import check_top_k, own_experts
 
 Scope = Literal["global", "layer"]
 Mean = Callable[[torch.Tensor], torch.Tensor]
@@ -37,7 +37,8 @@ def balancing_loss(
         router_logits: one [T, n] per layer.
         k: active experts per token.
         mask_T: 1 for tokens that count; all if None.
-        scope: `"global"` pools the tokens of all layers (as in transformers), `"layer"` averages the layers' losses.
+        scope: `"global"` pools the tokens of all layers (as in transformers), `"layer"` averages the layers' losses,
+            where n is the layer's own, without padding.
         mean: the mean of a tensor over processes. Then f_i counts the tokens of all of them (Qiu et al., 2025), and
             the mean of this loss over processes is that of their batches taken together.
     """
@@ -53,7 +54,8 @@ def balancing_loss(
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
     if scope == "global":
         return n * (f_LN.mean(0) * P_LN.mean(0)).sum()
-    return n * (f_LN * P_LN).sum(-1).mean()
+    own_n_L = own_experts(logits_LTN).any(1).sum(-1)
+    return (own_n_L * (f_LN * P_LN).sum(-1)).mean()
 
 
 def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:

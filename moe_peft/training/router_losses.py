@@ -336,6 +336,8 @@ class RouterLossesMixin(ModelCardMixin):
         coefficient = self._coefficients[name]
         if self.args.router_schedule == "constant" or self.state.max_steps <= 0:  # type: ignore[attr-defined]
             return coefficient
+        if not self.model.training:
+            return coefficient  # or the losses of two phases could not be compared
         return coefficient * ROUTER_LOSSES[name].phases[phase_at(self.state.global_step, self.state.max_steps)]  # type: ignore[attr-defined]
 
     @torch.no_grad()

@@ -76,12 +76,23 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         dataset = kwargs.get("train_dataset", positional[1] if len(positional) > 1 else None)
         check_dataset("MoESFTTrainer", dataset, () if kwargs.get("formatting_func") else text_columns(args))
         args = _as_moe_config(args)
+        if args.pad_to_multiple_of and (args.packing or args.padding_free) and args.label_column is None:
+            raise ValueError(
+                f"MoESFTTrainer: pad_to_multiple_of={args.pad_to_multiple_of}: nothing marks this padding in packed "
+                "rows, so routers would be trained on it; leave it out"
+            )
         check_answers("MoESFTTrainer: ", dataset, args.completion_only_loss, args.assistant_only_loss)
         self._labels = [label_text(label) for label in args.expert_map or {}]
         super().__init__(model, args, *positional, **kwargs)
         if args.expert_map is not None:
             known = read_expert_map(args.expert_map, max(self._sizes), "MoESFTTrainer: expert_map")
             self._allowed = expert_masks(known, max(self._sizes))
+            for label, experts in known.items():
+                if min(experts) >= min(self._sizes):
+                    raise ValueError(
+                        f"MoESFTTrainer: expert_map: {label!r} has experts {list(experts)}, of which a layer with "
+                        f"{min(self._sizes)} has none; give it one of the first {min(self._sizes)}"
+                    )
             if args.router_label_mask:
                 caller = "MoESFTTrainer: router_label_mask=True"
                 common_size(self.model, caller)

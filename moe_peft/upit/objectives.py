@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..routing.gates import own_experts
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -36,7 +38,9 @@ def _positive(logits_LBSN: torch.Tensor, own_LBS1: torch.Tensor) -> torch.Tensor
 def _one_vs_rest(logits_LBSN: torch.Tensor, own_LBS1: torch.Tensor) -> torch.Tensor:
     """The binary cross-entropy of all experts, averaged: target 1 for the own expert, 0 for the others."""
     target = torch.zeros_like(logits_LBSN).scatter_(-1, own_LBS1, 1.0)
-    return F.binary_cross_entropy_with_logits(logits_LBSN, target, reduction="none").mean(-1)
+    own = own_experts(logits_LBSN)
+    losses = F.binary_cross_entropy_with_logits(logits_LBSN, target, reduction="none")
+    return (losses * own).sum(-1) / own.sum(-1)
 
 
 def _softmax(logits_LBSN: torch.Tensor, own_LBS1: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,8 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         lm_B, aux_B, outputs = self.row_losses(model, inputs)
         counts_B = inputs["batch_size"] > 0
         weight_B = counts_B / inputs["batch_size"].clamp(min=1)
-        loss = (self.alpha * lm_B + (1 - self.alpha) * aux_B) @ weight_B.to(lm_B.dtype)
+        loss_B = self.alpha * lm_B + (1 - self.alpha) * aux_B
+        loss = loss_B @ weight_B.to(loss_B.dtype)
         for name, value_B in (("lm_loss", lm_B), ("routing_loss", aux_B)):
             total, rows = ((v.detach() * counts_B).sum().view(1) for v in (value_B, counts_B))
             total, rows = self.accelerator.gather(total).sum(), self.accelerator.gather(rows).sum()

@@ -290,6 +290,30 @@ def test_a_checkpoint_is_resumed_with_its_own_settings(case, tmp_path, capsys):
         assert message in error and "set that, or start anew" in error
 
 
+def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
+    own = {**case, "max_steps": 4, "save_steps": 2}  # in the middle of an epoch
+    before = weights(run("sft", tmp_path, own))
+    out = run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
+    after = weights(out)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert not (out / "checkpoint-5").exists() and "4 steps of 4 rows" in (out / "README.md").read_text()
+    for flags, message in (
+        (["--max_steps", "3"], "max_steps=3: resume_from_checkpoint: "),
+        (["--max_steps", "9", "--learning_rate", "0.5"], "learning_rate 0.005 and not 0.5"),
+        (["--max_steps", "9", "--optim", "sgd"], "optim adamw_torch"),
+    ):
+        with pytest.raises(SystemExit):
+            run("sft", tmp_path, own, "--resume_from_checkpoint", "true", *flags)
+        assert message in capsys.readouterr().err
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows(24, 5))))
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, {**own, "dataset_name": str(tmp_path / "other.jsonl"), "max_steps": 9},
+            "--resume_from_checkpoint", "true")  # fmt: skip
+    assert "has checkpoints of another training, with data " in capsys.readouterr().err
+    run("sft", tmp_path, own, "--resume_from_checkpoint", "true", "--max_steps", "6")
+    assert (out / "checkpoint-6").is_dir()
+
+
 def test_weights_that_are_not_finite_are_not_saved(case, tmp_path, capsys):
     own = {**case, "learning_rate": 1e38, "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 3, "save_steps": 3}
     message = refused("sft", tmp_path, own, capsys=capsys)

@@ -514,3 +514,43 @@ def test_an_unknown_objective_is_refused_before_any_training(loras, tokenizer, t
 def test_packing_is_refused(loras, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="packing and padding_free must be off"):
         init_router(moe(loras), Dataset.from_list(rows(8)), arguments(tmp_path, packing=True), tokenizer)
+
+
+# --- checkpoints of another training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own, changed", [
+    ({"learning_rate": 0.5}, "learning_rate 0.01 and not 0.5"),
+    ({"objective": "softmax"}, "objective positive and not softmax"),
+    ({"alpha": 0.1}, "alpha 0.5 and not 0.1"),
+    ({"rows": 8}, "rows "),
+    ({"offset": 3}, "data "),
+    ({"train_experts": False}, "trained parameters "),
+])  # fmt: skip
+def test_another_training_does_not_go_on_from_the_checkpoints_there(own, changed, loras, tokenizer, tmp_path):
+    def run(rate=1e-2, rows_=12, offset=0, **settings):
+        args = arguments(tmp_path / "state", num_train_epochs=1, learning_rate=rate)
+        return init_router(moe(loras), Dataset.from_list(rows(rows_, offset)), args, tokenizer, **settings)
+
+    first = run()
+    again = run()  # as it was: nothing is left to do
+    assert again.trained.history == first.trained.history
+    own = dict(own)
+    settings = {"rate": own.pop("learning_rate", 1e-2), "rows_": own.pop("rows", 12), "offset": own.pop("offset", 0)}
+    with pytest.raises(ValueError, match=f"output_dir=.*: has checkpoints of another training, with .*{changed}"):
+        run(**settings, **own)
+
+
+def test_stages_do_not_share_a_folder_and_foreign_checkpoints_stay(loras, tokenizer, tmp_path):
+    model, data = moe(loras), Dataset.from_list(rows(12))
+    args = arguments(tmp_path / "state", num_train_epochs=1)
+    init_router(model, data, args, tokenizer)
+    with pytest.raises(ValueError, match="has checkpoints of another training, with "):
+        post_train(model, data, args, tokenizer, output_dir=tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    (tmp_path / "mine" / "checkpoint-500").mkdir(parents=True)
+    (tmp_path / "mine" / "checkpoint-500" / "model.safetensors").touch()
+    mine = arguments(tmp_path / "mine", num_train_epochs=1)
+    with pytest.raises(ValueError, match="has checkpoints of another training; choose another folder"):
+        post_train(model, data, mine, tokenizer, output_dir=tmp_path / "adapter")
+    assert (tmp_path / "mine" / "checkpoint-500" / "model.safetensors").is_file()

@@ -16,7 +16,8 @@ from datasets import Dataset
 from peft import PeftConfig, PeftModel, get_peft_model
 from rich.console import Console
 from rich.table import Table
-from transformers import set_seed
+from transformers import TrainerState, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from trl import get_quantization_config
 
@@ -30,6 +31,7 @@ from ..models.view import native_routers, router_parameters, router_sizes
 from ..reading import opened, read_object
 from ..sharding import leave_processes
 from ..training.arguments import check_packages, save_whole
+from ..training.continuing import claim
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
 from ..training.limits import check_settings, check_value
@@ -96,7 +98,9 @@ def _train(
         checkpoint = _checkpoint(args)
         if checkpoint is not None and isinstance(made.model, PeftModel):
             _check_same_adapter(Path(checkpoint), made.model.peft_config[made.model.active_adapter])
-        made.train(resume_from_checkpoint=checkpoint)
+        claim(made, Path(checkpoint).parent if checkpoint else Path(args.output_dir), anew=checkpoint is None)
+        if checkpoint is None or not _is_done(made, checkpoint):
+            made.train(resume_from_checkpoint=checkpoint)
         facts = made.training_facts()
         if number == len(stages) - 1:
             save_whole(made)
@@ -267,6 +271,27 @@ def _checkpoint(args: Any) -> str | None:
     if given is not None:
         _check_checkpoint(Path(given))
     return given
+
+
+def _is_done(trainer: Any, checkpoint: str) -> bool:
+    """
+    Whether a checkpoint has all steps that `max_steps` asks for; then it is loaded. The trainer would take one more.
+
+    Raises:
+        ValueError: it has more, or cannot be loaded without training.
+    """
+    state, steps = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)), trainer.args.max_steps
+    if not 0 < steps <= state.global_step:
+        return False
+    divided = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if steps < state.global_step or divided:
+        raise ValueError(
+            f"max_steps={steps}: resume_from_checkpoint: {checkpoint} has {state.global_step} steps already; raise "
+            "max_steps, or start anew"
+        )
+    trainer._load_from_checkpoint(checkpoint)
+    trainer.state = state
+    return True
 
 
 def _check_same_adapter(checkpoint: Path, config: PeftConfig) -> None:

@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
 from .arguments import save_whole
+from .continuing import NOTE, claim
 from .progress import show_progress
 from .whole import WHOLE, mark_whole, whole_checkpoints
 
@@ -96,11 +97,21 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     Args:
         trainer: made anew, from the same model, data and arguments as the run that was stopped.
         keep: steps whose checkpoints stay. The last one always does.
+
+    Raises:
+        ValueError: the folder has checkpoints of another training.
     """
     steps = total_steps(trainer)
     trainer.args.max_steps = steps
     save_whole(trainer)
     folder = Path(trainer.args.output_dir)
+    if (
+        not (folder / NOTE).is_file()
+        and any(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+        and not whole_checkpoints(folder)
+    ):
+        raise ValueError(f"output_dir={str(folder)!r}: has checkpoints of another training; choose another folder")
+    claim(trainer, folder, steps=steps)
     if trainer.args.should_save and folder.is_dir():
         whole = set(whole_checkpoints(folder).values())
         for broken in set(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")) - whole:

@@ -1,0 +1,83 @@
+"""Whether the checkpoints in a folder are those of the training that wants to go on from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
+
+from ..messages import one_line
+from ..reading import read_object
+from ..sharding import shape_of
+
+NOTE = "training.json"
+# Arguments that decide what is trained, beside those that begin with `router_`.
+_DECISIVE = {
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "seed", "data_seed", "label_smoothing_factor", "neftune_noise_alpha", "max_length",
+    "packing", "completion_only_loss", "assistant_only_loss", "training_stage", "expert_map", "beta", "loss_type",
+}  # fmt: skip
+_SAMPLE = 200  # rows of the data that are looked at
+
+
+def claim(trainer: Any, folder: Path, anew: bool = False, **more: Any) -> None:
+    """
+    Have a trainer note beside its checkpoints what is trained. If there is a note already, check that it says the same.
+
+    Args:
+        folder: where the training's checkpoints are, or will be.
+        anew: whether the training does not go on from there, so that an older note counts no more.
+        more: to be noted, too.
+
+    Raises:
+        ValueError: the folder has checkpoints of another training.
+    """
+    facts, path = {**_facts(trainer), **more}, folder / NOTE
+    noted = None if anew or not path.is_file() else read_object(path)
+    for name in {**(noted or {}), **facts}:
+        if noted is not None and noted.get(name) != facts.get(name):
+            raise ValueError(
+                f"output_dir={str(folder)!r}: has checkpoints of another training, with {name} "
+                f"{one_line(str(noted.get(name)), 40)} and not {one_line(str(facts.get(name)), 40)}; choose another "
+                "folder, or remove them"
+            )
+    trainer.add_callback(_Note(facts))
+
+
+class _Note(TrainerCallback):
+    """Writes the note with each checkpoint, so that a training that made none leaves none."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.facts = facts
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if args.should_save:
+            (Path(str(args.output_dir)) / NOTE).write_text(json.dumps(self.facts, indent=2))
+
+
+def _facts(trainer: Any) -> dict[str, Any]:
+    known = {f.name for f in fields(trainer.args)}
+    names = [name for name in sorted(known) if name in _DECISIVE or name.startswith("router_")]
+    data = trainer.train_dataset
+    sample = range(0, len(data), -(-len(data) // _SAMPLE))
+    trained = sorted((name, list(shape_of(p))) for name, p in trainer.model.named_parameters() if p.requires_grad)
+    facts = {
+        "trainer": type(trainer).__name__,
+        "rows": len(data),
+        **{name: getattr(trainer.args, name) for name in names},
+        **{name: getattr(trainer, name) for name in ("alpha", "objective") if hasattr(trainer, name)},
+        "data": _hash([data[i] for i in sample]),
+        "trained parameters": _hash(trained),
+    }
+    return json.loads(json.dumps(facts, default=str))  # as it will be read again
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

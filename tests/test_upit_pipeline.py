@@ -216,6 +216,48 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     assert again.records["post_train"]["files"] == first.records["post_train"]["files"]
 
 
+def test_what_is_yours_in_a_result_stays(case, tmp_path):
+    """Run again, and done again with other settings."""
+    first = run(case, tmp_path)
+    card = (first.result / "README.md").read_text()
+    (first.result / "README.md").write_text(card + "My notes.")
+    (first.result / "notes").mkdir()
+    (first.result / "notes" / "a.txt").write_text("mine")
+    before = contents(first.root)
+    run(case, tmp_path)
+    assert contents(first.root) == before
+    (first.result / WEIGHTS).write_bytes(b"damaged")
+    run(case, tmp_path)
+    assert contents(first.root).keys() == before.keys()
+    assert (first.result / WEIGHTS).read_bytes() == before[f"adapter/{WEIGHTS}"]
+    changed = run(case, tmp_path, redo=True, post_train={"seed": 5})
+    assert (first.result / "notes" / "a.txt").read_text() == "mine"
+    assert (changed.result / WEIGHTS).read_bytes() != before[f"adapter/{WEIGHTS}"]
+
+
+def test_what_cannot_be_done_again_leaves_what_was_done(case, tmp_path):
+    first = run(case, tmp_path)
+    before = {name: content for name, content in contents(first.root).items() if name.startswith("prepare/")}
+    with pytest.raises(ValueError, match="zzz"):
+        run(case, tmp_path, redo=True, prepare={**case.get("prepare", {}), "sft": {"eos_token": "<zzz>"}})
+    found = contents(first.root)
+    assert {name: content for name, content in found.items() if name.startswith("prepare/")} == before
+    again = run(case, tmp_path)
+    assert again.records == first.records
+
+
+def test_a_figure_is_of_this_run(case, tmp_path):
+    first = run(case, tmp_path)
+    assert (first.result / "routing.png").is_file()
+    data = {key: value for key, value in case["data"].items() if key != "eval"}
+    without = run(case, tmp_path, redo=True, data=data, evaluate={}, post_train={"seed": 7})
+    assert "evaluate" not in without.records
+    assert (
+        not (without.result / "routing.png").exists()
+        and "routing.png" not in (without.result / "README.md").read_text()
+    )
+
+
 def test_trackers_have_one_run_a_stage_and_keep_their_files(case, tmp_path, monkeypatch):
     """TensorBoard's files outlive a stage's state; W&B, of which this stands for what transformers calls, is closed."""
     log = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,21 @@ def link_model(source: Path, target: Path, weights: bool = True) -> None:
             link_weights(str(path), str(target / path.name))
 
 
-def publish(source: Path, target: Path) -> None:
-    """A stage's folder under the name of the result; see `link_folder`."""
+def publish(source: Path, target: Path, written: Collection[str] | None) -> None:
+    """
+    A stage's folder under the name of the result; see `link_folder`.
+
+    Args:
+        written: the files of an earlier result that are not needed any more; all others stay. None: all are.
+    """
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     link_folder(source, partial)
+    for path in sorted(target.rglob("*")):
+        name = path.relative_to(target)
+        if path.is_file() and written is not None and str(name) not in written and not (partial / name).exists():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, partial / name)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
 

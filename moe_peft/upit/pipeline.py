@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +25,8 @@ from ..folders import check_space, held, writable
 from ..loading import EMPTY_IN_OTHERS
 from ..training.arguments import check_answers, check_packages
 from .ffn_stages import FFN_STAGES
-from .files import publish, write_json
+from .files import publish, read_json, write_json
+from .hashing import damage, hash_folder
 from .lora_stages import LORA_STAGES
 from .places import check_places
 from .recipe import Recipe, as_dict
@@ -34,6 +36,7 @@ from .space import needed_space
 from .stages import Artefacts, Stage, outlook, run_stage
 from .tracking import tracked
 
+_FIGURE = "routing.png"
 MODES: dict[str, tuple[type[Stage], ...]] = {"lora": LORA_STAGES, "ffn": FFN_STAGES}
 
 
@@ -135,15 +138,14 @@ class UpIT:
                 self.records[stage.name] = run_stage(self.root, stage, redo, place)
             free_memory()
         if PartialState().is_main_process:
-            publish(self._trained, self.result)
-            self._add_figure()
-            write_json(self.root / "manifest.json", self._manifest())
+            self._publish()
         PartialState().wait_for_everyone()
 
     def space(self) -> int:
         """Bytes on the disk, about, that the stages take that are not done."""
         unset_hf_deepspeed_config()
-        return needed_space(self.recipe, [stage for stage in self.stages if not stage.folder.is_dir()])
+        outlook = self.outlook()
+        return needed_space(self.recipe, [stage for stage in self.stages if outlook[stage.name] != "done"])
 
     def outlook(self) -> dict[str, str]:
         """What `run` would do with each stage, by name: "done", "to do", "goes on", or "again" and why."""
@@ -175,10 +177,28 @@ class UpIT:
         assert folder is not None  # every method trains something
         return folder
 
+    def _publish(self) -> None:
+        """Write the result and the manifest. A result that is there already stays, and so do files of others in it."""
+        manifest: dict[str, Any] = {}
+        with suppress(ValueError):
+            manifest = read_json(self.root / "manifest.json") or {}
+        files, records = manifest.get("result"), json.loads(json.dumps(self.records, default=str))
+        if not isinstance(files, dict) or not self.result.is_dir():
+            files = None
+        if files is None or manifest.get("stages") != records or damage(self.result, files) is not None:
+            publish(self._trained, self.result, files)
+            self._add_figure()
+            files = {name: digest for name, digest in hash_folder(self.result).items() if self._writes(name)}
+        write_json(self.root / "manifest.json", {**self._manifest(), "result": files})
+
+    def _writes(self, name: str) -> bool:
+        """Whether a file of the result is ours."""
+        return (self._trained / name).is_file() or name == _FIGURE
+
     def _add_figure(self) -> None:
         """Show in the result's model card where its tokens go, if that was measured."""
-        figure = self.root / "evaluate" / "routing.png"
-        if figure.is_file():
+        figure = self.root / "evaluate" / _FIGURE
+        if "evaluate" in self.records and figure.is_file():
             shutil.copy(figure, self.result / figure.name)
             write_model_card(self.result)
 

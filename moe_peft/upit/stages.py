@@ -187,6 +187,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> 
     if done is not None and _same_result(done["identity"], identity):
         if main:
             logger.info("%s: done already", stage.name)
+            _remove(partial)  # of a change that was taken back
         return done
     if done is not None and not redo:
         change = _difference(_decisive(done["identity"]), _decisive(identity))
@@ -206,7 +207,6 @@ def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> 
             logger.warning("%s: begun anew, as it changed: %s", stage.name, _difference(begun, identity))
         elif goes_on and whole is None:
             logger.info("%s: going on", stage.name)
-        _remove(folder)
         _begin(partial, identity, anew=not goes_on, whole=whole is not None)
     PartialState().wait_for_everyone()
     if whole is None or not goes_on:
@@ -228,6 +228,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> 
     if main:
         shutil.rmtree(partial / STATE, ignore_errors=True)
         (partial / _IDENTITY).unlink(missing_ok=True)  # the record has it
+        _remove(folder)  # only now: a stage that cannot be done again leaves the former one
         partial.rename(folder)
     PartialState().wait_for_everyone()
     record = read_json(folder / _RECORD)

@@ -196,6 +196,23 @@ def test_what_trl_does_not_do_is_one_line(case, tmp_path, capsys):
     assert "sync_ref_model=True" in refused("dpo", tmp_path, own, capsys=capsys)
 
 
+def test_routers_alone_need_a_loss_that_trains_them(case, tmp_path, capsys):
+    pairs = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl"))}
+    own = {**pairs, "training_stage": "routers", "router_aux_loss_coef": 0.1}
+    message = "MoEDPOConfig: training_stage='routers' needs router_z_loss_coef above 0: no loss trains the routers"
+    assert message in refused("dpo", tmp_path, own, capsys=capsys)
+    before = weights(run("dpo", tmp_path, {**own, "router_z_loss_coef": 0.1, "max_steps": 1}))
+    assert before
+    own, other = (
+        {**case, "label_column": "domain", "expert_map": MASKS, "router_label_loss_coef": 0.0},
+        tmp_path / "sft",
+    )
+    other.mkdir()
+    assert "needs label_column and expert_map, and router_label_loss_coef or router_z" in refused(
+        "sft", other, {**own, "stages": {"joint": None, "routers": None}}, capsys=capsys
+    )
+
+
 def test_dpo(case, tmp_path):
     own = {"dataset_name": case["dataset_name"].replace("train.jsonl", "pairs.jsonl"), "router_aux_loss_coef": 0.5}
     out = run("dpo", tmp_path, {**case, **own})
@@ -231,6 +248,11 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"top_k": 9}, "top_k=9: use at most the number of experts (6)"),
     ({"stages": ["router"]}, "stages='router': must be one of joint, routers, rest"),
     ({"stages": []}, "stages=[]: name at least one of"),
+    ({"stages": ["joint", "joint"]}, "stages=['joint', 'joint']: name each stage once"),
+    ({"stages": ["joint"], "training_stage": "rest"}, "training_stage='rest': stages says which; leave it out"),
+    ({"stages": {"joint": {"output_dir": "x"}}}, "stages.joint.output_dir: it is the folder of the stage's name"),
+    ({"stages": {"rest": None, "joint": {"chat_template_path": "no"}}}, "chat_template_path='no'"),
+    ({"stages": {"rest": None, "joint": {"eval_strategy": "steps", "eval_steps": 1}}}, 'Unknown split "test"'),
     ({"strategy": "fsdp2"}, "strategy='fsdp2': is for --dry-run"),
     ({"zzz": 1}, "zzz: unknown key; see `moe-peft sft --help`"),
     ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),

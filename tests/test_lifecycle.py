@@ -888,3 +888,12 @@ def test_an_offloaded_ffn_is_refused():
     base = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp' is offloaded"):
         get_peft_model(base, MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
+
+
+def test_a_peft_model_is_no_base():
+    """A wrapper around another one gets no balancing loss and cannot be trained."""
+    inner = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(
+        ValueError, match="MoELoraConfig: the model is a PeftModel; give its base, merge its adapter first"
+    ):
+        get_peft_model(inner, MoELoraConfig(num_experts=4, r=2, task_type="CAUSAL_LM"))

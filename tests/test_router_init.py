@@ -516,6 +516,17 @@ def test_packing_is_refused(loras, tokenizer, tmp_path):
         init_router(moe(loras), Dataset.from_list(rows(8)), arguments(tmp_path, packing=True), tokenizer)
 
 
+@pytest.mark.parametrize("stage", ["init_router", "post_train"])
+def test_a_disabled_adapter_is_named(stage, loras, tokenizer, tmp_path):
+    model, data = moe(loras), Dataset.from_list(rows(4))
+    model.base_model.disable_adapter_layers()
+    with pytest.raises(ValueError, match="the model's adapter is disabled; call enable_adapter_layers"):
+        if stage == "init_router":
+            init_router(model, data, arguments(tmp_path), tokenizer)
+        else:
+            post_train(model, data, arguments(tmp_path), tokenizer, output_dir=tmp_path / "adapter")
+
+
 # --- checkpoints of another training ----------------------------------------------------------------------------------
 
 

@@ -40,6 +40,11 @@ from ..training.router_losses import Stage
 from ..training.rows import check_rows
 from .options import Options
 
+_OF_ALL_STAGES = {
+    "training_stage": "the stage's name says this",
+    "output_dir": "it is the folder of the stage's name in output_dir",
+}
+
 
 def train_or_plan(options: Options, trainer: Any) -> None:
     """
@@ -64,8 +69,9 @@ def train_or_plan(options: Options, trainer: Any) -> None:
             "FSDP2, or one run for each with training_stage"
         )
     tokenizer = _tokenizer(options)
-    chat_template(getattr(options.training, "chat_template_path", None), "chat_template_path")  # the trainer reads it
-    data, held_out = load_datasets(options, tokenizer)
+    for args in found:
+        chat_template(getattr(args, "chat_template_path", None), "chat_template_path")  # the trainer reads it
+    data, held_out = load_datasets(options, found, tokenizer)
     what = f"output_dir={options.training.output_dir!r}"
     output_dir = writable(str(options.training.output_dir), what)
     if output_dir.exists() and output_dir.resolve() == Path(_name(options)).resolve():
@@ -129,6 +135,10 @@ def stages(options: Options) -> Iterator[Any]:
         return
     if not given:
         raise ValueError(f"stages={given!r}: name at least one of {', '.join(Stage.__args__)}")  # type: ignore[attr-defined]
+    if training.training_stage != "joint":
+        raise ValueError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
+    if len(set(given)) < len(given):
+        raise ValueError(f"stages={given!r}: name each stage once")
     names = {f.name for f in dataclasses.fields(training) if f.init}
     for name, own in (given if isinstance(given, dict) else dict.fromkeys(given)).items():
         if name not in Stage.__args__:  # type: ignore[attr-defined]
@@ -137,8 +147,8 @@ def stages(options: Options) -> Iterator[Any]:
         if not isinstance(own, dict):
             raise ValueError(f"stages.{name}={own!r}: must be a mapping of settings")
         for key in own:
-            if key == "training_stage":
-                raise ValueError(f"stages.{name}.{key}: the stage's name says this; leave it out")
+            if key in _OF_ALL_STAGES:
+                raise ValueError(f"stages.{name}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
             if key not in names:
                 raise ValueError(unknown_key(f"stages.{name}.{key}", names))
         check_settings(type(training), own, f"stages.{name}.")
@@ -150,8 +160,8 @@ def stages(options: Options) -> Iterator[Any]:
             raise ValueError(f"stages.{name}: {one_line(error)}") from error
 
 
-def load_datasets(options: Options, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
-    """The training split, and the test split if the trainer evaluates, with their rows checked."""
+def load_datasets(options: Options, found: Sequence[Any], tokenizer: Any) -> tuple[Dataset, Dataset | None]:
+    """The training split, and the test split if one of the stages evaluates, with their rows checked."""
     data, training = options.data, options.training
     if data.dataset_streaming:
         raise ValueError("dataset_streaming=True: rows are counted and checked before training; leave it out")
@@ -162,14 +172,14 @@ def load_datasets(options: Options, tokenizer: Any) -> tuple[Dataset, Dataset | 
         source = {"path": data.dataset_name, "name": data.dataset_config}
     formats = SUPERVISED if hasattr(training, "assistant_only_loss") else PREFERENCES
     label = getattr(training, "label_column", None)
-    found = [load_data(source, "dataset_name", label, data.dataset_train_split, formats)]
-    if training.eval_strategy != "no" or training.eval_on_start:
-        found.append(load_data(source, "dataset_name", label, data.dataset_test_split, formats))
-    path = getattr(training, "chat_template_path", None)
-    for rows in found:
-        template = partial(chat_template, path, "chat_template_path")
-        check_rows(rows, f"dataset_name={source!r}", tokenizer, label, template)
-    return found[0], found[1] if len(found) > 1 else None
+    splits = [load_data(source, "dataset_name", label, data.dataset_train_split, formats)]
+    if any(args.eval_strategy != "no" or args.eval_on_start for args in found):
+        splits.append(load_data(source, "dataset_name", label, data.dataset_test_split, formats))
+    for path in dict.fromkeys(getattr(args, "chat_template_path", None) for args in found):
+        for rows in splits:
+            template = partial(chat_template, path, "chat_template_path")
+            check_rows(rows, f"dataset_name={source!r}", tokenizer, label, template)
+    return splits[0], splits[1] if len(splits) > 1 else None
 
 
 def load_model(options: Options) -> Any:
@@ -201,7 +211,7 @@ def print_plan(options: Options, launch: Launch) -> None:
     """Steps, tokens, parameters and memory of every stage, found without loading weights."""
     found = list(stages(options))
     tokenizer = _tokenizer(options)
-    data, _ = load_datasets(options, tokenizer)
+    data, _ = load_datasets(options, found, tokenizer)
     config = read_config(_name(options), _named(options), options.model.model_revision)
     model = empty_model(config, _named(options))
     table = Table("stage", title=f"{_name(options)}: {len(data):,} examples")

@@ -159,12 +159,15 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     (n, k) of every active router, in the order of a pass's router logits.
 
     Raises:
-        ValueError: the model has no router; the message begins with `caller`.
+        ValueError: the model has no router, or its adapter is disabled; the message begins with `caller`.
     """
     check(caller, model=(model, is_a(nn.Module, remedy="give a model")))
+    layers = adapter_layers(model)
+    if layers and all(layer.disable_adapters for layer in layers):
+        raise ValueError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")
     sizes = [
         (layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
-        for layer in adapter_layers(model)
+        for layer in layers
         for name in layer.active_adapters  # not, say, the copy that a DPO trainer keeps as its reference
         if name in layer.moe_lora_router
     ]

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
 from .arguments import save_whole
-from .continuing import NOTE, claim
+from .continuing import NOTE, claim, write_note
 from .progress import show_progress
 from .whole import WHOLE, mark_whole, whole_checkpoints
 
@@ -111,7 +111,10 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         and not whole_checkpoints(folder)
     ):
         raise ValueError(f"output_dir={str(folder)!r}: has checkpoints of another training; choose another folder")
-    claim(trainer, folder, steps=steps)
+    facts = claim(trainer, folder, steps=steps)
+    PartialState().wait_for_everyone()  # all have read
+    if trainer.args.should_save:
+        write_note(folder, facts)  # now, so that broken checkpoints without a whole one are known as ours
     if trainer.args.should_save and folder.is_dir():
         whole = set(whole_checkpoints(folder).values())
         for broken in set(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")) - whole:

@@ -27,7 +27,7 @@ _DECISIVE = {
 _SAMPLE = 200  # rows of the data that are looked at
 
 
-def claim(trainer: Any, folder: Path, anew: bool = False, **more: Any) -> None:
+def claim(trainer: Any, folder: Path, anew: bool = False, **more: Any) -> dict[str, Any]:
     """
     Have a trainer note beside its checkpoints what is trained. If there is a note already, check that it says the same.
 
@@ -35,6 +35,9 @@ def claim(trainer: Any, folder: Path, anew: bool = False, **more: Any) -> None:
         folder: where the training's checkpoints are, or will be.
         anew: whether the training does not go on from there, so that an older note counts no more.
         more: to be noted, too.
+
+    Returns:
+        what is noted.
 
     Raises:
         ValueError: the folder has checkpoints of another training.
@@ -49,6 +52,7 @@ def claim(trainer: Any, folder: Path, anew: bool = False, **more: Any) -> None:
                 "folder, or remove them"
             )
     trainer.add_callback(_Note(facts))
+    return facts
 
 
 class _Note(TrainerCallback):
@@ -59,7 +63,15 @@ class _Note(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.should_save:
-            (Path(str(args.output_dir)) / NOTE).write_text(json.dumps(self.facts, indent=2))
+            write_note(Path(str(args.output_dir)), self.facts)
+
+
+def write_note(folder: Path, facts: dict[str, Any]) -> None:
+    """Note in a folder what is trained there, as `claim` returned it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{NOTE}.partial"
+    partial.write_text(json.dumps(facts, indent=2))
+    partial.replace(folder / NOTE)
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

@@ -115,11 +115,24 @@ class RouterLossConfig(_Coefficients):
                 raise ValueError(
                     f"{name}: {own}={getattr(self, own)!r} needs label_column and expert_map, which MoESFTConfig has"
                 )
+        if self.training_stage == "routers" and not any(map(self._trains_routers, ROUTER_LOSSES)):
+            labels = (
+                "label_column and expert_map, and router_label_loss_coef or " if hasattr(self, "expert_map") else ""
+            )
+            raise ValueError(
+                f"{name}: training_stage='routers' needs {labels}router_z_loss_coef above 0: no loss trains the routers"
+            )
         if self.router_schedule == "three_phase" and self.lr_scheduler_type not in ("linear", "constant"):
             raise ValueError(
                 f"{name}: lr_scheduler_type={self.lr_scheduler_type!r}: router_schedule='three_phase' sets the rate; "
                 "leave it out"
             )
+
+    def _trains_routers(self, name: str) -> bool:
+        """Whether a loss counts in the stage of routers alone."""
+        loss = ROUTER_LOSSES[name]
+        labelled = not loss.needs_labels or getattr(self, "expert_map", None) is not None
+        return labelled and "routers" in loss.stages and bool(getattr(self, coefficient_field(name)))
 
 
 class RouterLossesMixin(ModelCardMixin):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -182,6 +183,12 @@ def flip(path: Path) -> None:
         ("router_init", "stage.json", lambda path: path.write_text("[]")),
         ("post_train", "stage.json", lambda path: path.write_text('{"identity": 1, "metrics": {}, "files": {}}')),
         ("post_train", "stage.json", Path.unlink),
+        ("prepare", "stage.json", lambda path: path.write_text(path.read_text().replace('"checkpoint_steps"', '"x"'))),
+        (
+            "post_train",
+            "stage.json",
+            lambda path: path.write_text(re.sub(r'"files": {[^}]*}', '"files": {}', path.read_text())),
+        ),
     ],
 )
 def test_a_damaged_stage_is_done_again(stage, file, damage, case, finished, caplog):

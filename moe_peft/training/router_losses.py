@@ -110,7 +110,11 @@ class RouterLossConfig(_Coefficients):
         super().__post_init__()
         name = type(self).__name__
         check_fields(name, self, {**_RULES, **_coefficient_rules()})
-        for own, default in (("router_label_mask", False), ("router_label_tokens", "all")):
+        for own, default in (
+            ("router_label_mask", False),
+            ("router_label_tokens", "all"),
+            ("router_label_loss_coef", 1.0),
+        ):
             if getattr(self, own) != default and getattr(self, "expert_map", None) is None:
                 raise ValueError(
                     f"{name}: {own}={getattr(self, own)!r} needs label_column and expert_map, which MoESFTConfig has"

@@ -224,14 +224,15 @@ def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> 
         PartialState().wait_for_everyone()  # all have read the files before the folder gets its name
         if main:
             files = hash_folder(partial, leave_out=(STATE, _IDENTITY))
-            write_json(partial / _RECORD, {"identity": identity, "metrics": metrics, "files": files})
+            record = json.loads(json.dumps({"identity": identity, "metrics": metrics, "files": files}, default=str))
+            write_json(partial / _RECORD, {**record, "digest": hash_json(record)})
     if main:
         shutil.rmtree(partial / STATE, ignore_errors=True)
         (partial / _IDENTITY).unlink(missing_ok=True)  # the record has it
         _remove(folder)  # only now: a stage that cannot be done again leaves the former one
         partial.rename(folder)
     PartialState().wait_for_everyone()
-    record = read_json(folder / _RECORD)
+    record = _record(folder)
     assert record is not None
     return record
 
@@ -252,7 +253,10 @@ def _finished(folder: Path, name: str) -> dict[str, Any] | None:
 def _record(folder: Path) -> dict[str, Any] | None:
     """The record of what was done in a folder, if it is there and not damaged."""
     found = _intact(folder / _RECORD, "identity", "metrics", "files")
-    return found if found is not None and isinstance(found["identity"].get("settings"), dict) else None
+    if found is None or not isinstance(found["identity"].get("settings"), dict):
+        return None
+    digest = found.pop("digest", None)  # earlier versions wrote none
+    return found if digest in (None, hash_json(found)) else None
 
 
 def _intact(path: Path, *sections: str) -> dict[str, Any] | None:

@@ -213,9 +213,9 @@ def test_padding_is_no_expert_in_a_layers_balance(sizes):
             for expert in sorted(range(n), key=lambda i, token=token, layer=layer: -layer[token, i].item())[:2]:
                 f[expert] += 1 / 12
         expected = expected + n * (f * p.mean(0)).sum() / len(sizes)
-    found = balancing_loss(padded, 2, scope="layer")
+    found = balancing_loss(padded, 2, scope="layer", sizes=sizes)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     for one, other in zip(torch.autograd.grad(found, logits), torch.autograd.grad(expected, logits), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    even = balancing_loss([pad_logits(torch.zeros(12, n), max(sizes)) for n in sizes], 2, scope="layer")
+    even = balancing_loss([pad_logits(torch.zeros(12, n), max(sizes)) for n in sizes], 2, scope="layer", sizes=sizes)
     assert even.item() == pytest.approx(2)

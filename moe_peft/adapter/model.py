@@ -51,14 +51,14 @@ class MoELoraModel(BaseTuner):
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(m, MoELoraLayer) and adapter_name in m.moe_lora_spec for m in model.modules()):
+            raise ValueError(
+                f"MoELoraConfig: adapter_name={adapter_name!r}: the model has an adapter of this name; choose another"
+            )
         if isinstance(model, PeftModel):
             raise ValueError(
                 "MoELoraConfig: the model is a PeftModel; give its base, merge its adapter first (merge_and_unload), "
                 "or use add_adapter for a second adapter of this type"
-            )
-        if any(isinstance(m, MoELoraLayer) and adapter_name in m.moe_lora_spec for m in model.modules()):
-            raise ValueError(
-                f"MoELoraConfig: adapter_name={adapter_name!r}: the model has an adapter of this name; choose another"
             )
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 

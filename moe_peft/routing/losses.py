@@ -16,7 +16,7 @@ from typing import Literal, cast, get_args
 import torch
 
 from ..checks import check, one_of
-from .gates import check_top_k, own_experts
+from .gates import check_top_k
 
 Scope = Literal["global", "layer"]
 Mean = Callable[[torch.Tensor], torch.Tensor]
@@ -28,6 +28,7 @@ def balancing_loss(
     mask_T: torch.Tensor | None = None,
     scope: Scope = "global",
     mean: Mean | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """
     `n Σ_i f_i P_i`, where f_i is expert i's share of assignments times k and P_i its mean probability (Fedus et al.,
@@ -37,10 +38,10 @@ def balancing_loss(
         router_logits: one [T, n] per layer.
         k: active experts per token.
         mask_T: 1 for tokens that count; all if None.
-        scope: `"global"` pools the tokens of all layers (as in transformers), `"layer"` averages the layers' losses,
-            where n is the layer's own, without padding.
+        scope: `"global"` pools the tokens of all layers (as in transformers), `"layer"` averages the layers' losses.
         mean: the mean of a tensor over processes. Then f_i counts the tokens of all of them (Qiu et al., 2025), and
             the mean of this loss over processes is that of their batches taken together.
+        sizes: each layer's n, which the scope `"layer"` takes, where logits are padded; None: none are.
     """
     check("balancing_loss", scope=(scope, one_of(get_args(Scope))))
     mean = mean or _of_one
@@ -54,8 +55,8 @@ def balancing_loss(
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
     if scope == "global":
         return n * (f_LN.mean(0) * P_LN.mean(0)).sum()
-    own_n_L = own_experts(logits_LTN).any(1).sum(-1)
-    return (own_n_L * (f_LN * P_LN).sum(-1)).mean()
+    own_n = n if len(set(sizes or [n])) == 1 else f_LN.new_tensor(sizes)
+    return (own_n * (f_LN * P_LN).sum(-1)).mean()
 
 
 def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -118,6 +119,7 @@ class RouterBatch:
         allowed: the experts that may serve each token according to its label, bool [T, n]; None without labels.
         label_mask: 1 for the tokens on which losses that need labels count, [T]; None: all real ones.
         mean: the mean of a tensor over the processes whose batches are balanced together; None: each is by itself.
+        sizes: each layer's n, where logits are padded; None: none are.
     """
 
     router_logits: Sequence[torch.Tensor]
@@ -127,6 +129,7 @@ class RouterBatch:
     allowed: torch.Tensor | None = None
     label_mask: torch.Tensor | None = None
     mean: Mean | None = None
+    sizes: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class RouterLoss:
 
 ROUTER_LOSSES: dict[str, RouterLoss] = {
     "aux": RouterLoss(
-        lambda batch: balancing_loss(batch.router_logits, batch.k, batch.mask, batch.scope, batch.mean),
+        lambda batch: balancing_loss(batch.router_logits, batch.k, batch.mask, batch.scope, batch.mean, batch.sizes),
         "Load-balancing loss. None: the model's own coefficient.",
         coefficient=None,
         stages=("joint",),

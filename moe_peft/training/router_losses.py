@@ -120,12 +120,9 @@ class RouterLossConfig(_Coefficients):
                     f"{name}: {own}={getattr(self, own)!r} needs label_column and expert_map, which MoESFTConfig has"
                 )
         if self.training_stage == "routers" and not any(map(self._trains_routers, ROUTER_LOSSES)):
-            labels = (
-                "label_column and expert_map, and router_label_loss_coef or " if hasattr(self, "expert_map") else ""
-            )
-            raise ValueError(
-                f"{name}: training_stage='routers' needs {labels}router_z_loss_coef above 0: no loss trains the routers"
-            )
+            labels = "label_column and expert_map, and router_label_loss_coef or "
+            needs = f"{labels * hasattr(self, 'expert_map')}router_z_loss_coef above 0"
+            raise ValueError(f"{name}: training_stage='routers' needs {needs}: no loss trains the routers")
         if self.router_schedule == "three_phase" and self.lr_scheduler_type not in ("linear", "constant"):
             raise ValueError(
                 f"{name}: lr_scheduler_type={self.lr_scheduler_type!r}: router_schedule='three_phase' sets the rate; "
@@ -302,7 +299,7 @@ class RouterLossesMixin(ModelCardMixin):
             label_mask_T = self._label_tokens(inputs, mask_T)
         k = int(text_config(self.model).num_experts_per_tok)
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
-        return RouterBatch(logits, mask_T, k, self.args.router_balancing, allowed_TN, label_mask_T, mean)
+        return RouterBatch(logits, mask_T, k, self.args.router_balancing, allowed_TN, label_mask_T, mean, self._sizes)
 
     def _mean_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.detach(), "mean")  # type: ignore[attr-defined]

@@ -43,11 +43,8 @@ def _texts(given: str) -> list[str]:
     is_file = len(os.fsencode(given)) < 256 and Path(given).exists()
     if not is_file and re.fullmatch(r"\S+\.(txt|md|jsonl?|csv)", given):
         raise ValueError(f"export: --verify {given!r}: no such file; give a text, or a text file")
-    texts = [
-        line
-        for line in (read_text(given, f"export: --verify {given!r}") if is_file else given).splitlines()
-        if line.strip()
-    ]
+    text = read_text(given, f"export: --verify {given!r}") if is_file else given
+    texts = [line for line in text.splitlines() if line.strip()]
     if not texts:
         raise ValueError(f"export: --verify {given!r}: give a text, or a text file")
     return texts

@@ -95,10 +95,7 @@ def _train(
                 model=model, args=args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer,
                 peft_config=config,
             )  # fmt: skip
-        except (
-            ImportError,
-            NotImplementedError,
-        ) as error:  # of a package for an argument; of two that do not go together
+        except (ImportError, NotImplementedError) as error:  # a package, or what TRL does not do with an adapter
             raise ValueError(one_line(error)) from error
         made.earlier_training = facts
         checkpoint = _checkpoint(args)

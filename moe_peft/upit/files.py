@@ -64,11 +64,11 @@ def publish(source: Path, target: Path, written: Collection[str] | None) -> None
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     link_folder(source, partial)
-    for path in sorted(target.rglob("*")):
-        name = path.relative_to(target)
-        if path.is_file() and written is not None and str(name) not in written and not (partial / name).exists():
+    there = [] if written is None else [path.relative_to(target) for path in target.rglob("*") if path.is_file()]
+    for name in there:
+        if str(name) not in (written or ()) and not (partial / name).exists():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, partial / name)
+            shutil.copy2(target / name, partial / name)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
 

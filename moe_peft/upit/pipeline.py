@@ -144,8 +144,8 @@ class UpIT:
     def space(self) -> int:
         """Bytes on the disk, about, that the stages take that are not done."""
         unset_hf_deepspeed_config()
-        outlook = self.outlook()
-        return needed_space(self.recipe, [stage for stage in self.stages if outlook[stage.name] != "done"])
+        what = self.outlook()
+        return needed_space(self.recipe, [stage for stage in self.stages if what[stage.name] != "done"])
 
     def outlook(self) -> dict[str, str]:
         """What `run` would do with each stage, by name: "done", "to do", "goes on", or "again" and why."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -56,17 +57,20 @@ def displacement_inner(initial: Expert) -> Inner:
     return inner
 
 
-def update_inner(a: Expert, b: Expert) -> float:
+def update_inner(a: Expert, b: Expert, scaling: Mapping[str, float] | None = None) -> float:
     """
-    Inner product of the LoRA updates B A over all modules, in float64: Σ ⟨B_a A_a, B_b A_b⟩ = Σ sum((B_aᵀ B_b) ∘
-    (A_a A_bᵀ)), which needs only r×r matrices, none of out×in.
+    Inner product of the LoRA updates s B A over all modules, in float64: Σ s² ⟨B_a A_a, B_b A_b⟩ = Σ s² sum((B_aᵀ B_b)
+    ∘ (A_a A_bᵀ)), which needs only r×r matrices, none of out×in.
+
+    Args:
+        scaling: each module's s by the name of its A; None: all have the same, and count as 1.
     """
     total = 0.0
     for name in sorted(name for name in a if ".lora_A." in name):
         name_B = name.replace(".lora_A.", ".lora_B.")
         left_RR = a[name_B].double().T @ b[name_B].double()
         right_RR = a[name].double() @ b[name].double().T
-        total += float((left_RR * right_RR).sum())
+        total += float((left_RR * right_RR).sum()) * (1 if scaling is None else scaling[name] ** 2)
     return total
 
 
@@ -175,6 +179,7 @@ def expand(
     drop_rate: float = 0.2,
     seed: int = 0,
     initial: Expert | None = None,
+    scaling: Mapping[str, float] | None = None,
     merge: Merge = dare_merge,
 ) -> tuple[list[Expert], list[Descent]]:
     """
@@ -192,6 +197,7 @@ def expand(
         drop_rate: DARE's p.
         seed: the same seed gives the same experts, bit for bit.
         initial: the LoRA from which training started, for `"displacement"`.
+        scaling: the factor of each module's update by the name of its A, for `"update"`; None: they are all alike.
         merge: makes a new expert from two; replace it for experts that are not in memory.
 
     Returns:
@@ -209,12 +215,14 @@ def expand(
         drop_rate=(drop_rate, DROP_RATE),
         seed=(seed, SEED),
         initial=(initial, is_a(Mapping, remedy="give a LoRA's tensors").or_none()),
+        scaling=(scaling, is_a(Mapping, remedy="give a factor for each module").or_none()),
         merge=(merge, Rule(callable, "give a function")),
     )
     _check(experts, num_experts, method, similarity, initial)
     family, descents = list(experts), list[Descent]()
     generator = torch.Generator().manual_seed(seed)
-    inner: Inner = {"update": update_inner, "values": values_inner}.get(similarity) or displacement_inner(initial or {})
+    of_updates: Inner = update_inner if scaling is None else partial(update_inner, scaling=scaling)
+    inner: Inner = {"update": of_updates, "values": values_inner}.get(similarity) or displacement_inner(initial or {})
     gram: list[list[float]] = []
     while len(family) < num_experts:
         if method == "random":

@@ -24,6 +24,7 @@ from moe_peft.merging import (
     values_inner,
 )
 from moe_peft.upit import expand_experts
+from moe_peft.upit.likeness import of_loras
 
 MODULES = {"layers.0.up": (3, 7, 5), "layers.0.down": (3, 5, 7), "layers.1.up": (2, 7, 5)}  # r, in, out
 
@@ -330,3 +331,30 @@ def test_folders_are_expanded_as_their_weights_are(similarity, tmp_path):
     for folder, expert in zip(made, family, strict=True):
         found = load_peft_weights(str(folder), device="cpu")
         assert found.keys() == expert.keys() and all(torch.equal(found[name], expert[name]) for name in found)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_updates_are_compared_as_they_are_added_to_the_base(use_rslora, tmp_path):
+    """With patterns, modules differ in scaling: the reference is what merging an adapter adds to the weights."""
+    base, folders, added = tiny_llama(), [tmp_path / str(i) for i in range(3)], []
+    for i, folder in enumerate(folders):
+        torch.manual_seed(i)
+        config = LoraConfig(
+            r=2, lora_alpha=3, target_modules=["up_proj", "down_proj"], init_lora_weights=False, use_rslora=use_rslora,
+            rank_pattern={r"layers\.0\.mlp\.up_proj": 4}, alpha_pattern={"down_proj": 60}, task_type="CAUSAL_LM",
+        )  # fmt: skip
+        model = get_peft_model(copy.deepcopy(base), config)
+        model.save_pretrained(folder)
+        merged, start = model.merge_and_unload().double().state_dict(), base.state_dict()
+        added.append(torch.cat([(merged[name] - start[name]).flatten() for name in start if ".mlp." in name]))
+    full = torch.stack(added)
+    expected = torch.nn.functional.cosine_similarity(full[:, None], full[None], dim=-1)
+    _, descents = expand_experts(folders, output_dir=tmp_path / "stage", num_experts=4)
+    off = expected + 2 * torch.eye(3)
+    assert descents[0].similarity == pytest.approx(off.min().item(), abs=1e-5)
+    assert sorted(descents[0].parents) == sorted(divmod(int(off.argmin()), 3))
+    found = torch.tensor(of_loras(tmp_path / "stage")["similarity"]["matrix"])[:3, :3]
+    torch.testing.assert_close(found.float(), expected.float(), atol=1e-5, rtol=1e-5)
+    states = [load_peft_weights(str(folder), device="cpu") for folder in folders]
+    alike = expand(states, 4)[1][0].similarity
+    assert alike != pytest.approx(descents[0].similarity, abs=1e-3)

@@ -149,6 +149,19 @@ def test_experts_of_a_model():
     expected = torch.nn.functional.cosine_similarity(torch.stack(flat)[:, None], torch.stack(flat)[None], dim=-1)
     torch.testing.assert_close(expert_similarity(model), expected)
 
+    scaled = adapted(alpha_pattern={r"layers\.1\.mlp": 64}, lora_alpha=4)
+    scaled.load_state_dict(model.state_dict())
+    scalings = [16.0 if "layers.1" in name else 1.0 for name in weights]
+    flat = []
+    for expert in range(6):
+        own = [
+            s * model.get_parameter(name.replace("moe_lora_A", "moe_lora_B")).detach()[expert].double().T @ A[expert]
+            for s, (name, A) in zip(scalings, weights.items(), strict=True)
+        ]
+        flat.append(torch.cat([update.flatten() for update in own]))
+    expected = torch.nn.functional.cosine_similarity(torch.stack(flat)[:, None], torch.stack(flat)[None], dim=-1)
+    torch.testing.assert_close(expert_similarity(scaled), expected)
+
     native = NATIVE["qwen3_moe"]()
     stacked = [p.detach().double().flatten(1) for name, p in native.named_parameters() if ".experts." in name]
     rows = torch.cat(stacked, dim=1)

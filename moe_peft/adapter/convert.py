@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,24 @@ _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 _PREFIX = "base_model.model."
 
 
+def lora_rank(config: LoraConfig, module: str) -> int:
+    """r of one module of a plain LoRA, with `rank_pattern` applied."""
+    return config.rank_pattern.get(_get_pattern_key(config.rank_pattern.keys(), module), config.r)
+
+
+def lora_scaling(config: LoraConfig, module: str) -> float:
+    """The factor of one module's update B A in a plain LoRA, with `rank_pattern` and `alpha_pattern` applied."""
+    alpha = config.alpha_pattern.get(_get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
+    r = lora_rank(config, module)
+    return alpha / (r**0.5 if config.use_rslora else r)
+
+
+def lora_scalings(config: LoraConfig, names: Iterable[str]) -> dict[str, float]:
+    """`lora_scaling` by the names that the A matrices have in a saved adapter."""
+    modules = {name: name.removeprefix(_PREFIX).partition(".lora_A.")[0] for name in names if ".lora_A." in name}
+    return {name: lora_scaling(config, module) for name, module in modules.items()}
+
+
 @dataclass(frozen=True)
 class _Lora:
     """One LoRA adapter: A [r, in], B [out, r] and the scaling of each linear module."""
@@ -37,13 +55,10 @@ class _Lora:
     B: dict[str, torch.Tensor]
 
     def rank(self, module: str) -> int:
-        c = self.config
-        return c.rank_pattern.get(_get_pattern_key(c.rank_pattern.keys(), module), c.r)
+        return lora_rank(self.config, module)
 
     def scaling(self, module: str) -> float:
-        c, r = self.config, self.rank(module)
-        alpha = c.alpha_pattern.get(_get_pattern_key(c.alpha_pattern.keys(), module), c.lora_alpha)
-        return alpha / (r**0.5 if c.use_rslora else r)
+        return lora_scaling(self.config, module)
 
 
 _ADAPTERS = Rule(

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ..routing.gates import pad_logits
 from ..routing.losses import balancing_loss
+from ..routing.statistics import counted_experts
 from .bases import has_routed_experts, is_encoder_decoder
 from .layer import MoELoraLayer
 from .recording import Collection, state
@@ -211,7 +212,7 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     if router_logits is None:
         return output
     if _has_loss(module):
-        output = _with_aux_loss(module, args, kwargs, output, router_logits, collection.explicit)
+        output = _with_aux_loss(module, args, kwargs, output, router_logits, collection)
     forgotten = isinstance(output, dict) and output.get("loss") is None and not collection.explicit
     if forgotten and module is collection.owner and module.training and any(x.requires_grad for x in router_logits):
         _tell_unbalanced(type(module).__name__)
@@ -269,13 +270,18 @@ def _has_loss(model: Any) -> bool:
 
 
 def _with_aux_loss(
-    model: nn.Module, args: tuple, kwargs: dict, output: Any, router_logits: tuple[torch.Tensor, ...], explicit: bool
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    output: Any,
+    router_logits: tuple[torch.Tensor, ...],
+    collection: Collection,
 ) -> Any:
     is_dict = isinstance(output, dict)
     loss = output.get("loss") if is_dict else None
     if isinstance(output, tuple) and _argument(model, "labels", args, kwargs) is not None:
         loss = output[0]
-    if loss is None and not (is_dict and explicit):
+    if loss is None and not (is_dict and collection.explicit):
         return output
     if len(lengths := {len(logits) for logits in router_logits}) > 1:
         raise ValueError(
@@ -285,7 +291,9 @@ def _with_aux_loss(
     config = text_config(model)
     mask = _argument(model, "attention_mask", args, kwargs)
     known = isinstance(mask, torch.Tensor) and mask.dim() == 2  # else packed, or no padding
-    aux_loss = balancing_loss(router_logits, config.num_experts_per_tok, mask.flatten() if known else None)
+    k = config.num_experts_per_tok
+    chosen = counted_experts(collection.routers, router_logits, k)
+    aux_loss = balancing_loss(router_logits, k, mask.flatten() if known else None, chosen=chosen)
     if loss is not None:
         loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
     if not is_dict:

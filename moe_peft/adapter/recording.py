@@ -38,6 +38,7 @@ class Collection:
     token_ids: torch.Tensor | None = None  # the call's `input_ids`
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     logits: list[torch.Tensor] = field(default_factory=list)
+    routers: list[nn.Module] = field(default_factory=list)  # one for each of the logits
     choices: list[Choice] = field(default_factory=list)  # one for each of the logits
 
 
@@ -58,6 +59,7 @@ def recorded(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
         if collection.grad_enabled and not torch.is_grad_enabled() and router.training:
             logits_TN = _remember_leaf(router, logits_TN)
         collection.logits.append(logits_TN)
+        collection.routers.append(router)
     return logits_TN
 
 

@@ -62,7 +62,7 @@ def model_size(model: nn.Module) -> ModelSize:
 @torch.no_grad()
 def expert_similarity(model: nn.Module) -> torch.Tensor | None:
     """
-    How alike a model's experts are over all layers, [n, n]: cosines of their updates B A, in a native MoE of their
+    How alike a model's experts are over all layers, [n, n]: cosines of their updates s B A, in a native MoE of their
     weights (which have a common origin after upcycling, so look at differences from 1). None without experts, or where
     layers have different numbers of them.
     """
@@ -71,7 +71,8 @@ def expert_similarity(model: nn.Module) -> torch.Tensor | None:
         for name in layer.active_adapters:
             if name in layer.moe_lora_router:
                 A_all, B_all = layer.expert_parameters(name)
-                grams += [update_gram(A, B_all[projection]) for projection, A in A_all.items()]
+                s = layer.moe_lora_spec[name].scaling
+                grams += [s**2 * update_gram(A, B_all[projection]) for projection, A in A_all.items()]
     if not grams:
         grams = [value_gram(p.flatten(1)) for experts, n, _ in _blocks(model) for p in _stacked(experts, n)]
     if not grams or len({len(gram) for gram in grams}) > 1:

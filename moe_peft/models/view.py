@@ -177,6 +177,17 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     return sizes
 
 
+def active_routers(model: nn.Module) -> list[nn.Module]:
+    """The routers that `router_sizes` counts, in its order: of this package, or a native MoE's gates."""
+    own: list[nn.Module] = [
+        layer.router(name)
+        for layer in adapter_layers(model)
+        for name in layer.active_adapters
+        if name in layer.moe_lora_router
+    ]
+    return own or [getattr(gate, "moe_router", gate) for gate in native_routers(model)]
+
+
 def gate_size(gate: Any) -> tuple[int, int]:
     """(n, k)"""
     n = gate.num_experts if isinstance(gate, RoutedGate) else shape_of(gate.weight)[0]

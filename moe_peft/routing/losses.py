@@ -29,10 +29,12 @@ def balancing_loss(
     scope: Scope = "global",
     mean: Mean | None = None,
     sizes: Sequence[int] | None = None,
+    chosen: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """
     `n Σ_i f_i P_i`, where f_i is expert i's share of assignments times k and P_i its mean probability (Fedus et al.,
-    2021, equation 4, summed over the k slots as in transformers). With even loads it is k.
+    2021, equation 4, summed over the k slots as in transformers). With even loads it is the mean number of experts per
+    token, which is k, or less where routers leave some out.
 
     Args:
         router_logits: one [T, n] per layer.
@@ -42,14 +44,17 @@ def balancing_loss(
         mean: the mean of a tensor over processes. Then f_i counts the tokens of all of them (Qiu et al., 2025), and
             the mean of this loss over processes is that of their batches taken together.
         sizes: each layer's n, which the scope `"layer"` takes, where logits are padded; None: none are.
+        chosen: the experts that f_i counts, bool [T, n] per layer (`counted_experts`); None: the k best.
     """
     check("balancing_loss", scope=(scope, one_of(get_args(Scope))))
     mean = mean or _of_one
     logits_LTN = _stacked(router_logits)
     check_top_k(logits_LTN, k)
     probabilities_LTN, n = logits_LTN.softmax(-1), logits_LTN.shape[-1]
-    # As routers choose: of probabilities, several may be 0.
-    chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, logits_LTN.topk(k, dim=-1).indices, 1.0)
+    if chosen is None:  # as routers choose: of probabilities, several may be 0
+        chosen_LTN = torch.zeros_like(probabilities_LTN).scatter_(-1, logits_LTN.topk(k, dim=-1).indices, 1.0)
+    else:
+        chosen_LTN = _stacked(chosen)
     weights_T = _weights(probabilities_LTN, mask_T, mean)
     f_LN = mean(torch.einsum("ltn,t->ln", chosen_LTN, weights_T))
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
@@ -120,6 +125,7 @@ class RouterBatch:
         label_mask: 1 for the tokens on which losses that need labels count, [T]; None: all real ones.
         mean: the mean of a tensor over the processes whose batches are balanced together; None: each is by itself.
         sizes: each layer's n, where logits are padded; None: none are.
+        chosen: the experts that the balancing loss counts, bool [T, n] per layer; None: the k best.
     """
 
     router_logits: Sequence[torch.Tensor]
@@ -130,6 +136,7 @@ class RouterBatch:
     label_mask: torch.Tensor | None = None
     mean: Mean | None = None
     sizes: Sequence[int] | None = None
+    chosen: Sequence[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,9 @@ class RouterLoss:
 
 ROUTER_LOSSES: dict[str, RouterLoss] = {
     "aux": RouterLoss(
-        lambda batch: balancing_loss(batch.router_logits, batch.k, batch.mask, batch.scope, batch.mean, batch.sizes),
+        lambda batch: balancing_loss(
+            batch.router_logits, batch.k, batch.mask, batch.scope, batch.mean, batch.sizes, batch.chosen
+        ),
         "Load-balancing loss. None: the model's own coefficient.",
         coefficient=None,
         stages=("joint",),

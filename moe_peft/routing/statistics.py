@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,6 +52,27 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
     chosen_TN = torch.zeros(experts_TK.shape[0], num_experts, dtype=torch.bool, device=experts_TK.device)
     kept_TK = torch.ones_like(experts_TK, dtype=torch.bool) if gates_TK is None else gates_TK != 0
     return chosen_TN.scatter_(1, experts_TK, kept_TK)
+
+
+def counted_experts(routers: Sequence[Any], router_logits: Sequence[torch.Tensor], k: int) -> list[torch.Tensor] | None:
+    """
+    The experts that the balancing loss counts, bool [T, n] per layer: without those that a router's own rule leaves
+    out, as "top_p" does, but before the capacity of "switch". None if all routers choose the k best.
+
+    Args:
+        routers: one per layer, of this package or a native MoE's gate.
+        router_logits: theirs, [T, n] per layer.
+        k: active experts per token.
+    """
+    if not any(getattr(router, "leaves_out", False) for router in routers):
+        return None
+    counted = []
+    for router, logits_TN in zip(routers, router_logits, strict=True):
+        experts_TK, gates_TK = logits_TN.topk(k, dim=-1).indices, None
+        if getattr(router, "leaves_out", False):
+            gates_TK, experts_TK = router.choose(logits_TN.detach(), k, True)
+        counted.append(chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]))
+    return counted
 
 
 # A layer's load is judged only if it varies by more than this many times what even routing gives by chance.

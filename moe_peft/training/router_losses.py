@@ -21,10 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checks import FLAG, TEXT, Rule, check, check_fields, one_of, within
 from ..compat import loss_is_of_whole_step
 from ..models.steering import steered
-from ..models.view import RoutedPass, adapter_layers, observed_routing, router_parameters, router_sizes, text_config
+from ..models.view import RoutedPass, active_routers, observed_routing, router_parameters, router_sizes, text_config
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
-from ..routing.statistics import compliance, entropies, load_health
+from ..routing.statistics import compliance, counted_experts, entropies, load_health
 from .cards import ModelCardMixin
 from .freezing import freeze_for_stage
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
@@ -175,8 +175,8 @@ class RouterLossesMixin(ModelCardMixin):
         if self.args.training_stage == "routers" and not routers:
             raise ValueError(f"{caller}: training_stage='routers': these routers have no parameters; use 'joint'")
         self._coefficients = {name: getattr(self.args, coefficient_field(name)) for name in ROUTER_LOSSES}
-        own_routers = [router for layer in adapter_layers(self.model) for router in layer.moe_lora_router.values()]
-        constant = bool(own_routers) and all(router.by_token_id for router in own_routers)
+        self._routers = active_routers(self.model)
+        constant = all(getattr(router, "by_token_id", False) for router in self._routers)
         for name, loss in ROUTER_LOSSES.items():
             wanted = not loss.needs_labels or getattr(self.args, "expert_map", None) is not None
             if constant and wanted and self._coefficients[name]:
@@ -297,9 +297,10 @@ class RouterLossesMixin(ModelCardMixin):
             mask_T = mask_T * (labels_T != NO_LABEL)
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
             label_mask_T = self._label_tokens(inputs, mask_T)
-        k = int(text_config(self.model).num_experts_per_tok)
+        k, scope = int(text_config(self.model).num_experts_per_tok), self.args.router_balancing
+        chosen = counted_experts(self._routers, logits, k)
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
-        return RouterBatch(logits, mask_T, k, self.args.router_balancing, allowed_TN, label_mask_T, mean, self._sizes)
+        return RouterBatch(logits, mask_T, k, scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)
 
     def _mean_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.detach(), "mean")  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from peft import LoraConfig
 
+from ..adapter.convert import lora_scalings
 from ..checks import EXPERTS, FOLDER, PATH, PATHS, SEED, check
 from ..loading import read_adapter_config, read_adapter_weights
 from ..merging import DROP_RATE, Descent, Expansion, Similarity, expand
@@ -60,7 +61,14 @@ def expand_experts(
         _config(initial)
     start = None if initial is None else read_adapter_weights(initial, f"expand_experts: {initial}")
     family, descents = expand(
-        weights, num_experts, method=method, similarity=similarity, drop_rate=drop_rate, seed=seed, initial=start
+        weights,
+        num_experts,
+        method=method,
+        similarity=similarity,
+        drop_rate=drop_rate,
+        seed=seed,
+        initial=start,
+        scaling=lora_scalings(configs[0], weights[0]),
     )
     folders = expert_folders(Path(output_dir), len(family))
     for i, (expert, folder) in enumerate(zip(family, folders, strict=True)):

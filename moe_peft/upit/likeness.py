@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.utils import load_peft_weights
 from transformers import AutoConfig
 
+from ..adapter.convert import lora_scalings
 from ..merging import likeness, similarities, update_gram, value_gram
 from ..native.checkpoint import Checkpoint
 from ..native.families import FAMILIES, DenseFamily, find_families
@@ -29,16 +31,20 @@ def summarised(gram_NN: torch.Tensor | None) -> dict[str, Any]:
 
 
 def of_loras(folder: Path) -> dict[str, Any]:
-    """Cosines of the updates B A of a stage's LoRA adapters, or of the experts of its MoE adapter."""
+    """Cosines of the updates s B A of a stage's LoRA adapters, or of the experts of its MoE adapter."""
     experts = _experts(folder)
     if experts:
         states = [load_peft_weights(str(expert), device="cpu") for expert in experts]
-        pairs = [(name, name.replace(".lora_A.", ".lora_B.")) for name in sorted(states[0]) if ".lora_A." in name]
-        stacks = (
-            (torch.stack([state[a] for state in states]), torch.stack([state[b].T for state in states]))
-            for a, b in pairs
-        )
-        return summarised(sum(update_gram(A, B) for A, B in stacks))  # type: ignore[arg-type]
+        scalings = lora_scalings(LoraConfig.from_pretrained(str(experts[0])), sorted(states[0]))
+        grams = [
+            s**2
+            * update_gram(
+                torch.stack([state[name] for state in states]),
+                torch.stack([state[name.replace(".lora_A.", ".lora_B.")].T for state in states]),
+            )
+            for name, s in scalings.items()
+        ]
+        return summarised(sum(grams))  # type: ignore[arg-type]
     if not (folder / "adapter" / ADAPTER_FILES[0]).exists():
         return {}
     state = load_peft_weights(str(folder / "adapter"), device="cpu")

@@ -191,6 +191,19 @@ def test_evaluation_on_a_split(case, tmp_path):
     assert [record["step"] for record in log if "eval_loss" in record] == [0]
 
 
+def test_a_metric_that_no_evaluation_has(case, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    for split, offset in (("train", 0), ("test", 5)):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(12, offset))))
+    own = {"dataset_name": str(tmp_path / "data"), "eval_strategy": "steps", "eval_steps": 3}
+    own |= {"load_best_model_at_end": True, "metric_for_best_model": "no"}
+    with pytest.raises(SystemExit) as end:
+        run("sft", tmp_path, {**case, **own})
+    assert end.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "metric_for_best_model='no': " in lines[0] and "eval_loss" in lines[0]
+
+
 def test_what_trl_does_not_do_is_one_line(case, tmp_path, capsys):
     own = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl")), "sync_ref_model": True}
     assert "sync_ref_model=True" in refused("dpo", tmp_path, own, capsys=capsys)
@@ -293,6 +306,11 @@ def test_wrong_flags_too(flags, message, case, tmp_path, capsys):
         ),
         ({"stages": {"rest": {"max_grad_norm": -1.0}}}, "stages.rest.max_grad_norm=-1.0: must be at least 0"),
         ({"dataset_streaming": True}, "dataset_streaming=True: rows are counted"),
+        ({"max_length": 2}, "sft: max_length=2: no example keeps a token to learn from; raise it"),
+        ({"stages": {"rest": {"max_length": 2}, "joint": None}}, "stages.rest: max_length=2: no example keeps"),
+        ({"eos_token": "<no>"}, "sft: The specified `eos_token` ('<no>')"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0: must be at least 1"),
+        ({"push_to_hub": True, "hub_token": "no"}, "push_to_hub=True: "),
     ],
 )
 def test_numbers_out_of_range_and_what_would_be_ignored(own, message, case, tmp_path, capsys):

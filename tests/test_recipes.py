@@ -99,7 +99,11 @@ PUBLISHED = {"drop-upcycling": (1.5, 8.9), "router-upcycling": (0.5, 2.1), "thre
 # Bytes of the base in memory.
 BASES = {"llama3-8b-qlora": 5.6e9, "qwen3-8b": 16.4e9, "llama2-7b-paper": 13.5e9, "router-upcycling": 4 * 0.464e9}
 TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
-TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] }}{% endfor %}"
+TEXT = "{{ m['role'] + ' ' + m['content'] }}"
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}" + TEXT + "{% endgeneration %}"
+    "{% else %}" + TEXT + "{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(autouse=True)

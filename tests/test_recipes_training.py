@@ -59,6 +59,9 @@ def test_dry_run(path, tmp_path, tokenizer, capsys, monkeypatch):
     (tmp_path / "data" / "train.jsonl").write_text("\n".join([json.dumps(row)] * 640))
     flags = ["--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "data"]
     flags += ["--output_dir", tmp_path / "out"]
+    if "chat_template_path" in path.read_text():
+        (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+        flags += ["--chat_template_path", tmp_path / "template.jinja"]
     main([path.parent.name, "--config", str(path), "--dry-run", *map(str, flags)])
     printed = capsys.readouterr().out
     for number in trainable:

@@ -126,9 +126,9 @@ def _points() -> dict[str, tuple[Any, str]]:
     """Where a process can be killed: just before the n-th call of one of these."""
     from transformers import Trainer
 
+    import moe_peft.upit.evaluation_stage
     import moe_peft.upit.files
     import moe_peft.upit.router_init
-    import moe_peft.upit.shared_stages
     import moe_peft.upit.stages
     from moe_peft.training.checkpoints import _Checkpoints
 
@@ -140,7 +140,7 @@ def _points() -> dict[str, tuple[Any, str]]:
         "writing an expert": (moe_peft.upit.files, "save_file"),
         "writing json": (moe_peft.upit.stages, "write_json"),
         "renaming a stage": (Path, "rename"),
-        "evaluating": (moe_peft.upit.shared_stages, "plot_shares"),
+        "evaluating": (moe_peft.upit.evaluation_stage, "plot_shares"),
         "removing": (moe_peft.upit.stages.shutil, "rmtree"),
     }
 

@@ -112,38 +112,47 @@ def lora_to_moe(
     for lora in loras:
         _check_fits(lora, model)
     places = {module: _place(model, module) for lora in loras for module in lora.A}
-    r = max(A.shape[0] for lora in loras for A in lora.A.values())
-    scaling = loras[0].scaling(next(iter(loras[0].A)))
-    projections = {projection for _, projection in places.values() if projection != "weight"}
     settings.setdefault("task_type", loras[0].config.task_type)
-    config = MoELoraConfig(
-        num_experts=len(loras),
-        top_k=settings.pop("top_k", min(2, len(loras))),
-        r=r,
-        lora_alpha=scaling * r,
-        target_modules=sorted({owner for owner, _ in places.values()}),
-        target_projections=sorted(projections) or None,
-        **settings,
-    )
+    settings.setdefault("top_k", min(2, len(loras)))
+    config = MoELoraConfig(num_experts=len(loras), **_determined(loras, places), **settings)
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
-    _fill_experts(peft_model, adapter_name, loras, places, scaling)
+    _fill_experts(peft_model, adapter_name, loras, places)
     return peft_model
 
 
-def check_loras(model: nn.Module, adapters: Sequence[str | os.PathLike]) -> None:
+def determined_fields(model: nn.Module, adapters: Sequence[str | os.PathLike]) -> dict[str, Any]:
     """
-    Check that `lora_to_moe` can take adapters, with the base perhaps on the meta device.
+    The fields of `lora_to_moe`'s config that adapters determine, without `num_experts`; the base may be on the meta
+    device.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it cannot take them.
     """
-    for i, adapter in enumerate(adapters):
-        _check_fits(_read_lora(adapter, i), model)
+    loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
+    for lora in loras:
+        _check_fits(lora, model)
+    return _determined(loras, {module: _place(model, module) for lora in loras for module in lora.A})
+
+
+def _determined(loras: Sequence[_Lora], places: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    r = max(A.shape[0] for lora in loras for A in lora.A.values())
+    projections = {projection for _, projection in places.values() if projection != "weight"}
+    return {
+        "r": r,
+        "lora_alpha": _scaling(loras) * r,
+        "target_modules": sorted({owner for owner, _ in places.values()}),
+        "target_projections": sorted(projections) or None,
+    }
+
+
+def _scaling(loras: Sequence[_Lora]) -> float:
+    """The scaling of all experts: the first module's of the first adapter."""
+    return loras[0].scaling(next(iter(loras[0].A)))
 
 
 @torch.no_grad()
 def _fill_experts(
-    model: PeftModel, adapter_name: str, loras: Sequence[_Lora], places: dict[str, tuple[str, str]], scaling: float
+    model: PeftModel, adapter_name: str, loras: Sequence[_Lora], places: dict[str, tuple[str, str]]
 ) -> None:
     """Fill expert i with LoRA i, padded with zeros. A difference in scaling is folded into B."""
     layers = {name: m for name, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
@@ -154,7 +163,7 @@ def _fill_experts(
     for i, lora in enumerate(loras):
         for module, A in lora.A.items():
             owner, projection = places[module]
-            factor = lora.scaling(module) / scaling
+            factor = lora.scaling(module) / _scaling(loras)
             B = lora.B[module] if factor == 1 else lora.B[module] * factor
             A_all, B_all = layers[owner].expert_parameters(adapter_name)
             A_all[projection][i, : A.shape[0]] = A

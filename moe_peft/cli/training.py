@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from huggingface_hub import HfApi
 from peft import PeftConfig, PeftModel, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -28,9 +30,9 @@ from ..loading import chat_template, check_tokenizer, empty_model, read_config, 
 from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
-from ..reading import opened, read_object
+from ..reading import opened, read_object, reading
 from ..sharding import leave_processes
-from ..training.arguments import check_packages, save_whole
+from ..training.arguments import check_answers, check_packages, save_whole
 from ..training.continuing import claim
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
@@ -38,6 +40,7 @@ from ..training.limits import check_settings, check_value
 from ..training.planning import Launch, Memory, memory, planned_launch, rows_and_length, steps_and_rows, training_line
 from ..training.router_losses import Stage
 from ..training.rows import check_rows
+from ..training.tokenizing import rehearse
 from .options import Options
 
 _OF_ALL_STAGES = {
@@ -68,6 +71,9 @@ def train_or_plan(options: Options, trainer: Any) -> None:
             f"stages={[args.training_stage for args in found]}: DeepSpeed prepares a model for one training; use DDP, "
             "FSDP2, or one run for each with training_stage"
         )
+    if options.training.push_to_hub:
+        with reading("push_to_hub=True", "log in (hf auth login), or push the result later (hf upload)"):
+            HfApi(token=options.training.hub_token).whoami()
     tokenizer = _tokenizer(options)
     for args in found:
         chat_template(getattr(args, "chat_template_path", None), "chat_template_path")  # the trainer reads it
@@ -103,7 +109,12 @@ def _train(
             _check_same_adapter(Path(checkpoint), made.model.peft_config[made.model.active_adapter])
         claim(made, Path(checkpoint).parent if checkpoint else Path(args.output_dir), anew=checkpoint is None)
         if checkpoint is None or not _is_done(made, checkpoint):
-            made.train(resume_from_checkpoint=checkpoint)
+            try:
+                made.train(resume_from_checkpoint=checkpoint)
+            except KeyError as error:  # of the first evaluation
+                if "metric_for_best_model" not in str(error):
+                    raise
+                raise ValueError(f"metric_for_best_model={args.metric_for_best_model!r}: {one_line(error)}") from error
         facts = made.training_facts()
         if number == len(stages) - 1:
             save_whole(made)
@@ -176,6 +187,11 @@ def load_datasets(options: Options, found: Sequence[Any], tokenizer: Any) -> tup
         for rows in splits:
             template = partial(chat_template, path, "chat_template_path")
             check_rows(rows, f"dataset_name={source!r}", tokenizer, label, template)
+    for args in found if formats is SUPERVISED else ():
+        if args.deepspeed_plugin is None:  # which serves one trainer
+            stage = f"stages.{args.training_stage}" if len(found) > 1 else "sft"
+            check_answers("", splits[0], args.completion_only_loss, args.assistant_only_loss)
+            rehearse(splits[0], copy.deepcopy(tokenizer), args, stage)
     return splits[0], splits[1] if len(splits) > 1 else None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import DynamoBackend
 from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments, get_scheduler
@@ -71,6 +72,9 @@ def check_packages(args: TrainingArguments, path: str = "") -> None:
         raise ValueError(f"{path}use_liger_kernel=True: is not installed; pip install liger-kernel")
     if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
         raise ValueError(f"{path}activation_offloading=True: there is no accelerator to take activations off")
+    backend, backends = args.torch_compile_backend, [one.value.lower() for one in DynamoBackend]
+    if backend is not None and backend.lower() not in backends:
+        raise ValueError(one_of(f"{path}torch_compile_backend", backend, backends))
     mode = args.torch_compile_mode
     if mode is not None and mode not in (modes := private("torch._inductor", "list_mode_options")()):
         raise ValueError(one_of(f"{path}torch_compile_mode", mode, modes))
@@ -117,6 +121,15 @@ def check_answers(path: str, dataset: Any, completion_only: bool | None, assista
             f"{path}assistant_only_loss=True: the data have no conversations; use a column of messages, or "
             "completion_only_loss for prompts and completions"
         )
+
+
+def check_learnable(caller: str, dataset: Any, args: Any) -> None:
+    """
+    Raises:
+        ValueError: a prepared data set has no rows, as TRL leaves out those without a token to learn.
+    """
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError(f"{caller}: max_length={args.max_length}: no example keeps a token to learn from; raise it")
 
 
 def text_columns(args: SFTConfig | None) -> set[str]:

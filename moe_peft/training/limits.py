@@ -16,7 +16,7 @@ from ..messages import one_of
 _FROM_1 = {
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "eval_accumulation_steps", "torch_empty_cache_steps", "dataset_num_proc", "dataloader_prefetch_factor",
-    "max_prompt_length", "max_completion_length",
+    "max_prompt_length", "max_completion_length", "pad_to_multiple_of",
 }  # fmt: skip
 _ABOVE_0 = {"logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"}
 _BELOW_1 = {"adam_beta1", "adam_beta2", "label_smoothing_factor", "label_smoothing"}

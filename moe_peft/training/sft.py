@@ -18,7 +18,7 @@ from ..cards import TAGS
 from ..checks import TEXT, Rule, check, check_fields, is_a
 from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
-from .arguments import check_answers, check_dataset, text_columns
+from .arguments import check_answers, check_dataset, check_learnable, text_columns
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
 from .resuming import NativeResumeMixin
 from .router_losses import RouterLossConfig, RouterLossesMixin
@@ -84,6 +84,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         check_answers("MoESFTTrainer: ", dataset, args.completion_only_loss, args.assistant_only_loss)
         self._labels = [label_text(label) for label in args.expert_map or {}]
         super().__init__(model, args, *positional, **kwargs)
+        check_learnable("MoESFTTrainer", self.train_dataset, args)
         if args.expert_map is not None:
             known = read_expert_map(args.expert_map, max(self._sizes), "MoESFTTrainer: expert_map")
             self._allowed = expert_masks(known, max(self._sizes))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+import copy
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from transformers import IntervalStrategy, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from .arguments import for_one_trainer
+from ..reading import reading
+from .arguments import check_learnable, for_one_trainer
 from .scoring import Collator
 
 
@@ -27,3 +33,39 @@ def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args:
     args.router_aux_loss_coef = None  # TRL refuses one for a dense model
     trainer = SFTTrainer(model=stand_in, args=args, train_dataset=dataset, processing_class=processing_class)
     return trainer.train_dataset, trainer.data_collator
+
+
+_SAMPLE = 100  # examples that are rehearsed first
+
+
+def rehearse(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig, path: str) -> None:
+    """
+    Prepare some examples and make a batch of them, as a trainer would after the stages before it.
+
+    Args:
+        path: of the section that has the arguments, for messages.
+
+    Raises:
+        ValueError: arguments, tokenizer and examples do not fit together, or no example has a token to learn.
+    """
+    args = copy.copy(args)
+    args.output_dir = tempfile.gettempdir()  # a trainer makes the folder, but writes nothing before it trains
+    args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False  # there is nothing to evaluate
+    with reading(path), _without_bars():
+        for count in (min(_SAMPLE, len(dataset)), len(dataset)):
+            data, collator = tokenized(dataset.select(range(count)), processing_class, args)
+            if len(data):
+                collator([data[i] for i in range(min(2, len(data)))])
+                return
+    check_learnable(path, data, args)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()

@@ -23,12 +23,13 @@ from ..training.scoring import Collator, score_checkpoints
 from ..training.tokenizing import tokenized
 from .buckets import fill_buckets
 from .dense_experts import init_expert_routers
+from .evaluation_stage import Evaluate
 from .expand_checkpoints import expand_checkpoints
 from .files import expert_folders, finish_native, read_perplexity, write_buckets, write_perplexity, write_vectors
 from .inputs import load_checkpoint, load_config, load_model, model_folder
 from .likeness import of_ffns
 from .post_train import post_train
-from .shared_stages import Evaluate, Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
+from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
 from .stages import STATE, Artefacts, Stage
 
 _MODEL, _ROUTERS = "model", "routers.safetensors"
@@ -73,7 +74,7 @@ class FFNRouterInit(_OfFFNs, RouterInit):
 
     def run(self, folder: Path) -> dict[str, Any]:
         r, section, experts = self.recipe, self.recipe.router_init, self.given.experts
-        args, load = self.seed_arguments(folder), partial(load_checkpoint, r.model)
+        args, load = self.example_arguments(folder), partial(load_checkpoint, r.model)
         data, collator = tokenized(self.seed_data(), self.context.tokenizer, args)
         buckets, perplexity = fill_buckets(
             data,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,19 +13,22 @@ from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 
-from ..adapter.convert import check_loras, lora_to_moe
+from ..adapter.config import MoELoraConfig
+from ..adapter.convert import determined_fields, lora_to_moe
 from ..loading import empty_model
 from ..models.size import model_size
 from ..models.view import router_parameters
+from .evaluation_stage import Evaluate
 from .expand import expand_experts
 from .files import copy_adapter, write_buckets
 from .inputs import ffn_projections, load_config, load_model
 from .likeness import of_loras
+from .own_updates import refuse_optimizer
 from .passthrough import FROM_EXPERTS
 from .post_train import post_train
 from .recipe import Recipe
 from .router_init import init_router
-from .shared_stages import Evaluate, Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
+from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
 from .stages import Artefacts, Stage
 
 _ADAPTER = "adapter"
@@ -92,13 +96,18 @@ class LoraExpand(_OfLoras, Expand):
 
 
 class LoraRouterInit(_OfLoras, RouterInit):
+    def check(self) -> None:
+        super().check()
+        own = ("optim", "adamw_torch"), ("fp16", False), ("max_grad_norm", 1.0)
+        refuse_optimizer(SimpleNamespace(**{name: self.sft.get(name, default) for name, default in own}))
+
     @property
     def result(self) -> Artefacts:
         return replace(self.given, routers=self.folder / _ADAPTER)
 
     def run(self, folder: Path) -> dict[str, Any]:
         r, section = self.recipe, self.recipe.router_init
-        args = self.seed_arguments(folder)  # before the model, which ZeRO-3 then divides
+        args = self.example_arguments(folder)  # before the model, which ZeRO-3 then divides
         model = _assemble(r, self.given.experts, self.seed)
         found = init_router(
             model,
@@ -129,10 +138,7 @@ class LoraPostTrain(_OfLoras, PostTrain):
     def check_base(self) -> None:
         r = self.recipe
         empty = empty_model(load_config(r.model), f"model.name_or_path={r.model.name_or_path!r}")
-        if r.prepare.given and r.facts.prepares:
-            check_loras(empty, r.prepare.given)
-        else:
-            self.sizes(empty)  # refuses an adapter that the base cannot have
+        self.sizes(empty)  # refuses an adapter that the base cannot have
 
     def run(self, folder: Path) -> dict[str, Any]:
         r = self.recipe
@@ -177,10 +183,29 @@ def _assemble(recipe: Recipe, experts: Sequence[Path], seed: int) -> PeftModel:
     return lora_to_moe(model, experts, task_type="CAUSAL_LM", **settings)
 
 
+def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
+    """
+    The MoE adapter's configuration where its experts are given, which determine some of it.
+
+    Raises:
+        ValueError: the recipe says otherwise, or the base cannot have them.
+    """
+    config, found = recipe.moe_config(), determined_fields(model, recipe.prepare.given or [])
+    s = config.expert_spec("").scaling
+    asked = {"r": config.r, "lora_alpha": s * config.r, "target_projections": sorted(config.target_projections or [])}
+    for name, value in asked.items():
+        if name in recipe.adapter and value != (found[name] or []):
+            raise ValueError(
+                f"adapter.{name}={recipe.adapter[name]!r}: those of prepare.adapters have {found[name]!r}; leave it out"
+            )
+    return replace(config, use_rslora=False, **found)
+
+
 def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> Sizes:
     """Of the MoE adapter."""
+    config = _given_config(recipe, model) if recipe.prepare.given and recipe.facts.prepares else recipe.moe_config()
     with torch.device("meta"):
-        adapted = get_peft_model(model, recipe.moe_config())
+        adapted = get_peft_model(model, config)
     routers = router_parameters(adapted)
     sizes = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
     size = model_size(adapted)

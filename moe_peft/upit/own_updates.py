@@ -125,8 +125,11 @@ class OwnUpdates(TrainerCallback):
                 self.access.set_grad(parameter, grad * rows)
 
 
-def refuse_optimizer(args: TrainingArguments) -> None:
+def refuse_optimizer(args: Any) -> None:
     """
+    Args:
+        args: has `optim`, `fp16` and `max_grad_norm`.
+
     Raises:
         ValueError: the optimizer's steps mix the entries of a tensor, or gradients are scaled when experts are clipped.
     """

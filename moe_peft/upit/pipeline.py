@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from importlib.metadata import version
@@ -16,6 +17,7 @@ import transformers
 import trl
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
+from datasets import Dataset
 from transformers.integrations import unset_hf_deepspeed_config
 
 from ..cards import write_model_card
@@ -24,6 +26,7 @@ from ..contexts import free_memory
 from ..folders import check_space, held, writable
 from ..loading import EMPTY_IN_OTHERS
 from ..training.arguments import check_answers, check_packages
+from ..training.tokenizing import rehearse
 from .ffn_stages import FFN_STAGES
 from .files import publish, read_json, write_json
 from .hashing import damage, hash_folder
@@ -105,12 +108,13 @@ class UpIT:
             self._run(redo)
         return self.result
 
-    def check(self, weights: bool = True) -> None:
+    def check(self, weights: bool = True, **own: Any) -> None:
         """
         Check what can be known before the first stage.
 
         Args:
             weights: whether to look at the base's weights, too, which a plan does not need.
+            own: training arguments for this machine, which a plan may be made for another one on.
 
         Raises:
             ValueError: the recipe, its base, its data and its folders do not fit together.
@@ -118,17 +122,30 @@ class UpIT:
         writable(self.root, f"output_dir={str(self.root)!r}")
         if PartialState().is_main_process:  # which is the one that writes
             check_places(self.recipe, self.root, self.stage_names(), self._trained.name)
-        self.context.check_data()
+        trainers = [stage for stage in self.stages if isinstance(stage, TrainerStage)]
+        self.context.check_data({path: field for field, path in (stage.template for stage in trainers)})
         for stage in self.stages:
             stage.check()
             if isinstance(stage, TrainerStage):
                 only = (stage.sft.get(name) for name in ("completion_only_loss", "assistant_only_loss"))
                 check_answers(f"{stage.name}.sft.", self.context.train_data, *only)
+        self._rehearse(trainers, **own)
+        unset_hf_deepspeed_config()  # or ZeRO-3 would divide empty models; a stage makes its arguments anew
         if weights:
             self.context.check_base()
-            unset_hf_deepspeed_config()  # or ZeRO-3 would divide empty models; a stage makes its arguments anew
             for stage in self.stages:
                 stage.check_base()
+
+    def _rehearse(self, stages: Sequence[TrainerStage], **own: Any) -> None:
+        """Let every stage prepare some of its examples; those that prepare the same ones alike, once."""
+        seen: list[tuple[Dataset, dict[str, Any]]] = []
+        for stage in stages:
+            data = stage.examples()
+            if data is None or any(data is other and stage.sft == sft for other, sft in seen):
+                continue
+            seen.append((data, stage.sft))
+            section = f"{stage.name}.sft" if getattr(stage.section, "sft", None) else "sft"
+            rehearse(data, self.context.tokenizer, stage.example_arguments(self.root, **own), section)
 
     def _run(self, redo: bool) -> None:
         self.context.records = {}

@@ -51,7 +51,7 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     pipeline.join_processes(**own)
     launch = launch or Launch(PartialState().num_processes)
     data = pipeline.context.train_data
-    pipeline.check(weights=False)
+    pipeline.check(weights=False, **own)
     tokenizer = pipeline.context.tokenizer
     tokenizer.chat_template = (
         chat_template(r.sft.get("chat_template_path"), "sft.chat_template_path") or tokenizer.chat_template

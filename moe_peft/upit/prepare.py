@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..checks import COUNT, EXPERTS, check, is_a, one_of
-from ..training.arguments import check_training, for_one_trainer
+from ..training.arguments import check_learnable, check_training, for_one_trainer
 from ..training.checkpoints import Trained, total_steps, train
 from ..training.saving import FiniteWeightsMixin
 from .files import copy_adapter, expert_folders, link_model
@@ -82,6 +82,7 @@ def prepare_experts(
         processing_class=processing_class,
         peft_config=lora_config,
     )
+    check_learnable("prepare_experts", trainer.train_dataset, args)
     own = None if lora_config is None else trainer.model.peft_config[trainer.model.active_adapter]
     if own is not None and (own.modules_to_save or getattr(own, "trainable_token_indices", None)):
         raise ValueError(

@@ -27,7 +27,7 @@ from ..compat import loss_is_of_whole_step
 from ..messages import one_of
 from ..models.steering import force_experts
 from ..models.view import RoutedPass, observed_routing, router_parameters, router_sizes
-from ..training.arguments import check_training, for_one_trainer
+from ..training.arguments import check_learnable, check_training, for_one_trainer
 from ..training.checkpoints import Trained, step_rows, train
 from ..training.labels import RowCollator
 from ..training.saving import FiniteWeightsMixin
@@ -74,6 +74,7 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         if objective not in OBJECTIVES:
             raise ValueError(one_of("objective", objective, OBJECTIVES))
         super().__init__(*args, **kwargs)
+        check_learnable("router_init", self.train_dataset, self.args)
         self.alpha, self.objective = alpha, objective
         self.aux_loss_enabled = False  # the buckets decide the experts' loads; the model's own setting stays for later
 

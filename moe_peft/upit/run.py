@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from ..training.rows import check_rows
 from . import hashing
 from .inputs import load_tokenizer
 from .recipe import Recipe
-
-_TEMPLATE = "sft.chat_template_path"
 
 
 @dataclass(frozen=True)
@@ -97,16 +96,21 @@ class RunContext:
             "chat_template": hashing.hash_template(self.recipe.sft.get("chat_template_path")),
         }
 
-    def check_data(self) -> None:
+    def check_data(self, templates: Mapping[str | None, str]) -> None:
         """
+        Args:
+            templates: what names the stages' chat templates, each with its field.
+
         Raises:
             ValueError: a row of the data cannot be used, or the base has no tokenizer for it.
         """
-        path, tokenizer = self.recipe.sft.get("chat_template_path"), self.tokenizer
-        template = chat_template(path, _TEMPLATE)
-        for name, data in (("data.train", self.train_data), ("data.eval", self.eval_data)):
-            if data is not None:
-                check_rows(data, name, tokenizer, self.recipe.data.label_column, lambda: template)
+        tokenizer = self.tokenizer
+        for path, field_name in templates.items():
+            template = partial(chat_template, path, field_name)
+            template()  # the trainer reads it, whatever the data are
+            for name, data in (("data.train", self.train_data), ("data.eval", self.eval_data)):
+                if data is not None:
+                    check_rows(data, name, tokenizer, self.recipe.data.label_column, template)
 
     def check_base(self) -> None:
         """

@@ -1,25 +1,20 @@
-"""What the stages of both modes have in common: their data, their training arguments, and what the plan asks for."""
+"""What the training stages of both modes have in common: data, training arguments, and what the plan asks for."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from accelerate import PartialState
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from transformers import PreTrainedModel
 from trl import SFTConfig
 
-from ..analysis.figures import plot_shares
-from ..analysis.html import load_section, losses_section, shares_section, write_page
 from ..cards import write_model_card
-from ..evaluation.harness import Harness
-from ..evaluation.scores import Scores
 from ..messages import one_line
 from ..models.size import ModelSize
 from ..training.checkpoints import Trained, copy_result
@@ -27,16 +22,14 @@ from ..training.data import in_blocks, source_name
 from ..training.labels import unknown_labels
 from ..training.sft import MoESFTConfig
 from .buckets import Seeds, draw_seeds
-from .evaluate import Evaluation, evaluate
 from .files import expert_folders
-from .hashing import hash_file
+from .hashing import hash_template
 from .inputs import load_model
 from .methods import TRAINING
 from .prepare import prepare_experts
-from .recipe import Recipe, as_dict
+from .recipe import Recipe
 from .selection import chosen_steps
 from .stages import STATE, Artefacts, Stage
-from .tasks import evaluate_tasks, load_harness, recorded_scores, task_files
 
 _OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")  # rows of one process
 
@@ -71,6 +64,26 @@ class TrainerStage(Stage):
     def settings(self) -> dict[str, Any]:
         experts = "copies" if self.recipe.copies else "checkpoints"
         return {**super().settings(), "sft": self.sft, "adapter": self.recipe.adapter, "experts": experts}
+
+    def identity(self) -> dict[str, Any]:
+        found, path = super().identity(), self.template[1]
+        if path != self.recipe.sft.get("chat_template_path"):
+            found["inputs"]["chat_template"] = hash_template(path)
+        return found
+
+    @property
+    def template(self) -> tuple[str, str | None]:
+        """The field that names its chat template, and what it names."""
+        own = "chat_template_path" in getattr(self.section, "sft", {})
+        return f"{self.name + '.' if own else ''}sft.chat_template_path", self.sft.get("chat_template_path")
+
+    def examples(self) -> Dataset | None:
+        """What its trainer gets."""
+        return self.context.train_data
+
+    def example_arguments(self, folder: Path, **own: Any) -> SFTConfig:
+        """The training arguments that say how its examples are prepared."""
+        return self.arguments(folder, **own)
 
 
 class Sizes(NamedTuple):
@@ -245,10 +258,13 @@ class RouterInit(TrainingStage):
         data = self.context.train_data
         return draw_seeds(data, self.recipe.seed_count(len(data)), self.seed)
 
-    def seed_arguments(self, folder: Path) -> SFTConfig:
+    def examples(self) -> Dataset:
+        return self.seed_data()
+
+    def example_arguments(self, folder: Path, **own: Any) -> SFTConfig:
         """The training arguments for passes over the seed set."""
         epochs = self.recipe.router_init.num_train_epochs
-        return self.arguments(folder, num_train_epochs=epochs, packing=False, padding_free=False)
+        return self.arguments(folder, **{"num_train_epochs": epochs, "packing": False, "padding_free": False, **own})
 
     def steps(self, rows: int, batch: int) -> int:
         """Those of one expert's own training; in the mode `lora` all experts take them at once."""
@@ -298,96 +314,6 @@ class PostTrain(TrainingStage):
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return "the MoE"
-
-
-class Evaluate(TrainerStage):
-    """Held-out losses by domain, where the tokens of each domain go, and tasks of lm-evaluation-harness."""
-
-    name = "evaluate"
-    inputs = ("model", "eval", "chat_template")
-
-    @classmethod
-    def wanted(cls, recipe: Recipe) -> bool:
-        return recipe.data.eval is not None or bool(recipe.evaluate.tasks)
-
-    @cached_property
-    def harness(self) -> Harness | None:
-        """The tasks; None if the recipe names none."""
-        settings = self.recipe.evaluate.settings
-        return None if settings is None else load_harness(settings)
-
-    def check(self) -> None:
-        _ = self.harness  # a wrong name should be known before the run
-
-    def check_base(self) -> None:
-        plugin = self.arguments(self.folder).deepspeed_plugin
-        if self.harness is not None and plugin is not None and plugin.zero_stage == 3:
-            raise ValueError(
-                f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 divides the model; "
-                "leave them out, and run `moe-peft eval` on the result"
-            )
-
-    @abstractmethod
-    def load(self, folder: Path) -> tuple[PeftModel | PreTrainedModel, PreTrainedModel | None]:
-        """The trained model, and its base if the model does not hold that itself."""
-
-    @property
-    def label_mask(self) -> dict[str, list[int]] | None:
-        """The experts that tokens of a label may go to, if stage 4 trained with such a mask."""
-        return self.recipe.expert_map if self.recipe.masks_labels else None
-
-    def settings(self) -> dict[str, Any]:
-        section = as_dict(self.recipe.evaluate)
-        found = {key: value for key, value in super().settings().items() if key not in (*section, "seed")}
-        if self.label_mask is not None:
-            found["label_mask"] = self.label_mask
-        if self.recipe.evaluate.tasks:
-            files = task_files(self.recipe.evaluate, apart_from=self.context.root)
-            found |= {**section, "task_files": [hash_file(path) for path in files]}
-        return found
-
-    def run(self, folder: Path) -> dict[str, Any]:
-        assert self.given.model is not None
-        args = self.arguments(folder)
-        model, base = self.load(self.given.model)
-        found = self._losses(args, folder, model, base)
-        if self.harness is not None:
-            found["tasks"] = evaluate_tasks(self.harness, model, self.context.tokenizer, base)
-        return found
-
-    def _losses(
-        self, args: SFTConfig, folder: Path, model: PeftModel | PreTrainedModel, base: PreTrainedModel | None
-    ) -> dict[str, Any]:
-        """Held-out losses and routing, if there are held-out data."""
-        r, data = self.recipe, self.context.eval_data
-        if data is None:
-            return {}
-        found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base, self.label_mask)
-        if args.should_save:
-            self._write_page(found, folder)
-        shares = {domain: share.tolist() for domain, share in found.shares.items()}
-        return {"loss": found.losses, "shares": shares, "warnings": found.warnings}
-
-    def _write_page(self, found: Evaluation, folder: Path) -> None:
-        """`routing.png` and `report.html`: losses beside the base's, and routing."""
-        r, sections = self.recipe, [losses_section(found.losses)]
-        if found.shares:
-            plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
-            sections += [load_section(found.warnings), shares_section(found.shares, folder / "routing.png")]
-        lead = [
-            f"Base: {Path(r.model.name_or_path).name}",
-            f"Held-out data: {Path(str(source_name(r.data.eval))).name}",
-        ]
-        write_page(folder / "report.html", f"Result of the method {r.method}", lead, sections)
-
-    def describe(self, metrics: dict[str, Any]) -> str:
-        return "routing.png, report.html" if metrics.get("shares") else "report.html" if "loss" in metrics else ""
-
-    def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
-        return metrics.get("loss")
-
-    def scores(self, metrics: dict[str, Any]) -> dict[str, Scores] | None:
-        return recorded_scores(metrics["tasks"]) if "tasks" in metrics else None
 
 
 def shared_out(recipe: Recipe, experts: list[Path]) -> tuple[Path, ...]:

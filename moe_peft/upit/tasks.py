@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, field
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +43,10 @@ class EvaluateSection:
             ValueError: a wrong value.
         """
         if not self.tasks:
+            for f in fields(self):
+                value = getattr(self, f.name)
+                if f.name != "tasks" and value != f.default:
+                    raise ValueError(f"evaluate.{f.name}={value!r}: is of evaluate.tasks, which are none; leave it out")
             return None
         try:
             return TaskSettings(**{**asdict(self), "tasks": tuple(self.tasks)})

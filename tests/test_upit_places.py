@@ -72,6 +72,21 @@ def test_a_run_in_its_base(place, case, tmp_path):
     refused({**case, "output_dir": str(Path(base) / place)}, tmp_path, f"is in model.name_or_path={base!r}")
 
 
+def test_a_file_of_the_users_in_a_stage_that_is_done_again(case, tmp_path):
+    first = run(case, tmp_path)
+    own = first.root / "post_train" / "notes.txt"
+    own.write_text("mine")
+    assert run(case, tmp_path).outlook()["post_train"] == "done" and own.exists()
+    with pytest.raises(ValueError, match=r"post_train: notes.txt is not the run's, .*; move it"):
+        run(case, tmp_path, redo=True, post_train={"seed": 9})
+    assert own.read_text() == "mine" and (first.root / "post_train" / "stage.json").exists()
+    (first.root / "post_train" / "adapter" / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"notes.txt is not the run's"):
+        run(case, tmp_path)
+    own.unlink()
+    assert run(case, tmp_path).outlook()["post_train"] == "done"
+
+
 def test_a_finished_run_is_found_done(case, tmp_path):
     before = without_paths(run(case, tmp_path).root)
     assert without_paths(run(case, tmp_path).root) == before

@@ -196,6 +196,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> 
             "take the change back, choose another output_dir, or do this stage and those after it again with --redo "
             "(in Python run(redo=True))"
         )
+    _refuse_foreign(folder)
     whole = _record(partial)
     begun = _intact(partial / _IDENTITY, "settings") or (whole and whole["identity"])
     goes_on = begun is not None and _decisive(begun) == _decisive(identity)
@@ -248,6 +249,21 @@ def _finished(folder: Path, name: str) -> dict[str, Any] | None:
     if PartialState().num_processes > 1:
         broadcast_object_list(found)
     return found[0] if found[1] is None else None
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: a stage that is about to be done again has files that it did not write, which would go with it.
+    """
+    record = _record(folder)
+    if record is None:
+        return
+    written = {*record["files"], _RECORD}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and name not in written and path.relative_to(folder).parts[0] != STATE:
+            raise ValueError(f"{folder}: {name} is not the run's, and doing the stage again removes it; move it")
 
 
 def _record(folder: Path) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from .messages import one_line
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt")
 _LARGEST_TEXT = 256 * 2**20  # bytes; tokenizers have tens of MiB
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _LARGEST_YAML = 100_000  # values, each as often as aliases repeat it
 
 
@@ -97,7 +98,16 @@ def read_object(path: str | os.PathLike) -> dict[str, Any]:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Refuses keys that occur twice, of which YAML would silently take the last one."""
+    """
+    Refuses keys that occur twice, of which YAML would silently take the last one, and numbers like 1:30, which it would
+    silently read in base 60.
+    """
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        if node.tag in _NUMBERS and ":" in node.value:
+            message = f"{node.value!r} is a number in base 60; write it in base 10, or in quotes"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+        return super().construct_object(node, deep)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]

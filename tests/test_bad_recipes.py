@@ -120,6 +120,8 @@ def test_a_field_takes_what_it_can_be_alone(path):
         (BOMB, "aliases"),
         ("a: &a [*a]\n", "aliases"),
         ("a: 2024-13-45\n", "no YAML|unknown key"),
+        ("seed: 1:30\n", "'1:30' is a number in base 60"),
+        ("num_train_epochs: 1:30.5\n", "'1:30.5' is a number in base 60"),
         ("\x00", "no YAML"),
         ("a:\tb\n\t- c", "no YAML"),
     ],

@@ -370,3 +370,59 @@ def test_a_router_that_only_inherits_from_a_linear_one_does_not_count_as_folded(
     with pytest.raises(ValueError, match=f"router_type='{kind}' does not fold .*: the gate routes differently"):
         fold_routers(adapted)
     assert adapted.peft_config["default"].router_type == kind
+
+
+# --- details that nothing else shows ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "attention", "locmoe"])
+def test_any_leading_dimensions_and_any_dtype(kind):
+    router = make_router(16, N, RouterSettings(kind, attention_size=16))
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    expected = router.logits(x.view(6, 16))
+    torch.testing.assert_close(router(x), expected, rtol=0, atol=0)
+    assert router(x).dtype == torch.float32 and router(x.double()).dtype == torch.float64
+    half = router(x.bfloat16())
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, router(x.bfloat16().float()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["threshold", "top_p"])
+def test_the_threshold_that_is_set_counts(kind):
+    logits_TN = torch.randn(40, N, generator=torch.Generator().manual_seed(0))
+    rule = {"threshold": threshold_gates, "top_p": top_p_gates}[kind]
+    for p in (0.1, 0.45, 0.7):
+        gates, experts = make_router(16, N, RouterSettings(kind, threshold=p)).choose(logits_TN, 3, True)
+        wanted, same = rule(logits_TN, 3, True, p)
+        assert torch.equal(experts, same) and torch.equal(gates, wanted)
+    found = make_router(16, N, RouterSettings(kind)).choose(logits_TN, 3, True)[0]
+    torch.testing.assert_close(found, rule(logits_TN, 3, True, {"threshold": 1 / N, "top_p": 0.8}[kind])[0])
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "size"),
+    [(4, 4, 10), (3, 4, 12), (6, 4, 12)],  # in turn: not of the attention; m divides not n; n divides not m
+)
+def test_heads_have_to_divide_three_numbers(m, n, size):
+    with pytest.raises(ValueError, match=f"router_num_heads={m}: must divide the base's attention size {size}"):
+        make_router(16, n, RouterSettings("attention", num_heads=m, attention_size=size))
+
+
+def test_a_subclass_says_itself_whether_it_is_a_linear_gate():
+    class Other(LinearRouter):
+        pass
+
+    class Same(LinearRouter):
+        linear_gate = True
+
+    assert Other.linear_gate is False and Same.linear_gate is True and LinearRouter.linear_gate is True
+
+
+def test_salts_are_of_62_bits():
+    salts = torch.cat([make_router(16, 64, RouterSettings("hash")).salt for _ in range(4)])
+    assert salts.max() > 2**60 and len(salts.unique()) == len(salts)
+
+
+def test_settings_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match="make_router: settings=None"):
+        make_router(16, N, None)

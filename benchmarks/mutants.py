@@ -32,7 +32,7 @@ TESTS = {
     "adapter/sorting": "dispatch",
     "adapter/mixing": "mixing",
     "adapter/dispatch": "dispatch",
-    "adapter/layer": "numerics lifecycle",
+    "adapter/layer": "numerics lifecycle hash_router variable_balance",
     "adapter/ffn_layer": "numerics lifecycle",
     "adapter/protocol": "protocol",
     "upit/buckets": "buckets",

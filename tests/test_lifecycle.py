@@ -21,6 +21,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
@@ -897,3 +898,27 @@ def test_a_peft_model_is_no_base():
         ValueError, match="MoELoraConfig: the model is a PeftModel; give its base, merge its adapter first"
     ):
         get_peft_model(inner, MoELoraConfig(num_experts=4, r=2, task_type="CAUSAL_LM"))
+
+
+class Shifted(nn.Linear):
+    """A linear with arguments of its own."""
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        return factor * super().forward(x) + shift
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = Shifted(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x, 3.0, shift=0.5)
+
+
+def test_a_linears_own_arguments_reach_it():
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(5, 8)
+    expected = net(x)
+    model = get_peft_model(net, MoELoraConfig(num_experts=3, r=2, target_modules=["lin"]))
+    assert_equal(model(x), expected)  # B is zero

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 import signal
 import time
 
@@ -314,7 +316,62 @@ def test_experts_do_not_depend_on_which_layers_came_before(order, folders):
             assert all(map(torch.equal, one, other))
 
 
+def drawn_by(*place) -> torch.Generator:
+    """The generator of a place, written out: a file made with a seed must be the same in every version."""
+    digest = hashlib.sha256(repr(place).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_gates_and_the_shared_block_are_drawn_by_seed_and_layer(seed, folders):
+    sources = [open_dense(folders["llama"], None, "test")]
+    config = UpcycleConfig(5, 3, granularity=2, num_shared_experts=2, init="random_noise", seed=seed,
+                           router_init_std=0.3, weight_scaling=False)  # fmt: skip
+    made = Upcycled(sources, config, None)
+    for layer in range(sources[0].config.num_hidden_layers):
+        d = sources[0].config.hidden_size
+        gates = torch.empty(5, d).normal_(std=0.3, generator=drawn_by(seed, layer, "router"))
+        assert torch.equal(made.router(layer), gates.repeat_interleave(2, dim=0)[2:])
+        ffn = sources[0].ffn(layer)
+        order = torch.randperm(ffn.gate.shape[0], generator=drawn_by(seed, layer, 0, "shards"))
+        noisy = made.init.make(ffn.neurons(order), 0, 1, drawn_by(seed, layer, "shared"))
+        assert not torch.equal(noisy.gate, ffn.gate[order])
+        for one, other in zip(made.shared(layer), (noisy.gate, noisy.up, 2 * noisy.down), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_the_backbone_of_two_models_is_their_average(folders, tmp_path):
+    other = saved(dense_model("llama", seed=5), tmp_path / "other")
+    sources = [open_dense(folder, None, "test") for folder in (folders["llama"], other)]
+    made = Upcycled(sources, UpcycleConfig(num_experts=2, init="checkpoints"), None)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    parts = [load_file(f"{folder}/model.safetensors")[name].double() for folder in (folders["llama"], other)]
+    torch.testing.assert_close(made.backbone(name).double(), sum(parts) / 2, rtol=1e-12, atol=1e-12)
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "shape", "message"),
+    [
+        ({}, (3, 32), "router_weights: layer 0 has shape (3, 32); give (4, 32) for every layer"),
+        ({"granularity": 2}, (3, 32), "layer 0 has shape (3, 32); give (4, 32) or (8, 32) for every layer"),
+        (
+            {"granularity": 2, "fine_grained_split": "independent"},
+            (4, 32),
+            "give (8, 32), a gate for each fine-grained expert with fine_grained_split='independent', for every layer",
+        ),
+    ],
+)
+def test_gates_of_another_shape(own, shape, message, folders):
+    sources = [open_dense(folders["llama"], None, "test")]
+    config = UpcycleConfig(num_experts=4, **own)
+    with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
+        Upcycled(sources, config, {layer: torch.zeros(shape) for layer in range(2)})
+    wrong = {layer: torch.zeros(4 * config.granularity, 32, dtype=torch.long) for layer in range(2)}
+    with pytest.raises(ValueError, match="layer 0 is no tensor of floats"):
+        Upcycled(sources, config, wrong)
 
 
 @pytest.mark.parametrize("field, value, remedy", [

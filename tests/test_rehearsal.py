@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
+from trl import SFTConfig
 from upit_case import contents, make_case, run
 
+from moe_peft.training.data import load_data
+from moe_peft.training.tokenizing import rehearse
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.evaluation_stage import Evaluate
 from moe_peft.upit.plan import plan
@@ -44,7 +48,6 @@ def merged(settings: dict, change: dict) -> dict:
         (with_sft("post_train", eos_token="<no>"), "post_train.sft: .*eos_token.*<no>"),
         (with_sft("prepare", pad_token="<no>"), "prepare.sft: .*pad_token.*<no>"),
         (with_sft("post_train", padding_free=True), "post_train.sft: .*padding_free=True"),
-        (with_sft("post_train", fsdp="full_shard"), "post_train.sft: .*fsdp"),
         (
             with_sft("post_train", torch_compile=True, torch_compile_backend="nope"),
             "post_train.sft.torch_compile_backend='nope': must be one of",
@@ -192,8 +195,47 @@ def test_given_adapters_say_what_experts_are(case, tmp_path):
     plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 2, **same}})))
 
 
-def test_a_model_card_of_the_base_decides_nothing(case, tmp_path):
-    pipeline = run(case, tmp_path)
-    (Path(case["model"]["name_or_path"]) / "README.md").write_text("A base.")
-    outlook = UpIT(recipe_from_dict({**case, "output_dir": str(pipeline.root)})).outlook()
-    assert set(outlook.values()) == {"done"}
+@pytest.mark.parametrize("own", [{}, {"r": 6, "lora_alpha": 12, "use_rslora": True}, {"lora_alpha": 12}])
+def test_given_adapters_are_compared_by_their_own_numbers(own, case, tmp_path):
+    """Of rank-stabilised ones too, and of all that are used: the last one where experts are copies."""
+    base = case["model"]["name_or_path"]
+    folders = loras(tmp_path / "rs", base, 2, target_modules=["up_proj"], use_rslora=True)
+    settings = {**case, "num_experts": 2, "output_dir": str(tmp_path / "out"), "prepare": {"adapters": folders}}
+    plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1, **own}})))
+    narrow = loras(tmp_path / "narrow", base, 1, target_modules=["up_proj"], rank_pattern={"up_proj": 3})
+    settings["prepare"] = {"adapters": [folders[0], *narrow], "experts": "copies"}
+    planned = plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1}})))[-1]
+    assert planned.trainable == 2 * (2 * 3 * (64 + 128) + 2 * 64)
+    result = run({**settings, "adapter": {"top_k": 1}, "router_init": {"buckets": "none"}}, tmp_path).result
+    assert json.loads((result / "adapter_config.json").read_text())["r"] == 3
+
+
+def test_a_rehearsal_does_nothing_that_a_training_does(case, tokenizer, tmp_path, monkeypatch):
+    """No repository, tracker, folder or handler of signals; and a plan may be for another machine."""
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda *args, **kwargs: pytest.fail("a repository"))
+    data = load_data(case["data"]["train"], "data", None)
+    args = SFTConfig(
+        output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, push_to_hub=True, report_to="wandb",
+        enable_jit_checkpoint=True, activation_offloading=True, fsdp="full_shard", eval_strategy="steps",
+        load_best_model_at_end=True, save_steps=500, max_length=64,
+    )  # fmt: skip
+    before = signal.getsignal(signal.SIGTERM)
+    rehearse(data, tokenizer, args, "sft")
+    assert signal.getsignal(signal.SIGTERM) == before and not (tmp_path / "out").exists()
+    assert args.push_to_hub and args.fsdp and args.report_to == ["wandb"]
+
+
+def test_a_plan_needs_no_launcher(case, tmp_path, monkeypatch):
+    settings = {**case, "output_dir": str(tmp_path / "out"), **with_sft("post_train", fsdp="full_shard")}
+    assert plan(UpIT(recipe_from_dict(settings)))
+    with pytest.raises(ValueError, match=r"^post_train.sft.fsdp=True: this is one process; start the run with"):
+        UpIT(recipe_from_dict(settings)).run()
+    # A machine with eight GPUs, where a trainer outside of a launcher is refused.
+    gpus = property(lambda self: 8 if (self.device, self._n_gpu)[1] == 0 else self._n_gpu)
+    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", gpus)
+    assert plan(UpIT(recipe_from_dict({**case, "output_dir": str(tmp_path / "out")})))
+
+
+def test_other_methods_do_not_mind_settings_of_stage_4(case, tmp_path):
+    settings = {**case, "method": "lora", "adapter": HASH, **with_sft("post_train", router_z_loss_coef=0.1)}
+    recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")})

@@ -72,19 +72,34 @@ def test_a_run_in_its_base(place, case, tmp_path):
     refused({**case, "output_dir": str(Path(base) / place)}, tmp_path, f"is in model.name_or_path={base!r}")
 
 
-def test_a_file_of_the_users_in_a_stage_that_is_done_again(case, tmp_path):
+def test_files_of_the_users_in_a_stage_that_is_done_again_stay(case, tmp_path):
+    """Also where its record cannot be read, which says what the stage itself wrote."""
     first = run(case, tmp_path)
-    own = first.root / "post_train" / "notes.txt"
-    own.write_text("mine")
-    assert run(case, tmp_path).outlook()["post_train"] == "done" and own.exists()
-    with pytest.raises(ValueError, match=r"post_train: notes.txt is not the run's, .*; move it"):
-        run(case, tmp_path, redo=True, post_train={"seed": 9})
-    assert own.read_text() == "mine" and (first.root / "post_train" / "stage.json").exists()
-    (first.root / "post_train" / "adapter" / "adapter_model.safetensors").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"notes.txt is not the run's"):
-        run(case, tmp_path)
-    own.unlink()
-    assert run(case, tmp_path).outlook()["post_train"] == "done"
+    stage = first.root / "post_train"
+    (stage / "notes.txt").write_text("mine")
+    (stage / "figures").mkdir()
+    (stage / "figures" / "loss.svg").write_text("mine, too")
+    (stage / "base").symlink_to(tmp_path / "base")
+    before = contents(stage)
+
+    def still() -> None:
+        assert (stage / "notes.txt").read_text() == "mine" and (stage / "figures" / "loss.svg").is_file()
+        assert (stage / "base").is_symlink() and (tmp_path / "base" / "config.json").is_file()
+
+    assert UpIT(first.recipe).outlook()["post_train"] == "done"
+    run(case, tmp_path, redo=True, post_train={"seed": 9})
+    still()
+    run(case, tmp_path, redo=True)
+    still()
+    (stage / "stage.json").write_text("{")
+    run(case, tmp_path)
+    still()
+    (stage / "adapter" / "adapter_model.safetensors").write_bytes(b"x")
+    run(case, tmp_path)
+    still()
+    assert contents(stage).keys() == before.keys() and UpIT(first.recipe).outlook()["post_train"] == "done"
+    weights = "adapter/adapter_model.safetensors"
+    assert contents(stage)[weights] == before[weights]
 
 
 def test_a_finished_run_is_found_done(case, tmp_path):

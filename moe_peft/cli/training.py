@@ -32,7 +32,7 @@ from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
 from ..reading import opened, read_object, reading
 from ..sharding import leave_processes
-from ..training.arguments import check_answers, check_packages, save_whole
+from ..training.arguments import check_answers, check_launched, check_packages, save_whole
 from ..training.continuing import claim
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
@@ -65,13 +65,15 @@ def train_or_plan(options: Options, trainer: Any) -> None:
         return
     found = list(stages(options))
     for args in found:
-        check_packages(args, f"stages.{args.training_stage}." if len(found) > 1 else "")
+        path = f"stages.{args.training_stage}." if len(found) > 1 else ""
+        check_packages(args, path)
+        check_launched(args, path)
     if len(found) > 1 and found[0].deepspeed_plugin is not None:
         raise ValueError(
             f"stages={[args.training_stage for args in found]}: DeepSpeed prepares a model for one training; use DDP, "
             "FSDP2, or one run for each with training_stage"
         )
-    if options.training.push_to_hub:
+    if options.training.push_to_hub and PartialState().is_main_process:
         with reading("push_to_hub=True", "log in (hf auth login), or push the result later (hf upload)"):
             HfApi(token=options.training.hub_token).whoami()
     tokenizer = _tokenizer(options)

@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.training_args import ParallelMode
 from transformers.utils import is_liger_kernel_available
 from trl import SFTConfig, is_conversational
 
@@ -78,6 +79,20 @@ def check_packages(args: TrainingArguments, path: str = "") -> None:
     mode = args.torch_compile_mode
     if mode is not None and mode not in (modes := private("torch._inductor", "list_mode_options")()):
         raise ValueError(one_of(f"{path}torch_compile_mode", mode, modes))
+
+
+def check_launched(args: TrainingArguments, path: str = "") -> None:
+    """
+    Check that this process was launched as its arguments want.
+
+    Args:
+        path: of the section that has them, with a dot at its end.
+
+    Raises:
+        ValueError: FSDP without a launcher.
+    """
+    if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
+        raise ValueError(f"{path}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
 
 
 def check_dataset(caller: str, dataset: Any, columns: Collection[str] = ()) -> None:

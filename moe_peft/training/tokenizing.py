@@ -15,6 +15,15 @@ from ..reading import reading
 from .arguments import check_learnable, for_one_trainer
 from .scoring import Collator
 
+# What a trainer would do at once with arguments that are for a training: make a repository, a tracker, a handler of
+# signals. It makes the folder, too.
+_OF_TRAINING = {
+    "output_dir": tempfile.gettempdir(), "push_to_hub": False, "report_to": [], "enable_jit_checkpoint": False,
+    "activation_offloading": False, "use_liger_kernel": False, "fsdp": None, "_n_gpu": 1,
+    "eval_strategy": IntervalStrategy.NO, "load_best_model_at_end": False,
+    "router_aux_loss_coef": None,  # TRL refuses one for a dense model
+}  # fmt: skip
+
 
 def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[Dataset, Collator]:
     """
@@ -29,8 +38,11 @@ def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args:
             num_attention_heads=1, num_key_value_heads=1,
         )
     )  # fmt: skip
-    args = for_one_trainer(args)
-    args.router_aux_loss_coef = None  # TRL refuses one for a dense model
+    args = copy.copy(for_one_trainer(args))
+    _ = args.device  # which counts the GPUs
+    for name, value in _OF_TRAINING.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
     trainer = SFTTrainer(model=stand_in, args=args, train_dataset=dataset, processing_class=processing_class)
     return trainer.train_dataset, trainer.data_collator
 
@@ -48,9 +60,6 @@ def rehearse(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: 
     Raises:
         ValueError: arguments, tokenizer and examples do not fit together, or no example has a token to learn.
     """
-    args = copy.copy(args)
-    args.output_dir = tempfile.gettempdir()  # a trainer makes the folder, but writes nothing before it trains
-    args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False  # there is nothing to evaluate
     with reading(path), _without_bars():
         for count in (min(_SAMPLE, len(dataset)), len(dataset)):
             data, collator = tokenized(dataset.select(range(count)), processing_class, args)

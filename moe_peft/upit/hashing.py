@@ -39,10 +39,10 @@ def hash_json(value: Any) -> str:
 
 
 def hash_model(section: ModelSection) -> str:
-    """Of a model folder the hash of its files, but for its model card; of a hub's model the commit."""
+    """Of a model folder the hash of its files; of a hub's model the commit."""
     folder = Path(section.name_or_path)
     if folder.is_dir():
-        return hash_json(hash_folder(folder, leave_out=("README.md",)))
+        return hash_json(hash_folder(folder))
     return str(getattr(load_config(section), "_commit_hash", None) or section.revision)
 
 

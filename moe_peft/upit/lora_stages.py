@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, set_seed
 
 from ..adapter.config import MoELoraConfig
 from ..adapter.convert import determined_fields, lora_to_moe
-from ..loading import empty_model
+from ..loading import empty_model, read_adapter_config
 from ..models.size import model_size
 from ..models.view import router_parameters
 from .evaluation_stage import Evaluate
@@ -28,7 +28,7 @@ from .passthrough import FROM_EXPERTS
 from .post_train import post_train
 from .recipe import Recipe
 from .router_init import init_router
-from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
+from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics, shared_out
 from .stages import Artefacts, Stage
 
 _ADAPTER = "adapter"
@@ -190,15 +190,16 @@ def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
     Raises:
         ValueError: the recipe says otherwise, or the base cannot have them.
     """
-    config, found = recipe.moe_config(), determined_fields(model, recipe.prepare.given or [])
-    s = config.expert_spec("").scaling
-    asked = {"r": config.r, "lora_alpha": s * config.r, "target_projections": sorted(config.target_projections or [])}
-    for name, value in asked.items():
-        if name in recipe.adapter and value != (found[name] or []):
-            raise ValueError(
-                f"adapter.{name}={recipe.adapter[name]!r}: those of prepare.adapters have {found[name]!r}; leave it out"
-            )
-    return replace(config, use_rslora=False, **found)
+    folders = sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
+    found = determined_fields(model, folders)
+    configs = [read_adapter_config(folder, f"prepare.adapters: {folder}") for folder in folders]
+    values = {name: [getattr(own, name) for own in configs] for name in ("r", "lora_alpha", "use_rslora")}
+    values["target_projections"] = [found["target_projections"]]
+    for name, known in values.items():
+        asked = recipe.adapter.get(name)
+        if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in known:
+            raise ValueError(f"adapter.{name}={asked!r}: those of prepare.adapters have {known[0]!r}; leave it out")
+    return replace(recipe.moe_config(), use_rslora=False, **found)
 
 
 def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> Sizes:

@@ -25,7 +25,7 @@ from ..checks import check, is_a
 from ..contexts import free_memory
 from ..folders import check_space, held, writable
 from ..loading import EMPTY_IN_OTHERS
-from ..training.arguments import check_answers, check_packages
+from ..training.arguments import check_answers, check_launched, check_packages
 from ..training.tokenizing import rehearse
 from .ffn_stages import FFN_STAGES
 from .files import publish, read_json, write_json
@@ -130,6 +130,8 @@ class UpIT:
                 only = (stage.sft.get(name) for name in ("completion_only_loss", "assistant_only_loss"))
                 check_answers(f"{stage.name}.sft.", self.context.train_data, *only)
         self._rehearse(trainers, **own)
+        for stage in trainers if weights else ():
+            check_launched(stage.arguments(self.root), f"{stage.name}.sft.")
         unset_hf_deepspeed_config()  # or ZeRO-3 would divide empty models; a stage makes its arguments anew
         if weights:
             self.context.check_base()

@@ -207,9 +207,10 @@ class Recipe:
                 raise ValueError(f"adapter.router_type={config.router_type!r}: {remedy}, or router_init.buckets=none")
             if not self.trains_experts:
                 raise ValueError(f"adapter.router_type={config.router_type!r}: {remedy}: stage 4 trains nothing else")
-        if config.router_class.by_token_id:
+        if config.router_class.by_token_id and self.facts.assembles:
             sft = self.post_train.sft
-            for name, default in (("router_z_loss_coef", 0.0), ("router_label_loss_coef", float("expert_map" in sft))):
+            labels = float(sft.get("expert_map") is not None)
+            for name, default in (("router_z_loss_coef", 0.0), ("router_label_loss_coef", labels)):
                 value = sft.get(name, default)
                 _require(f"post_train.sft.{name}", value, not value, "0: these routers go by token ids alone")
 
@@ -274,9 +275,10 @@ class Recipe:
     def _check_number_of_experts(self) -> None:
         n, given, method = self.num_experts, self.given_experts(), self.expand.method
         for name in ("num_experts", "num_checkpoints"):
-            value, copies = getattr(self.prepare, name), self.prepare.experts == "copies"
+            value = getattr(self.prepare, name)
             _require(f"prepare.{name}", value, value is None or not self.prepare.given, "null: experts are given")
-            _require(f"prepare.{name}", value, value is None or not copies, "null: prepare.experts='copies' has one")
+        taken, copies = self.prepare.num_checkpoints, self.prepare.experts == "copies"
+        _require("prepare.num_checkpoints", taken, taken is None or not copies, "null: all are copies of the last one")
         capacity, rule = self.router_init.capacity, self.bucket_rule
         takes = rule is None or rule.needs_perplexities  # None: a recipe for several methods
         _require("router_init.capacity", capacity, capacity is None or takes, "null: it is for perplexity rules")

@@ -196,7 +196,6 @@ def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> 
             "take the change back, choose another output_dir, or do this stage and those after it again with --redo "
             "(in Python run(redo=True))"
         )
-    _refuse_foreign(folder)
     whole = _record(partial)
     begun = _intact(partial / _IDENTITY, "settings") or (whole and whole["identity"])
     goes_on = begun is not None and _decisive(begun) == _decisive(identity)
@@ -230,6 +229,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> 
     if main:
         shutil.rmtree(partial / STATE, ignore_errors=True)
         (partial / _IDENTITY).unlink(missing_ok=True)  # the record has it
+        _keep_foreign(folder, partial)
         _remove(folder)  # only now: a stage that cannot be done again leaves the former one
         partial.rename(folder)
     PartialState().wait_for_everyone()
@@ -251,19 +251,17 @@ def _finished(folder: Path, name: str) -> dict[str, Any] | None:
     return found[0] if found[1] is None else None
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """
-    Raises:
-        ValueError: a stage that is about to be done again has files that it did not write, which would go with it.
-    """
-    record = _record(folder)
-    if record is None:
-        return
-    written = {*record["files"], _RECORD}
+def _keep_foreign(folder: Path, partial: Path) -> None:
+    """Move what no run wrote in a stage's former folder to its new one."""
+    former, new = _record(folder), _record(partial)
+    written = {_RECORD, _IDENTITY, *(former or {"files": {}})["files"], *(new or {"files": {}})["files"]}
     for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_file() and name not in written and path.relative_to(folder).parts[0] != STATE:
-            raise ValueError(f"{folder}: {name} is not the run's, and doing the stage again removes it; move it")
+        name = path.relative_to(folder)
+        if (path.is_dir() and not path.is_symlink()) or str(name) in written or name.parts[0] == STATE:
+            continue
+        target = partial / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
 
 
 def _record(folder: Path) -> dict[str, Any] | None:

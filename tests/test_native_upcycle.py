@@ -322,22 +322,40 @@ def drawn_by(*place) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-def test_gates_and_the_shared_block_are_drawn_by_seed_and_layer(seed, folders):
-    sources = [open_dense(folders["llama"], None, "test")]
-    config = UpcycleConfig(5, 3, granularity=2, num_shared_experts=2, init="random_noise", seed=seed,
-                           router_init_std=0.3, weight_scaling=False)  # fmt: skip
-    made = Upcycled(sources, config, None)
-    for layer in range(sources[0].config.num_hidden_layers):
-        d = sources[0].config.hidden_size
-        gates = torch.empty(5, d).normal_(std=0.3, generator=drawn_by(seed, layer, "router"))
-        assert torch.equal(made.router(layer), gates.repeat_interleave(2, dim=0)[2:])
-        ffn = sources[0].ffn(layer)
-        order = torch.randperm(ffn.gate.shape[0], generator=drawn_by(seed, layer, 0, "shards"))
-        noisy = made.init.make(ffn.neurons(order), 0, 1, drawn_by(seed, layer, "shared"))
-        assert not torch.equal(noisy.gate, ffn.gate[order])
-        for one, other in zip(made.shared(layer), (noisy.gate, noisy.up, 2 * noisy.down), strict=True):
+@pytest.mark.parametrize("split", ["partition", "independent"])
+@pytest.mark.parametrize(
+    ("init", "own"),
+    [
+        ("random_noise", {"noise_std": 0.4, "noise_share": 0.7}),
+        ("drop", {"drop_rate": 0.25, "shared_indices": False}),
+        ("subset", {}),
+    ],
+)
+def test_everything_is_drawn_by_seed_layer_and_place(init, own, split, folders):
+    """Gates, neurons, routed experts and the shared block, each from a generator of its own."""
+    source, n, m, shared, seed = open_dense(folders["llama"], None, "test"), 3, 2, 1, 7
+    config = UpcycleConfig(n, 2, granularity=m, num_shared_experts=shared, fine_grained_split=split, init=init,
+                           seed=seed, router_init_std=0.3, weight_scaling=False, **own)  # fmt: skip
+    made, method = Upcycled([source], config, None), ExpertInit(init, **own)
+    d, f = source.config.hidden_size, source.config.intermediate_size
+    for layer in range(source.config.num_hidden_layers):
+        ffn = source.ffn(layer)
+        gates = n if split == "partition" else n * m
+        drawn = torch.empty(gates, d).normal_(std=0.3, generator=drawn_by(seed, layer, "router"))
+        assert torch.equal(made.router(layer), drawn.repeat_interleave(n * m // gates, dim=0)[shared:])
+        whole = torch.randperm(f, generator=drawn_by(seed, layer, 0, "shards"))
+        block = method.make(ffn.neurons(whole[: shared * f // m]), 0, 1, drawn_by(seed, layer, "shared"))
+        for one, other in zip(made.shared(layer), (block.gate, block.up, 2 * block.down), strict=True):
             torch.testing.assert_close(one, other)
+        experts = list(made.experts(layer))
+        for place in range(shared, n * m):
+            expert, part = divmod(place, m)
+            if split == "partition":
+                order = torch.randperm(f, generator=drawn_by(seed, layer, expert, "shards"))[part * f // m :][: f // m]
+            else:
+                order = torch.randperm(f, generator=drawn_by(seed, layer, expert, "neurons", part))[: f // m]
+            wanted = method.make(ffn.neurons(order), place, n * m, drawn_by(seed, layer, place))
+            assert all(map(torch.equal, experts[place - shared], wanted))
 
 
 def test_the_backbone_of_two_models_is_their_average(folders, tmp_path):

@@ -51,6 +51,7 @@ NOT_RUN = " and ".join(
 # and they would be most of the mutants.
 LEFT_ALONE = [r"\braise \w+\(", r"\bwarnings\.warn\(", r"\blogger\.\w+\(", r"^ +check\("]
 NOTICED = ("killed", "timeout", "segfault")
+NOT_RUN_CODE = 255  # pytest could not find one of the tests; mutmut takes it for a timeout
 
 
 def prepare(module: str) -> Path:
@@ -93,14 +94,18 @@ def verdicts(folder: Path, module: str) -> tuple[Path, dict[str, int | None]]:
     return path, json.loads(path.read_text())["exit_code_by_key"] if path.exists() else {}
 
 
-def again(folder: Path, module: str) -> None:
-    """Forget the verdict on what no test noticed."""
+def is_noticed(code: int | None) -> bool:
     from mutmut.stats import status_by_exit_code
 
+    return code != NOT_RUN_CODE and status_by_exit_code[code] in NOTICED
+
+
+def again(folder: Path, module: str) -> None:
+    """Forget the verdict on what no test noticed."""
     path, codes = verdicts(folder, module)
     if not codes:
         return
-    noticed = {name: code if status_by_exit_code[code] in NOTICED else None for name, code in codes.items()}
+    noticed = {name: code if is_noticed(code) else None for name, code in codes.items()}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"exit_code_by_key": noticed}))
 
 
@@ -111,15 +116,16 @@ def report(folder: Path, module: str) -> None:
     from mutmut.stats import status_by_exit_code
 
     _, codes = verdicts(folder, module)
-    killed = sum(status_by_exit_code[code] in NOTICED for code in codes.values())
+    killed = sum(is_noticed(code) for code in codes.values())
     print(f"| `moe_peft/{module}.py` | {len(codes)} | {killed} | {len(codes) - killed} |")
     reset_config()
     with contextlib.chdir(folder):
         for name, code in codes.items():
-            if status_by_exit_code[code] not in NOTICED:
+            if not is_noticed(code):
                 lines = get_diff_for_mutant(name, path=Path("moe_peft", f"{module}.py")).splitlines()
                 changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("---", "+++")]
-                print(f"{name.rpartition('.')[2]}: {status_by_exit_code[code]}", *changed, sep="\n    ")
+                status = "not run" if code == NOT_RUN_CODE else status_by_exit_code[code]
+                print(f"{name.rpartition('.')[2]}: {status}", *changed, sep="\n    ")
 
 
 def mutmut(folder: Path, *arguments: str, **kwargs) -> subprocess.CompletedProcess:

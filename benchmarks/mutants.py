@@ -34,7 +34,7 @@ TESTS = {
     "adapter/dispatch": "dispatch",
     "adapter/layer": "numerics lifecycle hash_router variable_balance",
     "adapter/ffn_layer": "numerics lifecycle",
-    "adapter/protocol": "protocol",
+    "adapter/protocol": "protocol bases hash_router liger variable_balance lifecycle",
     "upit/buckets": "buckets",
     "upit/own_updates": "own_updates router_init",
     "upit/stages": "upit_stages",

@@ -120,7 +120,54 @@ def test_a_mask_of_pairs_says_nothing_of_padding():
 def test_return_dict_false_has_the_whole_loss_first():
     model = adapted().eval()
     inputs = batch()
-    torch.testing.assert_close(model(**inputs, return_dict=False)[0], model(**inputs).loss)
+    loss, *rest = model(**inputs, return_dict=False)
+    out = model(**inputs)
+    torch.testing.assert_close(loss, out.loss)
+    torch.testing.assert_close(rest[0], out.logits)
+    inputs.pop("labels")
+    torch.testing.assert_close(model(**inputs, return_dict=False)[0], out.logits)  # nothing to add a loss to
+
+
+def test_without_labels_there_is_a_balancing_loss_on_request_alone():
+    model, inputs = adapted().eval(), batch()
+    inputs.pop("labels")
+    plain = model(**inputs)
+    assert plain.get("aux_loss") is None and len(plain.router_logits) == 2
+    asked = model(**inputs, output_router_logits=True)
+    expected = load_balancing_loss_func(plain.router_logits, 4, 2, inputs["attention_mask"])
+    torch.testing.assert_close(asked.aux_loss, expected)
+    assert asked.get("loss") is None
+
+
+def test_router_logits_that_nobody_asked_for_are_nowhere():
+    """Not in the backbone's output either, which others may look at."""
+    model, seen = adapted().eval(), []
+    handle = model.get_base_model().model.register_forward_hook(lambda module, args, output: seen.append(output))
+    out = model(**batch(), output_router_logits=False)
+    handle.remove()
+    assert out.get("router_logits") is None and out.get("aux_loss") is None
+    assert seen[0].get("router_logits") is None
+
+
+def test_routers_of_different_numbers_of_tokens_make_no_balancing_loss():
+    model = adapted(target_modules=["q_proj", "lm_head"]).eval()
+    with pytest.raises(ValueError, match=r"routers saw different numbers of tokens \(\[3, 36\]\)"):
+        model(batch()["input_ids"], logits_to_keep=1, output_router_logits=True)
+
+
+def test_the_plain_trainers_predictions_leave_router_logits_out():
+    """Only while there are routers; what a config says of its own stays."""
+    usual = ["past_key_values"]
+    model = adapted()
+    assert model.config.keys_to_ignore_at_inference == [*usual, "router_logits", "aux_loss"]
+    base = model.unload()
+    assert "keys_to_ignore_at_inference" not in base.config.__dict__
+    assert getattr(base.config, "keys_to_ignore_at_inference", usual) == usual
+    own = tiny_llama()
+    own.config.keys_to_ignore_at_inference = ["past_key_values", "hidden_states"]
+    model = adapted(base=own)
+    assert model.config.keys_to_ignore_at_inference == [*usual, "hidden_states", "router_logits", "aux_loss"]
+    assert model.unload().config.keys_to_ignore_at_inference == [*usual, "hidden_states"]
 
 
 def test_coefficient_zero_turns_the_balancing_loss_off():

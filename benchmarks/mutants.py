@@ -58,7 +58,7 @@ def prepare(module: str) -> Path:
     """The folder in which mutmut runs one module; the code is linked, so that its changes are seen."""
     folder = WORK / module.replace("/", ".")
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("moe_peft", "tests", "benchmarks", "pyproject.toml"):
+    for name in ("moe_peft", "tests", "benchmarks", "docs", "README.md", "pyproject.toml"):
         link = folder / name
         if not link.is_symlink():
             link.symlink_to(ROOT / name)
@@ -66,7 +66,7 @@ def prepare(module: str) -> Path:
     settings = {
         "source_paths": ["moe_peft"],
         "only_mutate": [f"moe_peft/{module}.py"],
-        "also_copy": ["benchmarks"],
+        "also_copy": ["benchmarks", "docs", "README.md"],
         "pytest_add_cli_args_test_selection": [*tests, "-k", NOT_RUN],
         "pytest_add_cli_args": ["-p", "no:cacheprovider"],
         "do_not_mutate_patterns": LEFT_ALONE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -269,6 +270,7 @@ def test_companions_of_base_and_adapter(tokenizer, tmp_path):
     name = saved(base, tmp_path / "base")
     tokenizer.save_pretrained(name)
     adapter(base, tmp_path / "adapter", name)
+    tokenizer = copy.deepcopy(tokenizer)  # the other tests' has no template
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(tmp_path / "adapter")
     for folder in ("base", "adapter"):

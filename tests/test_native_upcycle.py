@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -253,6 +254,7 @@ def test_tokenizer_and_generation_config_come_along(folders, tokenizer, tmp_path
     model = AutoModelForCausalLM.from_pretrained(folders["mistral"])
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(tmp_path / "dense")
+    tokenizer = copy.deepcopy(tokenizer)  # the other tests' has no template
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(tmp_path / "dense")
     out = upcycle(tmp_path / "dense", tmp_path / "moe", UpcycleConfig(num_experts=2))

@@ -1,24 +1,26 @@
 """
 Attention-initialised routers against random ones, and the other routers, after equal training.
 
-    python -m benchmarks.routers    # some hours on one core; writes benchmarks/results/routers.md
+    python -m benchmarks.routers run --workers 2    # an hour on 2 cores; run it again to continue
+    python -m benchmarks.routers report             # writes the table below benchmarks/results
 
 The toy base becomes a MoE-LoRA adapter and a native Mixtral whose experts are copies of the base's FFN, trained on the
 three toy domains. On the Mixtral the routers, mixtures and numbers of heads are those of Router Upcycling's tables 1 to
 3. For a given seed everything but the router is the same: data, their order, initial experts.
 
 Each router has a learning rate of its own: the best of three, by the held-out loss of a seed that is not compared.
-Runs whose results are in `--runs` are not repeated, so a study that was stopped continues.
+Finished runs are lines of `benchmarks/results/routers.jsonl`; a run that is there is not done again.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch
 from datasets import Dataset
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.utils import logging as transformers_logging
 
 from examples.toy.base import ensure_base
 from examples.toy.domains import build
@@ -37,11 +40,13 @@ from moe_peft.routing.statistics import entropies, load_health
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 from .differences import paired_difference
-from .runs import finished, slug
+from .runs import Ledger, start_workers
 from .toy_training import SFT, loss_per_token, mixtral
 
-N = 4
-TUNING_SEED = 1000
+N, STEPS, EXAMPLES = 4, 180, 240  # examples: of each domain
+SEEDS, TUNING_SEED = range(6), 1000
+RESULTS = Path("benchmarks/results/routers.jsonl")
+BASE = RESULTS.with_name("upcycle_study_base")  # the toy base, which the study of upcycling keeps
 RATES = {"adapter": (2e-3, 4e-3, 8e-3), "mixtral": (5e-4, 1e-3, 2e-3)}
 
 
@@ -82,14 +87,6 @@ VARIANTS: dict[str, dict[str, Variant]] = {
 }
 
 
-@dataclass(frozen=True)
-class Size:
-    """How long a run trains, and on how many examples of each domain."""
-
-    steps: int
-    examples: int
-
-
 def make(base: Path, kind: str, router: str, batches: list[dict[str, torch.Tensor]], seed: int) -> Any:
     variant = VARIANTS[kind][router]
     if kind == "adapter":
@@ -110,12 +107,12 @@ def make(base: Path, kind: str, router: str, batches: list[dict[str, torch.Tenso
     return model
 
 
-def run(base: Path, kind: str, router: str, seed: int, rate: float, size: Size) -> dict[str, Any]:
+def run(base: Path, kind: str, router: str, seed: int, rate: float) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(base)
-    train, test = (Dataset.from_list(rows) for rows in build(seed, size.examples, max(size.examples // 4, 1)))
+    train, test = (Dataset.from_list(rows) for rows in build(seed, EXAMPLES, EXAMPLES // 4))
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {
-            **SFT, "max_steps": size.steps, "lr_scheduler_type": "cosine", "save_strategy": "no", "seed": seed,
+            **SFT, "max_steps": STEPS, "lr_scheduler_type": "cosine", "save_strategy": "no", "seed": seed,
             "learning_rate": rate, "router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.001,
         }  # fmt: skip
         texts = [
@@ -146,65 +143,88 @@ def run(base: Path, kind: str, router: str, seed: int, rate: float, size: Size) 
     }  # fmt: skip
 
 
-def study(base: Path, folder: Path, wanted: Sequence[tuple[str, str]], seeds: int, size: Size) -> list[dict[str, Any]]:
-    """Tune each router's rate, then run all seeds; finished runs are read."""
-    folder = folder / f"{size.steps}-steps-{size.examples}-examples"
-    folder.mkdir(parents=True, exist_ok=True)
+# --- running ----------------------------------------------------------------------------------------------------------
 
-    def one(kind: str, router: str, seed: int, rate: float) -> dict[str, Any]:
-        path = folder / f"{kind}-{slug(router)}-{seed}-{rate:g}.json"
-        return finished(path, partial(run, base, kind, router, seed, rate, size))
-
-    rates = {}
-    for kind, router in wanted:
-        tried = [one(kind, router, TUNING_SEED, rate) for rate in RATES[kind]]
-        rates[kind, router] = min(tried, key=lambda record: record["loss"])["rate"]
-    return [one(kind, router, seed, rates[kind, router]) for seed in range(seeds) for kind, router in wanted]
+JOBS = [(kind, router) for kind, routers in VARIANTS.items() for router in routers]
 
 
-def report(runs: list[dict[str, Any]], wanted: Sequence[tuple[str, str]], seeds: int, size: Size) -> str:
+def work(base: Path, ledger: Ledger, worker: int, workers: int) -> None:
+    """One worker's share of the runs: tuning first, then the seeds."""
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    tuning = [(*job, TUNING_SEED, rate) for job in JOBS for rate in RATES[job[0]]]
+    do(base, ledger, tuning[worker::workers])
+    while any(missing(ledger, *one) for one in tuning):
+        time.sleep(5)  # another worker makes it
+    rates = {job: best_rate(ledger, *job) for job in JOBS}
+    do(base, ledger, [(*job, seed, rates[job]) for seed in SEEDS for job in JOBS][worker::workers])
+
+
+def missing(ledger: Ledger, kind: str, router: str, seed: int, rate: float) -> bool:
+    return not ledger.has(kind=kind, router=router, seed=seed, rate=rate)
+
+
+def do(base: Path, ledger: Ledger, wanted: Sequence[tuple[str, str, int, float]]) -> None:
+    for one in wanted:
+        if missing(ledger, *one):
+            start = time.perf_counter()
+            record = run(base, *one)
+            ledger.add(record, f"{time.perf_counter() - start:.0f} s")
+
+
+def best_rate(ledger: Ledger, kind: str, router: str) -> float:
+    tried = [ledger.find(kind=kind, router=router, seed=TUNING_SEED, rate=rate) for rate in RATES[kind]]
+    return min(tried, key=lambda record: record["loss"])["rate"]
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def report(ledger: Ledger) -> str:
     lines = [
         "# Routers after equal training",
         "",
-        f"Made by `python -m benchmarks.routers`: {seeds} seeds, {N} experts, top 2 (switch: top 1), {size.steps} "
-        "steps of 8 examples. Each router's learning rate is the best of three on another seed. Held-out loss (lower "
-        "is better), mean of seeds, and its difference from the random linear one's, paired by seed, with a 95 % "
-        "interval. Entropy at the start as a share of the greatest possible.",
+        f"Made by `python -m benchmarks.routers run` and `… report`: {len(SEEDS)} seeds, {N} experts, top 2 (switch: "
+        f"top 1), {STEPS} steps of 8 examples. Each router's learning rate is the best of three on another seed. "
+        "Held-out loss (lower is better), mean of seeds, and its difference from the random linear one's, paired by "
+        "seed, with a 95 % interval. Entropy at the start as a share of the greatest possible.",
         "",
         "| model | router | rate | held-out loss | difference | 95 % interval | entropy at start | load CV at end |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    table = {(r["kind"], r["router"], r["seed"]): r for r in runs}
-    for kind, router in wanted:
-        rows = [table[kind, router, seed] for seed in range(seeds)]
-        linear = [table[kind, "linear", seed]["loss"] for seed in range(seeds)]
+    for kind, router in JOBS:
+        rate = best_rate(ledger, kind, router)
+        rows = [ledger.find(kind=kind, router=router, seed=seed, rate=rate) for seed in SEEDS]
         compared = " | "
-        if router != "linear" and seeds > 1:
+        if router == "linear":
+            linear = [row["loss"] for row in rows]
+        else:
             compared = " | ".join(paired_difference([row["loss"] for row in rows], linear).cells())
-        loss, entropy, cv = (sum(row[key] for row in rows) / seeds for key in ("loss", "entropy_at_start", "load_cv"))
-        lines.append(
-            f"| {kind} | {router} | {rows[0]['rate']:g} | {loss:.4f} | {compared} | {entropy:.2f} | {cv:.2f} |"
+        loss, entropy, cv = (
+            sum(row[key] for row in rows) / len(rows) for key in ("loss", "entropy_at_start", "load_cv")
         )
+        lines.append(f"| {kind} | {router} | {rate:g} | {loss:.4f} | {compared} | {entropy:.2f} | {cv:.2f} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, default=Path(".cache/base"), help="the base model; trained if missing")
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=180)
-    parser.add_argument("--examples", type=int, default=240, help="of each domain")
-    parser.add_argument("--routers", nargs="+", metavar="ROUTER", help="beside the linear one; default: all")
-    parser.add_argument("--runs", type=Path, default=Path(".cache/routers"), help="finished runs")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routers.md"))
+    parser.add_argument("command", choices=["run", "report"])
+    parser.add_argument("--base", type=Path, default=BASE, help="the base model; trained if missing")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the finished runs")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    chosen = None if args.routers is None else {"linear", *args.routers}
-    wanted = [(kind, r) for kind, routers in VARIANTS.items() for r in routers if chosen is None or r in chosen]
-    size = Size(args.steps, args.examples)
-    runs = study(ensure_base(args.base, 0), args.runs, wanted, args.seeds, size)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(report(runs, wanted, args.seeds, size))
-    print(args.out.read_text())
+    ledger = Ledger(args.results)
+    if args.command == "report":
+        args.results.with_suffix(".md").write_text(report(ledger))
+        print(report(ledger))
+    elif args.worker is not None:
+        work(args.base, ledger, args.worker, args.workers)
+    else:
+        ensure_base(args.base, 0)
+        sys.exit(start_workers("routers", ["--results", str(args.results), "--base", str(args.base)], args.workers))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,15 @@
-"""A study's finished runs, one JSON file for each, so that a study that was stopped continues where it was."""
+"""A study's finished runs, so that a study that was stopped continues where it was."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-
-def slug(name: str) -> str:
-    """A method's name as part of a file name."""
-    return "".join(c if c.isalnum() else "-" for c in name)
-
-
-def finished(path: Path, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The record at `path`; if there is none yet, `run` makes it, and its name and time are printed."""
-    if not path.exists():
-        start = time.perf_counter()
-        record = run()
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(record))
-        partial.replace(path)
-        print(f"{time.strftime('%H:%M:%S')} {path.stem} ({time.perf_counter() - start:.0f} s)", flush=True)
-    return read(path)
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
 
 
 class Ledger:
@@ -40,13 +22,12 @@ class Ledger:
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def find(self, order: str, seed: int, method: str, rate: float | None = None) -> dict[str, Any] | None:
-        """The run of a method; with one rate, if it is given."""
-        wanted = {"order": order, "seed": seed, "method": method} | ({} if rate is None else {"rate": rate})
+    def find(self, **wanted: Any) -> dict[str, Any] | None:
+        """The first run with these values."""
         return next((r for r in self.records() if all(r[key] == value for key, value in wanted.items())), None)
 
-    def has(self, order: str, seed: int, method: str, rate: float | None = None) -> bool:
-        return self.find(order, seed, method, rate) is not None
+    def has(self, **wanted: Any) -> bool:
+        return self.find(**wanted) is not None
 
     def add(self, record: dict[str, Any], note: str) -> None:
         """Add a run, and print what it was and a note."""
@@ -63,3 +44,11 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(of) for of in value]
     return round(value, 6) if isinstance(value, float) else value
+
+
+def start_workers(study: str, arguments: Sequence[str], workers: int) -> int:
+    """Run the study in several processes of one thread each, every one with its number; the greatest exit code."""
+    command = [sys.executable, "-m", f"benchmarks.{study}", "run", *arguments, "--workers", str(workers), "--worker"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen([*command, str(worker)], env=env) for worker in range(workers)]
+    return max(process.wait() for process in started)

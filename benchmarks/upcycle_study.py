@@ -22,9 +22,7 @@ Fixed before the first run, after the paper (arXiv 2502.19261) where it says som
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -56,7 +54,7 @@ from moe_peft.contexts import evaluating
 from moe_peft.native import UpcycleConfig, upcycle
 
 from .differences import paired_difference
-from .runs import Ledger
+from .runs import Ledger, start_workers
 
 N, K, STEPS, ROWS, BRANCH_STEPS = 8, 2, 4000, 4, 1000
 SEEDS, TUNING_SEED, RATES = (0, 1, 2), 100, (1e-3, 2e-3)
@@ -169,7 +167,7 @@ def work(base: Path, ledger: Ledger, worker: int, workers: int) -> None:
     transformers_logging.disable_progress_bar()
     tuning = [(TUNING_SEED, method, rate) for method in INITIAL for rate in RATES]
     do(base, ledger, tuning[worker::workers])
-    while not all(ledger.has("", *job) for job in tuning):
+    while not all(ledger.has(seed=seed, method=method, rate=rate) for seed, method, rate in tuning):
         time.sleep(5)  # another worker makes it
     rates = tuned(ledger)
     do(base, ledger, [(seed, method, rates[method]) for seed in SEEDS for method in INITIAL][worker::workers])
@@ -177,20 +175,21 @@ def work(base: Path, ledger: Ledger, worker: int, workers: int) -> None:
 
 def do(base: Path, ledger: Ledger, wanted: Sequence[tuple[int, str, float]]) -> None:
     for seed, method, rate in wanted:
-        if not ledger.has("", seed, method, rate):
+        if not ledger.has(seed=seed, method=method, rate=rate):
             start = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder:
                 points = Experiment(base, seed, Path(folder)).run(method, rate)
-            record = {"order": "", "seed": seed, "method": method, "rate": rate, "points": points}
+            record = {"seed": seed, "method": method, "rate": rate, "points": points}
             ledger.add(record, f"{time.perf_counter() - start:.0f} s, loss {points[-1]['loss']:.4f}")
+
+
+def _losses(ledger: Ledger, seed: int, method: str, rate: float) -> list[float]:
+    return [point["loss"] for point in ledger.find(seed=seed, method=method, rate=rate)["points"]]
 
 
 def tuned(ledger: Ledger) -> dict[str, float]:
     """Each method's better rate."""
-    return {
-        method: min(RATES, key=lambda rate: ledger.find("", TUNING_SEED, method, rate)["points"][-1]["loss"])
-        for method in INITIAL
-    }
+    return {method: min(RATES, key=lambda rate: _losses(ledger, TUNING_SEED, method, rate)[-1]) for method in INITIAL}
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -199,10 +198,7 @@ def tuned(ledger: Ledger) -> dict[str, float]:
 def report(ledger: Ledger, table: Path) -> None:
     """Write and print the table; the figure goes beside it."""
     rates = tuned(ledger)
-    curves = {
-        method: [[p["loss"] for p in ledger.find("", seed, method, rates[method])["points"]] for seed in SEEDS]
-        for method in INITIAL
-    }
+    curves = {method: [_losses(ledger, seed, method, rates[method]) for seed in SEEDS] for method in INITIAL}
     means = {method: torch.tensor(of).mean(0).tolist() for method, of in curves.items()}
     steps = [POINTS.index(step) for step in range(0, STEPS + 1, STEPS // 10)]
     lines = [
@@ -246,11 +242,8 @@ def main() -> None:
         work(base, Ledger(args.results), args.worker, args.workers)
     else:
         ensure_base(base, 0)
-        command = [sys.executable, "-m", "benchmarks.upcycle_study", "run", "--workers", str(args.workers)]
-        command += ["--results", str(args.results), "--base", str(base), "--worker"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started = [subprocess.Popen([*command, str(worker)], env=env) for worker in range(args.workers)]
-        sys.exit(max(process.wait() for process in started))
+        shared = ["--results", str(args.results), "--base", str(base)]
+        sys.exit(start_workers("upcycle_study", shared, args.workers))
 
 
 if __name__ == "__main__":

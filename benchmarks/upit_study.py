@@ -33,8 +33,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -61,7 +59,7 @@ from moe_peft.upit import expand_experts, init_router, post_train, prepare_exper
 from moe_peft.upit.buckets import draw_seeds
 
 from .exact_match import measure
-from .runs import Ledger
+from .runs import Ledger, start_workers
 
 SEEDS, ORDERS, TUNING_SEED = (0, 1, 2, 3), ("iid", "blocks"), 100
 RATES = (1e-3, 2e-3, 4e-3)
@@ -296,7 +294,9 @@ def work(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> No
     logging.getLogger("moe_peft").setLevel(logging.ERROR)
     rates = tune(base, LARGE if size == "5M" else tuple(MAIN), ledger, worker, workers)
     for order, seed, methods in jobs(size)[worker::workers]:
-        wanted = {name: method for name, method in methods.items() if not ledger.has(order, seed, name)}
+        wanted = {
+            name: method for name, method in methods.items() if not ledger.has(order=order, seed=seed, method=name)
+        }
         if wanted:
             with tempfile.TemporaryDirectory() as folder:
                 experiment = Experiment(base, seed, order, Path(folder))
@@ -375,11 +375,8 @@ def main() -> None:
         work(base, args.size, Ledger(results), args.worker, args.workers)
     else:
         make_base(base, args.size)
-        command = [sys.executable, "-m", "benchmarks.upit_study", "run", "--workers", str(args.workers)]
-        command += ["--size", args.size, "--results", str(results), "--base", str(base), "--worker"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started = [subprocess.Popen([*command, str(worker)], env=env) for worker in range(args.workers)]
-        sys.exit(max(process.wait() for process in started))
+        shared = ["--size", args.size, "--results", str(results), "--base", str(base)]
+        sys.exit(start_workers("upit_study", shared, args.workers))
 
 
 if __name__ == "__main__":

@@ -213,6 +213,7 @@ def test_chat_template(folder, tmp_path, tokenizer):
         (["--experts", "0,4"], "the model has experts 0 to 3"),
         (["--experts", "one"], "--experts 'one'"),
         (["--experts", "0,9", "--each-expert"], "experts 0 to 3"),
+        (["--figures", "svg"], "--figures svg: the figure shows --each-expert; add that, or leave it out"),
         (["--quantization", "[4]"], "--quantization '[4]': give JSON"),
         (["--quantization", '{{"load_in_5bit": true}}'], "--quantization.load_in_5bit: unknown key; did you mean"),
         (["--quantization", "{{}}"], "give load_in_4bit or load_in_8bit"),

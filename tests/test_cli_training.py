@@ -214,16 +214,22 @@ def test_routers_alone_need_a_loss_that_trains_them(case, tmp_path, capsys):
     own = {**pairs, "training_stage": "routers", "router_aux_loss_coef": 0.1}
     message = "MoEDPOConfig: training_stage='routers' needs router_z_loss_coef above 0: no loss trains the routers"
     assert message in refused("dpo", tmp_path, own, capsys=capsys)
-    before = weights(run("dpo", tmp_path, {**own, "router_z_loss_coef": 0.1, "max_steps": 1}))
-    assert before
-    own, other = (
-        {**case, "label_column": "domain", "expert_map": MASKS, "router_label_loss_coef": 0.0},
-        tmp_path / "sft",
-    )
-    other.mkdir()
+    own = {**case, "label_column": "domain", "expert_map": MASKS, "router_label_loss_coef": 0.0}
     assert "needs label_column and expert_map, and router_label_loss_coef or router_z" in refused(
-        "sft", other, {**own, "stages": {"joint": None, "routers": None}}, capsys=capsys
+        "sft", tmp_path, {**own, "stages": {"joint": None, "routers": None}}, capsys=capsys
     )
+
+
+def test_dpo_trains_routers_alone(case, tmp_path):
+    own = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl")), "max_steps": 2}
+    own |= {"training_stage": "routers", "router_z_loss_coef": 0.1}
+    found = []
+    for rate in (0.0, 1e-2):
+        (tmp_path / str(rate)).mkdir()
+        found.append(weights(run("dpo", tmp_path / str(rate), {**own, "learning_rate": rate})))
+    before, after = found
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if ".moe_lora_router." in name} != set()
 
 
 def test_dpo(case, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,26 @@ def test_tokens_of_a_row_count_its_end_and_both_answers(row, length, tmp_path, t
             tiny_llama(hidden=8, layers=1), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
         )
         assert len(trainer.train_dataset[0]["input_ids"]) == length
+
+
+def test_tokens_are_those_of_the_stages_own_chat_template(tmp_path, tokenizer):
+    (tmp_path / "long.jinja").write_text("{% for m in messages %}w3 w4 w5 {{ m['content'] }} {% endfor %}")
+    talk = [{"role": "user", "content": "w6"}, {"role": "assistant", "content": "w7 w8"}]
+    data = Dataset.from_list([{"messages": talk}] * 2)
+    lengths = []
+    for path in (None, str(tmp_path / "long.jinja")):
+        args = SFTConfig(
+            str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=None, chat_template_path=path
+        )
+        tokenizer_of_its_own = copy.deepcopy(tokenizer)
+        tokenizer_of_its_own.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+        rows, length = rows_and_length(data, tokenizer_of_its_own, args)
+        lengths.append(length)
+        assert tokenizer_of_its_own.chat_template.count("w3") == 0
+        model = tiny_llama(hidden=8, layers=1)
+        trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer_of_its_own)
+        assert len(trainer.train_dataset[0]["input_ids"]) == length and rows == 2
+    assert lengths[1] == lengths[0] + 6
 
 
 def test_logits_count_by_tiles(tmp_path):

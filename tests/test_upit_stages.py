@@ -243,9 +243,9 @@ def test_no_process_renames_what_another_still_reads(tmp_path):
 
 
 def test_clipping_of_scaled_gradients_is_refused():
-    refuse_optimizer(SimpleNamespace(optim="adamw_torch", fp16=True, max_grad_norm=0.0))
+    refuse_optimizer("adamw_torch", True, 0.0)
     with pytest.raises(ValueError, match=r"fp16=True, max_grad_norm=1: .* use bf16"):
-        refuse_optimizer(SimpleNamespace(optim="adamw_torch", fp16=True, max_grad_norm=1.0))
+        refuse_optimizer("adamw_torch", True, 1.0)
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -54,12 +54,6 @@ class _Lora:
     A: dict[str, torch.Tensor]
     B: dict[str, torch.Tensor]
 
-    def rank(self, module: str) -> int:
-        return lora_rank(self.config, module)
-
-    def scaling(self, module: str) -> float:
-        return lora_scaling(self.config, module)
-
 
 _ADAPTERS = Rule(
     lambda v: (
@@ -108,10 +102,7 @@ def lora_to_moe(
         adapters=(adapters, _ADAPTERS),
         adapter_name=(adapter_name, ADAPTER_NAME),
     )
-    loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
-    for lora in loras:
-        _check_fits(lora, model)
-    places = {module: _place(model, module) for lora in loras for module in lora.A}
+    loras, places = _read_loras(model, adapters)
     settings.setdefault("task_type", loras[0].config.task_type)
     settings.setdefault("top_k", min(2, len(loras)))
     config = MoELoraConfig(num_experts=len(loras), **_determined(loras, places), **settings)
@@ -128,10 +119,7 @@ def determined_fields(model: nn.Module, adapters: Sequence[str | os.PathLike]) -
     Raises:
         ValueError: it cannot take them.
     """
-    loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
-    for lora in loras:
-        _check_fits(lora, model)
-    return _determined(loras, {module: _place(model, module) for lora in loras for module in lora.A})
+    return _determined(*_read_loras(model, adapters))
 
 
 def _determined(loras: Sequence[_Lora], places: dict[str, tuple[str, str]]) -> dict[str, Any]:
@@ -147,7 +135,7 @@ def _determined(loras: Sequence[_Lora], places: dict[str, tuple[str, str]]) -> d
 
 def _scaling(loras: Sequence[_Lora]) -> float:
     """The scaling of all experts: the first module's of the first adapter."""
-    return loras[0].scaling(next(iter(loras[0].A)))
+    return lora_scaling(loras[0].config, next(iter(loras[0].A)))
 
 
 @torch.no_grad()
@@ -160,10 +148,11 @@ def _fill_experts(
         for weights in layer.expert_parameters(adapter_name):
             for weight in weights.values():
                 weight.zero_()
+    scaling = _scaling(loras)
     for i, lora in enumerate(loras):
         for module, A in lora.A.items():
             owner, projection = places[module]
-            factor = lora.scaling(module) / _scaling(loras)
+            factor = lora_scaling(lora.config, module) / scaling
             B = lora.B[module] if factor == 1 else lora.B[module] * factor
             A_all, B_all = layers[owner].expert_parameters(adapter_name)
             A_all[projection][i, : A.shape[0]] = A
@@ -251,6 +240,16 @@ def _matrices_of(
     return state, ranks, alphas
 
 
+def _read_loras(
+    model: nn.Module, adapters: Sequence[str | os.PathLike | PeftModel]
+) -> tuple[list[_Lora], dict[str, tuple[str, str]]]:
+    """Adapters that fit the base model, and the place of each of their modules: its MoE layer and projection."""
+    loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
+    for lora in loras:
+        _check_fits(lora, model)
+    return loras, {module: _place(model, module) for lora in loras for module in lora.A}
+
+
 def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
     """Read a LoRA adapter and check that it is a plain one."""
     name = f"adapters[{index}]" if isinstance(source, PeftModel) else str(source)
@@ -287,11 +286,10 @@ def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
         module = next(iter(A.keys() ^ B.keys()), "any module")
         raise ValueError(f"lora_to_moe: {name}: lacks a matrix of {module}; save the adapter again")
     for module in A:
-        ranks = (A[module].shape[0], B[module].shape[-1])
-        if ranks != (lora.rank(module),) * 2:
+        ranks, stated = (A[module].shape[0], B[module].shape[-1]), lora_rank(config, module)
+        if ranks != (stated, stated):
             raise ValueError(
-                f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {lora.rank(module)}; save the "
-                "adapter again"
+                f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {stated}; save the adapter again"
             )
     return lora
 

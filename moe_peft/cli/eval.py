@@ -30,10 +30,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add_weights_options(parser)
     add("--output", default="evaluation", metavar="FOLDER", help="folder for results.json, results.md and the figure")
     add_figures_option(parser)
+    parser.set_defaults(figures=None)
     return parser
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.figures is not None and not options.each_expert:
+        raise ValueError(f"--figures {options.figures}: the figure shows --each-expert; add that, or leave it out")
     settings = TaskSettings(
         tuple(task for given in options.tasks for task in given.split(",") if task),
         include_path=options.include_path,
@@ -53,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         each_expert=options.each_expert,
         dtype=options.dtype,
         quantization=quantization(options),
-        suffix=f".{options.figures}",
+        suffix=f".{options.figures or 'png'}",
     )
     leave_processes()
 

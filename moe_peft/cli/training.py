@@ -65,7 +65,7 @@ def train_or_plan(options: Options, trainer: Any) -> None:
         return
     found = list(stages(options))
     for args in found:
-        path = f"stages.{args.training_stage}." if len(found) > 1 else ""
+        path = _section(args, found)
         check_packages(args, path)
         check_launched(args, path)
     if len(found) > 1 and found[0].deepspeed_plugin is not None:
@@ -80,6 +80,7 @@ def train_or_plan(options: Options, trainer: Any) -> None:
     for args in found:
         chat_template(getattr(args, "chat_template_path", None), "chat_template_path")  # the trainer reads it
     data, held_out = load_datasets(options, found, tokenizer)
+    rehearse_stages(found, data, tokenizer)
     what = f"output_dir={options.training.output_dir!r}"
     output_dir = writable(str(options.training.output_dir), what)
     if output_dir.exists() and output_dir.resolve() == Path(_name(options)).resolve():
@@ -189,12 +190,25 @@ def load_datasets(options: Options, found: Sequence[Any], tokenizer: Any) -> tup
         for rows in splits:
             template = partial(chat_template, path, "chat_template_path")
             check_rows(rows, f"dataset_name={source!r}", tokenizer, label, template)
-    for args in found if formats is SUPERVISED else ():
-        if args.deepspeed_plugin is None:  # which serves one trainer
-            stage = f"stages.{args.training_stage}" if len(found) > 1 else "sft"
-            check_answers("", splits[0], args.completion_only_loss, args.assistant_only_loss)
-            rehearse(splits[0], copy.deepcopy(tokenizer), args, stage)
     return splits[0], splits[1] if len(splits) > 1 else None
+
+
+def rehearse_stages(found: Sequence[Any], data: Dataset, tokenizer: Any) -> None:
+    """
+    Let every stage of SFT prepare some of its examples.
+
+    Raises:
+        ValueError: what the trainer would refuse, or learn nothing from.
+    """
+    for args in found:
+        if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # which serves one trainer
+            check_answers("", data, args.completion_only_loss, args.assistant_only_loss)
+            rehearse(data, copy.deepcopy(tokenizer), args, _section(args, found).rstrip(".") or "sft")
+
+
+def _section(args: Any, found: Sequence[Any]) -> str:
+    """Before a setting's name in a message: the stage that has it, if there are several."""
+    return f"stages.{args.training_stage}." if len(found) > 1 else ""
 
 
 def load_model(options: Options) -> Any:
@@ -227,6 +241,7 @@ def print_plan(options: Options, launch: Launch) -> None:
     found = list(stages(options))
     tokenizer = _tokenizer(options)
     data, _ = load_datasets(options, found, tokenizer)
+    rehearse_stages(found, data, tokenizer)
     config = read_config(_name(options), _named(options), options.model.model_revision)
     model = empty_model(config, _named(options))
     table = Table("stage", title=f"{_name(options)}: {len(data):,} examples")

@@ -165,12 +165,7 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     layers = adapter_layers(model)
     if layers and all(layer.disable_adapters for layer in layers):
         raise ValueError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")
-    sizes = [
-        (layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
-        for layer in layers
-        for name in layer.active_adapters  # not, say, the copy that a DPO trainer keeps as its reference
-        if name in layer.moe_lora_router
-    ]
+    sizes = [(spec.num_experts, spec.top_k) for spec in (layer.moe_lora_spec[name] for layer, name in _active(model))]
     sizes = sizes or [gate_size(router) for router in native_routers(model)]
     if not sizes:
         raise ValueError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
@@ -179,13 +174,16 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
 
 def active_routers(model: nn.Module) -> list[nn.Module]:
     """The routers that `router_sizes` counts, in its order: of this package, or a native MoE's gates."""
-    own: list[nn.Module] = [
-        layer.router(name)
-        for layer in adapter_layers(model)
-        for name in layer.active_adapters
-        if name in layer.moe_lora_router
-    ]
+    own: list[nn.Module] = [layer.router(name) for layer, name in _active(model)]
     return own or [getattr(gate, "moe_router", gate) for gate in native_routers(model)]
+
+
+def _active(model: nn.Module) -> Iterator[tuple[MoELoraLayer, str]]:
+    """Each layer with its active adapters that have a router: not, say, a DPO trainer's reference copy."""
+    for layer in adapter_layers(model):
+        for name in layer.active_adapters:
+            if name in layer.moe_lora_router:
+                yield layer, name
 
 
 def gate_size(gate: Any) -> tuple[int, int]:

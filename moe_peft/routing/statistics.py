@@ -68,9 +68,10 @@ def counted_experts(routers: Sequence[Any], router_logits: Sequence[torch.Tensor
         return None
     counted = []
     for router, logits_TN in zip(routers, router_logits, strict=True):
-        experts_TK, gates_TK = logits_TN.topk(k, dim=-1).indices, None
         if getattr(router, "leaves_out", False):
             gates_TK, experts_TK = router.choose(logits_TN.detach(), k, True)
+        else:
+            gates_TK, experts_TK = None, logits_TN.topk(k, dim=-1).indices
         counted.append(chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]))
     return counted
 

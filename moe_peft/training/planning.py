@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
+from ..loading import chat_template
 from ..messages import one_of
 
 _SAMPLED_ROWS = 500  # for the mean length
@@ -126,7 +127,8 @@ def rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFT
     """Training rows and their mean number of tokens, which comes from up to 500 of them."""
     stride = max(1, len(data) // _SAMPLED_ROWS)
     limit = args.max_length or float("inf")
-    lengths = [row_tokens(tokenizer, data[i]) for i in range(0, len(data), stride)]
+    template = chat_template(getattr(args, "chat_template_path", None), "chat_template_path")
+    lengths = [row_tokens(tokenizer, data[i], template) for i in range(0, len(data), stride)]
     mean = sum(min(length, limit) for length in lengths) / len(lengths)
     if getattr(args, "packing", False) and args.max_length:
         cut = args.packing_strategy == "bfd"  # others split what is too long
@@ -145,9 +147,12 @@ def steps_and_rows(args: SFTConfig, rows: int, processes: int) -> tuple[int, flo
     return steps, min(steps * batch * accumulated, steps / in_epoch * usable)
 
 
-def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> int:
+def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template: str | None = None) -> int:
     """
     Tokens of a row, before truncation, in the formats that TRL takes; of a preference, those of both answers.
+
+    Args:
+        template: of chats; None: the tokenizer's.
 
     Raises:
         ValueError: a row of no known format.
@@ -155,20 +160,20 @@ def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> int:
     if "input_ids" in row:
         return len(row["input_ids"])
     if "messages" in row:
-        return _tokens(tokenizer, row["messages"])
+        return _tokens(tokenizer, row["messages"], template)
     if "chosen" in row and "rejected" in row:
         prompt = row.get("prompt", type(row["chosen"])())
-        return _tokens(tokenizer, prompt + row["chosen"]) + _tokens(tokenizer, prompt + row["rejected"])
+        return sum(_tokens(tokenizer, prompt + row[answer], template) for answer in ("chosen", "rejected"))
     if "prompt" in row and "completion" in row:
-        return _tokens(tokenizer, row["prompt"] + row["completion"])
+        return _tokens(tokenizer, row["prompt"] + row["completion"], template)
     if "text" in row:
-        return _tokens(tokenizer, row["text"])
+        return _tokens(tokenizer, row["text"], template)
     raise ValueError(f"data.train: columns {sorted(row)}: needs messages, or prompt and completion, or text")
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, whole: str | list[dict[str, str]]) -> int:
+def _tokens(tokenizer: PreTrainedTokenizerBase, whole: str | list[dict[str, str]], template: str | None) -> int:
     if isinstance(whole, list):
-        return len(tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"])
+        return len(tokenizer.apply_chat_template(whole, chat_template=template, return_dict=True)["input_ids"])
     return len(tokenizer(whole)["input_ids"]) + 1  # TRL adds the end
 
 

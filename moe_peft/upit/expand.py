@@ -48,14 +48,7 @@ def expand_experts(
         seed=(seed, SEED),
         initial=(initial, PATH.or_none()),
     )
-    configs = [_config(folder) for folder in experts]
-    for folder, config in zip(experts, configs, strict=True):
-        for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
-            first, own = getattr(configs[0], field), getattr(config, field)
-            if own != first:
-                raise ValueError(
-                    f"expand_experts: {folder}: {field}={own!r}, but {experts[0]} has {first!r}; must agree"
-                )
+    config = _common_config(experts)
     weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
     if initial is not None:
         _config(initial)
@@ -68,7 +61,7 @@ def expand_experts(
         drop_rate=drop_rate,
         seed=seed,
         initial=start,
-        scaling=lora_scalings(configs[0], weights[0]),
+        scaling=lora_scalings(config, weights[0]),
     )
     folders = expert_folders(Path(output_dir), len(family))
     for i, (expert, folder) in enumerate(zip(family, folders, strict=True)):
@@ -77,6 +70,19 @@ def expand_experts(
         else:
             write_adapter(expert, Path(experts[0]), folder)
     return folders, descents
+
+
+def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
+    """The first adapter's, with which the others agree in what an update is."""
+    configs = [_config(folder) for folder in folders]
+    for folder, config in zip(folders, configs, strict=True):
+        for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+            first, own = getattr(configs[0], field), getattr(config, field)
+            if own != first:
+                raise ValueError(
+                    f"expand_experts: {folder}: {field}={own!r}, but {folders[0]} has {first!r}; must agree"
+                )
+    return configs[0]
 
 
 def _config(folder: str | Path) -> LoraConfig:

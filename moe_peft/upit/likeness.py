@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.utils import load_peft_weights
 from transformers import AutoConfig
 
 from ..adapter.convert import lora_scalings
+from ..loading import read_adapter_config
 from ..merging import likeness, similarities, update_gram, value_gram
 from ..native.checkpoint import Checkpoint
 from ..native.families import FAMILIES, DenseFamily, find_families
@@ -35,7 +35,7 @@ def of_loras(folder: Path) -> dict[str, Any]:
     experts = _experts(folder)
     if experts:
         states = [load_peft_weights(str(expert), device="cpu") for expert in experts]
-        scalings = lora_scalings(LoraConfig.from_pretrained(str(experts[0])), sorted(states[0]))
+        scalings = lora_scalings(read_adapter_config(experts[0], _CALLER), sorted(states[0]))
         grams = [
             s**2
             * update_gram(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -98,8 +97,8 @@ class LoraExpand(_OfLoras, Expand):
 class LoraRouterInit(_OfLoras, RouterInit):
     def check(self) -> None:
         super().check()
-        own = ("optim", "adamw_torch"), ("fp16", False), ("max_grad_norm", 1.0)
-        refuse_optimizer(SimpleNamespace(**{name: self.sft.get(name, default) for name, default in own}))
+        sft = self.sft
+        refuse_optimizer(sft.get("optim", "adamw_torch"), sft.get("fp16", False), sft.get("max_grad_norm", 1.0))
 
     @property
     def result(self) -> Artefacts:

@@ -125,21 +125,18 @@ class OwnUpdates(TrainerCallback):
                 self.access.set_grad(parameter, grad * rows)
 
 
-def refuse_optimizer(args: Any) -> None:
+def refuse_optimizer(optim: Any, fp16: bool, max_grad_norm: float) -> None:
     """
-    Args:
-        args: has `optim`, `fp16` and `max_grad_norm`.
-
     Raises:
         ValueError: the optimizer's steps mix the entries of a tensor, or gradients are scaled when experts are clipped.
     """
-    name = str(getattr(args.optim, "value", args.optim))
+    name = str(getattr(optim, "value", optim))
     if any(part in name for part in _NOT_ELEMENTWISE):
         raise ValueError(f"router_init: optim={name!r}: mixes the experts of a tensor; use adamw_torch, or sgd")
-    if args.fp16 and args.max_grad_norm > 0:
+    if fp16 and max_grad_norm > 0:
         raise ValueError(
-            f"router_init: fp16=True, max_grad_norm={args.max_grad_norm:g}: scaled gradients would be clipped; use "
-            "bf16, or max_grad_norm=0"
+            f"router_init: fp16=True, max_grad_norm={max_grad_norm:g}: scaled gradients would be clipped; use bf16, or "
+            "max_grad_norm=0"
         )
 
 

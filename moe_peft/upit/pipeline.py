@@ -126,12 +126,12 @@ class UpIT:
         self.context.check_data({path: field for field, path in (stage.template for stage in trainers)})
         for stage in self.stages:
             stage.check()
-            if isinstance(stage, TrainerStage):
-                only = (stage.sft.get(name) for name in ("completion_only_loss", "assistant_only_loss"))
-                check_answers(f"{stage.name}.sft.", self.context.train_data, *only)
+        for trainer in trainers:
+            only = (trainer.sft.get(name) for name in ("completion_only_loss", "assistant_only_loss"))
+            check_answers(f"{trainer.name}.sft.", self.context.train_data, *only)
         self._rehearse(trainers, **own)
-        for stage in trainers if weights else ():
-            check_launched(stage.arguments(self.root), f"{stage.name}.sft.")
+        for trainer in trainers if weights else ():
+            check_launched(trainer.arguments(self.root), f"{trainer.name}.sft.")
         unset_hf_deepspeed_config()  # or ZeRO-3 would divide empty models; a stage makes its arguments anew
         if weights:
             self.context.check_base()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import PartialState
 
-from ..loading import chat_template, empty_model
+from ..loading import empty_model
 from ..models.size import ModelSize
 from ..training.planning import Launch, Memory, memory, rows_and_length, training_line
 from .inputs import load_config
@@ -53,9 +53,6 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     data = pipeline.context.train_data
     pipeline.check(weights=False, **own)
     tokenizer = pipeline.context.tokenizer
-    tokenizer.chat_template = (
-        chat_template(r.sft.get("chat_template_path"), "sft.chat_template_path") or tokenizer.chat_template
-    )
     config = load_config(r.model)
     empty = empty_model(config, f"model.name_or_path={r.model.name_or_path!r}")
     found = []

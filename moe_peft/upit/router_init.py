@@ -248,7 +248,7 @@ def _check(args: SFTConfig) -> None:
             f"router_init: max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: set "
             "num_train_epochs to a whole number of passes of each expert over its bucket, and leave max_steps out"
         )
-    refuse_optimizer(args)
+    refuse_optimizer(args.optim, args.fp16, args.max_grad_norm)
 
 
 def _perplexities(trainer: RouterInitTrainer, num_experts: int) -> torch.Tensor:

@@ -212,20 +212,7 @@ def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> 
     if whole is None or not goes_on:
         if main:
             logger.info("%s: running%s", stage.name, place and f" ({place})")
-        try:
-            metrics = stage.run(partial)
-        except ValueError:
-            if main and [path.name for path in partial.rglob("*") if path.is_file()] == [_IDENTITY]:
-                shutil.rmtree(partial)  # it was refused before it made anything
-            raise
-        PartialState().wait_for_everyone()
-        # In every process, because those that wait for long time out.
-        metrics = {**metrics, **stage.likeness(partial)}
-        PartialState().wait_for_everyone()  # all have read the files before the folder gets its name
-        if main:
-            files = hash_folder(partial, leave_out=(STATE, _IDENTITY))
-            record = json.loads(json.dumps({"identity": identity, "metrics": metrics, "files": files}, default=str))
-            write_json(partial / _RECORD, {**record, "digest": hash_json(record)})
+        _work(stage, partial, identity)
     if main:
         shutil.rmtree(partial / STATE, ignore_errors=True)
         (partial / _IDENTITY).unlink(missing_ok=True)  # the record has it
@@ -236,6 +223,25 @@ def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> 
     record = _record(folder)
     assert record is not None
     return record
+
+
+def _work(stage: Stage, partial: Path, identity: dict[str, Any]) -> None:
+    """Let the stage write its files, and add the record of them."""
+    main = PartialState().is_main_process
+    try:
+        metrics = stage.run(partial)
+    except ValueError:
+        if main and [path.name for path in partial.rglob("*") if path.is_file()] == [_IDENTITY]:
+            shutil.rmtree(partial)  # it was refused before it made anything
+        raise
+    PartialState().wait_for_everyone()
+    # In every process, because those that wait for long time out.
+    metrics = {**metrics, **stage.likeness(partial)}
+    PartialState().wait_for_everyone()  # all have read the files before the folder gets its name
+    if main:
+        files = hash_folder(partial, leave_out=(STATE, _IDENTITY))
+        record = json.loads(json.dumps({"identity": identity, "metrics": metrics, "files": files}, default=str))
+        write_json(partial / _RECORD, {**record, "digest": hash_json(record)})
 
 
 def _finished(folder: Path, name: str) -> dict[str, Any] | None:

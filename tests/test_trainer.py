@@ -22,6 +22,7 @@ from upit_case import rows
 from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
 from moe_peft.models.view import router_parameters
 from moe_peft.routing.losses import ROUTER_LOSSES
+from moe_peft.training.dpo import MoEDPOConfig
 from moe_peft.training.phases import phase_at
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
@@ -316,6 +317,21 @@ def test_padding_of_padding_free_batches_has_no_label(tokenizer, tmp_path):
 def test_wrong_settings(own, message, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, tokenizer, **{**LABELS, **own})
+
+
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("label_loss", [0.0, 0.5])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_the_stage_of_routers_needs_a_loss_that_counts_in_it(labels, label_loss, z_loss, tmp_path):
+    """The label loss counts only with labels, the balancing loss not at all."""
+    own = {"training_stage": "routers", "router_z_loss_coef": z_loss, "router_aux_loss_coef": 0.5}
+    own |= {"router_label_loss_coef": label_loss, **LABELS} if labels else {}
+    cls = MoESFTConfig if labels else MoEDPOConfig
+    if z_loss or (labels and label_loss):
+        assert arguments(tmp_path, cls, **own).training_stage == "routers"
+    else:
+        with pytest.raises(ValueError, match="no loss trains the routers"):
+            arguments(tmp_path, cls, **own)
 
 
 def test_a_layer_that_has_none_of_a_labels_experts(tokenizer, tmp_path):

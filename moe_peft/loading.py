@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from .messages import one_line, one_of, unknown_key
 from .reading import check_weights, no_weights, read_object, read_text, reading
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -77,7 +80,11 @@ def read_adapter_weights(folder: str | os.PathLike, what: object) -> dict[str, t
     if not (here / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"{what}: {no_weights(here, ADAPTER_WEIGHTS)}")
     with reading(f"{what}: its weights cannot be read", "save the adapter again"):
-        return load_peft_weights(os.fspath(here), device="cpu")
+        found = load_peft_weights(os.fspath(here), device="cpu")
+    for key, tensor in found.items():
+        if tensor.is_floating_point() and tensor.dtype not in _DTYPES:
+            raise ValueError(f"{what}: {key} is {tensor.dtype}; save the adapter in float32, bfloat16 or float16")
+    return found
 
 
 def read_config(name: str | os.PathLike, what: object, revision: str | None = None) -> PreTrainedConfig:
@@ -97,7 +104,9 @@ def read_config(name: str | os.PathLike, what: object, revision: str | None = No
         if not isinstance(read_object(folder / CONFIG).get("model_type"), str):
             raise ValueError(f"{what}: {CONFIG} has no model_type; save the model with save_pretrained")
     with reading(what if folder.is_dir() else f"{what}: neither a model folder nor a model of a reachable hub"):
-        return AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
+        config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
+    check_experts(config, what)
+    return config
 
 
 def empty_model(config: PreTrainedConfig, what: object) -> PreTrainedModel:
@@ -153,6 +162,39 @@ def chat_template(path: str | None, field: str) -> str | None:
     return found
 
 
+# Beginnings of fields that only one width reads; both leave modules out by llm_int8_skip_modules.
+_OF_4_BITS, _OF_8_BITS = ("bnb_4bit_",), ("llm_int8_threshold", "llm_int8_has_fp16_weight")
+
+
+def check_template(tokenizer: Any, asked: bool | str, what: str) -> None:
+    """
+    Args:
+        asked: whether prompts go through a chat template; a text names one of several.
+        what: the field, for messages.
+
+    Raises:
+        ValueError: the tokenizer has none, or none of that name.
+    """
+    known = tokenizer.chat_template
+    if asked and known is None:
+        raise ValueError(f"{what}={asked!r}: the tokenizer has no chat template; give it one, or leave this out")
+    if isinstance(asked, str) and not (isinstance(known, dict) and asked in known):
+        named = f"has {', '.join(known)}" if isinstance(known, dict) else "has a single one, without a name"
+        raise ValueError(f"{what}={asked!r}: no such chat template: the tokenizer {named}; name that, or none")
+
+
+def check_experts(config: PreTrainedConfig, what: object) -> None:
+    """
+    Raises:
+        ValueError: a native MoE's config has no experts, or more for a token than there are.
+    """
+    config = config.get_text_config()
+    k = getattr(config, "num_experts_per_tok", None)
+    n = next((n for name in _COUNTS if (n := getattr(config, name, None)) is not None), None)
+    if type(k) is int and type(n) is int and n > 0 and not 1 <= k <= n:
+        raise ValueError(f"{what}: {CONFIG}: num_experts_per_tok={k}: must be from 1 to the number of experts, {n}")
+
+
 def quantization_config(fields: Mapping[str, Any], what: str) -> BitsAndBytesConfig:
     """
     The config, which itself takes unknown fields and no number of bits, and then does nothing.
@@ -173,6 +215,10 @@ def quantization_config(fields: Mapping[str, Any], what: str) -> BitsAndBytesCon
     kind = fields.get("bnb_4bit_quant_type", "nf4")
     if kind not in ("nf4", "fp4"):
         raise ValueError(one_of(f"{field}.bnb_4bit_quant_type", kind, ("nf4", "fp4")))
+    width, others = ("4", _OF_8_BITS) if fields.get("load_in_4bit") else ("8", _OF_4_BITS)
+    for name in fields:
+        if name.startswith(others):
+            raise ValueError(f"{field}.{name}={fields[name]!r}: load_in_{width}bit has no use for it; leave it out")
     try:
         return BitsAndBytesConfig(**fields)
     except (TypeError, ValueError, AttributeError) as error:
@@ -198,6 +244,7 @@ def read_model(
     folder = Path(name)
     if folder.exists():
         read_config(folder, what)
+        refuse_adapter(folder, what)
         check_weights(folder, what)
     if own.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():
         own.setdefault("device_map", {"": PartialState().device})
@@ -207,6 +254,18 @@ def read_model(
         )
     _check_loaded(model, info, what)
     return model
+
+
+def refuse_adapter(folder: Path, what: object) -> None:
+    """
+    Raises:
+        ValueError: a model's folder holds an adapter as well, which transformers would load with it.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{what}: {folder} holds an adapter beside the model, {ADAPTER_CONFIG}; move the adapter's files to "
+            "a folder of their own"
+        )
 
 
 def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object) -> None:
@@ -222,6 +281,14 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{what}: its files lack {missing[0]}{more}; download or save the model again")
+    own = model.state_dict().keys() if info["unexpected_keys"] else ()
+    for key in sorted(info["unexpected_keys"]):
+        if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in own:  # not those of parts that this class leaves out
+            layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+            raise ValueError(
+                f"{what}: its files have {key}, its config says num_hidden_layers={layers}; use the config it was "
+                "saved with"
+            )
     if parse_flag_from_env(EMPTY_IN_OTHERS):
         return
     for key, weight in model.named_parameters():

@@ -159,6 +159,9 @@ def weight_files(folder: Path, what: object) -> dict[str, str]:
         ValueError: the folder has no safetensors, or its index is wrong or names files that are missing or outside of
             the folder.
     """
+    if (folder / SINGLE).is_file():  # as transformers, which looks for an index after it
+        with opened(folder / SINGLE, what) as file:
+            return dict.fromkeys(file.keys(), SINGLE)
     if (folder / INDEX).is_file():
         files = read_object(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
@@ -169,10 +172,7 @@ def weight_files(folder: Path, what: object) -> dict[str, str]:
             if not (folder / file).is_file():
                 raise ValueError(f"{what}: {folder} lacks {file}, which its index names; download or save it again")
         return files
-    if not (folder / SINGLE).is_file():
-        raise ValueError(f"{what}: {no_weights(folder, SINGLE)}")
-    with opened(folder / SINGLE, what) as file:
-        return dict.fromkeys(file.keys(), SINGLE)
+    raise ValueError(f"{what}: {no_weights(folder, SINGLE)}")
 
 
 def check_weights(folder: Path, what: object) -> None:

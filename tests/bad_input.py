@@ -149,7 +149,9 @@ NO_MODEL: dict[str, tuple[Damage, str]] = {
     "heads that do not fit": (changed(CONFIG, num_attention_heads=5), "5"),
     "other size": (changed(CONFIG, hidden_size=32), "config says"),
     "more layers": (changed(CONFIG, num_hidden_layers=3), "model.layers.2."),
+    "fewer layers": (changed(CONFIG, num_hidden_layers=1), "layers?.1"),
     "smaller vocabulary": (changed(CONFIG, vocab_size=100), "128"),
+    "an adapter beside it": (text(ADAPTER, "{}"), "holds an adapter beside the model"),
     "no weights": (without(WEIGHTS), "no model.safetensors"),
     "weights empty": (text(WEIGHTS, b""), "cannot be read"),
     "weights cut off": (cut(WEIGHTS), "cannot be read"),
@@ -217,6 +219,10 @@ NO_ADAPTER: dict[str, tuple[Damage, str]] = {
     "header too long": (header(ADAPTER_WEIGHTS, 2**62), "cannot be read"),
     "NaN": (tensors(ADAPTER_WEIGHTS, lambda t: t[first(t)].fill_(torch.nan)), "NaN"),
     "a weight is missing": (tensors(ADAPTER_WEIGHTS, lambda t: t.pop(first(t))), "down_proj"),
+    "a module saved whole is missing": (changed(ADAPTER, modules_to_save=["lm_head"]), "lm_head"),
+    "eight bits": (
+        tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): t[first(t)].to(torch.float8_e4m3fn)})), "float8_e4m3fn"
+    ),
     "no weight": (tensors(ADAPTER_WEIGHTS, lambda t: t.clear()), "moe_lora|lacks|no FFN"),
     "a weight of another shape": (
         tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): torch.zeros(2, 2)})), "2"
@@ -235,8 +241,24 @@ NO_MOE: dict[str, tuple[Damage, str]] = {
     "k larger than n": (changed(ADAPTER, top_k=9), "top_k=9"),
     "unknown router": (changed(ADAPTER, router_type="nonsense"), "nonsense"),
     "unknown mixing": (changed(ADAPTER, mixing="x"), "mixing='x'"),
+    "a layer is missing": (
+        tensors(ADAPTER_WEIGHTS, lambda t: [t.pop(key) for key in list(t) if "layers.1." in key]),
+        "layers.1.mlp.moe_lora",
+    ),
     "pattern a list": (changed(ADAPTER, num_experts_pattern=[1]), r"num_experts_pattern=\[1\]"),
 }
+
+
+NORM = "model.norm.weight"
+NO_NATIVE: dict[str, tuple[Damage, str]] = {
+    **{name: NO_MODEL[name] for name in ("config cut off", "other size", "more layers", "fewer layers",
+                                         "smaller vocabulary", "pickled")},
+    "a norm is missing": (tensors(WEIGHTS, lambda t: t.pop(NORM)), NORM),
+    "a norm of another shape": (tensors(WEIGHTS, lambda t: t.update({NORM: torch.ones(3)})), r"\[3\]"),
+    "model type a list": (changed(CONFIG, model_type=["mixtral"]), "mixtral|model_type"),
+    "k larger than n": (changed(CONFIG, num_experts_per_tok=9), "num_experts_per_tok=9: must be from 1 to the number"),
+    "k of 0": (changed(CONFIG, num_experts_per_tok=0), "num_experts_per_tok=0: must be from 1"),
+}  # fmt: skip
 
 
 def damaged(world: Path, name: str, damage: Damage, folder: Path) -> Path:

@@ -267,5 +267,6 @@ def test_recipes_refuse_independent_parts_where_stage_3_makes_their_gates(tokeni
     moe = {**case["moe"], "fine_grained_split": "independent"}
     with pytest.raises(ValueError, match=r"moe.fine_grained_split='independent': must be 'partition': stage 3 makes"):
         recipe_from_dict({**case, "moe": {**moe, "granularity": 2}})
-    recipe_from_dict({**case, "moe": moe})
+    with pytest.raises(ValueError, match="fine_grained_split='independent': granularity=1 splits no expert"):
+        recipe_from_dict({**case, "moe": moe})
     recipe_from_dict({**case, "moe": {**moe, "granularity": 2}, "router_init": {"buckets": "none"}})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,7 @@ from moe_peft.analysis import RoutingStatistics, classify_tokens
 from moe_peft.analysis.inspect import inspect_model
 from moe_peft.analysis.report import write_report
 from moe_peft.evaluation import TaskSettings, evaluate_model, read_scores
+from moe_peft.evaluation.harness import Harness
 from moe_peft.merging import dare_merge, expand
 from moe_peft.native import UpcycleConfig, export_adapter, load_routers, upcycle, verify_export
 from moe_peft.routing import (
@@ -147,11 +149,11 @@ CONFIGS: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
             "family": [1, ""],
             "init": ["x", None, 1, []],
             "router_init": ["x", None, 1],
-            "fine_grained_split": ["x", None, 1],
+            "fine_grained_split": ["x", None, 1, "independent"],
             "router_weights": [1, ""],
             **{key: [1, "no", None] for key in ("shared_indices", "weight_scaling")},
             "dtype": ["x", 1, "float64", torch.float32],
-            "max_shard_size": ["x", 1, "", "0GB", "-1GB", None],
+            "max_shard_size": ["x", 1, "", "0GB", "-1GB", None, "9" * 400 + "GB"],
             "seed": ["0", True, 1.0, None, -1, 10**30],
         },
     ),
@@ -180,7 +182,7 @@ CONFIGS: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
             "include_path": [1, "nope"],
             "num_fewshot": ["x", True, -1, 1.5, NAN],
             "batch_size": ["x", True, 0, 1.5, None],
-            "limit": ["x", True, 0, -1, NAN, INF],
+            "limit": ["x", True, 0, -1, NAN, INF, 2.7],
             "apply_chat_template": [1, None, ""],
             "seed": ["x", True, 1.5, -1],
         },
@@ -209,6 +211,9 @@ def test_a_field_of_a_config_is_refused_by_its_name(make, field, values):
     ({"router_type": "hash", "router_aux_loss_coef": 0.5}, "router_aux_loss_coef=0.5: router_type='hash'"),
     ({"router_threshold": 0.5}, "router_threshold=0.5: router_type='linear' has no use for it"),
     ({"router_type": "top_p", "router_capacity_factor": 1.0}, "router_capacity_factor=1.0: router_type='top_p' has no"),
+    ({"router_type": "hash", "router_jitter_noise": 0.5}, "router_jitter_noise=0.5: router_type='hash' reads"),
+    ({"router_type": "hash", "normalize_top_k": False}, "normalize_top_k=False: router_type='hash' reads token ids"),
+    ({"bottleneck_size": 32}, "bottleneck_size=32: LoRA experts have the rank r"),
 ])  # fmt: skip
 def test_settings_that_a_router_does_not_read_are_refused_but_load_from_saved_adapters(settings, words):
     assert words in refused(lambda: MoELoraConfig(**settings))
@@ -268,6 +273,8 @@ def case(tmp_path_factory) -> SimpleNamespace:
     for folder in (made.exported, made.adapter):
         made.tokenizer.save_pretrained(folder)
     made.loras = [lora("a"), lora("b")]
+    made.loras_of_another_base = [lora(kind, init_lora_weights=kind) for kind in ("pissa", "olora")]
+    made.invoked = lora("alora", alora_invocation_tokens=[5, 6])
     made.other_rank, made.other_module = lora("c", r=4), lora("d", target_modules=["q_proj"])
     made.base, made.moe, made.native = tiny_llama(hidden=16, vocab=64), moe(), NATIVE["mixtral"]()
     made.attention, made.no_parameters = moe(router_type="attention"), moe(router_type="locmoe")
@@ -278,6 +285,8 @@ def case(tmp_path_factory) -> SimpleNamespace:
     made.columns = Dataset.from_list([{"x": "w3"}])
     made.lists = Dataset.from_list([{"text": "w3 w4", "d": ["a"]}])
     made.sft = SFTConfig(**quiet(output_dir=str(root / "state"), num_train_epochs=1))
+    made.pickled = shutil.copytree(made.adapter, root / "pickled")
+    (made.pickled / "adapter_model.safetensors").rename(made.pickled / "adapter_model.bin")
     made.data = root / "data.jsonl"
     made.data.write_text('{"text": "w3 w4"}\n')
     return made
@@ -351,6 +360,18 @@ def models(case: SimpleNamespace) -> list[tuple[Callable[[], Any], str]]:
     ]
     for field, values in {"top_k": ["x", True, 0, -1, 1.5], "seed": ["x", True, 1.5, None, -1, 2**70]}.items():
         calls += [(lambda f=field, v=v: replace_routers(case.native, "mlp", **{f: v}), f"{field}=") for v in values]
+    settings = {"threshold": 0.5, "capacity_factor": 1.0, "num_heads": 2, "mixture": "max"}
+    calls += [
+        (
+            lambda f=f, v=v: replace_routers(case.native, RouterSettings("linear", **{f: v})),
+            f"{f}={v!r}: router='linear'",
+        )
+        for f, v in settings.items()
+    ]
+    for kind, k in {"soft": 6, "switch": 1}.items():
+        calls += [
+            (lambda v=kind: replace_routers(case.native, v, top_k=2), f"top_k=2: router={kind!r} has top_k={k}; leave")
+        ]
     for name in (1, "nope", ""):
         calls += [(lambda v=name: fold_routers(case.moe, v), f"adapter_name={name!r}")]
         calls += [(lambda v=name: expert_to_lora(case.moe, 0, None, v), f"adapter_name={name!r}")]
@@ -387,7 +408,13 @@ def attention(case: SimpleNamespace) -> list[tuple[Callable[[], Any], str]]:
     ]
     batches += [([], "no tokens"), ([{"input_ids": ids, "attention_mask": ids * 0}], "no tokens")]
     calls = [(lambda v=v: init_attention_routers(case.attention, v), words) for v, words in batches]
+    places = [[1], ids[0], ids[:1], "x"]
+    calls += [
+        (lambda v=v: init_attention_routers(case.attention, [{"input_ids": ids, "position_ids": v}]), "position_ids: ")
+        for v in places
+    ]
     good = [{"input_ids": ids}]
+    calls += [(lambda: init_attention_routers(case.native, good, adapter_name="x"), "adapter_name='x': a native MoE")]
     for value in ("x", True, 0, -1, 1.5, NAN):
         for model in (case.moe, case.native):
             calls += [(lambda v=value, m=model: init_attention_routers(m, good, num_heads=v), "num_heads=")]
@@ -407,6 +434,19 @@ def adapters(case: SimpleNamespace) -> list[tuple[Callable[[], Any], str]]:
             "layers_to_transform=[0, 9]: layer 9",
         ),
         (lambda: adapted(case, modules_to_save=["nothing"]), "modules_to_save: 'nothing'"),
+        (lambda: adapted(case, target_modules=["mlp", "o_porj"]), "target_modules: 'o_porj' is no module"),
+        (
+            lambda: adapted(case, target_modules=["model.layers.0.mlp", "model.layers.9.mlp"]),
+            "target_modules: 'model.layers.9.mlp' is no module",
+        ),
+        (
+            lambda: adapted(case, target_modules=["model.layers.0.mlp", "model.layers.1.mlp"], layers_to_transform=[0]),
+            "layers_to_transform=[0]: target_modules names 'model.layers.1.mlp' of another layer",
+        ),
+        *(
+            (lambda v=v: adapted(case, exclude_modules=v), "is a part of the target 'model.layers.0.mlp'")
+            for v in (["up_proj"], r".*\.up_proj")
+        ),
         (lambda: adapted(case, target_modules=["embed_tokens"]), "embed_tokens"),
         (lambda: adapted(case, target_modules=["self_attn"]), "self_attn"),
         (lambda: adapted(case, target_projections=["up"]), "target_projections=['up']"),
@@ -429,7 +469,15 @@ def adapters(case: SimpleNamespace) -> list[tuple[Callable[[], Any], str]]:
     calls += [(lambda v=v: lora_to_moe(case.base, [v]), f"lora_to_moe: {v}: ") for v in folders]
     calls += [(lambda v=v: lora_to_moe(v, case.loras), "lora_to_moe: model=") for v in (None, "x")]
     calls += [(lambda v=v: lora_to_moe(case.base, case.loras, v), "adapter_name=") for v in (1, "", "a.b", None)]
+    for folder in case.loras_of_another_base:
+        calls += [
+            (lambda v=folder: lora_to_moe(case.base, [v]), f"init_lora_weights={folder.name!r}: it is to be added")
+        ]
+    calls += [(lambda: lora_to_moe(case.base, [case.invoked]), "alora_invocation_tokens=[5, 6]: an expert cannot")]
     settings = {"top_k": "x", "r": 4, "foo": 1, "mixing": "x", "tok_k": 1, "router_type": "x"}
+    settings |= {"exclude_modules": ["layers.0.mlp"], "layers_to_transform": [0], "layers_pattern": "layers"}
+    settings |= {f"{name}_pattern": {"mlp": 1} for name in ("num_experts", "rank", "alpha")}
+    settings |= {"init_lora_weights": "gaussian", "bottleneck_size": 3}
     calls += [(lambda f=f, v=v: lora_to_moe(case.base, case.loras, **{f: v}), f) for f, v in settings.items()]
     calls += [(lambda: register_ffn_layout("x"), "layout='x'"), (lambda: pin_dispatch("x").__enter__(), "method='x'")]
     return calls
@@ -453,9 +501,13 @@ def checkpoints(case: SimpleNamespace) -> list[tuple[Callable[[], Any], str]]:
         ),
         *((lambda v=v: upcycle(case.dense, new, None, v), "router_weights") for v in weights),
         *((lambda f=f, v=v: upcycle(case.dense, new, UpcycleConfig(**{f: v})), f) for f, v in settings.items()),
+        (
+            lambda: upcycle(case.dense, new, UpcycleConfig(router_init_std=0.5), {0: gates, 1: gates}),
+            "router_init_std=0.5: the gates are given",
+        ),
         *((lambda v=v: export_adapter(v, new), "export: adapter=") for v in bad),
         *((lambda v=v: export_adapter(case.adapter, v), "export: output_dir=") for v in outputs),
-        *((lambda v=v: export_adapter(case.adapter, new, v), "export: base=") for v in (1, case.base, ["x"])),
+        *((lambda v=v: export_adapter(case.adapter, new, v), "export: base=") for v in (1, case.base, ["x"], "")),
         *((lambda v=v: export_adapter(case.adapter, new, max_shard_size=v), "max_shard_size=") for v in (1, 0, None)),
         *((lambda v=v: export_adapter(case.adapter, new, dtype=v), "dtype=") for v in ("x", 1, torch.float32)),
         *((lambda v=v: verify_export(v, case.exported, ["w3"]), "adapter=") for v in (None, 1)),
@@ -466,7 +518,17 @@ def checkpoints(case: SimpleNamespace) -> list[tuple[Callable[[], Any], str]]:
             for v in ("x", 1, None, "float99", "nn", torch.float32)
         ),
         *((lambda v=v: verify_export(case.adapter, case.exported, ["w3"], v), "base") for v in (1, "nope")),
+        (lambda: verify_export(case.pickled, case.exported, ["w3"]), "only safetensors are read"),
         *((lambda v=v: load_routers(case.native, v), "load_routers: folder=") for v in (None, 1, "")),
+        *(
+            (lambda v=v: prune_experts(case.adapter, new, drop=v), "prune: drop=")
+            for v in ({0: [1], "0": [2]}, {"0": [1], "00": [2]}, 1, "1", [-1], [True], {"x": [1]})
+        ),
+        *(
+            (lambda f=f, v=v: prune_experts(case.adapter, new, data=str(case.data), **{f: v}), f"prune: {f}=")
+            for f in ("batch_size", "max_length", "max_examples")
+            for v in ("8", True, 2.5, NAN, INF, 0, [1])
+        ),
         *((lambda v=v: prune_experts(v, new, drop=[0]), "prune: model=") for v in [*bad, ""]),
         *((lambda v=v: prune_experts(case.adapter, v, drop=[0]), "prune: output_dir=") for v in outputs),
         *((lambda v=v: prune_experts(case.adapter, new, data=v), "prune: data=") for v in (1, [], {}, "")),
@@ -518,15 +580,27 @@ def reports(case: SimpleNamespace) -> list[tuple[Callable[[], Any], str]]:
             "inspect",
             {"quantization": [1, "x"], "position_width": ["x", True, 0, 1.5, NAN], "html": [1, "x"]},
         ),
+        (
+            inspected,
+            "inspect",
+            {f: ["8", True, 2.5, NAN, INF, 0, [1]] for f in ("batch_size", "max_length", "max_examples")},
+        ),
         (inspected, "inspect", {"suffix": ["x", ".doc", 1, None, ""], "label_column": [1, ""]}),
         (
             evaluated,
             "evaluate_model",
             {"settings": [None, 1, "x", {}], "output_dir": [None, 1], "model_path": [None, 1]},
         ),
-        (evaluated, "evaluate_model", {"experts": [1, "0", [], [True], [0.5], [-1]], "suffix": [1, "x"], "base": [1]}),
+        (evaluated, "evaluate_model", {"with_base": ["no", 1, None], "each_expert": ["no", 1, None]}),
+        (
+            evaluated,
+            "evaluate_model",
+            {"experts": [1, "0", [], [True], [0.5], [-1], [10**30]], "suffix": [1, "x"], "base": [1]},
+        ),
         (counted, "", {"sizes": [None, 1, [], [0], ["4"], [-1], [True]], "k": ["x", True, 0, 5, -1, 1.5, None]}),
-        (counted, "", {"domains": [(), "abc", 1, [[]], ["a", "a"], [1, "1"]], "position_width": [0, True, 1.5]}),
+        (counted, "", {"domains": [(), "abc", 1, [[]], ["a", "a"], [1, "1"]]}),
+        (counted, "", {"position_width": [0, True, 1.5, 2**63]}),
+        (lambda **own: Harness(**own), "Harness", {"settings": ["x", None, {}]}),
         (
             lambda **own: run_recorded(case, **own),
             "",

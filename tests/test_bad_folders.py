@@ -5,12 +5,27 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 
 import pytest
+import torch
 import yaml
-from bad_input import NO_ADAPTER, NO_MODEL, NO_MOE, NO_SHARDS, NO_TOKENIZER, damaged, make_world, refused
+from bad_input import (
+    NO_ADAPTER,
+    NO_MODEL,
+    NO_MOE,
+    NO_NATIVE,
+    NO_SHARDS,
+    NO_TOKENIZER,
+    changed,
+    damaged,
+    make_world,
+    refused,
+    tensors,
+)
 
 from moe_peft import loading
+from moe_peft.native import upcycle
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +60,28 @@ COMMANDS = {
         world, out.parent, num_experts=2, prepare={"adapters": [str(model), str(world / "lora1")], "num_experts": None}
     ),
 }  # fmt: skip
+
+
+def to_eight_bits(state):
+    state |= {name: tensor.to(torch.float8_e4m3fn) for name, tensor in state.items() if ".mlp." in name}
+
+
 # Of UpIT, its first stage reads the weights. The run's folder has been made by then, and is removed again.
 CASES = [
     *(("upcycle", "base", name, *case) for name, case in NO_MODEL.items()),
     *(("upcycle", "sharded", name, *case) for name, case in NO_SHARDS.items()),
     *(("export", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
     *(("prune", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
-    *(
-        ("prune", "native", name, *NO_MODEL[name])
-        for name in ("config cut off", "other size", "more layers", "pickled")
+    *(("prune", "native", name, *case) for name, case in NO_NATIVE.items()),
+    (
+        "prune",
+        "native",
+        "no experts",
+        changed("config.json", num_local_experts=0),
+        "num_local_experts: the config says",
     ),
+    *(("inspect", "native", name, *case) for name, case in NO_NATIVE.items()),
+    ("upcycle", "base", "eight bits", tensors("model.safetensors", to_eight_bits), "F8_E4M3; use a checkpoint of"),
     *(("inspect", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
     *(("inspect", "native", name, *case) for name, case in NO_TOKENIZER.items()),
     *(("sft", "base", name, *case) for name, case in {**NO_MODEL, **NO_TOKENIZER}.items()),
@@ -71,6 +98,26 @@ def test_a_damaged_folder_is_refused_in_one_line(command, folder, damage, words,
     wrong = damaged(world, folder, damage, tmp_path)
     line = refused(COMMANDS[command](world, wrong, tmp_path / "out"), capsys, tmp_path / "out")
     assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(5, "133 tokens, its embeddings have 128 rows"), (0, "no tokenizer")])
+def test_export_finds_out_before_it_writes_that_it_cannot_be_verified(tokens, words, world, tmp_path, capsys):
+    damage = NO_TOKENIZER["fewer embeddings than tokens" if tokens else "no tokenizer"][0]
+    base = damaged(world, "base", damage, tmp_path)
+    adapter = damaged(world, "moe", changed("adapter_config.json", base_model_name_or_path=str(base)), tmp_path)
+    arguments = ["export", "--adapter", str(adapter), "--output", str(tmp_path / "out"), "--verify", "w3 w4"]
+    assert words in refused(arguments, capsys, tmp_path / "out")
+
+
+def test_a_single_file_of_weights_goes_before_an_index(world, tmp_path):
+    """As in transformers. A model that is saved again may leave shards of the one before, or their index."""
+    shutil.copytree(world / "sharded", tmp_path / "model")
+    for shard in (tmp_path / "model").glob("model-*"):
+        shard.unlink()
+    shutil.copy(world / "base" / "model.safetensors", tmp_path / "model")
+    made = upcycle(tmp_path / "model", tmp_path / "made")
+    expected = upcycle(world / "base", tmp_path / "expected")
+    assert (made / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
 
 
 def test_of_an_adapter_on_the_hub_only_safetensors_are_read(world, monkeypatch):

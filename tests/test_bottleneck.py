@@ -271,7 +271,7 @@ def test_training_starts_at_the_dense_model_and_reaches_every_parameter(init):
 def test_the_numbers_of_parameters_are_those_of_the_documented_formula():
     n, d, f, b, r = 4, 64, 128, 8, 3
     sizes = {}
-    for name, settings in (("bottleneck", {}), ("lora", {"expert_type": "lora", "r": r})):
+    for name, settings in (("bottleneck", {}), ("lora", {"expert_type": "lora", "bottleneck_size": 64, "r": r})):
         layer = ffns(make(num_experts=n, **settings))[0]
         sizes[name] = sum(p.numel() for p in layer.parameters() if p.requires_grad)
     assert sizes == {"bottleneck": n * 2 * d * b + n * d, "lora": n * 3 * r * (d + f) + n * d}

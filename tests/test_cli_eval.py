@@ -189,6 +189,27 @@ def test_chat_template(folder, tmp_path, tokenizer):
     assert found.keys() == raw.keys() and found != raw
 
 
+def test_experts_that_not_all_layers_have_are_named(caplog):
+    from conftest import tiny_llama
+    from peft import get_peft_model
+
+    from moe_peft import MoELoraConfig
+    from moe_peft.evaluation.run import _alone
+
+    config = MoELoraConfig(num_experts=4, task_type="CAUSAL_LM", num_experts_pattern={r"layers\.0\.mlp": 3})
+    model = get_peft_model(tiny_llama(hidden=16, vocab=64), config)
+    assert _alone(model, [2]) == [2] and not caplog.records
+    assert _alone(model, None) == [0, 1, 2]
+    assert "layers have 3 to 4 experts; the first 3 alone" in caplog.text
+
+
+def test_tasks_may_be_named_one_by_one():
+    from moe_peft.cli.eval import parser
+
+    given = parser("eval").parse_args(["--model", "m", "--tasks", "a", "b", "--tasks", "c"])
+    assert given.tasks == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -204,10 +225,13 @@ def test_chat_template(folder, tmp_path, tokenizer):
         (["--batch-size", "0"], "batch_size='0': must be"),
         (["--batch-size", "automatic"], "batch_size='automatic': must be"),
         (["--batch-size", "auto:x"], "batch_size='auto:x': must be"),
-        (["--limit", "inf"], "limit=inf: must be above 0"),
-        (["--limit", "nan"], "limit=nan: must be above 0"),
+        (["--limit", "inf"], "limit=inf: use a whole number of at least 1, or a share below 1"),
+        (["--limit", "nan"], "limit=nan: use a whole number"),
+        (["--limit", "2.7"], "limit=2.7: use a whole number"),
+        (["--apply-chat-template", "False"], "apply_chat_template='False': "),
+        (["--tasks", "{folder}/few.yaml"], "num_fewshot='few': task 'toy_a': use a whole number of at least 0"),
         (["--num-fewshot", "24"], "num_fewshot=24: task 'toy_a' has no more than 23 examples"),
-        (["--limit", "0"], "limit=0.0: must be above 0"),
+        (["--limit", "0"], "limit=0.0: use a whole number"),
         (["--num-fewshot", "-1"], "num_fewshot=-1: use a whole number"),
         (["--experts", "4"], "every layer has 0 to 3"),
         (["--experts", "0,4"], "the model has experts 0 to 3"),
@@ -225,7 +249,9 @@ def test_chat_template(folder, tmp_path, tokenizer):
     ],
 )
 def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, folder, tmp_path, capsys):
-    given = ["--model", str(folder / "adapter"), "--tasks", "toy_a", "--include-path", str(folder / "tasks")]
+    (folder / "few.yaml").write_text((folder / "tasks" / "a.yaml").read_text() + "num_fewshot: few\n")
+    given = ["--model", str(folder / "adapter"), "--include-path", str(folder / "tasks")]
+    given += [] if "--tasks" in arguments else ["--tasks", "toy_a"]
     given += ["--output", str(tmp_path / "out"), *(argument.format(folder=folder) for argument in arguments)]
     with pytest.raises(SystemExit) as end:
         main(["eval", *given])

@@ -88,7 +88,7 @@ torch.save(model(torch.arange(3, 27).view(2, 12)).logits, {str(tmp_path / "logit
 
 def test_smaller_ranks_are_padded_and_other_scalings_are_taken_up():
     sources = [lora(0, r=2, lora_alpha=2), lora(1, r=6, lora_alpha=3), lora(2, r=4, lora_alpha=12, use_rslora=True)]
-    moe = lora_to_moe(tiny_llama(), sources, init_lora_weights=False)
+    moe = lora_to_moe(tiny_llama(), sources)
     A, B = moe.get_base_model().model.layers[1].mlp.expert_parameters("default")
     assert not any(part["up_proj"][0, 2:].any() or part["up_proj"][2, 4:].any() for part in (A, B))  # padding is zero
     for i, source in enumerate(sources):
@@ -97,6 +97,20 @@ def test_smaller_ranks_are_padded_and_other_scalings_are_taken_up():
         got = get_peft_model(tiny_llama(), config).eval()
         load(got, state)
         torch.testing.assert_close(got(IDS).logits, source(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_module_saved_whole_is_part_of_every_experts_lora(tmp_path):
+    torch.manual_seed(0)
+    config = MoELoraConfig(num_experts=3, r=2, init_lora_weights=False, modules_to_save=["lm_head"])
+    moe = get_peft_model(tiny_llama(), config).eval()
+    with torch.no_grad():
+        moe.get_base_model().lm_head.modules_to_save["default"].weight.add_(0.1)
+    expert_to_lora(moe, 1, tmp_path / "lora")
+    got = PeftModel.from_pretrained(tiny_llama(), tmp_path / "lora").eval()
+    with force_experts(moe, torch.tensor([1])):
+        expected = moe(IDS).logits
+    torch.testing.assert_close(got(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    assert (got(IDS).logits - tiny_llama().eval()(IDS).logits).abs().max() > 0.1
 
 
 def load(model: PeftModel, state: dict[str, torch.Tensor]) -> None:

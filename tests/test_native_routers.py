@@ -297,6 +297,21 @@ def test_checkpoints_with_the_names_of_before_load(tokenizer, tmp_path):
     assert gate.moe_router.mean_query.shape == old["model.layers.0.mlp.gate.attention_query"].shape
 
 
+@pytest.mark.parametrize("changed", [
+    {CONFIG_FIELD: []}, {CONFIG_FIELD: {"type": "mlp", "x": 1}}, {"moe_peft_stock_gate": "x"},
+    {"num_experts_per_tok": 99},
+])  # fmt: skip
+def test_settings_in_a_config_that_cannot_be_are_refused_in_one_line(changed, tmp_path):
+    model = with_router("mlp")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    with pytest.raises(
+        ValueError, match=f"load_routers: .*{CONFIG_FIELD} in its config: [^\n]*; save the model again$"
+    ):
+        load_routers(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path)
+
+
 def test_what_names_no_routers_or_lacks_their_weights_is_refused(tmp_path):
     model = moe()
     model.save_pretrained(tmp_path / "plain")
@@ -392,7 +407,7 @@ def test_a_second_replacement_goes_back_to_the_stock_gates_rule(family, normaliz
     """The model with its own weights in a linear router again is the model of before."""
     model = moe(family, **({} if family == "mixtral" else {"norm_topk_prob": normalizes}))
     other = copy.deepcopy(model)
-    replace_routers(other, first, top_k=None if first == "switch" else 3)
+    replace_routers(other, first, top_k=3 if first == "mlp" else None)
     if reloaded:
         other.save_pretrained(tmp_path)
         other = AutoModelForCausalLM.from_pretrained(tmp_path).eval()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import signal
 import time
 
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from warm import start
 
 from moe_peft.cli import main
+from moe_peft.cli.upcycle import parser
 from moe_peft.native import ExpertInit, UpcycleConfig, upcycle
 from moe_peft.native.checkpoint import whole_folder
 from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
@@ -46,6 +48,36 @@ def output(ffn: FFN, x: torch.Tensor) -> torch.Tensor:
 
 
 # --- what keeps the function ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "own"), [
+    ("llama", {"sliding_window": 4}),  # no field of Llama's: it is not read
+    ("qwen3", {"num_local_experts": 4}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 28}),  # no such layers
+])  # fmt: skip
+def test_settings_that_the_dense_model_does_not_follow_are_not_the_moes(kind, own, folders, tmp_path):
+    shutil.copytree(folders[kind], tmp_path / "dense")
+    path = tmp_path / "dense" / "config.json"
+    given = {name: value for name, value in json.loads(path.read_text()).items() if name != "layer_types"}
+    path.write_text(json.dumps({**given, **own}))
+    made = upcycle(tmp_path / "dense", tmp_path / "moe", UpcycleConfig(num_experts=4))
+    expected, found = (logits(AutoModelForCausalLM.from_pretrained(folder)) for folder in (tmp_path / "dense", made))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_models_may_be_named_one_by_one(folders):
+    given = parser("upcycle").parse_args(["--model", "a", "--model", "b", "c", "--output", "o"])
+    assert given.model == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--calibration-examples", "5"], "--calibration-examples 5: goes with --calibration"),
+    (["--fine-grained-split", "independent"], "fine_grained_split='independent': granularity=1 splits no expert"),
+])  # fmt: skip
+def test_an_option_without_what_it_is_for_is_refused(options, words, folders, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["upcycle", "--model", folders["llama"], "--output", str(tmp_path / "out"), *options])
+    assert end.value.code == 2 and words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_every_family_is_tried():

@@ -96,11 +96,14 @@ def test_positions_past_the_last_bucket_stay_in_it():
     statistics = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=1)
     statistics.update([torch.zeros(80, 4)], torch.ones(1, 80), None)
     assert statistics.domain_compliance_tokens[0].tolist() == [1.0] * 63 + [17.0]
-    wide = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=10**40)  # no tensor holds such a number
+    wide = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=2**31)
     wide.update([torch.zeros(80, 4)], torch.ones(1, 80), None)
     assert wide.domain_compliance_tokens[0].tolist() == [80.0] + [0.0] * 63
-    with pytest.raises(ValueError, match="position_width=0: use a whole number of at least 1, or None"):
-        RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=0)
+    for width in (0, 10**40):  # no tensor holds such a number
+        with pytest.raises(
+            ValueError, match=f"position_width={width}: use a whole number from 1 to 2147483648, or None"
+        ):
+            RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=width)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

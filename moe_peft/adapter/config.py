@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from peft import PeftConfig, PeftType
@@ -30,11 +30,20 @@ from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 
 # Fields that the LoRA adapters determine when they are stacked into a MoE adapter.
-EXPERT_FIELDS = ("num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections", "expert_type")
+EXPERT_FIELDS = (
+    "num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections", "expert_type",
+    "bottleneck_size", "exclude_modules", "layers_to_transform", "layers_pattern", "num_experts_pattern",
+    "rank_pattern", "alpha_pattern", "init_lora_weights",
+)  # fmt: skip
 
 ExpertType = Literal["lora", "bottleneck"]
 # Settings of routers that only some read.
 _OWN_SETTINGS = {field.name for field in fields(RouterSettings)} - {"type", "jitter_noise", "attention_size"}
+
+
+def unread_settings(router: type[Router]) -> list[Field]:
+    """The fields of `RouterSettings` that routers of this class have no use for."""
+    return [setting for setting in fields(RouterSettings) if setting.name in _OWN_SETTINGS - set(router.reads)]
 
 
 @dataclass(frozen=True)
@@ -205,15 +214,23 @@ class MoELoraConfig(PeftConfig):
             self._refuse("router_type", f"{reason}; use {other}router_type='linear'")
         if self.expert_type == "bottleneck":
             self._check_bottlenecks()
+        elif self.bottleneck_size != type(self).bottleneck_size and not self.inference_mode:
+            self._refuse(
+                "bottleneck_size", "LoRA experts have the rank r; leave it out, or set expert_type='bottleneck'"
+            )
+        if self.router_class.by_token_id and not self.inference_mode:
+            for name in ("router_jitter_noise", "normalize_top_k"):
+                if getattr(self, name) != getattr(type(self), name):
+                    self._refuse(name, f"router_type={self.router_type!r} reads token ids alone; leave it out")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             for name in ("layers_to_transform", "layers_pattern"):
                 if getattr(self, name) is not None:
                     self._refuse(name, "give target_modules as a list of names, not as a regex, to choose layers")
         if self.layers_pattern is not None and self.layers_to_transform is None:
             self._refuse("layers_pattern", "set layers_to_transform too")
-        for setting in fields(RouterSettings):
-            name, unused = f"router_{setting.name}", setting.name in _OWN_SETTINGS - set(self.router_class.reads)
-            if unused and not self.inference_mode and getattr(self, name) != setting.default:
+        for setting in () if self.inference_mode else unread_settings(self.router_class):
+            name = f"router_{setting.name}"
+            if getattr(self, name) != setting.default:
                 self._refuse(name, f"router_type={self.router_type!r} has no use for it; leave it out")
 
     def _refuse_other(self, name: str, given: Any, fixed: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import nn
 
@@ -25,6 +26,12 @@ from .layer import MoELoraLayer, MoELoraLinear
 
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 _PREFIX = "base_model.model."
+# Fields of a LoRA that an expert cannot have, with the value that means none of it.
+_PLAIN = {
+    "use_dora": False, "bias": "none", "lora_bias": False, "modules_to_save": None, "alora_invocation_tokens": None,
+}  # fmt: skip
+# Initial values by name that leave the base's weights as they are.
+_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 
 
 def lora_rank(config: LoraConfig, module: str) -> int:
@@ -92,7 +99,7 @@ def lora_to_moe(
     """
     for name in EXPERT_FIELDS:
         if name in settings:
-            raise ValueError(f"lora_to_moe: {name}={settings[name]!r}: the adapters determine this; leave it out")
+            raise ValueError(f"lora_to_moe: {name}={shown(settings[name])}: the adapters determine this; leave it out")
     known = {field.name for field in fields(MoELoraConfig)}
     for name in settings.keys() - known:
         raise ValueError(f"lora_to_moe: {unknown_key(name, known)}")
@@ -168,7 +175,8 @@ def expert_to_lora(
     """
     Extract one expert of a MoE adapter as a plain LoRA adapter.
 
-    Modules with a single expert, which is always active, are part of every expert's LoRA.
+    Modules with a single expert, which is always active, and those of `modules_to_save` are part of every expert's
+    LoRA.
 
     Args:
         model: the model with the MoE adapter.
@@ -206,6 +214,7 @@ def expert_to_lora(
         target_modules=_short_names(model, set(ranks)),
         rank_pattern={name: r for name, r in ranks.items() if r != source.r},
         alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != source.lora_alpha},
+        modules_to_save=source.modules_to_save,
         task_type=source.task_type,
         base_model_name_or_path=source.base_model_name_or_path,
         inference_mode=True,
@@ -218,11 +227,14 @@ def expert_to_lora(
 def _matrices_of(
     model: PeftModel, expert: int, adapter_name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, float]]:
-    """An expert's A and B under PEFT's names, and by module their rank and alpha."""
+    """An expert's A and B and the modules saved whole, under PEFT's names, and by module their rank and alpha."""
     state: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for owner, layer in model.get_base_model().named_modules():
+        if isinstance(layer, ModulesToSaveWrapper) and adapter_name in layer.modules_to_save:
+            whole = layer.modules_to_save[adapter_name].state_dict()
+            state |= {f"{_PREFIX}{owner}.{name}": tensor.cpu().clone() for name, tensor in whole.items()}
         if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
             continue
         spec = layer.moe_lora_spec[adapter_name]
@@ -259,11 +271,16 @@ def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
         config = read_adapter_config(source, f"lora_to_moe: {name}")
     if not isinstance(config, LoraConfig):
         raise ValueError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
-    for field, plain in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None)):
+    for field, plain in _PLAIN.items():
         if getattr(config, field, plain) != plain:
             raise ValueError(
                 f"lora_to_moe: {name}: {field}={getattr(config, field)!r}: an expert cannot have this; leave it out"
             )
+    if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in _KEEP_THE_BASE:
+        raise ValueError(
+            f"lora_to_moe: {name}: init_lora_weights={config.init_lora_weights!r}: it is to be added to a base that "
+            "this has changed; save it for the plain base, with path_initial_model_for_weight_conversion"
+        )
     if isinstance(source, PeftModel):
         state = get_peft_model_state_dict(source, adapter_name=source.active_adapter)
     else:

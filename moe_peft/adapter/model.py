@@ -248,13 +248,9 @@ def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module)
         for key in getattr(config, field):
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
                 raise ValueError(f"MoELoraConfig: {field}: {key!r} matches no targeted module; leave it out")
-    given = config.layers_to_transform
-    for layer in [given] if isinstance(given, int) else given or []:
-        if not any(f".{layer}." in f".{name}." for name in names):
-            raise ValueError(
-                f"MoELoraConfig: layers_to_transform={given}: layer {layer} has no targeted module; name layers that do"
-            )
     every = [name for name, _ in model.named_modules()]
+    _refuse_layers(config.layers_to_transform, names)
+    _refuse_names(config, names, every)
     for saved in set(config.modules_to_save or ()) - _OF_PEFT:
         if not any(name == saved or name.endswith(f".{saved}") for name in every):
             raise ValueError(f"MoELoraConfig: modules_to_save: {saved!r} is no module of the model; leave it out")
@@ -264,6 +260,38 @@ def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module)
         raise ValueError(
             f"MoELoraConfig: task_type={task!r}: the model is a {type(model).__name__}; use task_type={of_model!r}"
         )
+
+
+def _refuse_layers(given: list[int] | int | None, names: list[str]) -> None:
+    """Raise if a layer has no target, or a target is in another layer: PEFT adapts what has its full name given."""
+    layers = [given] if isinstance(given, int) else given or []
+    for layer in layers:
+        if not any(f".{layer}." in f".{name}." for name in names):
+            raise ValueError(
+                f"MoELoraConfig: layers_to_transform={given}: layer {layer} has no targeted module; name layers that do"
+            )
+    for name in names if layers else ():
+        if not any(f".{layer}." in f".{name}." for layer in layers):
+            raise ValueError(
+                f"MoELoraConfig: layers_to_transform={given}: target_modules names {name!r} of another layer; name "
+                "modules by their last part, or leave one of the two out"
+            )
+
+
+def _refuse_names(config: MoELoraConfig, names: list[str], every: list[str]) -> None:
+    """Raise if a name of `target_modules` is no module's, or one of `exclude_modules` is that of a target's parts."""
+    for given in () if isinstance(config.target_modules, str) else config.target_modules or ():
+        if not any(name == given or name.endswith(f".{given}") for name in every):
+            raise ValueError(f"MoELoraConfig: target_modules: {given!r} is no module of the model; leave it out")
+    excluded = config.exclude_modules
+    for given in [excluded] if isinstance(excluded, str) else excluded or ():
+        pattern = given if isinstance(excluded, str) else rf"(.*\.)?{re.escape(given)}"
+        matched = [name for name in every if re.fullmatch(pattern, name)]
+        if matched and all(any(name.startswith(f"{target}.") for target in names) for name in matched):
+            raise ValueError(
+                f"MoELoraConfig: exclude_modules: {given!r} is a part of the target {matched[0].rpartition('.')[0]!r}, "
+                "which has experts as a whole; choose its projections with target_projections"
+            )
 
 
 def _endings(names: list[str]) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from transformers.utils.logging import tqdm
 
 from ..checks import COUNT, FLAG, FOLDER, PATH, TEXT, check, is_a, one_of
+from ..folders import writable
 from ..merging import likeness
 from ..models.size import ModelSize, expert_similarity, model_size
 from ..models.view import adapter_layers
@@ -82,6 +83,7 @@ def inspect_model(
             f"inspect: position_width={position_width}: is for compliance, so give expert_map (--expert-map), too"
         )
     check_limits("inspect", batch_size, max_length, max_examples)
+    writable(output_dir, f"inspect: output_dir={str(output_dir)!r}")
     model, tokenizer = load(model_path, dtype, quantization)
     rows = load_rows(
         tokenizer, data, label_column, split,

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl import SFTConfig
 
+from ..checks import COUNT, check
 from ..loading import (
     ADAPTER_CONFIG,
     check_tokenizer,
@@ -32,6 +33,7 @@ from ..models.view import base_model
 from ..native import load_routers
 from ..reading import check_weights, reading
 from ..routing.expert_map import label_text
+from ..training.arguments import check_learnable
 from ..training.data import load_data
 from ..training.rows import check_rows
 from ..training.scoring import Collator
@@ -45,11 +47,14 @@ def check_limits(caller: str, batch_size: int, max_length: int, max_examples: in
     Check what limits passes over data.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: one is no whole number of at least 1.
     """
-    for name, value in (("batch_size", batch_size), ("max_length", max_length), ("max_examples", max_examples)):
-        if value is not None and value < 1:
-            raise ValueError(f"{caller}: {name}={value}: use a whole number of at least 1")
+    check(
+        caller,
+        batch_size=(batch_size, COUNT),
+        max_length=(max_length, COUNT),
+        max_examples=(max_examples, COUNT.or_none()),
+    )
 
 
 def load(
@@ -135,6 +140,7 @@ def load_rows(
             use_cpu=not torch.accelerator.is_available(),
         )  # fmt: skip
         rows, collator = tokenized(dataset, tokenizer, args)
+        check_learnable(f"--data {data!r}", rows, args)
     domains = [label_text(label) for label in rows[label_column]] if label_column else []
     return Rows(rows, domains, collator, batch_size)
 

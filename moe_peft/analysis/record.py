@@ -90,7 +90,7 @@ class RoutingStatistics:
             sizes=(sizes, _SIZES),
             domains=(domains, _DOMAINS),
             token_classes=(token_classes, _CLASSES.or_none()),
-            position_width=(position_width, COUNT.or_none()),
+            position_width=(position_width, whole(1, 2**31).or_none()),
         )
         check("RoutingStatistics", k=(k, whole(1, max(sizes))))
         L, n, D = len(sizes), max(sizes), len(domains)
@@ -177,7 +177,7 @@ class RoutingStatistics:
 
     def _buckets_of(self, positions: torch.Tensor) -> torch.Tensor:
         if self.position_width is not None:
-            return (positions // min(self.position_width, 2**62)).long().clamp(max=LINEAR_BUCKETS - 1)
+            return (positions // self.position_width).long().clamp(max=LINEAR_BUCKETS - 1)
         return (positions + 1).float().log2().floor().long().clamp(max=POSITION_BUCKETS - 1)
 
     @property

@@ -15,7 +15,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--model", required=True, help="folder of an adapter, a native MoE or a dense model")
     add("--base", help="an adapter's base, by default the one that it names; else a model to compare with")
     add("--no-base", action="store_true", help="do not evaluate an adapter's base beside it")
-    add("--tasks", required=True, nargs="+", help="tasks, groups, tags, patterns or YAML files, also with commas")
+    add(
+        "--tasks",
+        required=True,
+        nargs="+",
+        action="extend",
+        help="tasks, groups, tags, patterns or YAML files, also with commas",
+    )
     add("--include-path", "--include_path", metavar="FOLDER", help="a folder with further tasks")
     add("--num-fewshot", "--num_fewshot", type=int, metavar="N", help="examples in the context")
     add("--batch-size", "--batch_size", default="8", metavar="N", help="requests per forward pass, or auto")

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from ..native import export_adapter, verify_export
+from ..native.verify import check_verifiable
 from ..reading import read_text
 
 
@@ -25,6 +26,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
     texts = None if options.verify is None else _texts(options.verify)
+    if texts is not None:
+        check_verifiable(options.adapter, options.base)
     folder = export_adapter(
         options.adapter, options.output, options.base,
         family=options.family, dtype=options.dtype, max_shard_size=options.max_shard_size,

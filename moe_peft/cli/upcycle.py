@@ -14,7 +14,9 @@ from ..native import UpcycleConfig, upcycle
 
 def parser(prog: str) -> argparse.ArgumentParser:
     parser = HfArgumentParser(UpcycleConfig, prog=prog, description="Make a native MoE from dense models.")
-    parser.add_argument("--model", required=True, nargs="+", help="folders or names of one or more dense models")
+    parser.add_argument(
+        "--model", required=True, nargs="+", action="extend", help="folders or names of one or more dense models"
+    )
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; must not exist yet")
     parser.add_argument(
         "--calibration",
@@ -22,7 +24,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="data for --router-init attention: a .jsonl, .json, .csv or .parquet file, or a data set's name",
     )
     parser.add_argument(
-        "--calibration-examples", type=int, default=256, metavar="N", help="examples of it to draw, with --seed"
+        "--calibration-examples", type=int, metavar="N", help="examples of it to draw, with --seed; default: 256"
     )
     return parser
 
@@ -32,8 +34,11 @@ def run(options: argparse.Namespace) -> None:
     config = UpcycleConfig(**settings)
     if (options.calibration is None) == (config.router_init == "attention"):
         raise ValueError(f"upcycle: --calibration {options.calibration!r}: goes with --router-init attention")
-    if options.calibration_examples < 1:
-        raise ValueError(f"upcycle: --calibration-examples {options.calibration_examples}: use 1 or more")
+    count = options.calibration_examples
+    if count is not None and options.calibration is None:
+        raise ValueError(f"upcycle: --calibration-examples {count}: goes with --calibration")
+    if count is not None and count < 1:
+        raise ValueError(f"upcycle: --calibration-examples {count}: use 1 or more")
     batches = None if options.calibration is None else _batches(options)
     print(upcycle(options.model, options.output, config, calibration=batches))
 
@@ -48,4 +53,4 @@ def _batches(options: argparse.Namespace) -> list[dict[str, Any]]:
     data = load_data(options.calibration, "--calibration", None)
     tokenizer = read_tokenizer(options.model[0], f"upcycle: --calibration: {options.model[0]!r}")
     check_rows(data, "--calibration", tokenizer)
-    return calibration_batches(data, tokenizer, options.calibration_examples, seed=options.seed)
+    return calibration_batches(data, tokenizer, options.calibration_examples or 256, seed=options.seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import random
 import re
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 
-from ..checks import FLAG, PATH, TEXT, Rule, check_fields, whole
+from ..checks import FLAG, PATH, TEXT, Rule, check, check_fields, is_a, is_number, is_whole, whole
 from ..messages import one_line
 
 # Fields and what they may be; more is checked below.
@@ -25,7 +24,10 @@ _RULES: dict[str, Rule] = {
     "tasks": Rule(lambda v: isinstance(v, (tuple, list)) and all(map(TEXT.allows, v)), "give a tuple of names"),
     "include_path": PATH.or_none(),
     "num_fewshot": whole(0).or_none(),
-    "limit": Rule(lambda v: isinstance(v, (int, float)) and not isinstance(v, bool), "give a number").or_none(),
+    "limit": Rule(
+        lambda v: is_number(v) and (0 < v < 1 or (v >= 1 and v == int(v))),
+        "use a whole number of at least 1, or a share below 1",
+    ).or_none(),
     "apply_chat_template": Rule(lambda v: FLAG.allows(v) or TEXT.allows(v), "use True, False or a template's name"),
     "seed": whole(0, 2**32 - 1).or_none(),  # what numpy takes
 }
@@ -60,8 +62,6 @@ class TaskSettings:
         check_fields("", self, _RULES)
         if not re.fullmatch(r"0*[1-9]\d{0,5}|auto(:[1-9]\d*)?", str(self.batch_size)):
             raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number from 1 to 999999, auto or auto:N")
-        if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
-            raise ValueError(f"limit={self.limit!r}: must be above 0 and finite; leave it out for all examples")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"include_path={self.include_path!r}: no such folder")
 
@@ -80,11 +80,14 @@ class Harness:
     """
 
     def __init__(self, settings: TaskSettings) -> None:
+        check("Harness", settings=(settings, is_a(TaskSettings)))
         self.settings = settings
         with _quiet():
             self.loaded = _load_tasks(settings)
         for task in self.loaded["tasks"].values():
             own = task.get_config("num_fewshot")
+            if own is not None and not (is_whole(own) and own >= 0):
+                raise ValueError(f"num_fewshot={own!r}: task {task.config.task!r}: use a whole number of at least 0")
             if own != 0:  # a task that says 0 wants none
                 task.set_config("num_fewshot", (own or 0) if settings.num_fewshot is None else settings.num_fewshot)
             _check_shots(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -14,21 +15,24 @@ from accelerate import PartialState
 
 from ..analysis.figures import SUFFIXES
 from ..analysis.loading import describe, is_adapter, load
-from ..checks import PATH, Rule, check, is_a, is_whole, one_of
+from ..checks import FLAG, MOST, PATH, Rule, check, is_a, is_whole, one_of
 from ..contexts import free_memory
 from ..folders import writable
+from ..loading import check_template
 from ..models.steering import allow_experts, force_experts
 from ..models.view import base_model, router_sizes
 from .harness import Harness, TaskSettings
 from .report import EXPERT, print_results, write_results
 from .scores import Scores, read_scores
 
+logger = logging.getLogger("moe_peft")
+
 _KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better")
 
 
 _EXPERTS = Rule(
-    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(is_whole(i) and i >= 0 for i in v),
-    "give a list of experts, whole numbers from 0",
+    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(is_whole(i) and 0 <= i < MOST for i in v),
+    f"give a list of experts, whole numbers from 0 to {MOST - 1}",
 )
 
 
@@ -73,7 +77,9 @@ def evaluate_model(
         settings=(settings, is_a(TaskSettings)),
         output_dir=(output_dir, PATH),
         base=(base, PATH.or_none()),
+        with_base=(with_base, FLAG),
         experts=(experts, _EXPERTS.or_none()),
+        each_expert=(each_expert, FLAG),
         quantization=(quantization, is_a(dict).or_none()),
         suffix=(suffix, one_of(SUFFIXES)),
     )
@@ -84,6 +90,7 @@ def evaluate_model(
         raise ValueError(f"--base {str(base)!r}: is to be compared with, and --no-base leaves it out; give one of them")
     harness = Harness(settings)
     model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
+    check_template(tokenizer, settings.apply_chat_template, "apply_chat_template")
     raw = _run(harness, model, tokenizer, experts, each_expert)
     about = {
         "model": model_path, **describe(model), "lm_eval": version("lm_eval"),
@@ -120,7 +127,12 @@ def _run(
 
 def _alone(model: Any, experts: Sequence[int] | None) -> list[int]:
     """The experts to evaluate one by one."""
-    smallest = min(n for n, _ in router_sizes(model, "--each-expert"))
+    sizes = {n for n, _ in router_sizes(model, "--each-expert")}
+    smallest = min(sizes)
+    if len(sizes) > 1 and experts is None:
+        logger.warning(
+            "--each-expert: layers have %d to %d experts; the first %d alone", smallest, max(sizes), smallest
+        )
     return list(range(smallest) if experts is None else experts)
 
 

@@ -157,6 +157,12 @@ def _check_batch(i: int, batch: Any, vocabulary: int) -> None:
             f"init_attention_routers: batches[{i}]: token ids {int(ids.min())} to {int(ids.max())}; the model has 0 to "
             f"{vocabulary - 1}: use its own tokenizer"
         )
+    places = batch.get("position_ids", ids)
+    if not isinstance(places, torch.Tensor) or places.shape != ids.shape:
+        raise ValueError(
+            f"init_attention_routers: batches[{i}]: position_ids: give a tensor {list(ids.shape)} as input_ids, or "
+            "leave it out"
+        )
     mask = batch.get("attention_mask", torch.ones_like(ids))
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or not ((mask == 0) | (mask == 1)).all():
         raise ValueError(

@@ -64,6 +64,8 @@ def init_attention_routers(
     router_sizes(model, "init_attention_routers")
     check("init_attention_routers", num_heads=(num_heads, COUNT.or_none()))
     adapted = bool(adapter_layers(model))
+    if not adapted and adapter_name is not None:
+        raise ValueError(f"init_attention_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
     places = _adapter_places(model, adapter_name) if adapted else _native_places(model)
     paths = [attention_before(model, path) for path in places]
     source = model if dense is None else dense

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapter.config import MoELoraConfig
+from ..adapter.config import MoELoraConfig, unread_settings
 from ..checks import COUNT, SEED, check, is_a
 from ..routing.routers import ROUTERS, RouterSettings, make_router
 from .gate import RoutedGate, gate_rule, put_router, take_router
@@ -51,6 +51,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     )
     if given.type in ROUTERS and ROUTERS[given.type].by_token_id:
         raise ValueError(f"replace_routers: router={given.type!r}: a native gate has no token ids to route by")
+    _refuse_unread(given, top_k, max(n for n, _ in sizes))
     try:
         rules = [gate_rule(gate) for gate in gates.values()]
     except ValueError as error:
@@ -73,6 +74,21 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
         config.norm_topk_prob = made[0][2]
     setattr(config, CONFIG_FIELD, {name: value for name, value in asdict(given).items() if name != "attention_size"})
     setattr(config, STOCK_FIELD, stock)
+
+
+def _refuse_unread(given: RouterSettings, top_k: int | None, num_experts: int) -> None:
+    """Raise if the router has no use for a setting."""
+    if given.type not in ROUTERS:
+        return  # its own message is to come
+    router = ROUTERS[given.type]
+    for setting in unread_settings(router):
+        if (value := getattr(given, setting.name)) != setting.default:
+            raise ValueError(
+                f"replace_routers: {setting.name}={value!r}: router={given.type!r} has no use for it; leave it out"
+            )
+    fixed = num_experts if router.all_experts else router.only_top_k
+    if fixed is not None and top_k not in (None, fixed):
+        raise ValueError(f"replace_routers: top_k={top_k}: router={given.type!r} has top_k={fixed}; leave it out")
 
 
 def fold_native_routers(model: nn.Module) -> None:

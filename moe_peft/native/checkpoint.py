@@ -67,6 +67,8 @@ class Checkpoint:
             ValueError: it cannot be read, or holds NaN or infinity.
         """
         tensor = self._read(name, "get_tensor")
+        if tensor.is_floating_point() and tensor.dtype not in _NAMES:
+            self.dtype(name)  # says what can be read
         if not tensor.is_floating_point() or not tensor.sum(dtype=torch.float64).isfinite():
             raise ValueError(
                 f"{self.caller}: {self.folder}: {name} holds NaN or infinity, or is not floating-point; use another "

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from peft import get_peft_model, get_peft_model_state_dict
 
 from .. import loading
 from ..adapter.config import MoELoraConfig
 from ..checks import FOLDER, PATH, check
+from ..reading import reading
 from .adapted import adapted_content
 from .moe_config import moe_config
-from .writing import open_dense, parse_dtype, parse_size, write_moe
+from .writing import DenseModel, open_dense, parse_dtype, parse_size, write_moe
 
 _PREFIX = "base_model.model."
 
@@ -51,6 +55,7 @@ def export_adapter(
     source = base_name(config, base)
     dense = open_dense(source, family, "export", None if base else config.revision)
     content = adapted_content(_read_adapter(adapter), config, dense)
+    _check_complete(content.state, config, dense)
     moe = moe_config(
         (dense.family, dense.moe),
         dense.config,
@@ -76,6 +81,16 @@ def export_adapter(
     )
 
 
+def _check_complete(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseModel) -> None:
+    """Raise if the adapter's file lacks a tensor that its config asks for: the base's would stand in its place."""
+    empty = loading.empty_model(dense.config, f"export: model {str(dense.folder)!r}")
+    with reading("export: adapter_config.json does not fit the base"), torch.device("meta"):
+        model = get_peft_model(empty, copy.deepcopy(config))
+    for key in get_peft_model_state_dict(model, save_embedding_layers=False):
+        if (name := key.removeprefix(_PREFIX)) not in state:
+            raise ValueError(f"export: the adapter lacks {name}, which its config asks for; save it again")
+
+
 def read_adapter_config(adapter: str | os.PathLike, caller: str = "export") -> MoELoraConfig:
     """
     Raises:
@@ -95,8 +110,8 @@ def base_name(config: MoELoraConfig, base: str | os.PathLike | None) -> str:
     Raises:
         ValueError: there is neither.
     """
-    check("export", base=(base or None, PATH.or_none()))
-    name = base or config.base_model_name_or_path
+    check("export", base=(base, PATH.or_none()))
+    name = config.base_model_name_or_path if base is None else base
     if not name:
         raise ValueError("export: base=None: the adapter names no base model; give it")
     return os.fspath(name)

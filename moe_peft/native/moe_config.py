@@ -88,12 +88,15 @@ def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrained
         # The dense model does not read fields that its config class does not declare.
         if key in defaults and key not in known | _NOT_CARRIED and value != defaults[key]:
             refuse(f"{key}={value!r} of the dense model", "has no such setting")
-    carried = {key: value for key, value in values.items() if key in known - _NOT_CARRIED}
+    carried = {key: value for key, value in values.items() if key in (known & defaults.keys()) - _NOT_CARRIED}
     layer_types = values.get("layer_types")
     if layer_types and "layer_types" in known:
         carried["layer_types"], carried["max_window_layers"] = layer_types, values.get("max_window_layers")
     elif layer_types and set(layer_types) != {"full_attention"}:
         refuse("layer_types of the dense model", "has full attention in every layer")
+    elif layer_types:  # the dense model looks at nothing else
+        off = {"use_sliding_window": False, "sliding_window": None}
+        carried |= {key: value for key, value in off.items() if key in known}
     return carried
 
 

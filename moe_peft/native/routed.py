@@ -13,6 +13,7 @@ from ..checks import PATH, check
 from ..models.gate import RoutedGate
 from ..models.native_routers import CONFIG_FIELD, native_gates, replace_routers
 from ..models.view import router_sizes, text_config
+from ..reading import reading
 from ..routing.routers import RouterSettings
 from .checkpoint import Checkpoint
 
@@ -42,7 +43,8 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
     settings = getattr(text_config(model), CONFIG_FIELD, None)
     if settings is None:
         raise ValueError(f"load_routers: {os.fspath(folder)!r}: its config names no routers; use the model as it is")
-    replace_routers(model, RouterSettings(**settings), top_k=sizes[0][1])
+    with reading(f"load_routers: {os.fspath(folder)!r}: {CONFIG_FIELD} in its config", "save the model again"):
+        replace_routers(model, RouterSettings(**settings), top_k=sizes[0][1])
     state = router_tensors(model, folder)
     for path, gate in native_gates(model, "load_routers").items():
         own = {name.removeprefix(f"{path}."): tensor for name, tensor in state.items() if name.startswith(f"{path}.")}

@@ -149,6 +149,8 @@ def _check_arguments(config: UpcycleConfig, router_weights: Any, calibration: An
         raise ValueError(f"upcycle: calibration: router_init={init!r} has no use for it; set router_init='attention'")
     if init not in ("given", UpcycleConfig.router_init) and router_weights is not None:
         raise ValueError(f"upcycle: router_weights: router_init={init!r} has no use for it; leave router_init out")
+    if router_weights is not None and config.router_init_std != UpcycleConfig.router_init_std:
+        raise ValueError(f"upcycle: router_init_std={config.router_init_std}: the gates are given; leave it out")
 
 
 def _attention_gates(

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 
 from ..checks import PATH, TEXT, Rule, check
-from ..loading import read_model, read_tokenizer
+from ..loading import check_tokenizer, read_adapter_weights, read_config, read_model, read_tokenizer
 from .export import base_name, read_adapter_config
 from .writing import parse_dtype
 
@@ -49,7 +49,9 @@ def verify_export(
     source = base_name(read_adapter_config(adapter), base)
     if (Path(exported) / "adapter_config.json").is_file():
         raise ValueError(f"export: verify: exported={os.fspath(exported)!r}: this is an adapter; give the export")
+    read_adapter_weights(adapter, f"export: adapter {os.fspath(adapter)!r}")  # PEFT would take a pickled file
     tokenizer = read_tokenizer(exported, f"export: verify: {exported}")
+    check_tokenizer(tokenizer, read_config(exported, f"export: verify: {exported}"), f"export: verify: {exported}")
     ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
     if not ids:
         raise ValueError("export: verify: no text; give at least one")
@@ -64,6 +66,22 @@ def verify_export(
         max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)),
         float(torch.cat([x.flatten() for x in same]).float().mean()),
     )
+
+
+def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
+    """
+    Whether the export of an adapter will have a tokenizer that fits it; before it is written.
+
+    Raises:
+        ValueError: neither the adapter nor its base has one, or it has more tokens than the base has embeddings.
+    """
+    config = read_adapter_config(adapter)
+    source = base_name(config, base)
+    revision = None if base else config.revision
+    own = (Path(adapter) / "tokenizer_config.json").is_file()
+    what = f"export: verify: {os.fspath(adapter if own else source)!r}"
+    tokenizer = read_tokenizer(adapter, what) if own else read_tokenizer(source, what, revision)
+    check_tokenizer(tokenizer, read_config(source, f"export: base {source!r}", revision), what)
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 from transformers.utils.logging import tqdm
 
 from ..cards import write_model_card
-from ..checks import TEXT, check, one_of
-from ..loading import read_config
+from ..checks import TEXT, check, one_of, shown
+from ..loading import read_config, refuse_adapter
 from ..reading import read_object, reading
 from .checkpoint import Checkpoint, ShardedWriter, whole_folder
 from .families import Content, DenseFamily, MoEFamily, find_families
@@ -80,6 +80,7 @@ def open_dense(model: str, family: str | None, caller: str, revision: str | None
             folder = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{caller}: {model} is quantized; give the full-precision model it was made from")
+    refuse_adapter(folder, f"{caller}: model {model!r}")
     families = find_families(config.model_type, family, caller)
     carried_settings(families, config, caller)  # names the setting of which a tensor without a place would be a symptom
     dense = DenseModel(folder, config, Checkpoint(folder, caller), *families)
@@ -162,7 +163,7 @@ def _copy(source: Path, folder: Path, patterns: Sequence[str]) -> None:
     for path in (path for pattern in patterns for path in source.glob(pattern)):
         if path.is_dir():
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-        else:
+        elif path.is_file():  # no pipe
             shutil.copy(path, folder / path.name)
 
 
@@ -184,9 +185,10 @@ def parse_size(size: str, caller: str) -> int:
     check(caller, max_shard_size=(size, TEXT))
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("", 1)):
         number = size[: len(size) - len(unit)]
-        if size.upper().endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) * factor >= 1:
+        is_size = size.upper().endswith(unit) and number.replace(".", "", 1).isdecimal()
+        if is_size and 1 <= float(number) * factor < 2**63:
             return int(float(number) * factor)
-    raise ValueError(f"{caller}: max_shard_size={size!r}: give a number above 0 with KB, MB or GB")
+    raise ValueError(f"{caller}: max_shard_size={shown(size)}: give a number above 0 with KB, MB or GB")
 
 
 def parse_dtype(name: str | None, config: PreTrainedConfig | None, caller: str) -> torch.dtype:

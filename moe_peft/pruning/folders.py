@@ -28,7 +28,8 @@ from ..models.size import ModelSize, model_size
 from ..native.checkpoint import Checkpoint, ShardedWriter
 from ..native.export import read_adapter_config
 from ..native.families import FAMILIES
-from ..native.writing import copy_companions
+from ..native.moe_config import backbone_shapes
+from ..native.writing import HEAD, copy_companions
 from ..reading import read_object
 from ..routing.routers import make_router
 from .plan import Groups
@@ -227,7 +228,7 @@ class NativeFolder(Folder):
         super().__init__(path)
         self.values: dict[str, Any] = read_object(path / "config.json")
         kind = self.values.get("model_type")
-        if kind not in FAMILIES:
+        if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(
                 f"prune: model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be"
             )
@@ -237,6 +238,8 @@ class NativeFolder(Folder):
             )
         self.family, self.config = FAMILIES[kind], read_config(path, f"prune: model={str(path)!r}")
         self.tensors = Checkpoint(path, "prune")
+        if getattr(self.config, self.family.count) < 1:
+            raise ValueError(f"prune: model={str(path)!r}: {self.family.count}: the config says there are no experts")
         self.size = model_size(empty_model(self.config, f"prune: model={str(path)!r}"))
         n, k = getattr(self.config, self.family.count), self.config.num_experts_per_tok
         self.places = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
@@ -277,8 +280,12 @@ class NativeFolder(Folder):
         copy_companions(self.path, folder)
 
     def check(self) -> None:
-        expected = self.family.plan(self.config, {})  # of the blocks: the rest is as it was
-        found = {name: self.tensors.shape(name) for name in self.tensors if f".{self.family.block}." in name}
+        expected = self.family.plan(self.config, backbone_shapes(self.config))
+        if self.config.tie_word_embeddings:
+            expected.pop(HEAD)
+        found = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith("rotary_emb.inv_freq")}
+        if self.config.tie_word_embeddings:
+            found.pop(HEAD, None)
         _check_shapes(self.path, found, expected)
 
     def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -178,15 +178,15 @@ def _check_without_data(merge_twins: float | None, drop: Any, **of_data: Any) ->
 
 def _drops(drop: Mapping[Any, Sequence[int]] | Sequence[int] | None) -> dict[int | None, list[int]]:
     """Layer → experts; the key None stands for all layers."""
-    given = drop if isinstance(drop, Mapping) else {None: [] if drop is None else drop}
     try:
+        given = drop if isinstance(drop, Mapping) else {None: [] if drop is None else list(drop)}
         if isinstance(drop, str) or any(isinstance(i, bool) for key, experts in given.items() for i in (key, *experts)):
             raise TypeError
         found = {
             None if key is None else int(key) if isinstance(key, str) else index(key): [index(i) for i in experts]
             for key, experts in given.items()
         }
-        if all(i >= 0 for key, experts in found.items() for i in [key or 0, *experts]):
+        if len(found) == len(given) and all(i >= 0 for key, experts in found.items() for i in [key or 0, *experts]):
             return found
     except (TypeError, ValueError):
         pass

@@ -16,8 +16,7 @@ from ..analysis.figures import plot_shares
 from ..analysis.html import load_section, losses_section, shares_section, write_page
 from ..evaluation.harness import Harness
 from ..evaluation.scores import Scores
-from ..loading import chat_template
-from ..reading import reading
+from ..loading import chat_template, check_template
 from ..training.data import source_name
 from .evaluate import Evaluation, evaluate
 from .hashing import hash_file
@@ -76,9 +75,8 @@ class Evaluate(TrainerStage):
         tokenizer, asked = self.context.tokenizer, self.recipe.evaluate.apply_chat_template
         field, path = self.template
         tokenizer.chat_template = chat_template(path, field) or tokenizer.chat_template
-        if self.recipe.evaluate.tasks and asked:
-            with reading(f"evaluate.apply_chat_template={asked!r}", "set sft.chat_template_path, or leave it out"):
-                tokenizer.get_chat_template(asked if isinstance(asked, str) else None)
+        if self.recipe.evaluate.tasks:
+            check_template(tokenizer, asked, "evaluate.apply_chat_template")
         return tokenizer
 
     def check_base(self) -> None:

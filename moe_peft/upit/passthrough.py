@@ -75,9 +75,10 @@ ADAPTER = Passthrough(
     },
 )
 # What `lora_to_moe` reads off the LoRA adapters that it stacks; their values are given, so they need no initial ones.
-FROM_EXPERTS = frozenset({*EXPERT_FIELDS, "init_lora_weights"})
-# What has no meaning for other experts than LoRAs, and would be refused.
+FROM_EXPERTS = frozenset(EXPERT_FIELDS)
+# What has no meaning for other experts than LoRAs, or than bottlenecks, and would be refused.
 OF_LORAS = frozenset({"mixing", "target_projections"})
+OF_BOTTLENECKS = frozenset({"bottleneck_size"})
 
 MOE = Passthrough(
     _names(UpcycleConfig),

@@ -353,9 +353,9 @@ class Recipe:
 
     def moe_config(self) -> MoELoraConfig:
         """The MoE adapter's configuration."""
-        kind, settings = self.facts.expert_type, self.adapter
-        if kind != "lora":  # one recipe may serve several methods
-            settings = {key: value for key, value in settings.items() if key not in passthrough.OF_LORAS}
+        kind = self.facts.expert_type
+        others = passthrough.OF_BOTTLENECKS if kind == "lora" else passthrough.OF_LORAS  # it may serve several methods
+        settings = {key: value for key, value in self.adapter.items() if key not in others}
         return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", expert_type=kind, **settings)
 
     def _routed(self) -> tuple[int, int]:

@@ -166,18 +166,19 @@ def chat_template(path: str | None, field: str) -> str | None:
 _OF_4_BITS, _OF_8_BITS = ("bnb_4bit_",), ("llm_int8_threshold", "llm_int8_has_fp16_weight")
 
 
-def check_template(tokenizer: Any, asked: bool | str, what: str) -> None:
+def check_template(tokenizer: Any, asked: bool | str, what: str, remedy: str = "give it one") -> None:
     """
     Args:
         asked: whether prompts go through a chat template; a text names one of several.
         what: the field, for messages.
+        remedy: where there is none.
 
     Raises:
         ValueError: the tokenizer has none, or none of that name.
     """
     known = tokenizer.chat_template
     if asked and known is None:
-        raise ValueError(f"{what}={asked!r}: the tokenizer has no chat template; give it one, or leave this out")
+        raise ValueError(f"{what}={asked!r}: the tokenizer has no chat template; {remedy}, or leave this out")
     if isinstance(asked, str) and not (isinstance(known, dict) and asked in known):
         named = f"has {', '.join(known)}" if isinstance(known, dict) else "has a single one, without a name"
         raise ValueError(f"{what}={asked!r}: no such chat template: the tokenizer {named}; name that, or none")

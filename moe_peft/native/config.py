@@ -110,7 +110,8 @@ class UpcycleConfig:
             self._refuse("num_shared_experts", f"use fewer than granularity·top_k={self.granularity * self.top_k}")
         if self.num_shared_experts and self.num_added_shared_experts:
             self._refuse("num_added_shared_experts", "use this or num_shared_experts")
-        if self.granularity == 1 and self.fine_grained_split != type(self).fine_grained_split:
+        whole = self.granularity == 1 and not self.num_shared_experts
+        if whole and self.fine_grained_split != type(self).fine_grained_split:
             self._refuse("fine_grained_split", "granularity=1 splits no expert; set granularity, or leave it out")
         if self.router_init == "given" and self.router_weights is None:
             self._refuse("router_weights", "goes with router_init='given'")

@@ -76,7 +76,7 @@ class Evaluate(TrainerStage):
         field, path = self.template
         tokenizer.chat_template = chat_template(path, field) or tokenizer.chat_template
         if self.recipe.evaluate.tasks:
-            check_template(tokenizer, asked, "evaluate.apply_chat_template")
+            check_template(tokenizer, asked, "evaluate.apply_chat_template", "set sft.chat_template_path")
         return tokenizer
 
     def check_base(self) -> None:

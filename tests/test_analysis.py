@@ -201,6 +201,29 @@ def test_load_over_a_training(own, tokenizer, tmp_path):
     assert (tmp_path / "load" / "load.png").exists()
 
 
+def test_load_over_a_training_is_that_of_the_training(tokenizer, tmp_path):
+    """Not of the evaluations in between, nor of what a DPO trainer asks its reference."""
+    loads = []
+    for name, own in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1})):
+        trainer = SFTTrainer(
+            model=make_model(),
+            args=arguments(tmp_path / name, SFTConfig, max_steps=4, **own),
+            train_dataset=Dataset.from_list(rows(16)),
+            eval_dataset=Dataset.from_list(rows(5)),
+            processing_class=tokenizer,
+            callbacks=[LoadCallback(tmp_path / name / "load", every=2)],
+        )
+        trainer.train()
+        loads.append(json.loads((tmp_path / name / "load" / "load.json").read_text())["loads"])
+    assert loads[0] == loads[1]
+    model, ids = make_model().eval(), torch.arange(3, 19).view(2, 8)
+    with record_routing(model, training_only=True) as statistics:
+        model(input_ids=ids)
+        with torch.no_grad():
+            model(input_ids=ids)
+    assert statistics.tokens.tolist() == [16]
+
+
 def test_figures_of_many_experts_and_layers(tmp_path):
     share = torch.distributions.Dirichlet(torch.ones(64)).sample((32,))
     plot_shares({"a": share, "b": share}, tmp_path / "one.png")

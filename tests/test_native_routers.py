@@ -297,6 +297,15 @@ def test_checkpoints_with_the_names_of_before_load(tokenizer, tmp_path):
     assert gate.moe_router.mean_query.shape == old["model.layers.0.mlp.gate.attention_query"].shape
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gates_in_float64_can_be_replaced(family):
+    """Their probabilities are in float32 in some families."""
+    model = moe(family, experts_implementation="eager").double()
+    logits = model(input_ids=IDS).logits
+    replace_routers(model, "linear")
+    assert not torch.equal(model(input_ids=IDS).logits, logits)
+
+
 @pytest.mark.parametrize("changed", [
     {CONFIG_FIELD: []}, {CONFIG_FIELD: {"type": "mlp", "x": 1}}, {"moe_peft_stock_gate": "x"},
     {"num_experts_per_tok": 99},

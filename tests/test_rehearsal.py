@@ -58,6 +58,11 @@ def merged(settings: dict, change: dict) -> dict:
         (with_sft("post_train", max_length=2), "post_train.sft: max_length=2: no example keeps a token"),
         ({"sft": {"pad_to_multiple_of": 0}}, "sft.pad_to_multiple_of=0: must be at least 1"),
         (with_sft("router_init", optim="adafactor"), "router_init: optim='adafactor': mixes the experts"),
+        (with_sft("router_init", loss_type="dft"), "router_init: loss_type='dft': this stage has the paper's loss"),
+        (
+            with_sft("router_init", label_smoothing_factor=0.1),
+            "router_init: label_smoothing_factor=0.1: this stage has",
+        ),
         (with_sft("router_init", fp16=True, bf16=False), "router_init: fp16=True, max_grad_norm=1"),
         (
             {"adapter": HASH, "router_init": {"buckets": "none"}, **with_sft("post_train", router_z_loss_coef=0.1)},
@@ -208,6 +213,26 @@ def test_given_adapters_are_compared_by_their_own_numbers(own, case, tmp_path):
     assert planned.trainable == 2 * (2 * 3 * (64 + 128) + 2 * 64)
     result = run({**settings, "adapter": {"top_k": 1}, "router_init": {"buckets": "none"}}, tmp_path).result
     assert json.loads((result / "adapter_config.json").read_text())["r"] == 3
+
+
+@pytest.mark.parametrize("own", [{"lora_alpha": 24}, {"alpha_pattern": {"down_proj": 3}}, {"use_rslora": True}])
+def test_stage_3_trains_given_experts_of_one_scaling(own, case, tmp_path):
+    """Or an optimizer like Adam would move their folded B less or more than in a training of their own."""
+    base, modules = case["model"]["name_or_path"], ["up_proj", "down_proj"]
+    folders = loras(tmp_path / "a", base, 1, target_modules=modules)
+    torch.manual_seed(0)
+    config = LoraConfig(**{"r": 6, "lora_alpha": 12, "target_modules": modules, "task_type": "CAUSAL_LM", **own})
+    model = get_peft_model(tiny_llama(vocab=128), config)
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(tmp_path / "other")
+    settings = {**case, "num_experts": 2, "output_dir": str(tmp_path / "out"), "adapter": {"top_k": 1}}
+    settings["prepare"] = {"adapters": [*folders, str(tmp_path / "other")]}
+    with pytest.raises(
+        ValueError, match=r"has the scaling [\d.]+, the first one of all 2: stage 3 would not train them"
+    ):
+        UpIT(recipe_from_dict(settings)).check()
+    for free in ({"buckets": "none"}, {"train_experts": False}):
+        UpIT(recipe_from_dict({**settings, "router_init": {**case["router_init"], **free}})).check(weights=False)
 
 
 def test_a_rehearsal_does_nothing_that_a_training_does(case, tokenizer, tmp_path, monkeypatch):

@@ -242,7 +242,7 @@ def assert_trained_apart(model, reference, tolerance):
 @pytest.mark.parametrize(
     "own",
     [
-        {"per_device_train_batch_size": 2, "max_grad_norm": 0.0},
+        {"per_device_train_batch_size": 2, "max_grad_norm": None},
         {"per_device_train_batch_size": 2, "max_grad_norm": 0.5, "weight_decay": 0.1},
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
     ],

@@ -312,6 +312,7 @@ def test_padding_of_padding_free_batches_has_no_label(tokenizer, tmp_path):
             {"router_schedule": "three_phase", "lr_scheduler_type": "cosine"},
             "router_schedule='three_phase' sets the rate",
         ),
+        ({"router_schedule": "three_phase", "warmup_steps": 5}, "warmup_steps=5: router_schedule='three_phase' sets"),
     ],
 )
 def test_wrong_settings(own, message, tokenizer, tmp_path):

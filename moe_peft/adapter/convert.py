@@ -80,9 +80,9 @@ def lora_to_moe(
     Build a MoE adapter whose experts are the given plain LoRA adapters.
 
     FFN projections become FFN experts; other linears, such as those of attention, get their own experts and router.
-    Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B; where they agree, A and
-    B are kept bit for bit. A module that an adapter lacks gets a zero update in its expert. Routers are newly
-    initialised.
+    Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B, which an optimizer like
+    Adam then moves as far as any other; where they agree, A and B are kept bit for bit. A module that an adapter lacks
+    gets a zero update in its expert. Routers are newly initialised.
 
     Args:
         model: the base model, without adapters.

@@ -47,7 +47,7 @@ class LoadCallback(TrainerCallback):
         self._recording = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._statistics = self._recording.enter_context(record_routing(model))
+        self._statistics = self._recording.enter_context(record_routing(model, training_only=True))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.every == 0 and self._statistics.tokens.any():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..checks import COUNT, Rule, check, whole
+from ..checks import COUNT, FLAG, Rule, check, whole
 from ..models.view import RoutedPass, base_model, observed_routing, router_sizes, text_config
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
@@ -275,6 +275,7 @@ def record_routing(
     expert_map: Mapping[str, Sequence[int]] | None = None,
     token_classes: torch.Tensor | None = None,
     position_width: int | None = None,
+    training_only: bool = False,
 ) -> Iterator[RoutingStatistics]:
     """
     Collect routing statistics of every forward pass inside the block. Nothing stays on the model afterwards.
@@ -287,6 +288,7 @@ def record_routing(
         expert_map: domain → experts that should serve it, for compliance; indices or masks, see `read_expert_map`.
         token_classes: the class of every token of the vocabulary, see `RoutingStatistics`.
         position_width: compliance by position in buckets of this width, see `RoutingStatistics`.
+        training_only: leave out passes without gradients, as those of an evaluation or of a DPO trainer's reference.
 
     Raises:
         ValueError: the model has no router, or a domain has no experts in `expert_map`.
@@ -302,7 +304,9 @@ def record_routing(
     statistics = RoutingStatistics(sizes, k, domains, expert_map, token_classes, position_width)
 
     def add(seen: RoutedPass) -> None:
-        statistics.update(seen.router_logits, seen.mask, seen.input_ids, seen.chosen)
+        if seen.trains or not training_only:
+            statistics.update(seen.router_logits, seen.mask, seen.input_ids, seen.chosen)
 
+    check("record_routing", training_only=(training_only, FLAG))
     with observed_routing(model, add):
         yield statistics

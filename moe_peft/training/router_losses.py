@@ -123,11 +123,11 @@ class RouterLossConfig(_Coefficients):
             labels = "label_column and expert_map, and router_label_loss_coef or "
             needs = f"{labels * hasattr(self, 'expert_map')}router_z_loss_coef above 0"
             raise ValueError(f"{name}: training_stage='routers' needs {needs}: no loss trains the routers")
-        if self.router_schedule == "three_phase" and self.lr_scheduler_type not in ("linear", "constant"):
-            raise ValueError(
-                f"{name}: lr_scheduler_type={self.lr_scheduler_type!r}: router_schedule='three_phase' sets the rate; "
-                "leave it out"
-            )
+        usual = {"lr_scheduler_type": ("linear", "constant"), "warmup_steps": (0,)}
+        for own, idle in usual.items() if self.router_schedule == "three_phase" else ():
+            if (value := getattr(self, own)) not in idle:
+                value = getattr(value, "value", value)
+                raise ValueError(f"{name}: {own}={value!r}: router_schedule='three_phase' sets the rate; leave it out")
 
     def _trains_routers(self, name: str) -> bool:
         """Whether a loss counts in the stage of routers alone."""

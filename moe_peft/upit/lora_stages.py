@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 
 from ..adapter.config import MoELoraConfig
-from ..adapter.convert import determined_fields, lora_to_moe
-from ..loading import empty_model, read_adapter_config
+from ..adapter.convert import determined_fields, lora_scalings, lora_to_moe
+from ..loading import empty_model, read_adapter_config, read_adapter_weights
 from ..models.size import model_size
 from ..models.view import router_parameters
 from .evaluation_stage import Evaluate
@@ -26,7 +26,7 @@ from .own_updates import refuse_optimizer
 from .passthrough import FROM_EXPERTS
 from .post_train import post_train
 from .recipe import Recipe
-from .router_init import init_router
+from .router_init import init_router, refuse_losses
 from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics, shared_out
 from .stages import Artefacts, Stage
 
@@ -99,6 +99,9 @@ class LoraRouterInit(_OfLoras, RouterInit):
         super().check()
         sft = self.sft
         refuse_optimizer(sft.get("optim", "adamw_torch"), sft.get("fp16", False), sft.get("max_grad_norm", 1.0))
+        refuse_losses(sft.get("loss_type", "nll"), sft.get("label_smoothing_factor", 0.0))
+        if self.recipe.router_init.train_experts and self.recipe.prepare.given:
+            _check_scalings(_given_folders(self.recipe))
 
     @property
     def result(self) -> Artefacts:
@@ -182,6 +185,11 @@ def _assemble(recipe: Recipe, experts: Sequence[Path], seed: int) -> PeftModel:
     return lora_to_moe(model, experts, task_type="CAUSAL_LM", **settings)
 
 
+def _given_folders(recipe: Recipe) -> list[Path]:
+    """Of the given adapters, those that become experts: the last one where experts are copies."""
+    return sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
+
+
 def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
     """
     The MoE adapter's configuration where its experts are given, which determine some of it.
@@ -189,7 +197,7 @@ def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
     Raises:
         ValueError: the recipe says otherwise, or the base cannot have them.
     """
-    folders = sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
+    folders = _given_folders(recipe)
     found = determined_fields(model, folders)
     configs = [read_adapter_config(folder, f"prepare.adapters: {folder}") for folder in folders]
     values = {name: [getattr(own, name) for own in configs] for name in ("r", "lora_alpha", "use_rslora")}
@@ -199,6 +207,27 @@ def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
         if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in known:
             raise ValueError(f"adapter.{name}={asked!r}: those of prepare.adapters have {known[0]!r}; leave it out")
     return replace(recipe.moe_config(), use_rslora=False, **found)
+
+
+def _check_scalings(folders: Sequence[Path]) -> None:
+    """
+    Raises:
+        ValueError: given experts differ in scaling. A stacked expert has the first one's, with B in proportion, and an
+            optimizer like Adam moves such a B as far as any other.
+    """
+    first: float | None = None
+    for folder in folders:
+        what = f"prepare.adapters: {folder}"
+        config = read_adapter_config(folder, what)
+        if not isinstance(config, LoraConfig):
+            return  # which the stage before refuses
+        for name, scaling in lora_scalings(config, sorted(read_adapter_weights(folder, what))).items():
+            first = scaling if first is None else first
+            if scaling != first:
+                raise ValueError(
+                    f"{what}: {name} has the scaling {scaling:g}, the first one of all {first:g}: stage 3 would not "
+                    "train them as by themselves; give adapters of one scaling, or set router_init.train_experts=false"
+                )
 
 
 def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> Sizes:

@@ -38,8 +38,8 @@ class OwnUpdates(TrainerCallback):
             clipped together, apart from the experts.
     """
 
-    def __init__(self, steps: Sequence[int], max_grad_norm: float) -> None:
-        self.steps, self.max_grad_norm = torch.tensor(steps), max_grad_norm
+    def __init__(self, steps: Sequence[int], max_grad_norm: float | None) -> None:
+        self.steps, self.max_grad_norm = torch.tensor(steps), max_grad_norm or 0.0
         self.access: Access = Access()
 
     def on_train_begin(
@@ -125,7 +125,7 @@ class OwnUpdates(TrainerCallback):
                 self.access.set_grad(parameter, grad * rows)
 
 
-def refuse_optimizer(optim: Any, fp16: bool, max_grad_norm: float) -> None:
+def refuse_optimizer(optim: Any, fp16: bool, max_grad_norm: float | None) -> None:
     """
     Raises:
         ValueError: the optimizer's steps mix the entries of a tensor, or gradients are scaled when experts are clipped.
@@ -133,7 +133,7 @@ def refuse_optimizer(optim: Any, fp16: bool, max_grad_norm: float) -> None:
     name = str(getattr(optim, "value", optim))
     if any(part in name for part in _NOT_ELEMENTWISE):
         raise ValueError(f"router_init: optim={name!r}: mixes the experts of a tensor; use adamw_torch, or sgd")
-    if fp16 and max_grad_norm > 0:
+    if fp16 and max_grad_norm:
         raise ValueError(
             f"router_init: fp16=True, max_grad_norm={max_grad_norm:g}: scaled gradients would be clipped; use bf16, or "
             "max_grad_norm=0"

@@ -249,6 +249,21 @@ def _check(args: SFTConfig) -> None:
             "num_train_epochs to a whole number of passes of each expert over its bucket, and leave max_steps out"
         )
     refuse_optimizer(args.optim, args.fp16, args.max_grad_norm)
+    refuse_losses(args.loss_type, args.label_smoothing_factor)
+
+
+def refuse_losses(loss_type: str, label_smoothing_factor: float) -> None:
+    """
+    Raises:
+        ValueError: another loss than the mean negative log-likelihood, which is the one of this stage.
+    """
+    smoothing = ("label_smoothing_factor", label_smoothing_factor, 0.0)
+    for name, value, usual in (("loss_type", loss_type, "nll"), smoothing):
+        if value not in (usual, f"chunked_{usual}"):
+            raise ValueError(
+                f"router_init: {name}={value!r}: this stage has the paper's loss, {name}={usual!r}; set that in "
+                "router_init.sft"
+            )
 
 
 def _perplexities(trainer: RouterInitTrainer, num_experts: int) -> torch.Tensor:

@@ -100,8 +100,12 @@ class LoraRouterInit(_OfLoras, RouterInit):
         sft = self.sft
         refuse_optimizer(sft.get("optim", "adamw_torch"), sft.get("fp16", False), sft.get("max_grad_norm", 1.0))
         refuse_losses(sft.get("loss_type", "nll"), sft.get("label_smoothing_factor", 0.0))
-        if self.recipe.router_init.train_experts and self.recipe.prepare.given:
-            _check_scalings(_given_folders(self.recipe))
+
+    def check_base(self) -> None:
+        r = self.recipe
+        if r.prepare.given and r.router_init.train_experts:
+            _given_config(r, _empty_base(r))  # refuses what is no whole LoRA, whose scaling would say nothing
+            _check_scalings(_given_folders(r))
 
     @property
     def result(self) -> Artefacts:
@@ -138,9 +142,7 @@ class LoraPostTrain(_OfLoras, PostTrain):
     output = _ADAPTER
 
     def check_base(self) -> None:
-        r = self.recipe
-        empty = empty_model(load_config(r.model), f"model.name_or_path={r.model.name_or_path!r}")
-        self.sizes(empty)  # refuses an adapter that the base cannot have
+        self.sizes(_empty_base(self.recipe))  # refuses an adapter that the base cannot have
 
     def run(self, folder: Path) -> dict[str, Any]:
         r = self.recipe
@@ -185,6 +187,10 @@ def _assemble(recipe: Recipe, experts: Sequence[Path], seed: int) -> PeftModel:
     return lora_to_moe(model, experts, task_type="CAUSAL_LM", **settings)
 
 
+def _empty_base(recipe: Recipe) -> PreTrainedModel:
+    return empty_model(load_config(recipe.model), f"model.name_or_path={recipe.model.name_or_path!r}")
+
+
 def _given_folders(recipe: Recipe) -> list[Path]:
     """Of the given adapters, those that become experts: the last one where experts are copies."""
     return sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
@@ -219,8 +225,6 @@ def _check_scalings(folders: Sequence[Path]) -> None:
     for folder in folders:
         what = f"prepare.adapters: {folder}"
         config = read_adapter_config(folder, what)
-        if not isinstance(config, LoraConfig):
-            return  # which the stage before refuses
         for name, scaling in lora_scalings(config, sorted(read_adapter_weights(folder, what))).items():
             first = scaling if first is None else first
             if scaling != first:

@@ -7,11 +7,13 @@ import torch
 from conftest import tiny_llama
 from peft import get_peft_model
 from test_steering import NATIVE
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from moe_peft import MoELoraConfig, replace_routers
 from moe_peft.merging import similarities, update_gram, update_inner, value_gram
 from moe_peft.models.size import ModelSize, expert_similarity, model_size
+from moe_peft.routing.routers import AttentionRouter
 
 # `tiny_llama`: d = 64, f = 128, vocabulary 128, 4 heads of 16, 2 of them for keys and values, 2 layers.
 ATTENTION = 64 * 64 + 2 * 64 * 32 + 64 * 64
@@ -72,6 +74,17 @@ def test_other_routers():
         found = model_size(adapted(router_type=kind, **own))
         assert found.active == expected, kind
         assert found.flops == 2 * (BASE_PRODUCTS + 2 * (k * EXPERT + size)), kind
+
+
+@pytest.mark.parametrize(("mixture", "times"), [("sum", 1), ("max", 2)])
+def test_the_keys_of_an_attention_router_meet_every_query_of_the_mixture(mixture, times):
+    model = adapted(router_type="attention", router_num_heads=2, router_mixture=mixture)
+    router = next(m for m in model.modules() if isinstance(m, AttentionRouter))
+    with FlopCounterMode(display=False) as counter:
+        router.logits(torch.zeros(10, 64))
+    products = BASE_PRODUCTS + 2 * (2 * EXPERT) + 2 * counter.get_total_flops() / (2 * 10)
+    assert counter.get_total_flops() == 2 * 10 * times * (32 * 64 + 6 * 32)
+    assert model_size(model).flops == 2 * products
 
 
 def test_native_moes():

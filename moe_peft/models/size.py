@@ -14,6 +14,7 @@ from torch import nn
 
 from ..adapter.layer import MoELoraLayer
 from ..merging import similarities, update_gram, value_gram
+from ..routing.routers import AttentionRouter
 from ..sharding import shape_of
 from .view import adapter_layers, base_model, gate_size, native_routers
 
@@ -45,6 +46,8 @@ def model_size(model: nn.Module) -> ModelSize:
     """The size of a model with a MoE-LoRA adapter, of a native MoE, or of a dense model. 4-bit weights are unpacked."""
     used = {id(p): share for p, share in _used_shares(model)}
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    attention = [m for m in model.modules() if isinstance(m, AttentionRouter) and m.settings.mixture == "max"]
+    repeats = {id(router.key): router.num_heads for router in attention}  # every query meets all keys
     total, active, products = 0, Fraction(0), Fraction(0)
     for parameter in model.parameters():
         shape = _shape(parameter)
@@ -52,7 +55,7 @@ def model_size(model: nn.Module) -> ModelSize:
         total += math.prod(shape)
         active += math.prod(shape) * share
         if len(shape) >= 2 and id(parameter) not in looked_up:
-            products += math.prod(shape) * share
+            products += math.prod(shape) * share * repeats.get(id(parameter), 1)
     head = base_model(model).get_output_embeddings() if hasattr(base_model(model), "get_output_embeddings") else None
     if head is not None and id(getattr(head, "weight", None)) in looked_up:  # tied
         products += math.prod(_shape(head.weight))

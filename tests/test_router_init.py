@@ -273,6 +273,26 @@ def test_weights_after_stage_3_are_those_of_separate_trainings(mixing, objective
         torch.testing.assert_close(reference.models[3].state_dict(), untrained, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_in_float64_the_weights_are_those_of_separate_trainings_still_closer(mixing, loras, tokenizer, tmp_path):
+    """The base's norms and TRL's log-probabilities stay in float32."""
+    model = moe(loras, mixing).double()
+    layers = [layer.mlp for layer in model.get_base_model().model.layers]
+    routers = [[layer.moe_lora_router["default"].weight[i] for layer in layers] for i in range(N)]
+    own = {"per_device_train_batch_size": 2, "max_grad_norm": 0.5, "weight_decay": 0.1, "adam_epsilon": 1e-3}
+    args = arguments(tmp_path, num_train_epochs=3, lr_scheduler_type="constant", **own)
+    reference = SeparateTrainings(loras, routers, "softmax", 0.3, args.learning_rate, 0.1, 0.5)
+    for plain, optimizer in zip(reference.models, reference.optimizers, strict=True):
+        plain.double()
+        optimizer.param_groups[0]["eps"] = 1e-3
+    trainer = make_trainer(loras, tokenizer, tmp_path / "data")
+    data = trainer.train_dataset.remove_columns("domain").add_column("domain", LABELS)
+    result = init_router(model, data, args, tokenizer, objective="softmax", alpha=0.3, **UNEVEN)
+    reference.train(data, [expert_batches(bucket, 3, 2, args.seed + i) for i, bucket in enumerate(result.buckets)])
+    assert layers[0].moe_lora_router["default"].weight.dtype == torch.float64
+    assert_trained_apart(model, reference, {"rtol": 1e-5, "atol": 2e-7})
+
+
 LABELS = ["a", "b", "a", "b", "c", "a", "b", "a", "b", "c", "a", "b"]
 UNEVEN = {"buckets": "label", "label_column": "domain", "expert_map": {"a": [2], "b": [0], "c": [1]}}  # 5, 2, 5 and 0
 

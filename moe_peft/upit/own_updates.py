@@ -105,12 +105,12 @@ class OwnUpdates(TrainerCallback):
         for parameter in self.stacked:
             grad = self.access.grad(parameter)
             if grad is not None:
-                own_N = _whole(grad.float().square().flatten(1).sum(1))
-                square_N = square_N.to(own_N.device)
+                own_N = _whole(_squares(grad).flatten(1).sum(1))
+                square_N = square_N.to(own_N.device, torch.promote_types(square_N.dtype, own_N.dtype))
                 square_N[: len(own_N)] += own_N
         self._scale(self.stacked, self._factor(square_N))
         shared = [grad for p in self.shared if (grad := self.access.grad(p)) is not None]
-        squares = [_whole(grad.float().square().sum()) for grad in shared]
+        squares = [_whole(_squares(grad).sum()) for grad in shared]
         if squares:
             self._scale(self.shared, self._factor(torch.stack(squares).sum()))
 
@@ -123,6 +123,11 @@ class OwnUpdates(TrainerCallback):
             if grad is not None:
                 rows = _rows(factor, grad) if factor.dim() else factor.to(grad.device)
                 self.access.set_grad(parameter, grad * rows)
+
+
+def _squares(grad: torch.Tensor) -> torch.Tensor:
+    """In float32, or float64 if the gradient is."""
+    return grad.to(torch.promote_types(grad.dtype, torch.float32)).square()
 
 
 def refuse_optimizer(optim: Any, fp16: bool, max_grad_norm: float | None) -> None:

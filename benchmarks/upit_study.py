@@ -172,7 +172,7 @@ class Experiment:
         return rows, collator, tokenized(test, self.tokenizer, self.args("tokenize"))[0]
 
     def model(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.base)
+        return AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
 
     def args(self, name: str, **own: Any) -> SFTConfig:
         folder = Path(tempfile.mkdtemp(dir=self.folder, prefix="state-"))
@@ -351,7 +351,8 @@ def missing_rate(ledger: Ledger, method: str) -> float | None:
 
 def make_base(path: Path, size: str) -> Path:
     more = list(take(documents(Random(0)), 3_000_000))
-    return ensure_base(path, 0, **SIZES[size], vocab_size=512, chars=600_000, more=more)
+    stored = torch.bfloat16 if size == "5M" else torch.float32  # the file is part of the repository
+    return ensure_base(path, 0, **SIZES[size], vocab_size=512, chars=600_000, more=more, dtype=stored)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -111,6 +112,7 @@ def ensure_base(
     vocab_size: int = 2048,
     chars: int = 5_000_000,
     more: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """
     Return the model folder `path`; if there is none yet, train the model first, with a progress bar.
@@ -121,6 +123,7 @@ def ensure_base(
         hidden, layers, vocab_size: size of the model.
         chars: characters of training text.
         more: further documents to train on.
+        dtype: in which the weights are stored; training is in float32.
 
     Raises:
         FileExistsError: `path` exists but is no model folder.
@@ -140,7 +143,7 @@ def ensure_base(
     shutil.rmtree(partial, ignore_errors=True)
     model = LlamaForCausalLM(base_config(tokenizer, hidden, layers))
     train(model, running_text(documents, tokenizer), partial, seed)
-    model.save_pretrained(partial)
+    model.to(dtype).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(path)
     return path

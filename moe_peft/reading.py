@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -100,7 +101,7 @@ def read_object(path: str | os.PathLike) -> dict[str, Any]:
 class YamlLoader(yaml.SafeLoader):
     """
     Refuses keys that occur twice, of which YAML would silently take the last one, and numbers like 1:30, which it would
-    silently read in base 60.
+    silently read in base 60. Reads numbers as YAML 1.2 does, which takes `1e-4` for one, too.
     """
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -117,7 +118,14 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(text: str, source: object, loader: type[YamlLoader] = YamlLoader) -> Any:
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(text: str, source: object) -> Any:
     """
     A YAML text.
 
@@ -128,7 +136,7 @@ def read_yaml(text: str, source: object, loader: type[YamlLoader] = YamlLoader) 
         ValueError: it is not YAML, names a key twice, or repeats aliases until it is very large.
     """
     try:
-        found = yaml.load(text, loader)
+        found = yaml.load(text, YamlLoader)
         if _size(found) > _LARGEST_YAML:
             raise ValueError("its aliases make it very large; write it out")
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:

@@ -163,6 +163,15 @@ def test_a_byte_order_mark_aliases_and_merged_keys_are_yaml(tmp_path):
     assert read_yaml("a: &a {b: 1}\nc: {<<: *a, b: 2}\n", "here") == {"a": {"b": 1}, "c": {"b": 2}}
 
 
+@pytest.mark.parametrize("name", ["hub_token", "hub_model_id", "auto_find_batch_size"])
+def test_what_a_stage_does_not_do_is_refused(name):
+    """A token would be written to the stage's record, besides."""
+    value = True if name.startswith("auto") else "secret"
+    with pytest.raises(ValueError, match=f"post_train.sft.{name}: ") as error:
+        recipe_from_dict({**GOOD, "post_train": {"sft": {name: value}}})
+    assert "secret" not in str(error.value)
+
+
 def test_the_defaults_of_training_arguments_are_in_range():
     for kind in (MoESFTConfig, MoEDPOConfig):
         fields = {f.name: f.default for f in dataclasses.fields(kind) if f.init}

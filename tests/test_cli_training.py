@@ -355,9 +355,95 @@ def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("sft", tmp_path, {**own, "dataset_name": str(tmp_path / "other.jsonl"), "max_steps": 9},
             "--resume_from_checkpoint", "true")  # fmt: skip
-    assert "has checkpoints of another training, with data " in capsys.readouterr().err
+    assert ": is of another training, with data " in capsys.readouterr().err
     run("sft", tmp_path, own, "--resume_from_checkpoint", "true", "--max_steps", "6")
     assert (out / "checkpoint-6").is_dir()
+
+
+def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_gone_on_from(case, tmp_path, capsys):
+    run("sft", tmp_path, {**case, "learning_rate": 5e-2})
+    out = run("sft", tmp_path, {**case, "learning_rate": 1e-4, "max_steps": 3})  # leaves checkpoint-6 of the other one
+    assert (out / "checkpoint-6").is_dir()
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, {**case, "learning_rate": 1e-4}, "--resume_from_checkpoint", "true")
+    assert "checkpoint-6': is of another training, with learning_rate 0.05 and not 0.0001" in capsys.readouterr().err
+    run("sft", tmp_path, {**case, "learning_rate": 1e-4}, "--resume_from_checkpoint", str(out / "checkpoint-3"))
+    log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert max(record.get("learning_rate", 0) for record in log) == 1e-4
+
+
+def test_a_run_of_a_part_of_an_epoch_is_done_when_it_is(case, tmp_path, capsys):
+    own = {**{name: value for name, value in case.items() if name != "max_steps"}, "num_train_epochs": 1.5}
+    before = weights(run("sft", tmp_path, own))  # 9 steps of 4 of 24 rows
+    out = run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
+    assert not (out / "checkpoint-10").exists() and (out / "checkpoint-9").is_dir()
+    after = weights(out)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, {**own, "num_train_epochs": 1}, "--resume_from_checkpoint", "true")
+    message = capsys.readouterr().err
+    assert "num_train_epochs=1.0: resume_from_checkpoint: " in message and "has 9 steps already" in message
+
+
+def test_the_best_checkpoint_stays_the_result_of_a_run_that_is_done(case, tmp_path):
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(24))))
+    own = {
+        **case, "dataset_name": str(tmp_path / "data"), "max_steps": 3, "save_steps": 1, "eval_strategy": "steps",
+        "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }  # fmt: skip
+    before = weights(run("sft", tmp_path, own))
+    first = weights(tmp_path / "out" / "checkpoint-1")
+    after = weights(run("sft", tmp_path, own, "--resume_from_checkpoint", "true"))
+    for name, value in first.items():
+        assert torch.equal(before[name], value) and torch.equal(after[name], value)
+
+
+def test_going_on_skips_a_checkpoint_that_was_cut_off(case, tmp_path, capsys, caplog):
+    out = run("sft", tmp_path, case)
+    before = weights(out)
+    (out / "checkpoint-6" / "trainer_state.json").unlink()  # which is written last
+    after = weights(run("sft", tmp_path, case, "--resume_from_checkpoint", "true"))
+    assert "going on from checkpoint-3" in caplog.text + capsys.readouterr().err
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    for step in (3, 6):
+        (out / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, case, "--resume_from_checkpoint", "true")
+    assert "checkpoint-6: has no trainer_state.json, so it is no whole checkpoint; remove it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "names", [("from", "value", "user", "assistant"), ("role", "content", "user", "assistant")], ids=["from", "role"]
+)
+def test_conversations_are_messages(names, case, tmp_path, capsys):
+    role, content, user, assistant = names
+    turns = [[{role: user, content: row["prompt"]}, {role: assistant, content: row["completion"]}] for row in rows(12)]
+    trained = {}
+    for column in ("conversations", "messages"):
+        data = [
+            [{"role": t[role], "content": t[content]} if column == "messages" else t for t in turn] for turn in turns
+        ]
+        (tmp_path / column).mkdir()
+        (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+        (tmp_path / f"{column}.jsonl").write_text("\n".join(json.dumps({column: turn}) for turn in data))
+        settings = {
+            **case, "dataset_name": str(tmp_path / f"{column}.jsonl"), "max_steps": 2, "save_steps": 2,
+            "chat_template_path": str(tmp_path / "template.jinja"),
+        }  # fmt: skip
+        run("sft", tmp_path / column, settings, "--dry-run")
+        trained[column] = weights(run("sft", tmp_path / column, settings))
+    for name, value in trained["messages"].items():
+        assert torch.equal(trained["conversations"][name], value)
+
+
+def test_a_stage_reads_numbers_as_the_file_does(case, tmp_path):
+    text = yaml.safe_dump({**case, "output_dir": str(tmp_path / "out")})
+    (tmp_path / "run.yaml").write_text(text + "\nstages: {rest: {learning_rate: 1e-3, fp16: true}}\n")
+    options = parser("moe-peft sft").parse_args(["--config", str(tmp_path / "run.yaml")])
+    assert options.run.stages == {"rest": {"learning_rate": 1e-3, "fp16": True}}
 
 
 def test_weights_that_are_not_finite_are_not_saved(case, tmp_path, capsys):

@@ -58,6 +58,22 @@ def merged(settings: dict, change: dict) -> dict:
         (with_sft("post_train", max_length=2), "post_train.sft: max_length=2: no example keeps a token"),
         ({"sft": {"pad_to_multiple_of": 0}}, "sft.pad_to_multiple_of=0: must be at least 1"),
         (with_sft("router_init", optim="adafactor"), "router_init: optim='adafactor': mixes the experts"),
+        (
+            with_sft("post_train", dataloader_persistent_workers=True),
+            "post_train.sft.dataloader_persistent_workers=True",
+        ),
+        (
+            with_sft("post_train", gradient_checkpointing_kwargs={"foo": 1}),
+            "post_train.sft.gradient_checkpointing_kwargs.foo: unknown key",
+        ),
+        (
+            with_sft("router_init", lr_scheduler_type="cosine_with_min_lr"),
+            "router_init.sft.lr_scheduler_kwargs={}: of 'cosine_with_min_lr': .*min_lr",
+        ),
+        (
+            with_sft("router_init", accelerator_config={"split_batches": True}),
+            "router_init.sft.accelerator_config.split_batches=True: the steps and their rows are counted beforehand",
+        ),
         (with_sft("router_init", loss_type="dft"), "router_init: loss_type='dft': this stage has the paper's loss"),
         (
             with_sft("router_init", label_smoothing_factor=0.1),
@@ -231,6 +247,8 @@ def test_stage_3_trains_given_experts_of_one_scaling(own, case, tmp_path):
         ValueError, match=r"has the scaling [\d.]+, the first one of all 2: stage 3 would not train them"
     ):
         UpIT(recipe_from_dict(settings)).check()
+    with pytest.raises(ValueError, match="stage 3 would not train them"):
+        plan(UpIT(recipe_from_dict(settings)))
     for free in ({"buckets": "none"}, {"train_experts": False}):
         UpIT(recipe_from_dict({**settings, "router_init": {**case["router_init"], **free}})).check(weights=False)
 

@@ -318,6 +318,21 @@ def test_one_model_at_a_time(upit, tmp_path):
         load, folders, [[0, 1], [2, 3], [4]], stage.seed_data(), args, upit.context.tokenizer, output_dir=tmp_path
     )
     assert alive == [before] * 3
+    alive.clear()
+    args = stage.arguments(tmp_path / "empty", num_train_epochs=1)
+    init_expert_routers(
+        load, folders, [[], [], [4]], stage.seed_data(), args, upit.context.tokenizer, output_dir=tmp_path / "empty"
+    )
+    assert alive == [before] * 3
+
+
+def test_the_plan_counts_gradients_in_the_dtype_of_the_models(case, tmp_path):
+    held = {}
+    for dtype in ("float32", "bfloat16"):
+        own = {**case, "output_dir": str(tmp_path / "out"), "model": {**case["model"], "dtype": dtype}}
+        held[dtype] = plan(UpIT(recipe_from_dict(own)))[-1].memory
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(held["bfloat16"], name) == getattr(held["float32"], name) / 2
 
 
 def test_plan_counts_what_is_trained(case, upit):
@@ -355,6 +370,13 @@ def test_plan_counts_what_is_trained(case, upit):
 def test_wrong_recipes(settings, message, case):
     with pytest.raises(ValueError, match=message):
         recipe_from_dict({**case, **settings})
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss_type", "dft"), ("label_smoothing_factor", 0.5)])
+def test_stage_3_has_the_papers_loss_here_too(name, value, case, tmp_path):
+    own = {**case, "output_dir": str(tmp_path / "out"), "router_init": {"sft": {name: value}}}
+    with pytest.raises(ValueError, match=f"^router_init: {name}={value!r}: this stage has the paper's loss"):
+        UpIT(recipe_from_dict(own)).check(weights=False)
 
 
 def test_a_base_that_no_native_moe_holds_is_refused_before_any_training(case, tokenizer, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from test_endings import without_paths
 from upit_case import contents, make_case, run
 
 from moe_peft.upit import UpIT, recipe_from_dict
+from moe_peft.upit.files import publish
 
 
 @pytest.fixture
@@ -100,6 +102,40 @@ def test_files_of_the_users_in_a_stage_that_is_done_again_stay(case, tmp_path):
     assert contents(stage).keys() == before.keys() and UpIT(first.recipe).outlook()["post_train"] == "done"
     weights = "adapter/adapter_model.safetensors"
     assert contents(stage)[weights] == before[weights]
+
+
+def test_the_users_files_stay_whenever_publishing_is_stopped(tmp_path, monkeypatch):
+    """Before and after each removal and renaming."""
+    source, target = tmp_path / "stage", tmp_path / "result"
+    source.mkdir()
+    (source / "weights.txt").write_text("new")
+
+    class Stopped(BaseException):
+        pass
+
+    for stop in range(6):
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        (target / "mine.txt").write_text("mine")
+        (target / "weights.txt").write_text("old")
+        count = iter(range(100))
+
+        def or_stop(original, count=count, stop=stop):
+            def changed(*args, **kwargs):
+                if next(count) == stop:
+                    raise Stopped
+                return original(*args, **kwargs)
+
+            return changed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", or_stop(shutil.rmtree))
+            patch.setattr(Path, "rename", or_stop(Path.rename))
+            with contextlib.suppress(Stopped):
+                publish(source, target, ["weights.txt"])
+        publish(source, target, ["weights.txt"])
+        assert {path.name: path.read_text() for path in target.iterdir()} == {"mine.txt": "mine", "weights.txt": "new"}
+        assert {path.name for path in tmp_path.iterdir()} == {"stage", "result"}
 
 
 def test_a_finished_run_is_found_done(case, tmp_path):

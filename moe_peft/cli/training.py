@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import get_quantization_config
 
 from ..adapter.config import MoELoraConfig
@@ -33,6 +34,7 @@ from ..models.view import native_routers, router_parameters, router_sizes
 from ..reading import opened, read_object, reading
 from ..sharding import leave_processes
 from ..training.arguments import check_answers, check_launched, check_packages, save_whole
+from ..training.checkpoints import total_steps
 from ..training.continuing import claim
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
@@ -43,6 +45,7 @@ from ..training.rows import check_rows
 from ..training.tokenizing import rehearse
 from .options import Options
 
+logger = logging.getLogger("moe_peft")
 _OF_ALL_STAGES = {
     "training_stage": "the stage's name says this",
     "output_dir": "it is the folder of the stage's name in output_dir",
@@ -109,11 +112,11 @@ def _train(
         made.earlier_training = facts
         checkpoint = _checkpoint(args)
         if checkpoint is not None and isinstance(made.model, PeftModel):
-            _check_same_adapter(Path(checkpoint), made.model.peft_config[made.model.active_adapter])
-        claim(made, Path(checkpoint).parent if checkpoint else Path(args.output_dir), anew=checkpoint is None)
+            _check_same_adapter(checkpoint, made.model.peft_config[made.model.active_adapter])
+        claim(made, checkpoint)
         if checkpoint is None or not _is_done(made, checkpoint):
             try:
-                made.train(resume_from_checkpoint=checkpoint)
+                made.train(resume_from_checkpoint=checkpoint and str(checkpoint))
             except KeyError as error:  # of the first evaluation
                 if "metric_for_best_model" not in str(error):
                     raise
@@ -162,6 +165,8 @@ def stages(options: Options) -> Iterator[Any]:
                 raise ValueError(f"stages.{name}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
             if key not in names:
                 raise ValueError(unknown_key(f"stages.{name}.{key}", names))
+        if own.get("fp16") and "bf16" not in own:
+            own = {"bf16": False, **own}  # which the arguments set where nobody does
         check_settings(type(training), own, f"stages.{name}.")
         settings = {key: getattr(training, key) for key in names}
         folder = str(Path(str(training.output_dir)) / name)
@@ -301,36 +306,57 @@ def _tokenizer(options: Options) -> Any:
     return tokenizer
 
 
-def _checkpoint(args: Any) -> str | None:
-    """Where a stage goes on: `resume_from_checkpoint` is a checkpoint's folder, or true for the stage's last one."""
-    given = args.resume_from_checkpoint
-    if str(given).lower() in ("none", "false", "0"):
-        return None
-    if str(given).lower() in ("true", "1"):
-        given = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
-    if given is not None:
-        _check_checkpoint(Path(given))
-    return given
-
-
-def _is_done(trainer: Any, checkpoint: str) -> bool:
+def _checkpoint(args: Any) -> Path | None:
     """
-    Whether a checkpoint has all steps that `max_steps` asks for; then it is loaded. The trainer would take one more.
+    Where a stage goes on: `resume_from_checkpoint` is a checkpoint's folder, or true for the last one that is whole.
+
+    Raises:
+        ValueError: it is not whole, or none is.
+    """
+    given, refused = str(args.resume_from_checkpoint), None
+    if given.lower() in ("none", "false", "0"):
+        return None
+    if given.lower() not in ("true", "1"):
+        _check_checkpoint(Path(given))
+        return Path(given)
+    folders = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    numbered = {int(folder.name.rpartition("-")[2]): folder for folder in folders if folder.name[-1:].isdigit()}
+    for _, folder in sorted(numbered.items(), reverse=True):
+        try:
+            _check_checkpoint(folder)
+        except ValueError as error:
+            refused = refused or error
+            continue
+        if refused is not None:
+            logger.warning("%s; going on from %s", refused, folder.name)
+        return folder
+    if refused is not None:
+        raise refused
+    return None
+
+
+def _is_done(trainer: Any, checkpoint: Path) -> bool:
+    """
+    Whether a checkpoint has all steps of the training; then it is loaded. The trainer would take one more.
 
     Raises:
         ValueError: it has more, or cannot be loaded without training.
     """
-    state, steps = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)), trainer.args.max_steps
-    if not 0 < steps <= state.global_step:
+    args, state = trainer.args, TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    steps = total_steps(trainer)
+    if state.global_step < steps:
         return False
     divided = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if steps < state.global_step or divided:
+        name, value = ("max_steps", steps) if args.max_steps > 0 else ("num_train_epochs", args.num_train_epochs)
         raise ValueError(
-            f"max_steps={steps}: resume_from_checkpoint: {checkpoint} has {state.global_step} steps already; raise "
-            "max_steps, or start anew"
+            f"{name}={value}: resume_from_checkpoint: {checkpoint} has {state.global_step} steps already; raise "
+            f"{name}, or start anew"
         )
-    trainer._load_from_checkpoint(checkpoint)
+    trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = state
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        trainer._load_best_model()
     return True
 
 
@@ -357,7 +383,7 @@ def _check_checkpoint(folder: Path) -> None:
     """
     what = f"resume_from_checkpoint: {folder}"
     if not (folder / "trainer_state.json").is_file():
-        raise ValueError(f"{what}: has no trainer_state.json; give a checkpoint's folder, or true for the last one")
+        raise ValueError(f"{what}: has no trainer_state.json, so it is no whole checkpoint; remove it, or give another")
     read_object(folder / "trainer_state.json")
     for path in sorted(folder.glob("*.safetensors")):
         opened(path, what)

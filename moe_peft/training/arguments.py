@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from accelerate.utils import DynamoBackend
 from datasets import Dataset
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.training_args import ParallelMode
@@ -19,7 +21,7 @@ from trl import SFTConfig, is_conversational
 
 from ..checks import FOLDER, check, is_a
 from ..compat import private
-from ..messages import one_line, one_of
+from ..messages import one_line, one_of, unknown_key
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
@@ -66,9 +68,14 @@ def check_packages(args: TrainingArguments, path: str = "") -> None:
     own = args.lr_scheduler_kwargs or {}
     try:
         get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(10), 10, scheduler_specific_kwargs=own)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         raise ValueError(f"{path}lr_scheduler_kwargs={own}: of {kind!r}: {one_line(error)}") from error
+    if args.dataloader_persistent_workers and not args.dataloader_num_workers:
+        raise ValueError(f"{path}dataloader_persistent_workers=True: needs dataloader_num_workers above 0")
+    known = inspect.signature(checkpoint).parameters.keys() - {"function", "args", "kwargs"}
+    for name in (args.gradient_checkpointing_kwargs or {}).keys() - known:
+        raise ValueError(unknown_key(f"{path}gradient_checkpointing_kwargs.{name}", known))
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ValueError(f"{path}use_liger_kernel=True: is not installed; pip install liger-kernel")
     if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
@@ -79,6 +86,28 @@ def check_packages(args: TrainingArguments, path: str = "") -> None:
     mode = args.torch_compile_mode
     if mode is not None and mode not in (modes := private("torch._inductor", "list_mode_options")()):
         raise ValueError(one_of(f"{path}torch_compile_mode", mode, modes))
+
+
+def refuse_arguments(args: TrainingArguments, path: str = "") -> None:
+    """
+    Args:
+        path: of the section that has them, with a dot at its end.
+
+    Raises:
+        ValueError: an argument that `training.checkpoints.train` cannot follow.
+    """
+    counted = "the steps and their rows are counted beforehand"
+    reasons = {
+        "auto_find_batch_size": counted,
+        "load_best_model_at_end": "the last step is the result",
+        "save_total_limit": "checkpoints that are not needed are removed anyway",
+        "save_only_model": "a stopped training goes on from its optimizer's state",
+    }
+    for name, reason in reasons.items():
+        if value := getattr(args, name):
+            raise ValueError(f"{path}{name}={value!r}: {reason}; leave it out")
+    if args.accelerator_config.split_batches:
+        raise ValueError(f"{path}accelerator_config.split_batches=True: {counted}; leave it out")
 
 
 def check_launched(args: TrainingArguments, path: str = "") -> None:
@@ -171,5 +200,6 @@ def check_training(
         processing_class=(processing_class, is_a(PreTrainedTokenizerBase, ProcessorMixin)),
         output_dir=(output_dir, FOLDER),
     )
+    refuse_arguments(args, f"{caller}: ")
     check_dataset(caller, dataset, text_columns(args))
     check_answers(f"{caller}: ", dataset, args.completion_only_loss, args.assistant_only_loss)

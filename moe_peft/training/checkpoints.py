@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Collection
@@ -18,13 +19,14 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
-from .arguments import save_whole
+from .arguments import refuse_arguments, save_whole
 from .continuing import NOTE, claim, write_note
+from .planning import steps_and_rows
 from .progress import show_progress
 from .whole import WHOLE, mark_whole, whole_checkpoints
 
 _NOT_MODEL = (
-    WHOLE, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
+    WHOLE, NOTE, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
     "pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py",
 )  # fmt: skip
 
@@ -78,11 +80,8 @@ class _Checkpoints(TrainerCallback):
 
 
 def total_steps(trainer: Trainer) -> int:
-    """Optimizer steps of `trainer.args`: `max_steps`, or as many as `num_train_epochs` of its training data make."""
-    args = trainer.args
-    if args.max_steps > 0:
-        return args.max_steps
-    return max(1, round(args.num_train_epochs * len(trainer.train_dataset) / step_rows(args)))
+    """Optimizer steps of a trainer: `max_steps`, or those of `num_train_epochs`, each of which begins a step."""
+    return steps_and_rows(trainer.args, len(trainer.train_dataset), trainer.args.world_size)[0]
 
 
 def step_rows(args: TrainingArguments) -> int:
@@ -99,10 +98,13 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         keep: steps whose checkpoints stay. The last one always does.
 
     Raises:
-        ValueError: the folder has checkpoints of another training.
+        ValueError: the folder has checkpoints of another training, or an argument is not for a training like this.
     """
+    refuse_arguments(trainer.args)
     steps = total_steps(trainer)
     trainer.args.max_steps = steps
+    if trainer.args.save_steps < 1:  # a share of all steps
+        trainer.args.save_steps = math.ceil(steps * trainer.args.save_steps)
     save_whole(trainer)
     folder = Path(trainer.args.output_dir)
     if (
@@ -110,7 +112,7 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         and any(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         and not whole_checkpoints(folder)
     ):
-        raise ValueError(f"output_dir={str(folder)!r}: has checkpoints of another training; choose another folder")
+        raise ValueError(f"{str(folder)!r}: has checkpoints of another training; choose another output_dir")
     facts = claim(trainer, folder, steps=steps)
     PartialState().wait_for_everyone()  # all have read
     if trainer.args.should_save:
@@ -128,7 +130,9 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         trainer.train(resume_from_checkpoint=str(before[latest]) if latest else None)
     else:
         if isinstance(trainer.model, PeftModel):
-            set_peft_model_state_dict(trainer.model, load_peft_weights(str(before[latest]), device="cpu"))
+            name = trainer.model.active_adapter
+            weights = load_peft_weights(str(_adapter(before[latest], name)), device="cpu")
+            set_peft_model_state_dict(trainer.model, weights, adapter_name=name)
     PartialState().wait_for_everyone()
     checkpoints = whole_checkpoints(folder)
     state = TrainerState.load_from_json(str(checkpoints[steps] / TRAINER_STATE_NAME))
@@ -137,10 +141,20 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     return Trained(history, checkpoints)
 
 
-def copy_result(checkpoint: Path, folder: Path) -> None:
-    """The weights, tokenizer and model card of a checkpoint, without what only its training needed."""
-    ignored = shutil.ignore_patterns(*_NOT_MODEL)
-    shutil.copytree(checkpoint, folder, ignore=ignored, copy_function=link_weights, dirs_exist_ok=True)
+def copy_result(checkpoint: Path, folder: Path, adapter_name: str = "default") -> None:
+    """
+    The weights, tokenizer and model card of a checkpoint, without what only its training needed. An adapter comes out
+    of the folder of its name.
+    """
+    adapter = _adapter(checkpoint, adapter_name)
+    ignored = shutil.ignore_patterns(*_NOT_MODEL, *([adapter.name] if adapter != checkpoint else []))
+    for source in dict.fromkeys((checkpoint, adapter)):
+        shutil.copytree(source, folder, ignore=ignored, copy_function=link_weights, dirs_exist_ok=True)
+
+
+def _adapter(checkpoint: Path, name: str) -> Path:
+    """Where an adapter is saved: PEFT gives those of other names than "default" a folder."""
+    return checkpoint / name if (checkpoint / name / "adapter_config.json").is_file() else checkpoint
 
 
 def link_weights(source: str, target: str) -> None:

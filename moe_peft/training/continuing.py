@@ -8,8 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
 from ..messages import one_line
@@ -25,45 +29,46 @@ _DECISIVE = {
     "packing", "completion_only_loss", "assistant_only_loss", "training_stage", "expert_map", "beta", "loss_type",
 }  # fmt: skip
 _SAMPLE = 200  # rows of the data that are looked at
+_VALUES = 4  # of every parameter of the base
 
 
-def claim(trainer: Any, folder: Path, anew: bool = False, **more: Any) -> dict[str, Any]:
+def claim(trainer: Any, folder: Path | None, **more: Any) -> dict[str, Any]:
     """
-    Have a trainer note beside its checkpoints what is trained. If there is a note already, check that it says the same.
+    Have a trainer note in its checkpoints what is trained. If `folder` has a note, check that it says the same.
 
     Args:
-        folder: where the training's checkpoints are, or will be.
-        anew: whether the training does not go on from there, so that an older note counts no more.
+        folder: the checkpoint that the training goes on from, or a folder in which all are of one training; None: it
+            begins anew.
         more: to be noted, too.
 
     Returns:
         what is noted.
 
     Raises:
-        ValueError: the folder has checkpoints of another training.
+        ValueError: they are of another training.
     """
-    facts, path = {**_facts(trainer), **more}, folder / NOTE
-    noted = None if anew or not path.is_file() else read_object(path)
+    facts = {**_facts(trainer), **more}
+    noted = read_object(folder / NOTE) if folder is not None and (folder / NOTE).is_file() else None
     for name in {**(noted or {}), **facts}:
         if noted is not None and noted.get(name) != facts.get(name):
             raise ValueError(
-                f"output_dir={str(folder)!r}: has checkpoints of another training, with {name} "
+                f"{str(folder)!r}: is of another training, with {name} "
                 f"{one_line(str(noted.get(name)), 40)} and not {one_line(str(facts.get(name)), 40)}; choose another "
-                "folder, or remove them"
+                "output_dir, or remove it"
             )
     trainer.add_callback(_Note(facts))
     return facts
 
 
 class _Note(TrainerCallback):
-    """Writes the note with each checkpoint, so that a training that made none leaves none."""
+    """Writes the note into each checkpoint: an output folder may have those of several trainings."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self.facts = facts
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.should_save:
-            write_note(Path(str(args.output_dir)), self.facts)
+            write_note(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self.facts)
 
 
 def write_note(folder: Path, facts: dict[str, Any]) -> None:
@@ -80,6 +85,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
     data = trainer.train_dataset
     sample = range(0, len(data), -(-len(data) // _SAMPLE))
     trained = sorted((name, list(shape_of(p))) for name, p in trainer.model.named_parameters() if p.requires_grad)
+    base = [p.detach().flatten()[:_VALUES] for p in _base_parameters(trainer.model)]
     facts = {
         "trainer": type(trainer).__name__,
         "rows": len(data),
@@ -87,8 +93,18 @@ def _facts(trainer: Any) -> dict[str, Any]:
         **{name: getattr(trainer, name) for name in ("alpha", "objective") if hasattr(trainer, name)},
         "data": _hash([data[i] for i in sample]),
         "trained parameters": _hash(trained),
+        "base": _hash(torch.cat([values.double().cpu() for values in base]).tolist() if base else None),
     }
     return json.loads(json.dumps(facts, default=str))  # as it will be read again
+
+
+def _base_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What an adapter leaves as it is. New values of adapters may be others each time, and checkpoints have them."""
+    prefixes = tuple({m.prefix for m in model.modules() if isinstance(m, BaseTuner)})
+    if not prefixes:
+        return []
+    parts = ((name.split("."), p) for name, p in model.named_parameters())
+    return [p for names, p in parts if not any(n.startswith((*prefixes, "modules_to_save")) for n in names)]
 
 
 def _hash(value: Any) -> str:

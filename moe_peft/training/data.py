@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from trl.data_utils import maybe_convert_to_chatml
 
 from ..reading import reading
 
@@ -66,6 +68,10 @@ def load_data(
         raise ValueError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
     if label_column is not None and label_column not in dataset.column_names:
         raise ValueError(f"label_column={label_column!r}: {field} has only {dataset.column_names}")
+    # As TRL does later, but checks and plans read rows before.
+    if maybe_convert_to_chatml(copy.deepcopy(dataset[0])) != dataset[0]:
+        removed = [name for name in ("conversations",) if name in dataset.column_names]
+        dataset = dataset.map(maybe_convert_to_chatml, remove_columns=removed, desc="Converting to messages")
     return dataset
 
 
@@ -102,9 +108,11 @@ def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     labels = dataset[label_column]
     order: list[int] = []
+    seen = 0
     for label in sorted(set(labels), key=str):
         own = [i for i, other in enumerate(labels) if other == label]
-        wanted = round(epochs * len(own))
+        seen += len(own)
+        wanted = round(epochs * seen) - len(order)  # so that labels of few rows have their share all together
         shuffled: list[int] = []
         while len(shuffled) < wanted:
             shuffled += [own[i] for i in torch.randperm(len(own), generator=generator).tolist()]

@@ -9,6 +9,14 @@ from torch import nn
 _NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the next stage's trainer
 
 
+def unfreeze_stage(model: nn.Module, routers: Mapping[str, nn.Parameter]) -> None:
+    """Make trainable again what an earlier stage froze."""
+    before = model.__dict__.pop(_NOTE, None)
+    for name, parameter in model.named_parameters():
+        if before is not None and (name in before["names"] or (before["routers"] and name in routers)):
+            parameter.requires_grad_(True)
+
+
 def freeze_for_stage(
     model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str, caller: str
 ) -> list[nn.Parameter]:
@@ -28,10 +36,7 @@ def freeze_for_stage(
     Raises:
         ValueError: nothing is left to train; the message begins with `caller`.
     """
-    before = model.__dict__.pop(_NOTE, None)
-    for name, parameter in model.named_parameters():
-        if before is not None and (name in before["names"] or (before["routers"] and name in routers)):
-            parameter.requires_grad_(True)
+    unfreeze_stage(model, routers)
     frozen = {
         name: parameter
         for name, parameter in model.named_parameters()

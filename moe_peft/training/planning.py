@@ -92,7 +92,7 @@ def memory(
     trained: torch.dtype = torch.float32,
 ) -> Memory:
     """
-    An estimate for one process: base weights, 4 bytes per other parameter that is held, gradients and Adam's two
+    An estimate for one process: base weights, other parameters that are held, gradients and Adam's two
     moments of the trainable ones, and the activations of one batch (those that gradient checkpointing keeps, or all)
     with one tile of the logits, which TRL's trainers do not hold as a whole. Without a GPU, a tile takes several times
     as much.
@@ -106,19 +106,19 @@ def memory(
         held, trainable: parameters beside the base's, and those that are trained.
         half: whether it trains in mixed precision.
         dtype: of the base's weights; "auto" is the config's.
-        trained: the dtype of the trainable parameters.
+        trained: the dtype of the trainable parameters and of those beside the base's.
     """
     base, largest, outside = _base_bytes(model, dtype, quantization or {})
     buckets = 2 if launch.strategy == "ddp" and launch.processes > 1 else 1
     found = Memory(
-        base + 4 * held,
+        base + trained.itemsize * held,
         trained.itemsize * trainable * buckets,
         2 * trained.itemsize * trainable,
         _activation_bytes(model.config, args, length, 2 if half else 4),
     )
     shares = {name: -(-getattr(found, name) // launch.processes) for name in STRATEGIES[launch.strategy]}
     if "parameters" in shares and launch.processes > 1:
-        whole = 2 * (largest + 4 * held // model.config.get_text_config().num_hidden_layers) + outside
+        whole = 2 * (largest + trained.itemsize * held // model.config.get_text_config().num_hidden_layers) + outside
         shares["parameters"] = min(shares["parameters"] + whole, found.parameters)
     return replace(found, **shares)
 
@@ -140,11 +140,22 @@ def rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFT
 def steps_and_rows(args: SFTConfig, rows: int, processes: int) -> tuple[int, float]:
     """The optimizer steps that `Trainer` takes, and the rows that it reads in them."""
     batch, accumulated = args.per_device_train_batch_size * processes, args.gradient_accumulation_steps
-    batches = rows // batch if args.dataloader_drop_last else -(-rows // batch)
-    in_epoch = max(1, -(-batches // accumulated))
+    in_epoch, usable = steps_in_epoch(rows, batch, accumulated, args.dataloader_drop_last)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * in_epoch)
-    usable = min(rows, batches * batch)
     return steps, min(steps * batch * accumulated, steps / in_epoch * usable)
+
+
+def steps_in_epoch(rows: int, batch: int, accumulated: int, drop_last: bool) -> tuple[int, int]:
+    """
+    `Trainer`'s optimizer steps in a pass over the data, and the rows that it reads: it begins a step with each pass.
+
+    Args:
+        batch: rows of one batch of all processes.
+        accumulated: batches of a step.
+        drop_last: whether the last batch is left out if it is not full.
+    """
+    batches = rows // batch if drop_last else -(-rows // batch)
+    return max(1, -(-batches // accumulated)), min(rows, batches * batch)
 
 
 def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template: str | None = None) -> int:
@@ -183,9 +194,14 @@ def training_line(args: SFTConfig) -> str:
     return f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}"
 
 
+def base_dtype(model: PreTrainedModel, dtype: str) -> torch.dtype:
+    """Of a base's weights; "auto" is the config's."""
+    return getattr(torch, dtype) if dtype != "auto" else getattr(model.config, "dtype", None) or torch.float32
+
+
 def _base_bytes(model: PreTrainedModel, dtype: str, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
     """Of all weights, of the largest layer, and of those in no layer."""
-    kind = getattr(torch, dtype) if dtype != "auto" else getattr(model.config, "dtype", None) or torch.float32
+    kind = base_dtype(model, dtype)
     packed = 0.55 if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else None
     head = model.get_output_embeddings()
 

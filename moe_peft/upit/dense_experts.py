@@ -91,6 +91,8 @@ def init_expert_routers(
             vectors.append(model.routing_vectors.weight.detach().float().cpu())
             if args.should_save:
                 link_model(source, target)
+            del model  # one at a time
+            free_memory()
             continue
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name == _VECTORS or (train_experts and ".mlp." in name))

@@ -107,9 +107,9 @@ class FFNRouterInit(_OfFFNs, RouterInit):
             result |= {**metrics(found.trained[-1]), "steps": sum(max(t.checkpoints) for t in found.trained)}
         return result
 
-    def steps(self, rows: int, batch: int) -> int:
+    def steps(self, rows: int, processes: int) -> int:
         """Experts are trained one after the other, each on its bucket."""
-        return self.recipe.num_experts * super().steps(rows, batch)
+        return self.recipe.num_experts * super().steps(rows, processes)
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
         vectors = model.config.num_hidden_layers * model.config.hidden_size

@@ -26,7 +26,7 @@ from .own_updates import refuse_optimizer
 from .passthrough import FROM_EXPERTS
 from .post_train import post_train
 from .recipe import Recipe
-from .router_init import init_router, refuse_losses
+from .router_init import init_router
 from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics, shared_out
 from .stages import Artefacts, Stage
 
@@ -99,13 +99,11 @@ class LoraRouterInit(_OfLoras, RouterInit):
         super().check()
         sft = self.sft
         refuse_optimizer(sft.get("optim", "adamw_torch"), sft.get("fp16", False), sft.get("max_grad_norm", 1.0))
-        refuse_losses(sft.get("loss_type", "nll"), sft.get("label_smoothing_factor", 0.0))
 
     def check_base(self) -> None:
         r = self.recipe
-        if r.prepare.given and r.router_init.train_experts:
-            _given_config(r, _empty_base(r))  # refuses what is no whole LoRA, whose scaling would say nothing
-            _check_scalings(_given_folders(r))
+        if r.prepare.given:
+            self.sizes(_empty_base(r))
 
     @property
     def result(self) -> Artefacts:
@@ -135,7 +133,11 @@ class LoraRouterInit(_OfLoras, RouterInit):
         return {"bucket_sizes": [len(bucket) for bucket in found.buckets], **metrics(found.trained)}
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
-        return _moe_sizes(self.recipe, model, self.recipe.router_init.train_experts)._replace(moe=None)
+        r = self.recipe
+        found = _moe_sizes(r, model, r.router_init.train_experts)._replace(moe=None)
+        if r.prepare.given and r.router_init.train_experts:  # whole LoRAs, as their configuration could be read
+            _check_scalings(_given_folders(r))
+        return found
 
 
 class LoraPostTrain(_OfLoras, PostTrain):

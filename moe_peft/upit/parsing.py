@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..checks import PATH, TEXTS, check, is_a
 from ..messages import unknown_key
-from ..reading import YamlLoader, read_text, read_yaml
+from ..reading import read_text, read_yaml
 from .recipe import Recipe
 
 # Path of a section → its class.
@@ -35,7 +34,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ValueError: no such file, an unknown key or a wrong value.
     """
     check("load_recipe", path=(path, PATH), overrides=(overrides, TEXTS))
-    settings = read_yaml(read_text(path), path, _Loader)
+    settings = read_yaml(read_text(path), path)
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: a recipe is a mapping of keys to values")
     for override in overrides:
@@ -48,7 +47,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
                 raise ValueError(f"{override!r}: {parent!r} is not a section")
-        section[last] = read_yaml(value, repr(override), _Loader)
+        section[last] = read_yaml(value, repr(override))
     return recipe_from_dict(settings)
 
 
@@ -79,14 +78,3 @@ def _explain(error: Any) -> str:
         return f"{path}: {error['msg']}"
     allowed = error["msg"].replace("Input should be", "must be").replace("List should have", "must have")
     return f"{path}={error['input']!r}: {allowed}"
-
-
-class _Loader(YamlLoader):
-    """Reads numbers as YAML 1.2 does, which takes `1e-4` for one, too."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)

@@ -95,7 +95,8 @@ SFT = Passthrough(
     {
         **_for_each(
             "output_dir max_steps num_train_epochs save_strategy save_total_limit save_only_model seed data_seed "
-            "resume_from_checkpoint load_best_model_at_end remove_unused_columns train_sampling_strategy",
+            "resume_from_checkpoint load_best_model_at_end remove_unused_columns train_sampling_strategy "
+            "auto_find_batch_size",
             _BUDGET,
         ),
         "router_aux_loss_coef": (
@@ -106,7 +107,10 @@ SFT = Passthrough(
             "eval_strategy eval_on_start eval_steps eval_delay do_eval",
             "stages have no evaluation data; the section `evaluate` says what is measured",
         ),
-        "push_to_hub": "push the result's folder when the run is done",
+        **_for_each(
+            "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision",
+            "push the result's folder when the run is done",
+        ),
         "trust_remote_code": "code that comes with a model or with data is never run; leave it out",
     },
     documented="TRL's SFTConfig",

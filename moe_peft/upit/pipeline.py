@@ -25,7 +25,7 @@ from ..checks import check, is_a
 from ..contexts import free_memory
 from ..folders import check_space, held, writable
 from ..loading import EMPTY_IN_OTHERS
-from ..training.arguments import check_answers, check_launched, check_packages
+from ..training.arguments import check_answers, check_launched, check_packages, refuse_arguments
 from ..training.tokenizing import rehearse
 from .ffn_stages import FFN_STAGES
 from .files import publish, read_json, write_json
@@ -183,6 +183,7 @@ class UpIT:
                 args = stage.arguments(self.root, **own)
                 _ = args.device
                 check_packages(args, f"{stage.name}.sft.")
+                refuse_arguments(args, f"{stage.name}.sft.")
         if PartialState().num_processes > 1 and parse_flag_from_env(EMPTY_IN_OTHERS):
             raise ValueError(
                 "fsdp_cpu_ram_efficient_loading=true: all processes but the first would score examples with empty "

@@ -9,7 +9,7 @@ from accelerate import PartialState
 
 from ..loading import empty_model
 from ..models.size import ModelSize
-from ..training.planning import Launch, Memory, memory, rows_and_length, training_line
+from ..training.planning import Launch, Memory, base_dtype, memory, rows_and_length, training_line
 from .inputs import load_config
 from .pipeline import UpIT
 from .shared_stages import TrainingStage
@@ -59,15 +59,15 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     for stage in pipeline.stages:
         if not isinstance(stage, TrainingStage):
             continue
-        args = stage.arguments(pipeline.root, **own)
+        args = stage.example_arguments(pipeline.root, **own)
         rows, length = rows_and_length(data, tokenizer, args)
-        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * launch.processes
-        steps = stage.steps(rows, batch)
+        steps = stage.steps(rows, launch.processes)
         sizes = stage.sizes(empty)
         half = _half_precision(stage)
         needed = memory(
             empty, args, length, sizes.held, sizes.trained, half=half, dtype=r.model.dtype,
             quantization=r.model.quantization, launch=launch,
+            trained=base_dtype(empty, r.model.dtype) if r.mode == "ffn" else torch.float32,
         )  # fmt: skip
         tokens = round(stage.epochs * rows * length)
         found.append(

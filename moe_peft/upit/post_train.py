@@ -13,6 +13,7 @@ from ..checks import FLAG, Rule, check
 from ..models.view import router_parameters
 from ..training.arguments import check_training, for_one_trainer
 from ..training.checkpoints import Trained, copy_result, train
+from ..training.freezing import unfreeze_stage
 from ..training.sft import MoESFTTrainer
 
 _CALLBACKS = Rule(
@@ -53,10 +54,11 @@ def post_train(
     """
     check_training("post_train", model, dataset, args, processing_class, output_dir)
     check("post_train", train_experts=(train_experts, FLAG), callbacks=(callbacks, _CALLBACKS.or_none()))
+    routers = router_parameters(model)
+    unfreeze_stage(model, routers)  # now, or the trainer would do it
     if isinstance(model, PeftModel):
         model.set_adapter(model.active_adapter)  # trainable again, whatever was frozen before
     if not train_experts:
-        routers = router_parameters(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in routers)
     set_seed(args.seed)
@@ -70,6 +72,6 @@ def post_train(
     )
     trained = train(trainer)
     if trainer.args.should_save:
-        copy_result(trained.last, Path(output_dir))
+        copy_result(trained.last, Path(output_dir), model.active_adapter if isinstance(model, PeftModel) else "default")
     trainer.accelerator.wait_for_everyone()
     return trained

@@ -20,6 +20,7 @@ from ..models.size import ModelSize
 from ..training.checkpoints import Trained, copy_result
 from ..training.data import in_blocks, source_name
 from ..training.labels import unknown_labels
+from ..training.planning import steps_in_epoch
 from ..training.sft import MoESFTConfig
 from .buckets import Seeds, draw_seeds
 from .files import expert_folders
@@ -28,6 +29,7 @@ from .inputs import load_model
 from .methods import TRAINING
 from .prepare import prepare_experts
 from .recipe import Recipe
+from .router_init import refuse_losses
 from .selection import chosen_steps
 from .stages import STATE, Artefacts, Stage
 
@@ -121,9 +123,11 @@ class TrainingStage(TrainerStage):
         made = f"`moe-peft upit`, method `{r.method}`"
         write_model_card(folder, base=r.model.name_or_path, made=made, datasets=[data] if data else [])
 
-    def steps(self, rows: int, batch: int) -> int:
-        """Optimizer steps for `rows` training rows, `batch` of them in each."""
-        return max(1, round(self.epochs * rows / batch))  # as `total_steps` has it
+    def steps(self, rows: int, processes: int) -> int:
+        """Optimizer steps for `rows` training rows."""
+        batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
+        drop_last = bool(self.sft.get("dataloader_drop_last"))
+        return math.ceil(self.epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "epochs": self.epochs}
@@ -156,11 +160,10 @@ class Prepare(TrainingStage):
 
     def check(self) -> None:
         if not self.sft.get("packing"):  # which makes fewer rows, how many is not known yet
-            batch = math.prod(self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
-            self.steps(len(self.context.train_data), batch * PartialState().num_processes)
+            self.steps(len(self.context.train_data), PartialState().num_processes)
 
-    def steps(self, rows: int, batch: int) -> int:
-        steps = super().steps(rows, batch)
+    def steps(self, rows: int, processes: int) -> int:
+        steps = super().steps(rows, processes)
         chosen_steps(steps, *self._selection())  # a choice that cannot be made should be known before the run
         return steps
 
@@ -243,6 +246,8 @@ class RouterInit(TrainingStage):
         return self.context.budget.router_init
 
     def check(self) -> None:
+        sft = self.sft
+        refuse_losses(sft.get("loss_type", "nll"), sft.get("label_smoothing_factor", 0.0))
         rule, r = self.recipe.bucket_rule, self.recipe
         if rule is not None and rule.needs_labels and not rule.needs_perplexities:
             labels = self.context.train_data[r.data.label_column]
@@ -266,8 +271,9 @@ class RouterInit(TrainingStage):
         epochs = self.recipe.router_init.num_train_epochs
         return self.arguments(folder, **{"num_train_epochs": epochs, "packing": False, "padding_free": False, **own})
 
-    def steps(self, rows: int, batch: int) -> int:
+    def steps(self, rows: int, processes: int) -> int:
         """Those of one expert's own training; in the mode `lora` all experts take them at once."""
+        batch = processes * math.prod(self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
         bucket = -(-self.recipe.seed_count(rows) // self.recipe.num_experts)
         return self.recipe.router_init.num_train_epochs * -(-bucket // batch)
 

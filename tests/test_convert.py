@@ -13,7 +13,7 @@ from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from moe_peft import MoELoraConfig, expert_to_lora, force_experts, lora_to_moe
+from moe_peft import MoELoraConfig, expert_to_lora, fold_routers, force_experts, lora_to_moe
 
 FFN = ["gate_proj", "up_proj", "down_proj"]
 IDS = torch.arange(3, 27).view(2, 12)
@@ -201,6 +201,24 @@ def test_target_modules_name_what_the_expert_has_and_nothing_else():
 def test_wrong_expert_index_names_the_range(expert, folders):
     with pytest.raises(ValueError, match=rf"expert={expert}: the adapter has experts 0 to 2"):
         expert_to_lora(lora_to_moe(tiny_llama(), folders), expert)
+
+
+def test_a_base_that_holds_an_adapter_is_refused(folders):
+    """Its update would be added to that of the expert which it became."""
+    base = tiny_llama()
+    lora = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    for adapters in ([lora], folders):
+        with pytest.raises(ValueError, match=r"lora_to_moe: model holds an adapter, .*; give a base without"):
+            lora_to_moe(base, adapters)
+    assert lora_to_moe(lora.unload(), folders).active_adapter == "default"
+
+
+@pytest.mark.parametrize("name", [["default"], 3])
+def test_an_adapter_is_named_by_a_text(name, folders):
+    model = lora_to_moe(tiny_llama(), folders)
+    for call in (lambda: expert_to_lora(model, 0, adapter_name=name), lambda: fold_routers(model, adapter_name=name)):
+        with pytest.raises(ValueError, match="adapter_name="):
+            call()
 
 
 def test_an_existing_folder_is_not_overwritten(folders):

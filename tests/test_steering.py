@@ -7,6 +7,8 @@ import torch
 from conftest import tiny_llama
 from peft import get_peft_model
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -180,3 +182,47 @@ def test_a_mask_that_does_not_fit_the_batch_or_the_model():
     uneven = adapter(num_experts_pattern={r"layers\.0\.mlp": 4})
     with pytest.raises(ValueError, match=r"layers have \[4, 6\] experts"), allow_experts(uneven, [0, 1]):
         pass
+
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoe", "flex_olmo", "minimax"])
+def test_other_families_route_as_before_if_all_experts_are_allowed(name):
+    config = AutoConfig.for_model(name, **{**SMALL, **({"num_experts": 4} if name == "flex_olmo" else {})})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        before = model(input_ids=ids()).logits
+        with allow_experts(model, [0, 1, 2, 3]):
+            torch.testing.assert_close(model(input_ids=ids()).logits, before)
+        with allow_experts(model, [1, 2]):
+            assert not torch.allclose(model(input_ids=ids()).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "message"),
+    [
+        (
+            "glm4_moe",
+            {"n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 0},
+            "Glm4MoeTopkRouter does not choose by a softmax over its logits and the top k alone",
+        ),
+        ("phimoe", {}, "PhimoeTopKRouter does not choose by a softmax"),
+        ("jetmoe", {"kv_channels": 8}, "JetMoeTopKGating: a router without `weight` and `top_k`"),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}, "HunYuanMoEV1Gate: a router without `weight`"),
+    ],
+)
+def test_gates_that_choose_by_another_rule_are_not_steered(name, own, message):
+    """Sigmoid scores, groups, biases and scalings would silently be replaced by a softmax."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SMALL, **own}))
+    with pytest.raises(ValueError, match=message) as error, allow_experts(model, [0, 1, 2, 3]):
+        pass
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=message), force_experts(model, torch.zeros(3, dtype=torch.long)):
+        pass
+    assert not any(hasattr(module, "steering") for module in native_routers(model))

@@ -98,12 +98,15 @@ def has_routed_experts(model: nn.Module) -> bool:
     Whether a model has routed experts. Its config does not tell: dense models may have the config of a MoE (Jamba,
     Llama 4), and MoEs name the fields as they like.
     """
-    routers: list[Any] = []
-    for module in model.modules():
-        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or []
-        for recorder in recorded if isinstance(recorded, list) else [recorded]:
-            routers.append(getattr(recorder, "target_class", recorder))  # a class alone is allowed, too
-    return any(isinstance(m, tuple(routers)) or _holds_experts(m) for m in model.modules())
+    routers = tuple(found for module in model.modules() for found in recorded_routers(module))
+    return any(isinstance(m, routers) or _holds_experts(m) for m in model.modules())
+
+
+def recorded_routers(module: nn.Module) -> tuple[type, ...]:
+    """The classes of the routers whose logits a transformers model records."""
+    recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or []
+    recorders: list[Any] = recorded if isinstance(recorded, list) else [recorded]
+    return tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)  # a class alone is allowed, too
 
 
 def _holds_experts(module: nn.Module) -> bool:

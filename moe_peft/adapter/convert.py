@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import nn
 
 from ..cards import write_model_card
-from ..checks import ADAPTER_NAME, FOLDER, PATH, Rule, check, is_a, is_whole, shown
+from ..checks import ADAPTER_NAME, FOLDER, PATH, TEXT, Rule, check, is_a, is_whole, shown
 from ..compat import private
 from ..loading import read_adapter_config, read_adapter_weights
 from ..messages import unknown_key
@@ -94,8 +95,8 @@ def lora_to_moe(
         The base model with the MoE adapter, trainable.
 
     Raises:
-        ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; or `settings` has a field that
-            the adapters determine.
+        ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter; or
+            `settings` has a field that the adapters determine.
     """
     for name in EXPERT_FIELDS:
         if name in settings:
@@ -109,6 +110,10 @@ def lora_to_moe(
         adapters=(adapters, _ADAPTERS),
         adapter_name=(adapter_name, ADAPTER_NAME),
     )
+    if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
+        raise ValueError(
+            "lora_to_moe: model holds an adapter, whose update would count, too; give a base without, or unload() it"
+        )
     loras, places = _read_loras(model, adapters)
     settings.setdefault("task_type", loras[0].config.task_type)
     settings.setdefault("top_k", min(2, len(loras)))
@@ -191,7 +196,12 @@ def expert_to_lora(
         ValueError: the adapter has no such expert, or its experts are bottlenecks.
         FileExistsError: `save_directory` already exists.
     """
-    check("expert_to_lora", model=(model, is_a(PeftModel)), save_directory=(save_directory, FOLDER.or_none()))
+    check(
+        "expert_to_lora",
+        model=(model, is_a(PeftModel)),
+        save_directory=(save_directory, FOLDER.or_none()),
+        adapter_name=(adapter_name, TEXT.or_none()),
+    )
     adapter_name = model.active_adapter if adapter_name is None else adapter_name
     source = model.peft_config.get(adapter_name)
     if not isinstance(source, MoELoraConfig):

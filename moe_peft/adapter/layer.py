@@ -80,7 +80,8 @@ class MoELoraLayer(BaseTunerLayer):
     def put_router(self, adapter_name: str) -> None:
         """Give the adapter a new router according to its spec."""
         spec = self.moe_lora_spec[adapter_name]
-        self.moe_lora_router[adapter_name] = make_router(self.in_features, spec.num_experts, spec.router)
+        router = make_router(self.in_features, spec.num_experts, spec.router)
+        self.moe_lora_router[adapter_name] = router.train(self.training)
 
     def router(self, adapter_name: str) -> Router:
         """The adapter's router, which exists only if it has more than one expert."""

@@ -28,7 +28,7 @@ from .bases import has_routed_experts, is_encoder_decoder
 from .layer import MoELoraLayer
 from .recording import Collection, state
 
-CHOICES = "_moe_lora_choices"  # the attribute of a backbone's output
+CHOICES, ROUTERS = "_moe_lora_choices", "_moe_lora_routers"  # attributes of a backbone's output
 IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 
@@ -158,6 +158,9 @@ def _is_installed(model: nn.Module) -> bool:
 def _begin(module: nn.Module, args: tuple, kwargs: dict, ours: dict[str, bool]) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
     outer = state.collection
+    # Neither calls itself, nor a backbone its model: a call was left by Ctrl-C, on which torch runs no hooks.
+    while outer is not None and (outer.owner is module or outer.owner is module.base_model):
+        outer = outer.outer
     if outer is not None and module is getattr(outer.owner, "base_model", None):
         # A dense backbone does not know the argument. A caller that passes it to the backbone alone, as `models.view`
         # does, gets the backbone's router logits and leaves the outer model's output and loss as they are.
@@ -209,6 +212,8 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         output = _with_router_logits(output, router_logits)
         # No field: it is for `models.view` alone, and would otherwise be a part of every output that is taken apart.
         output.__dict__[CHOICES] = tuple(collection.choices)
+        if not torch.compiler.is_compiling():
+            output.__dict__[ROUTERS] = tuple(collection.routers)
     if router_logits is None:
         return output
     if _has_loss(module):
@@ -291,6 +296,8 @@ def _with_aux_loss(
     config = text_config(model)
     mask = _argument(model, "attention_mask", args, kwargs)
     known = isinstance(mask, torch.Tensor) and mask.dim() == 2  # else packed, or no padding
+    if known:
+        mask = mask[:, -(len(router_logits[0]) // len(mask)) :]  # after a cache, whose tokens come first
     k = config.num_experts_per_tok
     chosen = counted_experts(collection.routers, router_logits, k)
     aux_loss = balancing_loss(router_logits, k, mask.flatten() if known else None, chosen=chosen)

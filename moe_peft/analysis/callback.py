@@ -47,6 +47,8 @@ class LoadCallback(TrainerCallback):
         self._recording = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._recording.close()  # of a training that ended with an error
+        self.steps, self.loads, self.verdicts = [], [], []
         self._statistics = self._recording.enter_context(record_routing(model, training_only=True))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

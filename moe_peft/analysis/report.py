@@ -74,7 +74,7 @@ def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> l
     plot_shares({domain: shares[domain] for domain in largest}, written[-1], "Where each domain's tokens go")
     written.append(folder / f"coactivation{suffix}")
     plot_coactivation(statistics.coactivation.sum(0), written[-1])
-    if statistics.token_classes is not None:
+    if statistics.class_counts.any():  # there are token classes, and ids were seen
         written.append(folder / f"token_classes{suffix}")
         plot_token_classes(statistics.class_counts.sum(1), written[-1])
     if statistics.allowed is not None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from ..checks import Rule, check
@@ -94,6 +95,9 @@ def plain_linear(module: nn.Module) -> Any:
     return module
 
 
+_ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
+
+
 def attention_means(
     model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]]
 ) -> list[AttentionMeans]:
@@ -119,7 +123,7 @@ def attention_means(
     check("init_attention_routers", batches=(batches, _BATCHES))
     vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
     device = next(backbone(model).parameters()).device
-    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
     handles = [plain_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
     try:
         for layer, _ in adapters:

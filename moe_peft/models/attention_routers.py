@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..adapter.ffn_layer import MoELoraFFN
-from ..checks import COUNT, check
+from ..checks import COUNT, TEXT, check
 from ..routing.attention_heads import attention_weights, fitting_heads
 from ..routing.routers import LinearRouter, Router, RouterSettings, folded_weight
 from .attention import attention_before, attention_means, is_attention, no_attention, query_weight
@@ -194,6 +194,7 @@ def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
     layers = adapter_layers(model)
     known = {name for layer in layers for name in layer.moe_lora_router}
     active = (name for layer in layers for name in layer.active_adapters if name in known)
+    check(caller, adapter_name=(adapter_name, TEXT.or_none()))
     found = next(active, None) if adapter_name is None else adapter_name
     if found not in known:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -112,10 +113,17 @@ def fewest_allowed(model: nn.Module) -> int:
 
 @contextmanager
 def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
-    """Route by `steering` in all MoE layers, without checks. Of nested blocks the inner one counts."""
+    """
+    Route by `steering` in all MoE layers, without checks of it. Of nested blocks the inner one counts.
+
+    Raises:
+        ValueError: a native MoE's router chooses by another rule.
+    """
     layers = adapter_layers(model)
     steered_modules: list[Any] = [*layers] or native_routers(model)
     before = [getattr(module, "steering", None) for module in steered_modules]
+    for router in () if layers else steered_modules:
+        _check_rule(router)
     with ExitStack() as stack:
         for module, outer in zip(steered_modules, before, strict=True):
             if not layers and outer is None:  # else the hook of the block around this one reads the steering
@@ -133,7 +141,44 @@ def _set_steering(module: Any, steering: Steering | None) -> None:
 def _choose_again(router: Any, args: tuple, output: tuple) -> tuple:
     """Forward hook that replaces the choice of a transformers router, which returns (logits, gates, experts)."""
     logits_TN, gates_TK, _ = output
+    gates, experts = _choice(router, logits_TN, router.steering)
+    return logits_TN, gates.to(gates_TK.dtype), experts
+
+
+def _choice(router: Any, logits_TN: torch.Tensor, steering: Steering) -> tuple[torch.Tensor, torch.Tensor]:
     normalize = bool(getattr(router, "norm_topk_prob", True))  # Mixtral always does
     choose = router.moe_router.choose if isinstance(router, RoutedGate) else top_k_gates
-    gates, experts = router.steering.route(logits_TN.float(), router.top_k, normalize, choose)
-    return logits_TN, gates.to(gates_TK.dtype), experts
+    return steering.route(logits_TN.float(), router.top_k, normalize, choose)
+
+
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def _check_rule(router: Any) -> None:
+    """
+    Raises:
+        ValueError: without a restriction, choosing again would change what a native router chooses.
+    """
+    weight: Any = getattr(router, "weight", None)
+    known = isinstance(router, RoutedGate) or router in _checked
+    if known or type(getattr(weight, "data", None)) is not torch.Tensor or weight.is_meta or not weight.numel():
+        return  # of several processes, each has a part
+    x_TD = torch.randn(32, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
+    try:
+        logits_TN, gates, experts = type(router).forward(router, x_TD)
+        everything = torch.ones(1, logits_TN.shape[1], dtype=torch.bool)
+        again, chosen_again = _choice(router, logits_TN, Steering(allowed=everything))
+        found, expected = (
+            torch.zeros_like(logits_TN, dtype=torch.float32).scatter(1, chosen, own.float())
+            for chosen, own in ((experts, gates), (chosen_again, again))
+        )
+        exact = torch.allclose(found, expected, rtol=0, atol=8 * torch.finfo(gates.dtype).eps)
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # other arguments, or other outputs
+        exact = False
+    if not exact:
+        raise ValueError(
+            f"{type(router).__name__} does not choose by a softmax over its logits and the top k alone, so its choice "
+            "cannot be made anew; use a family such as Mixtral, Qwen-MoE or OLMoE"
+        )
+    _checked.add(router)

@@ -17,8 +17,10 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from ..adapter import protocol, recording
+from ..adapter.bases import recorded_routers
 from ..adapter.layer import MoELoraLayer
 from ..checks import check, is_a
+from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts
 from ..sharding import shape_of
 from .gate import RoutedGate
@@ -34,6 +36,13 @@ def backbone(model: Any) -> Any:
     return base_model(model).base_model
 
 
+def _decoder(model: Any) -> Any:
+    """What a causal LM calls, if that is not its backbone; else its backbone."""
+    base = base_model(model)
+    found = base.get_decoder() if hasattr(base, "get_decoder") else None
+    return backbone(model) if found is None or found is base else found
+
+
 def text_config(model: Any) -> Any:
     """The config of the language part, which has the MoE's fields (`num_experts_per_tok`, …)."""
     return protocol.text_config(base_model(model))
@@ -45,7 +54,7 @@ class RoutedPass:
     One forward pass of a backbone.
 
     Args:
-        router_logits: one [T, n] per router, in the order of the forward pass.
+        router_logits: one [T, n] per router, in the order of `router_sizes`, whatever the order in which they ran.
         chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out, and
             forced or masked routing is seen as it happened.
         mask: 1 for real tokens, [B, S]; longer than S if the pass continues a cache, whose tokens come first.
@@ -74,6 +83,11 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
     ]
     if not adapter_layers(model):
         handles += [router.register_forward_hook(observer.see) for router in native_routers(model)]
+    elif (decoder := _decoder(model)) is not module:
+        handles += [
+            decoder.register_forward_pre_hook(observer.begin_part),
+            decoder.register_forward_hook(observer.end_part, with_kwargs=True, always_call=True),
+        ]
     try:
         yield
     finally:
@@ -93,10 +107,13 @@ class _Observer:
     def __init__(self, observe: Callable[[RoutedPass], None], k: int) -> None:
         self.observe, self.k = observe, k
         self.choices: list[recording.Choice] | None = None  # of native routers; None outside the backbone's forward
+        self.routers: list[nn.Module] = []  # which made them
+        self.order: list[nn.Module] = []  # of the model's active routers
+        self.part: tuple[recording.Collection, int] | None = None  # and the logits that it had before
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Before the backbone."""
-        self.choices = []
+        self.choices, self.routers = [], []
         return args, {**kwargs, "output_router_logits": True}
 
     def see(self, router: nn.Module, args: tuple, output: Any) -> None:
@@ -104,6 +121,7 @@ class _Observer:
         if self.choices is not None and isinstance(output, tuple) and len(output) == 3:
             _, gates, experts = output
             self.choices.append((experts, gates.detach()))
+            self.routers.append(getattr(router, "moe_router", router))
 
     @torch.compiler.disable
     def end(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
@@ -113,13 +131,52 @@ class _Observer:
         if not router_logits:
             return
         choices = getattr(outputs, protocol.CHOICES, choices)
-        mask = kwargs.get("attention_mask")
+        self._tell(module, kwargs, router_logits, choices, getattr(outputs, protocol.ROUTERS, self.routers))
+
+    @torch.compiler.disable
+    def begin_part(self, module: nn.Module, args: tuple) -> None:
+        """Before the decoder of a causal LM that does not call its backbone as a whole (OPT)."""
+        collection = recording.state.collection
+        if self.choices is None and collection is not None:
+            collection.enabled = True
+            self.part = collection, len(collection.logits)
+
+    @torch.compiler.disable
+    def end_part(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+        """After it."""
+        part, self.part = self.part, None
+        if part is None or outputs is None:  # the forward raised
+            return
+        collection, start = part
+        logits = collection.logits[start:]
+        if logits:
+            n = max(of_router.shape[-1] for of_router in logits)
+            padded = [pad_logits(of_router, n) for of_router in logits]
+            self._tell(module, kwargs, padded, collection.choices[start:], collection.routers[start:])
+
+    def _tell(
+        self, module: nn.Module, kwargs: dict[str, Any], router_logits: Sequence[torch.Tensor],
+        choices: Sequence[recording.Choice], routers: Sequence[nn.Module],
+    ) -> None:  # fmt: skip
+        mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # packed, padding-free, or no padding
-            hidden = outputs.last_hidden_state
-            mask = torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+            given = ids if ids is not None else kwargs.get("inputs_embeds")
+            shape = (1, len(router_logits[0])) if given is None else given.shape[:2]
+            mask = torch.ones(shape, dtype=torch.long, device=router_logits[0].device)
         chosen = tuple(_chosen(router_logits, choices, self.k))
-        ids = kwargs.get("input_ids")
+        order = self._in_order(module, routers)
+        if len(order) == len(router_logits):
+            router_logits, chosen = (tuple(of[i] for i in order) for of in (router_logits, chosen))
         self.observe(RoutedPass(tuple(router_logits), chosen, mask, ids, torch.is_grad_enabled()))
+
+    def _in_order(self, module: nn.Module, ran: Sequence[nn.Module]) -> Sequence[int]:
+        """Where the model's routers are among those that ran; nothing if others ran, or one more than once."""
+        if len(ran) == len(self.order) and all(a is b for a, b in zip(ran, self.order, strict=True)):
+            return range(len(ran))
+        place = {router: i for i, router in enumerate(ran)}
+        if place.keys() != set(self.order):
+            self.order = active_routers(module)
+        return [place[router] for router in self.order] if place.keys() == set(self.order) else []
 
 
 def _chosen(
@@ -139,9 +196,9 @@ def native_routers(model: nn.Module) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     idle: set[nn.Module] = set()  # copies that PEFT keeps beside the active module
     for module in model.modules():
-        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        if recorder is not None:
-            found.update((m, None) for m in module.modules() if isinstance(m, recorder.target_class))
+        classes = recorded_routers(module)
+        if classes:
+            found.update((m, None) for m in module.modules() if isinstance(m, classes))
         if isinstance(module, ModulesToSaveWrapper):
             copies = {**module.modules_to_save, "": module.original_module}
             running = "" if module.disable_adapters or not module.active_adapters else module.active_adapters[0]
@@ -187,9 +244,21 @@ def _active(model: nn.Module) -> Iterator[tuple[MoELoraLayer, str]]:
 
 
 def gate_size(gate: Any) -> tuple[int, int]:
-    """(n, k)"""
-    n = gate.num_experts if isinstance(gate, RoutedGate) else shape_of(gate.weight)[0]
-    return int(n), int(gate.top_k)
+    """
+    (n, k)
+
+    Raises:
+        ValueError: a router of a kind that does not tell.
+    """
+    if isinstance(gate, RoutedGate):
+        return int(gate.num_experts), int(gate.top_k)
+    weight, k = getattr(gate, "weight", None), getattr(gate, "top_k", None)
+    if not isinstance(weight, torch.Tensor) or k is None:
+        raise ValueError(
+            f"{type(gate).__name__}: a router without `weight` and `top_k`, whose size is not known; use a family such "
+            "as Mixtral, Qwen-MoE or OLMoE"
+        )
+    return int(shape_of(weight)[0]), int(k)
 
 
 def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -46,7 +46,8 @@ def verify_export(
     """
     check("export: verify", exported=(exported, PATH), texts=(texts, _TEXTS), dtype=(dtype, TEXT))
     precision = parse_dtype(dtype, None, "export: verify")
-    source = base_name(read_adapter_config(adapter), base)
+    config = read_adapter_config(adapter)
+    source, revision = base_name(config, base), (None if base else config.revision) or "main"
     if (Path(exported) / "adapter_config.json").is_file():
         raise ValueError(f"export: verify: exported={os.fspath(exported)!r}: this is an adapter; give the export")
     read_adapter_weights(adapter, f"export: adapter {os.fspath(adapter)!r}")  # PEFT would take a pickled file
@@ -55,7 +56,7 @@ def verify_export(
     ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
     if not ids:
         raise ValueError("export: verify: no text; give at least one")
-    model = read_model(source, f"export: base {source!r}", dtype=precision)
+    model = read_model(source, f"export: base {source!r}", revision=revision, dtype=precision)
     ours = _logits(PeftModel.from_pretrained(model, os.fspath(adapter)), ids)
     del model
     theirs = _logits(read_model(exported, f"export: verify: {exported}", dtype=precision), ids)

@@ -8,9 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft.tuners.tuners_utils import BaseTuner
-from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -19,6 +16,7 @@ from transformers.training_args import TrainingArguments
 from ..messages import one_line
 from ..reading import read_object
 from ..sharding import shape_of
+from .freezing import base_values
 
 NOTE = "training.json"
 # Arguments that decide what is trained, beside those that begin with `router_`.
@@ -29,7 +27,6 @@ _DECISIVE = {
     "packing", "completion_only_loss", "assistant_only_loss", "training_stage", "expert_map", "beta", "loss_type",
 }  # fmt: skip
 _SAMPLE = 200  # rows of the data that are looked at
-_VALUES = 4  # of every parameter of the base
 
 
 def claim(trainer: Any, folder: Path | None, **more: Any) -> dict[str, Any]:
@@ -85,7 +82,6 @@ def _facts(trainer: Any) -> dict[str, Any]:
     data = trainer.train_dataset
     sample = range(0, len(data), -(-len(data) // _SAMPLE))
     trained = sorted((name, list(shape_of(p))) for name, p in trainer.model.named_parameters() if p.requires_grad)
-    base = [p.detach().flatten()[:_VALUES] for p in _base_parameters(trainer.model)]
     facts = {
         "trainer": type(trainer).__name__,
         "rows": len(data),
@@ -93,18 +89,9 @@ def _facts(trainer: Any) -> dict[str, Any]:
         **{name: getattr(trainer, name) for name in ("alpha", "objective") if hasattr(trainer, name)},
         "data": _hash([data[i] for i in sample]),
         "trained parameters": _hash(trained),
-        "base": _hash(torch.cat([values.double().cpu() for values in base]).tolist() if base else None),
+        "base": _hash(base_values(trainer.model)),
     }
     return json.loads(json.dumps(facts, default=str))  # as it will be read again
-
-
-def _base_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What an adapter leaves as it is. New values of adapters may be others each time, and checkpoints have them."""
-    prefixes = tuple({m.prefix for m in model.modules() if isinstance(m, BaseTuner)})
-    if not prefixes:
-        return []
-    parts = ((name.split("."), p) for name, p in model.named_parameters())
-    return [p for names, p in parts if not any(n.startswith((*prefixes, "modules_to_save")) for n in names)]
 
 
 def _hash(value: Any) -> str:

@@ -1,9 +1,11 @@
-"""Freezes what a training stage does not train."""
+"""What a training does not change: it freezes what a stage does not train, and tells an adapter's base."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 _NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the next stage's trainer
@@ -50,3 +52,16 @@ def freeze_for_stage(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{caller}: training_stage={stage!r}: nothing is left to train; unfreeze what it should train")
     return list(frozen.values())
+
+
+def base_values(model: nn.Module) -> list[float]:
+    """
+    Some values of each parameter that adapters leave as it is; none of a model without adapters. New values of adapters
+    may be others in each run.
+    """
+    prefixes = tuple({module.prefix for module in model.modules() if isinstance(module, BaseTuner)})
+    if not prefixes:
+        return []
+    parts = ((name.split("."), p) for name, p in model.named_parameters())
+    base = [p for names, p in parts if not any(n.startswith((*prefixes, "modules_to_save")) for n in names)]
+    return torch.cat([p.detach().flatten()[:4].double().cpu() for p in base]).tolist()

@@ -14,6 +14,7 @@ from upit_case import rows
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.models.view import router_parameters
 from moe_peft.training.data import in_blocks
+from moe_peft.training.freezing import base_values
 from moe_peft.upit import prepare_experts
 from moe_peft.upit.post_train import post_train
 
@@ -61,6 +62,18 @@ def test_another_base_is_another_training(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="is of another training, with base "):
         post_train(adapted(5), data, args, tokenizer, output_dir=tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_base_is_told_by_what_every_process_has(monkeypatch):
+    """Of an offloaded base nothing, and nothing where only the first process reads the weights."""
+    model = adapted()
+    values = base_values(model)
+    assert len(values) == 4 * sum("moe_lora" not in name for name, _ in model.named_parameters())
+    torch.nn.init.zeros_(next(p for name, p in model.named_parameters() if "moe_lora_A" in name))
+    assert base_values(model) == values != base_values(adapted(seed=3))
+    assert base_values(model.to("meta")) == base_values(tiny_llama()) == []
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert base_values(adapted()) == []
 
 
 def test_an_adapter_of_another_name_is_saved_and_found_again(tokenizer, tmp_path):

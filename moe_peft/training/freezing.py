@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
+from accelerate.utils import parse_flag_from_env
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
+
+from ..loading import EMPTY_IN_OTHERS
 
 _NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the next stage's trainer
 
@@ -56,12 +58,12 @@ def freeze_for_stage(
 
 def base_values(model: nn.Module) -> list[float]:
     """
-    Some values of each parameter that adapters leave as it is; none of a model without adapters. New values of adapters
-    may be others in each run.
+    Some values of each parameter that adapters leave as it is; none of a model without adapters, or where a process may
+    not have them. New values of adapters may be others in each run.
     """
     prefixes = tuple({module.prefix for module in model.modules() if isinstance(module, BaseTuner)})
-    if not prefixes:
+    if not prefixes or parse_flag_from_env(EMPTY_IN_OTHERS):
         return []
     parts = ((name.split("."), p) for name, p in model.named_parameters())
     base = [p for names, p in parts if not any(n.startswith((*prefixes, "modules_to_save")) for n in names)]
-    return torch.cat([p.detach().flatten()[:4].double().cpu() for p in base]).tolist()
+    return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].double().tolist()]

@@ -49,6 +49,7 @@ def _rounded(value: Any) -> Any:
 def start_workers(study: str, arguments: Sequence[str], workers: int) -> int:
     """Run the study in several processes of one thread each, every one with its number; the greatest exit code."""
     command = [sys.executable, "-m", f"benchmarks.{study}", "run", *arguments, "--workers", str(workers), "--worker"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    kept = str(2**32)  # bytes that glibc does not give back: tensors of each step would fault their pages in anew
+    env = {"MALLOC_MMAP_THRESHOLD_": kept, "MALLOC_TRIM_THRESHOLD_": kept, **os.environ, "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen([*command, str(worker)], env=env) for worker in range(workers)]
     return max(process.wait() for process in started)

@@ -19,8 +19,8 @@ from .upit_study import (
     EXPANDED,
     IDEAS,
     MAIN,
-    ORDERS,
     SEEDS,
+    SIZES,
     TUNING_SEED,
     UNVARIED,
     VARIED,
@@ -46,8 +46,8 @@ SWEEPS = {
 class Results:
     """Held-out results along stage 4, by order, seed and method."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, size: str) -> None:
+        self.ledger, self.size = ledger, SIZES[size]
         self.runs: dict[Key, dict[str, Any]] = {
             (r["order"], r["seed"], r["method"]): r for r in ledger.records() if r["seed"] != TUNING_SEED
         }
@@ -70,47 +70,57 @@ class Results:
         return " ".join(paired_difference(*zip(*whole, strict=True)).cells()) if len(whole) > 1 else "–"
 
 
-def report(ledger: Ledger, table: Path) -> None:
+def report(ledger: Ledger, table: Path, size: str) -> None:
     """Write the tables to `table`, the figure beside it, and print the tables."""
-    results = Results(ledger)
-    text = "\n".join(
-        [*_head(results, table), *_contrasts(results), *_losses(results), *_sweeps(results), *_ideas(results)]
-    )
+    results = Results(ledger, size)
+    lines = [*_head(results, table, size), *_contrasts(results), *_losses(results)]
+    if results.size.variants:
+        lines += [*_sweeps(results), *_ideas(results)]
+    text = "\n".join(lines).rstrip("\n")
     table.write_text(text + "\n")
     _figure(results, table.with_suffix(".png"))
     print(text)
 
 
-def _head(results: Results, table: Path) -> list[str]:
-    wanted = [(order, name) for name in MAIN for order in (("iid",) if name in EXPANDED else ORDERS)]
+def _head(results: Results, table: Path, size: str) -> list[str]:
+    orders, methods = results.size.orders, results.size.methods
+    wanted = [(order, name) for name in methods for order in orders if order == "iid" or name not in EXPANDED]
     whole = [seed for seed in SEEDS if all((order, seed, name) in results.runs for order, name in wanted)]
+    own = f" --size {size}" if size != next(iter(SIZES)) else ""
+    curves = ", and over data, experts, active experts" if results.size.variants else ""
     return [
         "# When does UpIT pay?", "",
-        "Made by `python -m benchmarks.upit_study run --workers 2` and `… report`. The script's head says what was",
-        f"fixed before the first run. Seeds with all runs of the main table: {len(whole)} of {len(SEEDS)}. Losses are",
+        f"Made by `python -m benchmarks.upit_study run{own} --workers 2` and `… report{own}`. The script's head says",
+        "what was fixed before the first run. Seeds with all runs of the main table: "
+        f"{len(whole)} of {len(SEEDS)}. Losses are",
         "per answer token, lower is better; exact matches are shares of 500 held-out answers, higher is better.", "",
-        f"![Loss along stage 4, and over data, experts, active experts]({table.with_suffix('.png').name})", "",
+        f"![Loss along stage 4{curves}]({table.with_suffix('.png').name})", "",
     ]  # fmt: skip
 
 
 def _contrasts(results: Results) -> list[str]:
-    rows = ["## Primary contrasts", "", f"| contrast | loss, all orders | {' | '.join(ORDERS)} | exact, all orders |"]
-    rows.append("|---|---|---|---|---|")
+    orders = results.size.orders
+    several = len(orders) > 1
+    columns = ["loss, all orders", *orders, "exact, all orders"] if several else ["loss", "exact"]
+    rows = ["## Primary contrasts", "", f"| contrast | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for method, other in PRIMARY:
-        every = ("iid",) if method in EXPANDED else ORDERS
-        cells = [results.difference(method, other, orders, "loss") for orders in (every, *zip(ORDERS))]
-        cells.append(results.difference(method, other, every, "exact"))
-        rows.append(f"| {method} minus {other} | {' | '.join(cells)} |")
+        if {method, other} <= set(results.size.methods):
+            every = ("iid",) if method in EXPANDED else orders
+            asked = (every, *zip(orders)) if several else (every,)
+            cells = [results.difference(method, other, own, "loss") for own in asked]
+            cells.append(results.difference(method, other, every, "exact"))
+            rows.append(f"| {method} minus {other} | {' | '.join(cells)} |")
     return [*rows, ""]
 
 
 def _losses(results: Results) -> list[str]:
-    columns = [f"{outcome}, {order}" for outcome in ("loss", "exact") for order in ORDERS]
+    orders = results.size.orders
+    columns = [f"{outcome}, {order}" for outcome in ("loss", "exact") for order in orders]
     rows = ["## All methods", "", f"| method | rate | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
-    for name, method in MAIN.items():
-        as_name = method.tuned_as or name
+    for name in results.size.methods:
+        as_name = MAIN[name].tuned_as or name
         rate = f"{best_rate(results.ledger, as_name):g}" if tuned(results.ledger, as_name) else "–"
-        cells = [_cell(results.mean([order], name, outcome)) for outcome in ("loss", "exact") for order in ORDERS]
+        cells = [_cell(results.mean([order], name, outcome)) for outcome in ("loss", "exact") for order in orders]
         rows.append(f"| {name} | {rate} | {' | '.join(cells)} |")
     return [*rows, ""]
 
@@ -153,16 +163,19 @@ def _ideas(results: Results) -> list[str]:
 
 def _figure(results: Results, path: Path) -> None:
     """Loss along stage 4 for each order, and the sweeps."""
-    figure, axes = plt.subplots(1, len(ORDERS) + len(SWEEPS), figsize=(4 * (len(ORDERS) + len(SWEEPS)), 3.6))
-    for axis, order in zip(axes, ORDERS, strict=False):
-        for name in MAIN:
+    orders, sweeps = results.size.orders, SWEEPS if results.size.variants else {}
+    count = len(orders) + len(sweeps)
+    figure, grid = plt.subplots(1, count, figsize=(max(4 * count, 6), 3.6), squeeze=False)
+    axes = grid[0]
+    for axis, order in zip(axes, orders, strict=False):
+        for name in results.size.methods:
             curves = [results.runs[key]["points"] for seed in SEEDS if (key := (order, seed, name)) in results.runs]
             if curves:
                 shares = [point["share"] for point in curves[0]]
                 means = [sum(curve[i]["loss"] for curve in curves) / len(curves) for i in range(len(shares))]
                 axis.plot(shares, means, label=name, marker=".", linewidth=2 if name == "UpIT" else 1)
         axis.set(title=f"first half {order}", xlabel="share of stage 4", ylabel="held-out loss", yscale="log")
-    for axis, (sweep, labels) in zip(axes[len(ORDERS) :], SWEEPS.items(), strict=True):
+    for axis, (sweep, labels) in zip(axes[len(orders) :], sweeps.items(), strict=True):
         for method in VARIED:
             means = [results.mean(["iid"], _varied(method, label), "loss", SWEPT) for label in labels.values()]
             known = [(value, mean) for value, mean in zip(labels, means, strict=True) if mean is not None]
@@ -171,7 +184,8 @@ def _figure(results: Results, path: Path) -> None:
         axis.set_xticklabels([f"{value:g}" for value in labels])
         axis.minorticks_off()
     axes[0].legend(fontsize=6)
-    axes[-1].legend(fontsize=7)
+    if sweeps:
+        axes[-1].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -10,11 +10,11 @@ Fixed before the first run:
 - Data: ten rules on sequences of digits (`examples/toy/tasks.py`), one pass. Every method sees the same 48,000 rows
   in the same order, 3,000 steps of 16. Stage 1 has the first half, stage 4 the second; the examples of stage 3
   (240 seeds, 4 passes: 2 %) are taken from the end of stage 4. Methods without stages train once over both halves.
-- Bases of 1M and (`--size 5M`) 5M parameters; they have read inputs and outputs of the rules under other names, but no
-  instructions.
+- Bases of 1M and (`--size 5M`: four methods, order iid) 5M parameters; they have read inputs and outputs of the rules
+  under other names, but no instructions.
 - Rates are constant, as in the paper. Each method of the main table has its own: the best on the tuning seed, by the
-  held-out loss at the end, of `RATES` and of as many further doublings or halvings as it takes for the best to have
-  worse ones on both sides. Parts left out, variants and curves have the rate of the method that they vary.
+  held-out loss at the end, of its size's `rates` and of as many further doublings or halvings as it takes for the best
+  to have worse ones on both sides. Parts left out, variants and curves have the rate of the method that they vary.
 - Held out: 500 rows, 50 a task, sequences that no training row has. Outcomes: loss per answer token and exact matches
   (every token of the answer is the most probable one), means over tasks, and over the last three measurements (at 90,
   95 and 100 % of stage 4), because a constant rate leaves the loss jumping.
@@ -36,7 +36,6 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -62,7 +61,6 @@ from .exact_match import measure
 from .runs import Ledger, start_workers
 
 SEEDS, ORDERS, TUNING_SEED = (0, 1, 2, 3), ("iid", "blocks"), 100
-RATES = (1e-3, 2e-3, 4e-3)
 ROWS, HELD_OUT, BATCH = 48_000, 500, 16
 SEED_EXAMPLES, SEED_PASSES = 240, 4
 N, K, R = 8, 2, 8
@@ -73,7 +71,6 @@ TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}\n{% else %}"
     "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
-SIZES = {"1M": {"hidden": 128, "layers": 4}, "5M": {"hidden": 256, "layers": 6}}
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,6 @@ MAIN = {
     "UpIT 4→8, random": replace(UPIT, experts="random", tuned_as="UpIT"),
 }
 EXPANDED = ("UpIT 4→8, genetic", "UpIT 4→8, random")  # order iid alone
-LARGE = ("LoRA, rank k·r", "LoRAMoE-PT", "LoRAMoE-SFT", "UpIT", "no router initialisation")  # with the large base
 VARIED = {"UpIT": UPIT, "LoRAMoE-SFT": MAIN["LoRAMoE-SFT"]}
 CURVES = {
     f"{name}, {label}": replace(method, tuned_as=name, **own)
@@ -137,6 +133,38 @@ IDEAS = {
 CONFIRMED = "softmax objective"
 UNVARIED = "UpIT, 2 active"
 EVERY = {**MAIN, **CURVES, **IDEAS}
+
+
+@dataclass(frozen=True)
+class Size:
+    """
+    A base's size, and what is done with it.
+
+    Args:
+        hidden, layers: of the base.
+        rates: that are tried first.
+        orders, methods: of the main table.
+        variants: whether curves and ideas run, too.
+        dtype: in which the base is stored.
+    """
+
+    hidden: int
+    layers: int
+    rates: tuple[float, ...]
+    orders: tuple[str, ...]
+    methods: tuple[str, ...]
+    variants: bool
+    dtype: torch.dtype = torch.float32
+
+
+FIRST_STAGE = "LoRA, rank k·r"  # has the rate of stage 1
+SIZES = {
+    "1M": Size(128, 4, (1e-3, 2e-3, 4e-3), ORDERS, tuple(MAIN), variants=True),
+    "5M": Size(
+        256, 6, (1e-3, 2e-3), ("iid",), (FIRST_STAGE, "LoRAMoE-PT", "LoRAMoE-SFT", "UpIT"), variants=False,
+        dtype=torch.bfloat16,  # its file is part of the repository
+    ),
+}  # fmt: skip
 
 
 class Curve(TrainerCallback):
@@ -276,10 +304,11 @@ def at_end(record: dict[str, Any], outcome: str) -> float:
 
 def jobs(size: str) -> list[tuple[str, int, dict[str, Method]]]:
     """Order, seed and methods of each group of runs that share first halves; the most important ones first."""
-    if size == "5M":
-        return [("iid", seed, {name: MAIN[name] for name in LARGE}) for seed in SEEDS]
-    once = {name: method for name, method in MAIN.items() if name not in EXPANDED}
-    main = [(order, seed, MAIN if order == "iid" else once) for order in ORDERS for seed in SEEDS]
+    own = {name: MAIN[name] for name in SIZES[size].methods}
+    once = {name: method for name, method in own.items() if name not in EXPANDED}
+    main = [(order, seed, own if order == "iid" else once) for order in SIZES[size].orders for seed in SEEDS]
+    if not SIZES[size].variants:
+        return main
     ideas = [("iid", TUNING_SEED + i, {"UpIT": UPIT, **IDEAS}) for i in (1, 2)]
     best = [("iid", seed, {name: EVERY[name] for name in (UNVARIED, CONFIRMED)}) for seed in SEEDS]
     return main + ideas + best + [("iid", seed, CURVES) for seed in SEEDS[:2]]
@@ -292,7 +321,7 @@ def work(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> No
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("moe_peft").setLevel(logging.ERROR)
-    rates = tune(base, LARGE if size == "5M" else tuple(MAIN), ledger, worker, workers)
+    rates = tune(base, size, ledger, worker, workers)
     for order, seed, methods in jobs(size)[worker::workers]:
         wanted = {
             name: method for name, method in methods.items() if not ledger.has(order=order, seed=seed, method=name)
@@ -302,7 +331,7 @@ def work(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> No
                 experiment = Experiment(base, seed, order, Path(folder))
                 for name, method in wanted.items():
                     rate = rates[method.tuned_as or name]
-                    run(experiment, ledger, name, rate, rates["LoRA, rank k·r"])
+                    run(experiment, ledger, name, rate, rates[FIRST_STAGE])
 
 
 def run(experiment: Experiment, ledger: Ledger, name: str, rate: float, first_rate: float) -> None:
@@ -314,16 +343,17 @@ def run(experiment: Experiment, ledger: Ledger, name: str, rate: float, first_ra
     )
 
 
-def tune(base: Path, methods: Sequence[str], ledger: Ledger, worker: int, workers: int) -> dict[str, float]:
-    """Each method's best rate on the tuning seed. LoRA comes first: it sets the rate of stage 1."""
-    own = [name for name in methods if MAIN[name].tuned_as is None]
+def tune(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> dict[str, float]:
+    """Each method's best rate on the tuning seed. Methods without stages come first: LoRA's rate is stage 1's."""
+    own = [name for name in SIZES[size].methods if MAIN[name].tuned_as is None]
+    whole = [name for name in own if MAIN[name].whole is not None]
     with tempfile.TemporaryDirectory() as folder:
         experiment = Experiment(base, TUNING_SEED, "iid", Path(folder))
-        for group in (own[:1], own[1:]):
+        for group in (whole, [name for name in own if name not in whole]):
             for name in group[worker::workers]:
-                while (rate := missing_rate(ledger, name)) is not None:
-                    run(experiment, ledger, name, rate, rate if name == own[0] else best_rate(ledger, own[0]))
-            while any(missing_rate(ledger, name) is not None for name in group):
+                while (rate := missing_rate(ledger, name, size)) is not None:
+                    run(experiment, ledger, name, rate, rate if name in whole else best_rate(ledger, FIRST_STAGE))
+            while any(missing_rate(ledger, name, size) is not None for name in group):
                 time.sleep(5)  # another worker makes it
     return {name: best_rate(ledger, name) for name in own}
 
@@ -339,10 +369,10 @@ def best_rate(ledger: Ledger, method: str) -> float:
     return min(losses, key=losses.__getitem__)
 
 
-def missing_rate(ledger: Ledger, method: str) -> float | None:
+def missing_rate(ledger: Ledger, method: str, size: str) -> float | None:
     """The next rate to try, if the best one is not known yet."""
     losses = tuned(ledger, method)
-    untried = [rate for rate in RATES if rate not in losses]
+    untried = [rate for rate in SIZES[size].rates if rate not in losses]
     if untried:
         return untried[0]
     best = best_rate(ledger, method)
@@ -351,8 +381,8 @@ def missing_rate(ledger: Ledger, method: str) -> float | None:
 
 def make_base(path: Path, size: str) -> Path:
     more = list(take(documents(Random(0)), 3_000_000))
-    stored = torch.bfloat16 if size == "5M" else torch.float32  # the file is part of the repository
-    return ensure_base(path, 0, **SIZES[size], vocab_size=512, chars=600_000, more=more, dtype=stored)
+    own = SIZES[size]
+    return ensure_base(path, 0, own.hidden, own.layers, vocab_size=512, chars=600_000, more=more, dtype=own.dtype)
 
 
 def main() -> None:
@@ -371,7 +401,7 @@ def main() -> None:
     if args.command == "report":
         from .upit_report import report
 
-        report(Ledger(results), results.with_suffix(".md"))
+        report(Ledger(results), results.with_suffix(".md"), args.size)
     elif args.worker is not None:
         work(base, args.size, Ledger(results), args.worker, args.workers)
     else:

@@ -143,7 +143,7 @@ def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
 def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     from benchmarks.runs import Ledger
     from benchmarks.upit_report import report
-    from benchmarks.upit_study import MAIN, ORDERS, RATES, SEEDS, TUNING_SEED
+    from benchmarks.upit_study import MAIN, ORDERS, SEEDS, SIZES, TUNING_SEED
 
     ledger = Ledger(tmp_path / "study.jsonl")
 
@@ -151,26 +151,33 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
         points = [{"share": share, "loss": loss - 0.05 + (1 - share), "exact": 0.5} for share in (0.0, 0.9, 0.95, 1.0)]
         ledger.add({"order": order, "seed": seed, "method": method, "rate": rate, "points": points}, "")
 
-    for rate in RATES:
-        add("iid", TUNING_SEED, "UpIT", rate, abs(rate - RATES[1]))
+    rates = SIZES["1M"].rates
+    for rate in rates:
+        add("iid", TUNING_SEED, "UpIT", rate, abs(rate - rates[1]))
     for seed in SEEDS:
         for order in ORDERS:
             for name in MAIN:
                 if (name, seed) != ("PESC", SEEDS[-1]):
                     level = {"UpIT": 1.0 + 0.01 * seed, "LoRAMoE-SFT": 1.5}.get(name, 2.0)
-                    add(order, seed, name, RATES[1], level + 0.1 * seed)
+                    add(order, seed, name, rates[1], level + 0.1 * seed)
     capsys.readouterr()
-    report(ledger, tmp_path / "study.md")
+    report(ledger, tmp_path / "study.md", "1M")
     lines = (tmp_path / "study.md").read_text().splitlines()
     assert capsys.readouterr().out.strip().splitlines() == lines
     # Differences -0.50, -0.49, -0.48, -0.47: standard error 0.01291 / 2, t of three degrees of freedom 3.1824.
     contrast = "-0.4850 [-0.5055, -0.4645]"
     row = next(line for line in lines if line.startswith("| UpIT minus LoRAMoE-SFT |"))
     assert row.startswith(f"| UpIT minus LoRAMoE-SFT | {contrast} | {contrast} | {contrast} | +0.0000 [")
-    assert any(line.startswith(f"| UpIT | {RATES[1]:g} | 1.1650 | 1.1650 | 0.5000 | 0.5000 |") for line in lines)
+    assert any(line.startswith(f"| UpIT | {rates[1]:g} | 1.1650 | 1.1650 | 0.5000 | 0.5000 |") for line in lines)
     assert any(line.startswith("| PESC | – | – | – | – | – |") for line in lines)  # a run is missing
     assert any("all runs of the main table: 3 of 4" in line for line in lines)
     assert (tmp_path / "study.png").stat().st_size > 10_000
+    # Another size has fewer orders and methods, and no variants.
+    report(ledger, tmp_path / "large.md", "5M")
+    small = (tmp_path / "large.md").read_text()
+    assert "| UpIT minus LoRAMoE-SFT | -0.4850 [-0.5055, -0.4645] | +0.0000 [" in small
+    assert "study run --size 5M --workers 2`" in small and "4 of 4" in small
+    assert "PESC" not in small and "blocks" not in small and "relative perplexity" not in small
 
 
 def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):
@@ -196,13 +203,15 @@ def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):
     assert lines[-1] == f"The mean curve of `drop` stays below that of `copy`: from step {crossing} on."
 
 
-def test_the_upit_study_tries_rates_until_the_best_lies_between_worse_ones(tmp_path):
+@pytest.mark.parametrize("size", ["1M", "5M"])
+def test_the_upit_study_tries_rates_until_the_best_lies_between_worse_ones(size, tmp_path):
     from benchmarks.runs import Ledger
-    from benchmarks.upit_study import RATES, TUNING_SEED, best_rate, missing_rate
+    from benchmarks.upit_study import SIZES, TUNING_SEED, best_rate, missing_rate
 
-    for optimum in (RATES[0] / 4, RATES[0], RATES[1], 4 * RATES[-1]):
+    rates = SIZES[size].rates
+    for optimum in (rates[0] / 4, rates[0], rates[1], 4 * rates[-1]):
         ledger, tried = Ledger(tmp_path / f"{optimum}.jsonl"), []
-        while (rate := missing_rate(ledger, "UpIT")) is not None:
+        while (rate := missing_rate(ledger, "UpIT", size)) is not None:
             tried.append(rate)
             points = [{"loss": abs(rate - optimum)}] * 3
             ledger.add({"order": "iid", "seed": TUNING_SEED, "method": "UpIT", "rate": rate, "points": points}, "")

@@ -227,7 +227,12 @@ def quantization_config(fields: Mapping[str, Any], what: str) -> BitsAndBytesCon
 
 
 def read_model(
-    name: str | os.PathLike, what: object, *, model_class: Any = AutoModelForCausalLM, **own: Any
+    name: str | os.PathLike,
+    what: object,
+    *,
+    model_class: Any = AutoModelForCausalLM,
+    revision: str | None = None,
+    **own: Any,
 ) -> PreTrainedModel:
     """
     A model with its weights, as `from_pretrained` loads them, but none is initialised because it is missing. A
@@ -251,7 +256,12 @@ def read_model(
         own.setdefault("device_map", {"": PartialState().device})
     with reading(what):
         model, info = model_class.from_pretrained(
-            os.fspath(name), use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **own
+            os.fspath(name),
+            revision=revision or "main",
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **own,
         )
     _check_loaded(model, info, what)
     return model

@@ -11,10 +11,18 @@ from datasets import Dataset
 from native_case import DENSE, IDS, MOE, adapter, dense_model, logits, saved
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, init_attention_routers
+from moe_peft.analysis import loading
 from moe_peft.cli import main
 from moe_peft.native import export_adapter, verify_export
 
@@ -313,3 +321,31 @@ def test_command_exports_and_verifies(tokenizer, tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             main(["export", "--adapter", str(tmp_path / "adapter"), *arguments])
         assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: export: ")
+
+
+def test_the_base_and_its_tokenizer_are_of_the_adapters_revision(tokenizer, tmp_path, monkeypatch):
+    base = dense_model("mistral")
+    name = saved(base, tmp_path / "base")
+    tokenizer.save_pretrained(name)
+    adapter(base, tmp_path / "adapter", name=name)
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "revision": "second"}))
+    export_adapter(tmp_path / "adapter", tmp_path / "moe")
+    asked = []
+    for loader in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
+
+        def spy(source, *args, loader=loader, usual=loader.from_pretrained, **own):
+            if str(source) == name and "revision" in own:
+                asked.append((loader.__name__, own["revision"]))
+            return usual(source, *args, **own)
+
+        monkeypatch.setattr(loader, "from_pretrained", spy)
+    for load, tokenizers in (
+        (lambda base: verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9"], base), 0),  # the export's
+        (lambda base: loading.load(str(tmp_path / "adapter"), base=base), 1),
+    ):
+        for given, wanted in ((None, "second"), (name, "main")):
+            asked.clear()
+            load(given)
+            assert ("AutoModelForCausalLM", wanted) in asked
+            assert [revision for kind, revision in asked if kind == "AutoTokenizer"] == [wanted] * tokenizers

@@ -279,6 +279,19 @@ def test_adapter_gets_its_layers_heads(settings):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
+def test_what_an_adapter_saves_whole_does_not_count_as_the_base():
+    """As with the adapters' updates: queries and keys are the base's."""
+    plain, model = adapter(), adapter(modules_to_save=["embed_tokens", "k_proj"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    for each in (plain, model):
+        init_attention_routers(each, BATCHES)
+    for a, b in zip(ffns(plain), ffns(model), strict=True):
+        torch.testing.assert_close(a.router("default").state_dict(), b.router("default").state_dict(), rtol=0, atol=0)
+
+
 def test_a_linear_gate_gets_what_the_attention_router_folds_into():
     attention, linear = adapter(), adapter("linear")
     init_attention_routers(attention, BATCHES)

@@ -178,7 +178,7 @@ def _load_adapter(path: str, base: str | None, own_tokenizer: bool, what: str, o
     source = base or config.base_model_name_or_path
     if not source:
         raise ValueError(f"{what}: base_model_name_or_path={source!r}: it names no base; give --base")
-    revision = (config.revision if base is None else None) or "main"
+    revision = config.revision if base is None else None
     model: Any = read_model(source, f"--base {source!r}", revision=revision, **own)
     tokenizer = read_tokenizer(path, what) if own_tokenizer else read_tokenizer(source, what, revision)
     if own_tokenizer and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:

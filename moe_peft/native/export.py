@@ -87,9 +87,8 @@ def _check_complete(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
     with reading("export: adapter_config.json does not fit the base"), torch.device("meta"):
         model = get_peft_model(empty, copy.deepcopy(config))
     for key in get_peft_model_state_dict(model, save_embedding_layers=False):
-        if (
-            name := key.removeprefix(_PREFIX)
-        ) not in state and ".moe_lora_router." not in name:  # which are read by now
+        name = key.removeprefix(_PREFIX)
+        if name not in state and ".moe_lora_router." not in name:  # which are read by now
             raise ValueError(f"export: the adapter lacks {name}, which its config asks for; save it again")
 
 

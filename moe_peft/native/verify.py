@@ -47,7 +47,7 @@ def verify_export(
     check("export: verify", exported=(exported, PATH), texts=(texts, _TEXTS), dtype=(dtype, TEXT))
     precision = parse_dtype(dtype, None, "export: verify")
     config = read_adapter_config(adapter)
-    source, revision = base_name(config, base), (None if base else config.revision) or "main"
+    source, revision = base_name(config, base), None if base else config.revision
     if (Path(exported) / "adapter_config.json").is_file():
         raise ValueError(f"export: verify: exported={os.fspath(exported)!r}: this is an adapter; give the export")
     read_adapter_weights(adapter, f"export: adapter {os.fspath(adapter)!r}")  # PEFT would take a pickled file

@@ -27,7 +27,7 @@ def load_model(section: ModelSection) -> PreTrainedModel:
     return read_model(
         section.name_or_path,
         _named(section),
-        revision=section.revision or "main",
+        revision=section.revision,
         dtype=section.dtype,
         attn_implementation=section.attn_implementation,
         quantization_config=quantization,

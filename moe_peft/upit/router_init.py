@@ -257,11 +257,11 @@ def refuse_losses(loss_type: str, label_smoothing_factor: float) -> None:
     Raises:
         ValueError: another loss than the mean negative log-likelihood, which is the one of this stage.
     """
-    smoothing = ("label_smoothing_factor", label_smoothing_factor, 0.0)
-    for name, value, usual in (("loss_type", loss_type, "nll"), smoothing):
-        if value not in (usual, f"chunked_{usual}"):
+    smoothing = ("label_smoothing_factor", label_smoothing_factor, (0.0,))
+    for name, value, usual in (("loss_type", loss_type, ("nll", "chunked_nll")), smoothing):
+        if value not in usual:
             raise ValueError(
-                f"router_init: {name}={value!r}: this stage has the paper's loss, {name}={usual!r}; set that in "
+                f"router_init: {name}={value!r}: this stage has the paper's loss, {name}={usual[0]!r}; set that in "
                 "router_init.sft"
             )
 

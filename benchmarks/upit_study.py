@@ -141,7 +141,7 @@ class Size:
     A base's size, and what is done with it.
 
     Args:
-        hidden, layers: of the base.
+        hidden, layers, learning_rate: of the base.
         rates: that are tried first.
         orders, methods: of the main table.
         variants: whether curves and ideas run, too.
@@ -150,6 +150,7 @@ class Size:
 
     hidden: int
     layers: int
+    learning_rate: float
     rates: tuple[float, ...]
     orders: tuple[str, ...]
     methods: tuple[str, ...]
@@ -159,9 +160,9 @@ class Size:
 
 FIRST_STAGE = "LoRA, rank k·r"  # has the rate of stage 1
 SIZES = {
-    "1M": Size(128, 4, (1e-3, 2e-3, 4e-3), ORDERS, tuple(MAIN), variants=True),
+    "1M": Size(128, 4, 3e-3, (1e-3, 2e-3, 4e-3), ORDERS, tuple(MAIN), variants=True),
     "5M": Size(
-        256, 6, (1e-3, 2e-3), ("iid",), (FIRST_STAGE, "LoRAMoE-PT", "LoRAMoE-SFT", "UpIT"), variants=False,
+        256, 6, 1e-3, (1e-3, 2e-3), ("iid",), (FIRST_STAGE, "LoRAMoE-PT", "LoRAMoE-SFT", "UpIT"), variants=False,
         dtype=torch.bfloat16,  # its file is part of the repository
     ),
 }  # fmt: skip
@@ -382,7 +383,9 @@ def missing_rate(ledger: Ledger, method: str, size: str) -> float | None:
 def make_base(path: Path, size: str) -> Path:
     more = list(take(documents(Random(0)), 3_000_000))
     own = SIZES[size]
-    return ensure_base(path, 0, own.hidden, own.layers, vocab_size=512, chars=600_000, more=more, dtype=own.dtype)
+    return ensure_base(
+        path, 0, own.hidden, own.layers, 512, chars=600_000, more=more, dtype=own.dtype, learning_rate=own.learning_rate
+    )
 
 
 def main() -> None:

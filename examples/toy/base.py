@@ -113,6 +113,7 @@ def ensure_base(
     chars: int = 5_000_000,
     more: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
+    learning_rate: float = 3e-3,
 ) -> Path:
     """
     Return the model folder `path`; if there is none yet, train the model first, with a progress bar.
@@ -124,6 +125,7 @@ def ensure_base(
         chars: characters of training text.
         more: further documents to train on.
         dtype: in which the weights are stored; training is in float32.
+        learning_rate: the highest; a wider model needs a lower one.
 
     Raises:
         FileExistsError: `path` exists but is no model folder.
@@ -142,7 +144,7 @@ def ensure_base(
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model = LlamaForCausalLM(base_config(tokenizer, hidden, layers))
-    train(model, running_text(documents, tokenizer), partial, seed)
+    train(model, running_text(documents, tokenizer), partial, seed, learning_rate)
     model.to(dtype).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(path)
@@ -172,7 +174,7 @@ def base_config(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) ->
     )
 
 
-def train(model: LlamaForCausalLM, rows: list[list[int]], folder: Path, seed: int) -> None:
+def train(model: LlamaForCausalLM, rows: list[list[int]], folder: Path, seed: int, learning_rate: float) -> None:
     """One pass over the rows, with a progress bar."""
     args = TrainingArguments(
         output_dir=str(folder),
@@ -180,7 +182,7 @@ def train(model: LlamaForCausalLM, rows: list[list[int]], folder: Path, seed: in
         disable_tqdm=False,
         num_train_epochs=1,
         per_device_train_batch_size=4,  # many small steps: the limit here is time, not memory
-        learning_rate=3e-3,
+        learning_rate=learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=0.05,
         weight_decay=0.1,

@@ -45,6 +45,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_set_signature_columns_if_needed",
         "_signature_columns",
         "_created_lr_scheduler",
+        "_train_batch_size",
     ),
     # Labels of tokens, in `training.sft`; the log, in `training.router_losses`.
     "trl.SFTTrainer": ("_prepare_dataset", "_metrics", "aux_loss_enabled", "_tag_names"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +17,13 @@ from conftest import tiny_llama
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from upit_case import rows
 
 from moe_peft import MoELoraConfig
 from moe_peft.cli import main
 from moe_peft.cli.sft import parser
+from moe_peft.cli.training import stages
 from moe_peft.models.view import adapter_layers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training import MoESFTConfig, MoESFTTrainer
@@ -401,6 +405,27 @@ def test_the_best_checkpoint_stays_the_result_of_a_run_that_is_done(case, tmp_pa
         assert torch.equal(before[name], value) and torch.equal(after[name], value)
 
 
+def test_folders_beside_the_checkpoints_are_not_taken_for_some(case, tmp_path):
+    out = run("sft", tmp_path, case)
+    before = weights(out)
+    for name in ("checkpoint-3-1000", "checkpoint-6-best1", "checkpoint-9x"):
+        shutil.copytree(out / "checkpoint-3", out / name)
+    (out / "checkpoint-12").write_text("a file")
+    after = weights(run("sft", tmp_path, case, "--resume_from_checkpoint", "true"))
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert (out / "checkpoint-3-1000").is_dir()
+
+
+def test_a_batch_that_the_trainer_made_smaller_is_that_of_the_steps_to_go(case, tmp_path):
+    own = {**{name: value for name, value in case.items() if name != "max_steps"}, "num_train_epochs": 1}
+    own["auto_find_batch_size"] = True
+    out = run("sft", tmp_path, own)  # 6 steps of 4 of 24 rows
+    path = out / "checkpoint-6" / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "train_batch_size": 2, "max_steps": 12}))
+    run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
+    assert json.loads((out / "checkpoint-12" / "trainer_state.json").read_text())["global_step"] == 12
+
+
 def test_going_on_skips_a_checkpoint_that_was_cut_off(case, tmp_path, capsys, caplog):
     out = run("sft", tmp_path, case)
     before = weights(out)
@@ -444,6 +469,42 @@ def test_a_stage_reads_numbers_as_the_file_does(case, tmp_path):
     (tmp_path / "run.yaml").write_text(text + "\nstages: {rest: {learning_rate: 1e-3, fp16: true}}\n")
     options = parser("moe-peft sft").parse_args(["--config", str(tmp_path / "run.yaml")])
     assert options.run.stages == {"rest": {"learning_rate": 1e-3, "fp16": True}}
+
+
+@pytest.mark.parametrize("own", [{"every_n_layers": 2}, {"selective": True}, {"selective": False}], ids=str)
+def test_keys_of_checkpointing_that_transformers_and_trl_take(own, case, tmp_path, capsys):
+    renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+    known = inspect.signature(renamed or PreTrainedModel.gradient_checkpointing_enable).parameters
+    if "every_n_layers" in own and "every_n_layers" not in known:
+        pytest.skip("this version of transformers does not know it")
+    if own.get("selective") and renamed:
+        message = refused("sft", tmp_path, {**case, "gradient_checkpointing_kwargs": own}, capsys=capsys)
+        assert "gradient_checkpointing_kwargs.selective=True: TRL sets it in a method that" in message
+        return
+    before = weights(run("sft", tmp_path, {**case, "max_steps": 2}))
+    settings = {**case, "max_steps": 2, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": own}
+    after = weights(run("sft", tmp_path, {**settings, "output_dir": str(tmp_path / "other")}))
+    torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize("alias", ["gradient", "activation"])
+def test_a_stage_changes_what_the_arguments_have_set_by_themselves(alias, case, tmp_path):
+    """Arguments resolve precision and checkpointing, and note both names of the latter."""
+    own = {name: value for name, value in case.items() if name not in ("bf16", "gradient_checkpointing")}
+    rest = {"fp16": True, f"{alias}_checkpointing": False}
+    if f"{alias}_checkpointing" not in {f.name for f in dataclasses.fields(MoESFTConfig)}:
+        pytest.skip("this version of transformers has the old name alone")
+    first = {f"{alias}_checkpointing_kwargs": {"use_reentrant": True}}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({
+        **own, "output_dir": "out", "label_column": "domain", "expert_map": MASKS,
+        "stages": {"routers": first, "rest": rest},
+    }, sort_keys=False))  # fmt: skip
+    routers, rest = stages(parser("moe-peft sft").parse_args(["--config", str(path)]))
+    assert routers.gradient_checkpointing and routers.gradient_checkpointing_kwargs == {"use_reentrant": True}
+    assert rest.fp16 and not rest.bf16 and not rest.gradient_checkpointing
+    for args in (routers, rest):
+        assert getattr(args, "activation_checkpointing", args.gradient_checkpointing) == args.gradient_checkpointing
 
 
 def test_weights_that_are_not_finite_are_not_saved(case, tmp_path, capsys):

@@ -14,7 +14,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from test_lifecycle import tiny_opt
 from test_protocol import adapted, batch
-from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers import GPT2Config, GPT2LMHeadModel, Llama4ForCausalLM, Llama4TextConfig
 from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
@@ -224,3 +224,19 @@ def test_a_recording_ends_when_the_next_training_begins(tokenizer, tmp_path):
         train(True)
     train(False)
     assert callback.steps == [1, 2] and len(model.get_base_model().base_model._forward_hooks) == hooks
+
+
+def test_a_model_that_gives_its_backbone_ids_by_position():
+    """Rows, ids and the mask of GPT-2 are those of its batch."""
+    dense = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
+    model = get_peft_model(dense, MoELoraConfig(num_experts=4, top_k=2, r=2, task_type="CAUSAL_LM")).eval()
+    seen, classes = [], torch.arange(64) % 3
+    with torch.no_grad(), observed_routing(model, seen.append):
+        model(input_ids=IDS)
+    assert seen[0].mask.shape == IDS.shape and torch.equal(seen[0].input_ids, IDS)
+    with record_routing(model, domains=["a", "b"], token_classes=classes) as statistics:
+        statistics.current = ["a", "b", "a"]
+        model(input_ids=IDS)
+    two_each = 2.0 * torch.bincount(classes[IDS.flatten()], minlength=len(statistics.class_counts))
+    torch.testing.assert_close(statistics.class_counts.sum((1, 2)), two_each.double())
+    assert statistics.tokens.tolist() == [16, 8]

@@ -67,6 +67,10 @@ def merged(settings: dict, change: dict) -> dict:
             "post_train.sft.gradient_checkpointing_kwargs.foo: unknown key",
         ),
         (
+            with_sft("post_train", gradient_checkpointing_kwargs={"every_n_layer": 1}),
+            "post_train.sft.gradient_checkpointing_kwargs.every_n_layer: unknown key.*every_n_layers",
+        ),
+        (
             with_sft("router_init", lr_scheduler_type="cosine_with_min_lr"),
             "router_init.sft.lr_scheduler_kwargs={}: of 'cosine_with_min_lr': .*min_lr",
         ),

@@ -419,6 +419,15 @@ def test_blocks_show_one_domain_after_the_other(case, tmp_path, monkeypatch):
     assert firsts == sorted(firsts) and set(firsts) == {3, 4, 5}
 
 
+def test_blocks_take_the_steps_that_were_planned(case, tmp_path):
+    """One pass over 53 rows in 14 batches, and not 1.1 passes of three steps each."""
+    data = {name: value for name, value in case["data"].items() if name != "eval"}
+    sft = {**case["sft"], "gradient_accumulation_steps": 5}
+    own = {"method": "lora", "prepare": {"order": "blocks"}, "num_train_epochs": 1.1, "data": data, "sft": sft}
+    pipeline = run(case, tmp_path, **own)
+    assert plan(pipeline)[0].steps == pipeline.records["prepare"]["metrics"]["steps"] == 3
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 

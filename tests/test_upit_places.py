@@ -30,7 +30,7 @@ def refused(settings: dict, folder: Path, message: str) -> None:
         assert contents(folder) == before
 
 
-@pytest.mark.parametrize("name", ["prepare", "router_init", "evaluate", "adapter", "prepare.partial"])
+@pytest.mark.parametrize("name", ["prepare", "router_init", "evaluate", "adapter", "prepare.partial", "adapter.former"])
 def test_a_folder_of_the_users_with_the_name_of_a_stage(name, case, tmp_path):
     own = tmp_path / "out" / name
     own.mkdir(parents=True)
@@ -136,6 +136,27 @@ def test_the_users_files_stay_whenever_publishing_is_stopped(tmp_path, monkeypat
         publish(source, target, ["weights.txt"])
         assert {path.name: path.read_text() for path in target.iterdir()} == {"mine.txt": "mine", "weights.txt": "new"}
         assert {path.name for path in tmp_path.iterdir()} == {"stage", "result"}
+
+
+def test_a_run_that_was_stopped_while_it_published_keeps_the_users_files(case, tmp_path, monkeypatch):
+    first = run(case, tmp_path)
+    (first.result / "notes.txt").write_text("mine")
+    rename = Path.rename
+
+    def stopped(path, target):
+        if path.name == f"{first.result.name}.partial":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", stopped)
+        run(case, tmp_path, redo=True, post_train={"seed": 9})
+    assert not first.result.exists()
+    again = run(case, tmp_path, post_train={"seed": 9})
+    assert (again.result / "notes.txt").read_text() == "mine"
+    weights = "adapter_model.safetensors"
+    assert (again.result / weights).read_bytes() == (again.root / "post_train/adapter" / weights).read_bytes()
+    assert not [path for path in again.root.iterdir() if path.suffix in (".partial", ".former")]
 
 
 def test_a_finished_run_is_found_done(case, tmp_path):

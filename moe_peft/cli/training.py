@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -16,12 +15,10 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from huggingface_hub import HfApi
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from rich.console import Console
 from rich.table import Table
-from transformers import TrainerState, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import TrainingArguments, set_seed
 from trl import get_quantization_config
 
 from ..adapter.config import MoELoraConfig
@@ -31,19 +28,28 @@ from ..loading import chat_template, check_tokenizer, empty_model, read_config, 
 from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
-from ..reading import opened, read_object, reading
+from ..reading import reading
 from ..sharding import leave_processes
 from ..training.arguments import check_answers, check_launched, check_packages, save_whole
-from ..training.checkpoints import total_steps
 from ..training.continuing import claim
 from ..training.data import PREFERENCES, SUPERVISED, load_data
 from ..training.freezing import freeze_for_stage
 from ..training.limits import check_settings, check_value
-from ..training.planning import Launch, Memory, memory, planned_launch, rows_and_length, steps_and_rows, training_line
+from ..training.planning import (
+    Launch,
+    Memory,
+    base_dtype,
+    memory,
+    planned_launch,
+    rows_and_length,
+    steps_and_rows,
+    training_line,
+)
 from ..training.router_losses import Stage
 from ..training.rows import check_rows
 from ..training.tokenizing import rehearse
 from .options import Options
+from .resuming import check_same_adapter, found_checkpoint, is_done
 
 logger = logging.getLogger("moe_peft")
 _OF_ALL_STAGES = {
@@ -110,11 +116,11 @@ def _train(
         except (ImportError, NotImplementedError) as error:  # a package, or what TRL does not do with an adapter
             raise ValueError(one_line(error)) from error
         made.earlier_training = facts
-        checkpoint = _checkpoint(args)
+        checkpoint = found_checkpoint(args)
         if checkpoint is not None and isinstance(made.model, PeftModel):
-            _check_same_adapter(checkpoint, made.model.peft_config[made.model.active_adapter])
+            check_same_adapter(checkpoint, made.model.peft_config[made.model.active_adapter])
         claim(made, checkpoint)
-        if checkpoint is None or not _is_done(made, checkpoint):
+        if checkpoint is None or not is_done(made, checkpoint):
             try:
                 made.train(resume_from_checkpoint=checkpoint and str(checkpoint))
             except KeyError as error:  # of the first evaluation
@@ -165,8 +171,7 @@ def stages(options: Options) -> Iterator[Any]:
                 raise ValueError(f"stages.{name}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
             if key not in names:
                 raise ValueError(unknown_key(f"stages.{name}.{key}", names))
-        if own.get("fp16") and "bf16" not in own:
-            own = {"bf16": False, **own}  # which the arguments set where nobody does
+        own = {**_resolved(own), **own}
         check_settings(type(training), own, f"stages.{name}.")
         settings = {key: getattr(training, key) for key in names}
         folder = str(Path(str(training.output_dir)) / name)
@@ -174,6 +179,14 @@ def stages(options: Options) -> Iterator[Any]:
             yield type(training)(**{**settings, "output_dir": folder, **own, "training_stage": name})
         except (TypeError, ValueError) as error:
             raise ValueError(f"stages.{name}: {one_line(error)}") from error
+
+
+def _resolved(own: dict[str, Any]) -> dict[str, Any]:
+    """What the arguments of all stages have set themselves, and a stage changes under another name."""
+    found: dict[str, Any] = {"bf16": False} if own.get("fp16") else {}
+    aliases = {name: name.replace("gradient_", "activation_") for name in own if name.startswith("gradient_checkpoint")}
+    known = {f.name for f in dataclasses.fields(TrainingArguments)}
+    return found | {new: own[old] for old, new in aliases.items() if new in known}
 
 
 def load_datasets(options: Options, found: Sequence[Any], tokenizer: Any) -> tuple[Dataset, Dataset | None]:
@@ -258,7 +271,6 @@ def print_plan(options: Options, launch: Launch) -> None:
         with torch.device("meta"):
             whole = get_peft_model(model, adapter)
     weights = options.model.dtype or "auto"
-    kind = getattr(torch, weights) if weights != "auto" else config.dtype or torch.float32
     quantization = {"load_in_4bit": options.model.load_in_4bit, "load_in_8bit": options.model.load_in_8bit}
     needed: list[Memory] = []
     for args in found:
@@ -268,7 +280,7 @@ def print_plan(options: Options, launch: Launch) -> None:
         trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
         needed.append(memory(
             model, args, length, sum(p.numel() for p in whole.parameters()) - base, trainable, launch=launch,
-            trained=kind if whole is model else torch.float32,
+            trained=base_dtype(model, weights) if whole is model else torch.float32,
             half=bool(args.bf16 or args.fp16), dtype=weights, quantization=quantization,
         ))  # fmt: skip
         cells = (
@@ -304,89 +316,3 @@ def _tokenizer(options: Options) -> Any:
     tokenizer = read_tokenizer(_name(options), _named(options), options.model.model_revision)
     check_tokenizer(tokenizer, config, _named(options))
     return tokenizer
-
-
-def _checkpoint(args: Any) -> Path | None:
-    """
-    Where a stage goes on: `resume_from_checkpoint` is a checkpoint's folder, or true for the last one that is whole.
-
-    Raises:
-        ValueError: it is not whole, or none is.
-    """
-    given, refused = str(args.resume_from_checkpoint), None
-    if given.lower() in ("none", "false", "0"):
-        return None
-    if given.lower() not in ("true", "1"):
-        _check_checkpoint(Path(given))
-        return Path(given)
-    folders = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    numbered = {int(folder.name.rpartition("-")[2]): folder for folder in folders if folder.name[-1:].isdigit()}
-    for _, folder in sorted(numbered.items(), reverse=True):
-        try:
-            _check_checkpoint(folder)
-        except ValueError as error:
-            refused = refused or error
-            continue
-        if refused is not None:
-            logger.warning("%s; going on from %s", refused, folder.name)
-        return folder
-    if refused is not None:
-        raise refused
-    return None
-
-
-def _is_done(trainer: Any, checkpoint: Path) -> bool:
-    """
-    Whether a checkpoint has all steps of the training; then it is loaded. The trainer would take one more.
-
-    Raises:
-        ValueError: it has more, or cannot be loaded without training.
-    """
-    args, state = trainer.args, TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    steps = total_steps(trainer)
-    if state.global_step < steps:
-        return False
-    divided = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if steps < state.global_step or divided:
-        name, value = ("max_steps", steps) if args.max_steps > 0 else ("num_train_epochs", args.num_train_epochs)
-        raise ValueError(
-            f"{name}={value}: resume_from_checkpoint: {checkpoint} has {state.global_step} steps already; raise "
-            f"{name}, or start anew"
-        )
-    trainer._load_from_checkpoint(str(checkpoint))
-    trainer.state = state
-    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-        trainer._load_best_model()
-    return True
-
-
-def _check_same_adapter(checkpoint: Path, config: PeftConfig) -> None:
-    """
-    Raises:
-        ValueError: a setting of the adapter is not that of the checkpoint, of which only weights are read.
-    """
-    saved = read_object(checkpoint / "adapter_config.json")
-    own = MoELoraConfig.__dataclass_fields__.keys() - PeftConfig.__dataclass_fields__.keys()
-    for name in sorted(own & saved.keys()):
-        value = getattr(config, name)
-        if isinstance(value, (int, float, str)) and value != saved[name]:
-            raise ValueError(
-                f"{name}={value!r}: resume_from_checkpoint: {checkpoint} was trained with {saved[name]!r}; set that, "
-                "or start anew"
-            )
-
-
-def _check_checkpoint(folder: Path) -> None:
-    """
-    Raises:
-        ValueError: there is none, or a file of it is cut off.
-    """
-    what = f"resume_from_checkpoint: {folder}"
-    if not (folder / "trainer_state.json").is_file():
-        raise ValueError(f"{what}: has no trainer_state.json, so it is no whole checkpoint; remove it, or give another")
-    read_object(folder / "trainer_state.json")
-    for path in sorted(folder.glob("*.safetensors")):
-        opened(path, what)
-    for path in sorted(folder.glob("*.pt")):
-        if not zipfile.is_zipfile(path):
-            raise ValueError(f"{what}: {path.name} is cut off; remove the folder, to go on from the checkpoint before")

@@ -131,7 +131,9 @@ class _Observer:
         if not router_logits:
             return
         choices = getattr(outputs, protocol.CHOICES, choices)
-        self._tell(module, kwargs, router_logits, choices, getattr(outputs, protocol.ROUTERS, self.routers))
+        self._tell(
+            module, args, kwargs, outputs, router_logits, choices, getattr(outputs, protocol.ROUTERS, self.routers)
+        )
 
     @torch.compiler.disable
     def begin_part(self, module: nn.Module, args: tuple) -> None:
@@ -152,17 +154,15 @@ class _Observer:
         if logits:
             n = max(of_router.shape[-1] for of_router in logits)
             padded = [pad_logits(of_router, n) for of_router in logits]
-            self._tell(module, kwargs, padded, collection.choices[start:], collection.routers[start:])
+            self._tell(module, args, kwargs, outputs, padded, collection.choices[start:], collection.routers[start:])
 
     def _tell(
-        self, module: nn.Module, kwargs: dict[str, Any], router_logits: Sequence[torch.Tensor],
-        choices: Sequence[recording.Choice], routers: Sequence[nn.Module],
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any,
+        router_logits: Sequence[torch.Tensor], choices: Sequence[recording.Choice], routers: Sequence[nn.Module],
     ) -> None:  # fmt: skip
-        mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
+        mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids", next(iter(args), None))
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # packed, padding-free, or no padding
-            given = ids if ids is not None else kwargs.get("inputs_embeds")
-            shape = (1, len(router_logits[0])) if given is None else given.shape[:2]
-            mask = torch.ones(shape, dtype=torch.long, device=router_logits[0].device)
+            mask = torch.ones(outputs[0].shape[:2], dtype=torch.long, device=router_logits[0].device)
         chosen = tuple(_chosen(router_logits, choices, self.k))
         order = self._in_order(module, routers)
         if len(order) == len(router_logits):

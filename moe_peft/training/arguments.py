@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,14 @@ from accelerate.utils import DynamoBackend
 from datasets import Dataset
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments, get_scheduler
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.training_args import ParallelMode
 from transformers.utils import is_liger_kernel_available
@@ -73,9 +80,7 @@ def check_packages(args: TrainingArguments, path: str = "") -> None:
         raise ValueError(f"{path}lr_scheduler_kwargs={own}: of {kind!r}: {one_line(error)}") from error
     if args.dataloader_persistent_workers and not args.dataloader_num_workers:
         raise ValueError(f"{path}dataloader_persistent_workers=True: needs dataloader_num_workers above 0")
-    known = inspect.signature(checkpoint).parameters.keys() - {"function", "args", "kwargs"}
-    for name in (args.gradient_checkpointing_kwargs or {}).keys() - known:
-        raise ValueError(unknown_key(f"{path}gradient_checkpointing_kwargs.{name}", known))
+    _check_checkpointing(args.gradient_checkpointing_kwargs or {}, isinstance(args, SFTConfig), path)
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ValueError(f"{path}use_liger_kernel=True: is not installed; pip install liger-kernel")
     if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
@@ -86,6 +91,25 @@ def check_packages(args: TrainingArguments, path: str = "") -> None:
     mode = args.torch_compile_mode
     if mode is not None and mode not in (modes := private("torch._inductor", "list_mode_options")()):
         raise ValueError(one_of(f"{path}torch_compile_mode", mode, modes))
+
+
+def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, path: str) -> None:
+    """
+    Raises:
+        ValueError: a key is none of torch's, and none that transformers or, for SFT, TRL take out.
+    """
+    renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+    enable = renamed or PreTrainedModel.gradient_checkpointing_enable
+    names = {name for function in (checkpoint, enable) for name in inspect.signature(function).parameters}
+    given = {"function", "args", "kwargs", "self", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"}
+    known = names - given | ({"selective"} if sft else set())
+    for name in kwargs.keys() - known:
+        raise ValueError(unknown_key(f"{path}gradient_checkpointing_kwargs.{name}", known))
+    if kwargs.get("selective") and renamed is not None:
+        raise ValueError(
+            f"{path}gradient_checkpointing_kwargs.selective=True: TRL sets it in a method that this version of "
+            "transformers does not call; leave it out, or install transformers before 5.23"
+        )
 
 
 def refuse_arguments(args: TrainingArguments, path: str = "") -> None:

@@ -23,7 +23,7 @@ from .arguments import refuse_arguments, save_whole
 from .continuing import NOTE, claim, write_note
 from .planning import steps_and_rows
 from .progress import show_progress
-from .whole import WHOLE, mark_whole, whole_checkpoints
+from .whole import WHOLE, mark_whole, numbered_checkpoints, whole_checkpoints
 
 _NOT_MODEL = (
     WHOLE, NOTE, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
@@ -107,11 +107,7 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         trainer.args.save_steps = math.ceil(steps * trainer.args.save_steps)
     save_whole(trainer)
     folder = Path(trainer.args.output_dir)
-    if (
-        not (folder / NOTE).is_file()
-        and any(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-        and not whole_checkpoints(folder)
-    ):
+    if not (folder / NOTE).is_file() and numbered_checkpoints(folder) and not whole_checkpoints(folder):
         raise ValueError(f"{str(folder)!r}: has checkpoints of another training; choose another output_dir")
     facts = claim(trainer, folder, steps=steps)
     PartialState().wait_for_everyone()  # all have read
@@ -119,7 +115,7 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         write_note(folder, facts)  # now, so that broken checkpoints without a whole one are known as ours
     if trainer.args.should_save and folder.is_dir():
         whole = set(whole_checkpoints(folder).values())
-        for broken in set(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")) - whole:
+        for broken in set(numbered_checkpoints(folder).values()) - whole:
             shutil.rmtree(broken)
     PartialState().wait_for_everyone()
     before = whole_checkpoints(folder)

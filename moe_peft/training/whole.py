@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -22,11 +23,19 @@ def _lengths(checkpoint: Path) -> dict[str, int]:
     return {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
 
 
+def numbered_checkpoints(folder: Path) -> dict[int, Path]:
+    """A trainer's checkpoints by step, whole or not; none of the folders that others made beside them."""
+    named = ((re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name), path) for path in folder.glob("*"))
+    return dict(sorted((int(name[1]), path) for name, path in named if name and path.is_dir()))
+
+
 def whole_checkpoints(folder: Path) -> dict[int, Path]:
     """By step. A file that is missing or cut off makes a checkpoint a broken one."""
-    found = {}
-    for mark in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{WHOLE}"):
-        lengths = mark.read_text()  # empty in those of earlier versions
-        if not lengths or json.loads(lengths).items() <= _lengths(mark.parent).items():
-            found[int(mark.parent.name.rpartition("-")[2])] = mark.parent
-    return dict(sorted(found.items()))
+    return {step: path for step, path in numbered_checkpoints(folder).items() if _is_whole(path)}
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    if not (checkpoint / WHOLE).is_file():
+        return False
+    lengths = (checkpoint / WHOLE).read_text()  # empty in those of earlier versions
+    return not lengths or json.loads(lengths).items() <= _lengths(checkpoint).items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 
 from ..adapter.config import MoELoraConfig
-from ..adapter.convert import determined_fields, lora_scalings, lora_to_moe
-from ..loading import empty_model, read_adapter_config, read_adapter_weights
+from ..adapter.convert import determined_fields, lora_to_moe
+from ..loading import empty_model, read_adapter_config
 from ..models.size import model_size
 from ..models.view import router_parameters
 from .evaluation_stage import Evaluate
@@ -100,11 +100,6 @@ class LoraRouterInit(_OfLoras, RouterInit):
         sft = self.sft
         refuse_optimizer(sft.get("optim", "adamw_torch"), sft.get("fp16", False), sft.get("max_grad_norm", 1.0))
 
-    def check_base(self) -> None:
-        r = self.recipe
-        if r.prepare.given:
-            self.sizes(_empty_base(r))
-
     @property
     def result(self) -> Artefacts:
         return replace(self.given, routers=self.folder / _ADAPTER)
@@ -133,18 +128,16 @@ class LoraRouterInit(_OfLoras, RouterInit):
         return {"bucket_sizes": [len(bucket) for bucket in found.buckets], **metrics(found.trained)}
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
-        r = self.recipe
-        found = _moe_sizes(r, model, r.router_init.train_experts)._replace(moe=None)
-        if r.prepare.given and r.router_init.train_experts:  # whole LoRAs, as their configuration could be read
-            _check_scalings(_given_folders(r))
-        return found
+        return _moe_sizes(self.recipe, model, self.recipe.router_init.train_experts)._replace(moe=None)
 
 
 class LoraPostTrain(_OfLoras, PostTrain):
     output = _ADAPTER
 
     def check_base(self) -> None:
-        self.sizes(_empty_base(self.recipe))  # refuses an adapter that the base cannot have
+        r = self.recipe
+        empty = empty_model(load_config(r.model), f"model.name_or_path={r.model.name_or_path!r}")
+        self.sizes(empty)  # refuses an adapter that the base cannot have
 
     def run(self, folder: Path) -> dict[str, Any]:
         r = self.recipe
@@ -189,24 +182,17 @@ def _assemble(recipe: Recipe, experts: Sequence[Path], seed: int) -> PeftModel:
     return lora_to_moe(model, experts, task_type="CAUSAL_LM", **settings)
 
 
-def _empty_base(recipe: Recipe) -> PreTrainedModel:
-    return empty_model(load_config(recipe.model), f"model.name_or_path={recipe.model.name_or_path!r}")
-
-
-def _given_folders(recipe: Recipe) -> list[Path]:
-    """Of the given adapters, those that become experts: the last one where experts are copies."""
-    return sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
-
-
 def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
     """
     The MoE adapter's configuration where its experts are given, which determine some of it.
 
     Raises:
-        ValueError: the recipe says otherwise, or the base cannot have them.
+        ValueError: the recipe says otherwise, the base cannot have them, or stage 3 cannot train them.
     """
-    folders = _given_folders(recipe)
-    found = determined_fields(model, folders)
+    folders = sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
+    found, scalings = determined_fields(model, folders)
+    if recipe.initialises_routers and recipe.router_init.train_experts:
+        _check_scalings(dict(zip(folders, scalings, strict=True)))
     configs = [read_adapter_config(folder, f"prepare.adapters: {folder}") for folder in folders]
     values = {name: [getattr(own, name) for own in configs] for name in ("r", "lora_alpha", "use_rslora")}
     values["target_projections"] = [found["target_projections"]]
@@ -217,22 +203,20 @@ def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
     return replace(recipe.moe_config(), use_rslora=False, **found)
 
 
-def _check_scalings(folders: Sequence[Path]) -> None:
+def _check_scalings(scalings: Mapping[Path, Mapping[str, float]]) -> None:
     """
     Raises:
         ValueError: given experts differ in scaling. A stacked expert has the first one's, with B in proportion, and an
             optimizer like Adam moves such a B as far as any other.
     """
-    first: float | None = None
-    for folder in folders:
-        what = f"prepare.adapters: {folder}"
-        config = read_adapter_config(folder, what)
-        for name, scaling in lora_scalings(config, sorted(read_adapter_weights(folder, what))).items():
-            first = scaling if first is None else first
+    first = next(scaling for of_modules in scalings.values() for scaling in of_modules.values())
+    for folder, of_modules in scalings.items():
+        for name, scaling in of_modules.items():
             if scaling != first:
                 raise ValueError(
-                    f"{what}: {name} has the scaling {scaling:g}, the first one of all {first:g}: stage 3 would not "
-                    "train them as by themselves; give adapters of one scaling, or set router_init.train_experts=false"
+                    f"prepare.adapters: {folder}: {name} has the scaling {scaling:g}, the first one of all {first:g}: "
+                    "stage 3 would not train them as by themselves; give adapters of one scaling, or set "
+                    "router_init.train_experts=false"
                 )
 
 

@@ -203,9 +203,9 @@ class UpIT:
         with suppress(ValueError):
             manifest = read_json(self.root / "manifest.json") or {}
         files, records = manifest.get("result"), json.loads(json.dumps(self.records, default=str))
-        if not isinstance(files, dict) or not self.result.is_dir():
-            files = None
-        if files is None or manifest.get("stages") != records or damage(self.result, files) is not None:
+        files = files if isinstance(files, dict) else None
+        there = self.result.is_dir() and manifest.get("stages") == records
+        if files is None or not there or damage(self.result, files) is not None:
             publish(self._trained, self.result, files)
             self._add_figure()
             files = {name: digest for name, digest in hash_folder(self.result).items() if self._writes(name)}

@@ -26,7 +26,7 @@ def check_places(recipe: Recipe, root: Path, stages: Sequence[str], result: str)
         ValueError: one does, or one of the recipe's own inputs is in it; or the run would write into a model.
     """
     what = f"output_dir={recipe.output_dir!r}"
-    names = [name for place in (*stages, result) for name in (place, f"{place}.partial")]
+    names = [name for place in (*stages, result) for name in (place, f"{place}.partial", f"{place}.former")]
     ours = is_run(root)
     for path in (root / name for name in names):
         foreign = path.is_symlink() or (path.exists() and not path.is_dir())

@@ -125,9 +125,12 @@ class TrainingStage(TrainerStage):
 
     def steps(self, rows: int, processes: int) -> int:
         """Optimizer steps for `rows` training rows."""
+        return self._steps(self.epochs, rows, processes)
+
+    def _steps(self, epochs: float, rows: int, processes: int) -> int:
         batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
         drop_last = bool(self.sft.get("dataloader_drop_last"))
-        return math.ceil(self.epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
+        return math.ceil(epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "epochs": self.epochs}
@@ -163,7 +166,10 @@ class Prepare(TrainingStage):
             self.steps(len(self.context.train_data), PartialState().num_processes)
 
     def steps(self, rows: int, processes: int) -> int:
-        steps = super().steps(rows, processes)
+        if self._blocks:
+            steps = self._steps(1.0, round(self.epochs * rows), processes)
+        else:
+            steps = super().steps(rows, processes)
         chosen_steps(steps, *self._selection())  # a choice that cannot be made should be known before the run
         return steps
 
@@ -203,10 +209,15 @@ class Prepare(TrainingStage):
         section = self.recipe.prepare
         return self.recipe.given_experts(), section.num_checkpoints, section.selection
 
+    @property
+    def _blocks(self) -> bool:
+        """Whether it takes one pass over rows that are repeated domain by domain, and not several over all."""
+        return self.recipe.prepare.order == "blocks"
+
     def _data(self) -> tuple[Dataset, dict[str, Any]]:
         """The data, and the training arguments that follow from their order."""
         data = self.context.train_data
-        if self.recipe.prepare.order != "blocks":
+        if not self._blocks:
             return data, {"num_train_epochs": self.epochs}
         data = in_blocks(data, str(self.recipe.data.label_column), self.epochs, self.seed)
         return data, {"num_train_epochs": 1.0, "train_sampling_strategy": "sequential"}

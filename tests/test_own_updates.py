@@ -85,6 +85,18 @@ def test_gradients_keep_their_type():
             torch.testing.assert_close(parameter.grad.double(), wanted, rtol=1e-2, atol=1e-9)
 
 
+def test_squares_of_half_precision_gradients_do_not_vanish():
+    """1e-4 squared is nothing in float16."""
+    model = make(torch.float16)
+    for parameter in trained(model).values():
+        parameter.grad = torch.full_like(parameter, 1e-4)
+    norm = 1e-4 * sum(part.numel() for part in parts(model, 0)) ** 0.5
+    begun(model, norm / 2).on_pre_optimizer_step(*given())
+    for parameter in trained(model).values():
+        wanted = torch.full_like(parameter, 5e-5)
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-2, atol=0)
+
+
 def test_routers_alone_are_clipped_together():
     model = make(router_type="mlp")
     for name, parameter in model.named_parameters():

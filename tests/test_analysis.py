@@ -174,6 +174,15 @@ def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
     assert float(table[7]["share"]) == pytest.approx(report["shares"]["a"][1][1])
     for name in ("load", "coactivation", "token_classes", "compliance"):
         assert (tmp_path / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    mine = tmp_path / "report" / "notes.png"
+    mine.write_text("mine")
+    again = [part for part in command if part not in ("--expert-map", json.dumps(EXPERTS))]
+    for more, left in ((["--html"], {"report.html"}), (["--figures", "svg"], set())):
+        main(list(map(str, [*again, *more])))
+        suffix = ".svg" if "svg" in more else ".png"
+        figures = {f"{name}{suffix}" for name in ("load", "coactivation", "token_classes")}
+        there = {path.name for path in (tmp_path / "report").iterdir()}
+        assert there == {"routing.json", "load.csv", "notes.png", *figures, *left}
     for arguments_, message in (
         (["--model", "nowhere", "--data", "x.jsonl"], "--model 'nowhere'"),
         (["--model", str(tmp_path / "base"), "--data", str(tmp_path / "data.jsonl")], "has no router"),

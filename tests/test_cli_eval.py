@@ -296,6 +296,16 @@ def test_errors_of_the_model_are_left_as_they_are(folder, monkeypatch):
         )
 
 
+def test_logits_that_are_nan_give_no_score(folder):
+    """Tasks of several choices would, of any logits."""
+    model = dense(folder / "base")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    for task in sorted((folder / "tasks").glob("*.yaml"))[:2]:
+        with pytest.raises(ValueError, match="dtype: the model's logits are NaN; use bfloat16 or float32"):
+            Harness(TaskSettings((str(task),), limit=2)).run(model, AutoTokenizer.from_pretrained(folder / "base"))
+
+
 def test_groups_and_patterns_reach_the_harness_own_tasks(folder, tmp_path, monkeypatch):
     """A folder in the place of the harness's thousands of tasks."""
     import lm_eval.tasks.manager as manager

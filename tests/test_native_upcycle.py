@@ -6,10 +6,13 @@ import copy
 import hashlib
 import json
 import math
+import os
 import re
+import resource
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -445,11 +448,68 @@ def test_wrong_settings(field, value, remedy):
 
 
 def test_sizes_are_bytes_in_either_case():
-    sizes = {"5GB": 5 * 10**9, "1.5mb": 1_500_000, "20kb": 20_000, "12": 12}
+    sizes = {"5GB": 5 * 10**9, "1.5mb": 1_500_000, "20kb": 20_000, "1000000": 10**6}
     assert {size: parse_size(size, "test") for size in sizes} == sizes
 
 
-@pytest.mark.parametrize("size", ["-1GB", "0.1", "GB", "5TB", "nanGB", "²GB"])
+def test_there_may_be_more_shards_than_open_files(folders, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 25, limits[1]))
+    try:
+        out = upcycle(folders["llama"], tmp_path / "a", UpcycleConfig(num_experts=8, max_shard_size="7KB"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(list(out.glob("*.safetensors"))) > 50
+    whole = upcycle(folders["llama"], tmp_path / "b", UpcycleConfig(num_experts=8))
+    torch.testing.assert_close(logits(out), logits(whole), rtol=0, atol=0)
+
+
+def changed(source: str, folder: Path, change) -> Path:
+    """A copy of a model folder whose tensors a function has changed."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_head_on_disk_has_the_shape_that_the_config_says(folders, tmp_path):
+    """Though the model ties it to the embeddings, and does not read it."""
+    folder = changed(folders["qwen3"], tmp_path / "a", lambda t: t.update({"lm_head.weight": torch.ones(100, 32)}))
+    with pytest.raises(ValueError, match=r"lm_head.weight is \[100, 32\], its config says \[128, 32\]"):
+        upcycle(folder, tmp_path / "moe", UpcycleConfig(num_experts=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_bfloat16_overflows_float16(folders, tmp_path):
+    def change(tensors):
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+        tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e5
+
+    folder = changed(folders["llama"], tmp_path / "a", change)
+    with pytest.raises(ValueError, match=r"values up to .*e\+0[45] overflow dtype float16; use bfloat16"):
+        upcycle(folder, tmp_path / "moe", UpcycleConfig(num_experts=2, dtype="float16"))
+
+
+def test_a_config_without_a_dtype_leaves_that_of_the_tensors(folders, tmp_path):
+    folder = changed(folders["llama"], tmp_path / "a", lambda t: t.update({k: v.bfloat16() for k, v in t.items()}))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if "dtype" not in k}))
+    out = upcycle(folder, tmp_path / "moe", UpcycleConfig(num_experts=2))
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "field", ["embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"]
+)
+def test_models_of_other_multipliers_are_not_averaged(field, folders, tmp_path):
+    other = saved(dense_model("granite", 1, **{field: 2.5}), tmp_path / "other")
+    with pytest.raises(ValueError, match=f"another architecture .*: {field}=2.5"):
+        upcycle([folders["granite"], other], tmp_path / "moe", UpcycleConfig(num_experts=2))
+
+
+@pytest.mark.parametrize("size", ["-1GB", "0.1", "GB", "5TB", "nanGB", "²GB", "5"])
 def test_sizes_without_a_positive_number_are_refused(size):
     with pytest.raises(ValueError, match=r"upcycle: max_shard_size=.*give a number above 0 with KB, MB or GB"):
         UpcycleConfig(max_shard_size=size)

@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig
+from moe_peft.models.view import adapter_layers
 from moe_peft.routing.losses import balancing_loss
 
 COEF = 0.5  # large, so that a loss added twice or not at all cannot hide
@@ -420,16 +421,42 @@ def test_bf16_autocast_keeps_router_logits_in_float32_and_trains_every_parameter
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
-def test_uneven_numbers_of_experts_are_pooled_with_probability_zero_for_missing_experts():
+def test_layers_that_differ_in_their_experts_are_balanced_apart():
+    """Pooled by index, the first experts of the larger layer would look overloaded, and be starved."""
     model = adapted(num_experts_pattern={"layers.0.mlp": 2}).eval()
     out = model(**batch())
     assert [tuple(logits.shape) for logits in out.router_logits] == [(36, 4), (36, 4)]
-    padded = out.router_logits[0].softmax(-1)[:, 2:]
-    assert (padded == 0).all()
-    torch.testing.assert_close(
-        out.aux_loss, load_balancing_loss_func(out.router_logits, 4, 2, batch()["attention_mask"])
-    )
+    small, large = out.router_logits[0][:, :2], out.router_logits[1]
+    assert (out.router_logits[0].softmax(-1)[:, 2:] == 0).all()
+    mask = batch()["attention_mask"]
+    own = [load_balancing_loss_func((logits,), logits.shape[-1], 2, mask) for logits in (small, large)]
+    torch.testing.assert_close(out.aux_loss, sum(own) / 2)
     assert model.config.num_experts == 4
+    for scope in ("global", "layer"):
+        even = (torch.eye(8).roll(1, 0) + torch.eye(8)).repeat(4, 1).mul(3).requires_grad_()
+        two = torch.nn.functional.pad(torch.zeros(32, 2), (0, 6), value=torch.finfo(torch.float32).min)
+        loss = balancing_loss((two, even), 2, scope=scope, sizes=[2, 8])
+        loss.backward()
+        torch.testing.assert_close(loss, torch.tensor(2.0))
+        torch.testing.assert_close(even.grad.sum(0), torch.zeros(8), rtol=0, atol=1e-6)
+
+
+def test_the_k_of_each_active_adapters_routers_counts():
+    model = adapted(num_experts=4, top_k=1, normalize_top_k=False)
+    config = MoELoraConfig(num_experts=4, top_k=3, r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+    model.add_adapter("other", config)
+    model.base_model.set_adapter(["default", "other"])
+    out = model.eval()(**batch())
+    real = batch()["attention_mask"].flatten().bool()
+    f, p, count = torch.zeros(4), torch.zeros(4), 0
+    routers = [layer.moe_lora_spec[name].top_k for layer in adapter_layers(model) for name in ("default", "other")]
+    for k, logits in zip(routers, out.router_logits, strict=True):
+        for token in logits[real]:
+            chosen = token.topk(k).indices
+            f[chosen] += 1
+            p += token.softmax(-1)
+            count += 1
+    torch.testing.assert_close(out.aux_loss, 4 * (f / count * p / count).sum(), rtol=1e-5, atol=1e-6)
 
 
 def test_switching_adapters_switches_the_protocols_numbers():
@@ -446,15 +473,17 @@ def test_switching_adapters_switches_the_protocols_numbers():
 
 @pytest.mark.parametrize("coefficients", [(0.25, 0.75), (0.75, 0.25)])
 def test_adapters_active_together_are_balanced_by_the_largest_coefficient(coefficients):
-    """With the top_k of the first: one sparse router does not make the others' experts count for less."""
+    """Each with its own top_k: one sparse router does not make the others' experts count for less."""
     model = adapted(router_aux_loss_coef=coefficients[0], top_k=3)
     model.add_adapter("wide", adapter(num_experts=6, router_aux_loss_coef=coefficients[1], top_k=1))
     model.base_model.set_adapter(["default", "wide"])
     out = model.eval()(**batch())
     assert (len(out.router_logits), model.config.num_experts, model.config.num_experts_per_tok) == (4, 6, 3)
-    aux = load_balancing_loss_func(out.router_logits, 6, 3, batch()["attention_mask"])
+    mask = batch()["attention_mask"]
+    first = load_balancing_loss_func(tuple(x[:, :4] for x in out.router_logits[::2]), 4, 3, mask)
+    second = load_balancing_loss_func(out.router_logits[1::2], 6, 1, mask)
     plain = model(**batch(), output_router_logits=False).loss
-    torch.testing.assert_close(out.loss, plain + 0.75 * aux)
+    torch.testing.assert_close(out.loss, plain + 0.75 * (first + second) / 2)
 
 
 def test_an_adapter_of_single_experts_has_no_router_and_no_balancing_loss():

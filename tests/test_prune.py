@@ -13,7 +13,7 @@ from datasets import Dataset
 from native_case import IDS, MOE, adapter, dense_model, saved
 from peft import AutoPeftModelForCausalLM, PeftConfig
 from reference import merged_weight
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
 from upit_case import rows
 
@@ -237,6 +237,36 @@ def test_exact_twins_with_one_row_keep_the_function_where_one_expert_serves_a_to
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)  # float32 on disk
 
 
+def test_copies_are_twins(tmp_path: Path):
+    """Their cosine is 1 but for rounding."""
+    dense = saved(dense_model("llama"), tmp_path / "dense")
+    upcycle(dense, tmp_path / "moe", UpcycleConfig(num_experts=4))
+    found = prune_experts(tmp_path / "moe", tmp_path / "pruned", merge_twins=1.0)
+    assert [sum(len(group) for group in layer.groups) for layer in found.layers] == [4, 4]
+    assert [len(layer.groups) for layer in found.layers] == [2, 2]  # as many as serve a token
+
+
+def test_numbers_that_are_not_finite_are_not_data(tokenizer, data: str, tmp_path: Path, capsys):
+    """A model whose activations overflow float16: neither `prune` nor `inspect` goes by what it then chooses."""
+    dense = dense_model("llama")
+    tokenizer.save_pretrained(saved(dense, tmp_path / "dense"))
+    upcycle(tmp_path / "dense", tmp_path / "moe", UpcycleConfig(num_experts=4, router_init_std=0.5))
+    weights = load_file(tmp_path / "moe" / "model.safetensors")
+    for name in weights:
+        if "experts" in name:
+            weights[name] *= 2e3
+    save_file(weights, tmp_path / "moe" / "model.safetensors", metadata={"format": "pt"})
+    moe, out = str(tmp_path / "moe"), tmp_path / "out"
+    for command, words in (
+        (["prune", "--experts-per-layer", "2"], "error: prune: data: the loss is nan; use a wider dtype"),
+        (["inspect"], "error: inspect: dtype='float16': logits of router 1 are not finite; use bfloat16 or float32"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*command, "--model", moe, "--data", data, "--output", str(out), "--dtype", "float16"])
+        assert end.value.code == 2 and words in capsys.readouterr().err and not out.exists()
+    main(["prune", "--model", moe, "--data", data, "--output", str(out), "--experts-per-layer", "2"])
+
+
 def test_merged_loras_are_the_nearest_of_their_rank_to_the_mean(base: str, tmp_path: Path):
     folder = make(base, tmp_path / "adapter")
     torch.manual_seed(0)
@@ -423,6 +453,11 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
     assert 5 in report["layers"][0]["dropped"] and "6 → 4" in printed and "tokens that lost an expert in any" in printed
     assert f"{report['loss']['before']['mean']:.4f}" in printed and f"{report['size']['after']['active']:,}" in printed
     assert PeftConfig.from_pretrained(out).num_experts == 4 and not list(tmp_path.glob(".*"))
+    with pytest.raises(SystemExit):
+        main(
+            ["prune", "--model", str(folder), "--output", str(tmp_path / "b"), "--merge-twins", "0.1", "--drop", "null"]
+        )
+    assert "error: --drop 'null': give JSON like" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -451,6 +486,20 @@ def test_what_cannot_be_pruned_is_refused_and_leaves_nothing(settings, own, mess
         prune_experts(folder, tmp_path / "pruned", **own)
     assert "\n" not in str(error.value)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
+
+
+def test_an_adapter_whose_base_is_gone(base: str, data: str, tmp_path: Path, capsys):
+    folder = make(base, tmp_path / "adapter")
+    path = folder / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    for source, words in ((None, "=None: it names no base; set it in adapter_config.json"), ("gone", "='gone': ")):
+        path.write_text(json.dumps({**settings, "base_model_name_or_path": source}))
+        for command in (["prune", "--drop", "[1]"], ["inspect", "--data", data]):
+            with pytest.raises(SystemExit) as end:
+                main([*command, "--model", str(folder), "--output", str(tmp_path / "out")])
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert end.value.code == 2 and str(folder) in line and "--base" not in line
+            assert f": base_model_name_or_path{words}" in line
 
 
 def test_other_folders_are_refused(base: str, tmp_path: Path):

@@ -154,6 +154,28 @@ def test_a_reward_model_learns_to_balance(tokenizer, tmp_path):
     assert last(1.0) < 0.7 * last(0.0)
 
 
+def test_logs_are_means_over_tokens_however_batches_are_cut(tokenizer, tmp_path):
+    """With a rate of 0, so that every batch sees the same model."""
+    data = Dataset.from_list([{"text": words(i, 3 + 4 * (i % 3)), "domain": i % 2} for i in range(12)])
+    labels = {"label_column": "domain", "expert_map": {0: [0, 1, 2], 1: [3, 4, 5]}, "router_z_loss_coef": 0.1}
+    found = []
+    for i, (rows, steps) in enumerate(((12, 1), (1, 12), (3, 4))):
+        args = arguments(
+            tmp_path / str(i), MoESFTConfig, per_device_train_batch_size=rows, gradient_accumulation_steps=steps,
+            per_device_eval_batch_size=rows, learning_rate=0.0, max_steps=1, **labels,
+        )  # fmt: skip
+        trainer = MoESFTTrainer(
+            make_model("sft"), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer
+        )
+        trainer.train()
+        log = {**trainer.state.log_history[0], **trainer.evaluate()}
+        found.append({name: log[name] for of in ("router_z_loss", "router_label_loss", "compliance", "router_entropy")
+                      for name in (of, f"eval_{of}")})  # fmt: skip
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-3)  # TRL rounds what it logs
+    assert found[0]["compliance"] == pytest.approx(found[0]["eval_compliance"], rel=1e-3)
+
+
 def test_labels_may_be_numbers_and_a_plain_config_will_do(tokenizer, tmp_path):
     data = Dataset.from_list([{"text": words(i, 6), "domain": i % 2} for i in range(8)])
     own = {"label_column": "domain", "expert_map": {0: [0, 1, 2], 1: [3, 4, 5]}}

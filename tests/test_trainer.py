@@ -454,6 +454,16 @@ def test_three_phases(tokenizer, tmp_path):
             assert (with_both - without).item() == pytest.approx(coefficient * factor * value, rel=1e-3)
 
 
+def test_three_phases_of_a_training_that_was_prolonged(tokenizer, tmp_path):
+    """Rate and losses are of one schedule, that of all its steps."""
+    own = {"router_schedule": "three_phase", "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 4}
+    make_trainer(tmp_path, tokenizer, max_steps=4, **own).train()
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=8, **own)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    rates = {record["step"]: record["learning_rate"] for record in trainer.state.log_history if "loss" in record}
+    assert [rates[step] for step in (6, 7, 8)] == pytest.approx([1e-3, 1e-4, 1e-4])  # step 5 has that of the checkpoint
+
+
 @pytest.mark.parametrize("kind", ["adapter", "mixtral", "attention gates"])
 def test_resumed_training_is_the_one_that_was_not_stopped(kind, tokenizer, tmp_path):
     def model():

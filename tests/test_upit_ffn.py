@@ -13,7 +13,8 @@ import pytest
 import torch
 from conftest import tiny_llama
 from datasets import Dataset
-from safetensors.torch import load_file
+from native_case import dense_model, saved
+from safetensors.torch import load_file, save_file
 from test_upit_resume import contents
 from torch.nn.functional import cross_entropy, softplus
 from transformers import (
@@ -449,3 +450,19 @@ def test_fused_ffns_are_merged_as_they_lie_on_disk(tmp_path):
     torch.testing.assert_close(alpha[0] * a + alpha[1] * b, c, rtol=0, atol=1e-5)
     other = "model.layers.1.self_attn.qkv_proj.weight"
     torch.testing.assert_close(made[other], (one[other] + two[other]) / 2)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_checkpoints_of_which_one_stores_the_tied_head(first, tmp_path):
+    """And an old one's frequencies, which are computed anew."""
+    folders = [saved(dense_model("qwen3", seed), tmp_path / str(seed)) for seed in range(3)]
+    stored = load_file(Path(folders[first]) / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(stored, Path(folders[first]) / "model.safetensors", metadata={"format": "pt"})
+    made = expand_checkpoints(folders[:2], folders[2], output_dir=tmp_path / "out", num_experts=3, seed=first)[0][-1]
+    one, two, merged = (weights(Path(folder)) for folder in (*folders[:2], made))
+    name = "model.embed_tokens.weight"
+    torch.testing.assert_close(merged[name], (one[name] + two[name]) / 2)
+    assert "lm_head.weight" not in merged or torch.equal(merged["lm_head.weight"], merged[name])
+    assert not any(name.endswith("inv_freq") for name in merged)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -299,8 +300,9 @@ def _with_aux_loss(
     if known:
         mask = mask[:, -(len(router_logits[0]) // len(mask)) :]  # after a cache, whose tokens come first
     k = config.num_experts_per_tok
-    chosen = counted_experts(collection.routers, router_logits, k)
-    aux_loss = balancing_loss(router_logits, k, mask.flatten() if known else None, chosen=chosen)
+    chosen = counted_experts(collection.routers, router_logits, _ks(model, collection.routers, k))
+    sizes = [logits.shape[-1] for logits in collection.logits]
+    aux_loss = balancing_loss(router_logits, k, mask.flatten() if known else None, sizes=sizes, chosen=chosen)
     if loss is not None:
         loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
     if not is_dict:
@@ -309,6 +311,18 @@ def _with_aux_loss(
         output["loss"] = loss
     output["aux_loss"] = aux_loss
     return output
+
+
+def _ks(model: nn.Module, routers: Sequence[nn.Module], k: int) -> list[int]:
+    """Active experts per token of each router: several active adapters may differ in that."""
+    if len({own for _, _, own in model.__dict__["_moe_lora_synced"]}) == 1:
+        return [k] * len(routers)
+    found = {
+        id(router): layer.moe_lora_spec[name].top_k
+        for layer in model.__dict__["_moe_lora_layers"]
+        for name, router in layer.moe_lora_router.items()
+    }
+    return [found[id(router)] for router in routers]
 
 
 def _argument(model: nn.Module, name: str, args: tuple, kwargs: dict) -> Any:

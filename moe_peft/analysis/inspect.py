@@ -65,7 +65,8 @@ def inspect_model(
         max_examples: how many examples to use, from the first on; None: all.
 
     Raises:
-        ValueError: the model or the data does not exist, the model has no routers, or a setting is not what it takes.
+        ValueError: the model or the data does not exist, the model has no routers or computes numbers that are not
+            finite, or a setting is not what it takes.
     """
     check(
         "inspect",
@@ -93,6 +94,12 @@ def inspect_model(
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     with record_routing(model, sorted(set(labels)), expert_map, classes, position_width) as statistics:
         _run(model, rows, labels, statistics)
+    if statistics.broken.any():
+        layer = int(statistics.broken.nonzero()[0])
+        raise ValueError(
+            f"inspect: dtype={dtype!r}: logits of router {layer} are not finite; use bfloat16 or float32, or another "
+            "model"
+        )
     about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows.data)}
     files = write_report(statistics, output_dir, suffix, about)
     if html:

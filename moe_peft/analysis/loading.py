@@ -176,11 +176,12 @@ def _load_adapter(path: str, base: str | None, own_tokenizer: bool, what: str, o
     """An adapter on its base, and the tokenizer that it was saved with, else the base's."""
     config = read_adapter_config(path, what)
     source = base or config.base_model_name_or_path
+    named = f"{what}: base_model_name_or_path={source!r}" if base is None else f"--base {base!r}"
     if not source:
-        raise ValueError(f"{what}: base_model_name_or_path={source!r}: it names no base; give --base")
+        raise ValueError(f"{named}: it names no base; set it in {ADAPTER_CONFIG}")
     revision = config.revision if base is None else None
-    model: Any = read_model(source, f"--base {source!r}", revision=revision, **own)
-    tokenizer = read_tokenizer(path, what) if own_tokenizer else read_tokenizer(source, what, revision)
+    model: Any = read_model(source, named, revision=revision, **own)
+    tokenizer = read_tokenizer(path, what) if own_tokenizer else read_tokenizer(source, named, revision)
     if own_tokenizer and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))  # as PEFT does, which saves such embeddings with the adapter
     read_adapter_weights(path, what)

@@ -69,6 +69,7 @@ class RoutingStatistics:
         tokens: number of tokens, [D].
         coactivation: number of tokens that both experts serve, [L, n, n].
         class_counts: number of assignments by token class, [C, L, n].
+        broken: whether a layer's logits were NaN or infinite, so that its numbers say nothing, bool [L].
         domain_compliance_sums: sum of compliance by domain, layer and position bucket, [D, L, P].
         domain_compliance_tokens: number of tokens by domain and position bucket, [D, P].
 
@@ -109,6 +110,7 @@ class RoutingStatistics:
         self.tokens = torch.zeros(D, dtype=torch.float64)
         self.coactivation = torch.zeros(L, n, n, dtype=torch.float64)
         self.class_counts = torch.zeros(len(TOKEN_CLASSES), L, n, dtype=torch.float64)
+        self.broken = torch.zeros(L, dtype=torch.bool)
         self.domain_compliance_sums = torch.zeros(D, L, P, dtype=torch.float64)
         self.domain_compliance_tokens = torch.zeros(D, P, dtype=torch.float64)
         self.current: Any = self.domains[0]  # of the next batch, or one for each of its rows
@@ -136,6 +138,7 @@ class RoutingStatistics:
                 f"{len(self.sizes)} layers and a mask [B, S]"
             )
         first, n = router_logits[0].device, max(self.sizes)  # layers may be on different devices
+        self.broken |= torch.tensor([bool((logits.isnan() | logits.isposinf()).any()) for logits in router_logits])
         logits_LTN = torch.stack([pad_logits(logits.detach().to(first).float(), n) for logits in router_logits])
         if chosen is None:
             chosen = [chosen_experts(logits_TN.topk(self.k, dim=-1).indices, None, n) for logits_TN in logits_LTN]

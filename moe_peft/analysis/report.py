@@ -20,6 +20,11 @@ from .figures import (
 )
 from .record import RoutingStatistics
 
+_FIGURES = [
+    f"{kind}{suffix}" for kind in ("load", "coactivation", "token_classes", "compliance") for suffix in SUFFIXES
+]
+_WRITTEN = ("compliance.csv", "report.html", *_FIGURES)  # what an earlier report may have left, and this one not write
+
 
 def write_report(
     statistics: RoutingStatistics, folder: str | Path, suffix: str = ".png", about: Mapping[str, Any] | None = None
@@ -27,7 +32,8 @@ def write_report(
     """
     Write `routing.json` (everything), `load.csv` (share by domain, layer, expert), with an expert map `compliance.csv`
     (by domain, layer and position), and the figures that the statistics allow: `load`, `coactivation`, `token_classes`,
-    `compliance`. Figures by domain show the 12 domains with the most tokens.
+    `compliance`. Figures by domain show the 12 domains with the most tokens. Files of an earlier report go, those of
+    `write_html` among them.
 
     Args:
         suffix: the figures' format: ".png", ".pdf" or ".svg".
@@ -65,7 +71,10 @@ def write_report(
     if statistics.allowed is not None:
         written.append(folder / "compliance.csv")
         _write_compliance(statistics, written[-1])
-    return [*written, *write_figures(statistics, folder, suffix)]
+    written += write_figures(statistics, folder, suffix)
+    for stale in {folder / name for name in _WRITTEN} - set(written):  # of an earlier report
+        stale.unlink(missing_ok=True)
+    return written
 
 
 def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> list[Path]:

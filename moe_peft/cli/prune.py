@@ -72,6 +72,9 @@ def _parse(text: str | None) -> dict[str, list[int]] | list[int] | None:
     if text is None:
         return None
     try:
-        return read_json(text)
+        found = read_json(text)
+        if found is None:
+            raise ValueError("null")
+        return found
     except ValueError as error:
         raise ValueError(f'--drop {one_line(repr(text))}: give JSON like [1, 3] or {{"0": [1], "5": [2]}}') from error

@@ -101,7 +101,8 @@ class Harness:
             tokenizer: its tokenizer.
 
         Raises:
-            ValueError: a task's data, templates, filters or metrics fail. Errors of torch are left as they are.
+            ValueError: a task's data, templates, filters or metrics fail, or the model's logits are NaN. Errors of
+                torch are left as they are.
         """
         from lm_eval import evaluate
         from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
@@ -114,10 +115,13 @@ class Harness:
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(other)
         with _quiet(), _explained(s):
+            language_model = _language_model(model, tokenizer, s.batch_size)
             found = evaluate(
-                _language_model(model, tokenizer, s.batch_size), self.loaded, limit=s.limit, log_samples=False,
+                language_model, self.loaded, limit=s.limit, log_samples=False,
                 apply_chat_template=s.apply_chat_template, fewshot_as_multiturn=bool(s.apply_chat_template),
             )  # fmt: skip
+        if language_model.broken:
+            raise ValueError("dtype: the model's logits are NaN; use bfloat16 or float32, or another model")
         return found or {}
 
 
@@ -179,6 +183,12 @@ def _language_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
     class SharedHFLM(HFLM):
         rank = property(lambda self: state.process_index)
         world_size = property(lambda self: state.num_processes)
+        broken = False  # of logits that are NaN, tasks make numbers all the same
+
+        def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            logits = super()._model_call(*args, **kwargs)
+            self.broken = self.broken or bool(logits.isnan().any())
+            return logits
 
     found = SharedHFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     if state.num_processes > 1:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -42,6 +42,18 @@ class Checkpoint:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
+
+    def place(self, name: str, other: str | None = None) -> str:
+        """
+        The name under which a tensor is stored, or `other` if that is, which holds the same.
+
+        Raises:
+            ValueError: neither is.
+        """
+        found = next((key for key in (name, other) if key in self.files), None)
+        if found is None:
+            raise ValueError(f"{self.caller}: {self.folder} has no tensor {name}; is the checkpoint complete?")
+        return found
 
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._read(name, "get_slice").get_shape())
@@ -98,8 +110,7 @@ class ShardedWriter:
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
-        self._places: dict[str, tuple[IO[bytes], int]] = {}
-        self._files: list[IO[bytes]] = []
+        self._places: dict[str, tuple[Path, int]] = {}
         for file, names in shards.filename_to_tensors.items():
             self._begin(folder / file, names)
         if shards.is_sharded:
@@ -116,11 +127,9 @@ class ShardedWriter:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        file = path.open("wb")
-        self._files.append(file)
-        file.write(len(text).to_bytes(8, "little") + text)
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
         for name in names:
-            self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
+            self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
 
     def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
         """
@@ -129,18 +138,19 @@ class ShardedWriter:
         Raises:
             ValueError: it is larger than what is left of its place, or its values overflow the dtype.
         """
-        file, place = self._places[name]
+        path, place = self._places[name]
         dtype = self._tensors[name][0]
         data = tensor.detach().to("cpu", dtype).contiguous().flatten()
-        if dtype == torch.float16 and tensor.dtype.itemsize > 2 and data.isinf().any():
+        if dtype == torch.float16 and tensor.dtype != torch.float16 and data.isinf().any():
             raise ValueError(f"{name}: values up to {tensor.abs().max():.3g} overflow dtype float16; use bfloat16")
         size = data.numel() * dtype.itemsize
         if size > self._left[name]:
             raise ValueError(
                 f"{name}: {tuple(tensor.shape)} is more than what is left of its place {tuple(self._tensors[name][1])}"
             )
-        file.seek(place + start * dtype.itemsize)
-        file.write(data.view(torch.uint8).numpy().data)
+        with path.open("r+b") as file:  # one at a time: a process may have few open, a model many
+            file.seek(place + start * dtype.itemsize)
+            file.write(data.view(torch.uint8).numpy().data)
         self._left[name] -= size
 
     def __enter__(self) -> ShardedWriter:
@@ -149,8 +159,6 @@ class ShardedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files:
-            file.close()
         missing = [name for name, left in self._left.items() if left]
         if kind is None and missing:
             raise RuntimeError(f"not completely written: {missing[:3]} and {max(0, len(missing) - 3)} more")

@@ -73,7 +73,7 @@ def export_adapter(
         content,
         [dense.folder, Path(adapter)],
         Path(output_dir),
-        parse_dtype(dtype, dense.config, "export"),
+        parse_dtype(dtype, dense, "export"),
         parse_size(max_shard_size, "export"),
         "export",
         [source],

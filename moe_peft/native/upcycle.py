@@ -25,6 +25,7 @@ from .writing import DenseModel, open_dense, parse_dtype, parse_size, write_moe
 _SAME = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window", "tie_word_embeddings",
+    "layer_types", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def upcycle(
         Upcycled(sources, config, given),
         [sources[0].folder],
         Path(output_dir),
-        parse_dtype(config.dtype, dense, "upcycle"),
+        parse_dtype(config.dtype, sources[0], "upcycle"),
         parse_size(config.max_shard_size, "upcycle"),
         "upcycle",
         names,

@@ -29,6 +29,7 @@ _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json"
 # Files that the base's terms ask to be passed on.
 _TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
 
+NOT_WEIGHTS = "rotary_emb.inv_freq"  # the end of names that old checkpoints have, of what is computed anew
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,9 +45,7 @@ class DenseModel:
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor by its name on disk. The head is the embeddings where the model ties them."""
-        if name == HEAD and name not in self.tensors.files:
-            name = EMBEDDINGS
-        return self.tensors.tensor(name)
+        return self.tensors.tensor(self.tensors.place(name, EMBEDDINGS if name == HEAD else None))
 
     def backbone(self, name: str) -> torch.Tensor:
         """The non-FFN tensor that the MoE calls `name`."""
@@ -92,17 +91,16 @@ def open_dense(model: str, family: str | None, caller: str, revision: str | None
 
 def _check_tensors(dense: DenseModel, caller: str) -> None:
     """Raise a ValueError if the tensors on disk are not those of the config."""
-    tied = bool(getattr(dense.config, "tie_word_embeddings", False))
+    tied = bool(getattr(dense.config, "tie_word_embeddings", False)) and HEAD not in dense.tensors.files
     shapes = {name: shape for name, shape in dense.shapes().items() if not (tied and name == HEAD)}
     for name, shape in shapes.items():
-        if name not in dense.tensors.files:
-            raise ValueError(f"{caller}: {dense.folder} has no tensor {name}; is the checkpoint complete?")
+        dense.tensors.place(name)
         if dense.tensors.shape(name) != shape:
             raise ValueError(
                 f"{caller}: {dense.folder}: {name} is {list(dense.tensors.shape(name))}, its config says {list(shape)}"
             )
-    unknown = [name for name in dense.tensors if name not in shapes and not name.endswith("rotary_emb.inv_freq")]
-    if unknown and unknown != [HEAD]:
+    unknown = [name for name in dense.tensors if name not in shapes and not name.endswith(NOT_WEIGHTS)]
+    if unknown:
         raise ValueError(f"{caller}: {dense.folder}: tensors that a native MoE has no place for: {sorted(unknown)[:3]}")
 
 
@@ -181,18 +179,27 @@ def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> 
 
 
 def parse_size(size: str, caller: str) -> int:
-    """Bytes of `"5GB"`, `"200MB"` or a number; units in either case (accelerate's parser takes "5gb" for gigabits)."""
+    """
+    Bytes of `"5GB"` or `"200MB"`; units in either case (accelerate's parser takes "5gb" for gigabits). A number alone
+    is bytes, of which there must be a million: `"5"` is not meant as five.
+    """
     check(caller, max_shard_size=(size, TEXT))
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("", 1)):
+    for unit, factor, least in (("GB", 10**9, 1), ("MB", 10**6, 1), ("KB", 10**3, 1), ("", 1, 10**6)):
         number = size[: len(size) - len(unit)]
         is_size = size.upper().endswith(unit) and number.replace(".", "", 1).isdecimal()
-        if is_size and 1 <= float(number) * factor < 2**63:
+        if is_size and least <= float(number) * factor < 2**63:
             return int(float(number) * factor)
     raise ValueError(f"{caller}: max_shard_size={shown(size)}: give a number above 0 with KB, MB or GB")
 
 
-def parse_dtype(name: str | None, config: PreTrainedConfig | None, caller: str) -> torch.dtype:
-    """The dtype of that name; if None, the model's own, or float32 if it has none."""
+def parse_dtype(name: str | None, model: DenseModel | None, caller: str) -> torch.dtype:
+    """The dtype of that name; if None, the model's own: its config's, or that of its embeddings on disk."""
     check(caller, dtype=(name, one_of(_DTYPES).or_none()))
-    found = getattr(config, "dtype", None) if name is None else name
-    return _DTYPES.get(str(found).removeprefix("torch."), torch.float32)
+    if name is None and model is not None:
+        return config_dtype(model.config) or model.tensors.dtype(EMBEDDINGS)
+    return _DTYPES.get(str(name), torch.float32)
+
+
+def config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    """What a config says; None if that is nothing, or nothing that is written here."""
+    return _DTYPES.get(str(getattr(config, "dtype", None)).removeprefix("torch."))

@@ -111,8 +111,11 @@ class AdapterFolder(Folder):
         super().__init__(path)
         self.config = read_adapter_config(path, "prune")
         self.made_from = self.config.base_model_name_or_path
-        base = read_config(str(self.made_from), f"prune: the adapter's base {self.made_from!r}", self.config.revision)
-        empty = empty_model(base, f"prune: the adapter's base {self.made_from!r}")
+        named = f"prune: {path}: base_model_name_or_path={self.made_from!r}"
+        if not self.made_from:
+            raise ValueError(f"{named}: it names no base; set it in adapter_config.json")
+        base = read_config(self.made_from, named, self.config.revision)
+        empty = empty_model(base, named)
         with torch.device("meta"):
             model = get_peft_model(empty, copy.deepcopy(self.config))
         self.size, self.text_config = model_size(model), base.get_text_config()

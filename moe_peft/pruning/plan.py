@@ -137,12 +137,16 @@ def weights_of(group: Sequence[int], layer: LayerFacts) -> torch.Tensor:
     return load / load.sum()
 
 
+_ROUNDING = 1e-6  # of a cosine: that of copies is not 1 exactly
+
+
 def _twins(layer: LayerFacts, rules: Rules) -> list[tuple[int, int]]:
     """The pairs that are alike enough, the most alike first."""
     if layer.similarity is None or rules.merge_twins is None:
         return []
     cosines = layer.similarity.tolist()
-    pairs = [(i, j) for j in range(layer.num_experts) for i in range(j) if cosines[i][j] >= rules.merge_twins]
+    least = rules.merge_twins - _ROUNDING
+    pairs = [(i, j) for j in range(layer.num_experts) for i in range(j) if cosines[i][j] >= least]
     return sorted(pairs, key=lambda pair: -cosines[pair[0]][pair[1]])
 
 
@@ -152,7 +156,7 @@ def _join(groups: Groups, a: int, b: int, layer: LayerFacts, rules: Rules) -> No
     if first is None or second is None or first is second:
         return
     assert layer.similarity is not None and rules.merge_twins is not None
-    if all(float(layer.similarity[i, j]) >= rules.merge_twins for i in first for j in second):
+    if all(float(layer.similarity[i, j]) >= rules.merge_twins - _ROUNDING for i in first for j in second):
         groups.remove(second)
         first += second
         first.sort()

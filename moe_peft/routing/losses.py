@@ -41,9 +41,10 @@ def balancing_loss(
         k: active experts per token.
         mask_T: 1 for tokens that count; all if None.
         scope: `"global"` pools the tokens of all layers (as in transformers), `"layer"` averages the layers' losses.
+            Layers that differ in n are pooled apart, and their losses averaged: expert i of one is not that of another.
         mean: the mean of a tensor over processes. Then f_i counts the tokens of all of them (Qiu et al., 2025), and
             the mean of this loss over processes is that of their batches taken together.
-        sizes: each layer's n, which the scope `"layer"` takes, where logits are padded; None: none are.
+        sizes: each layer's n, where logits are padded; None: none are.
         chosen: the experts that f_i counts, bool [T, n] per layer (`counted_experts`); None: the k best.
     """
     check("balancing_loss", scope=(scope, one_of(get_args(Scope))))
@@ -58,10 +59,15 @@ def balancing_loss(
     weights_T = _weights(probabilities_LTN, mask_T, mean)
     f_LN = mean(torch.einsum("ltn,t->ln", chosen_LTN, weights_T))
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
-    if scope == "global":
-        return n * (f_LN.mean(0) * P_LN.mean(0)).sum()
-    own_n = n if len(set(sizes or [n])) == 1 else f_LN.new_tensor(sizes)
-    return (own_n * (f_LN * P_LN).sum(-1)).mean()
+    own_n = [n] * len(f_LN) if sizes is None or len(set(sizes)) == 1 else list(sizes)
+    if scope == "layer":
+        return (f_LN.new_tensor(own_n) * (f_LN * P_LN).sum(-1)).mean()
+    pooled = []
+    for of_n in sorted(set(own_n)):
+        layers = [i for i, other in enumerate(own_n) if other == of_n]
+        f_N, P_N = (f_LN, P_LN) if len(layers) == len(own_n) else (f_LN[layers], P_LN[layers])
+        pooled.append(of_n * len(layers) / len(own_n) * (f_N.mean(0) * P_N.mean(0)).sum())
+    return torch.stack(pooled).sum()
 
 
 def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:

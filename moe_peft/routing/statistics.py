@@ -54,20 +54,22 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
     return chosen_TN.scatter_(1, experts_TK, kept_TK)
 
 
-def counted_experts(routers: Sequence[Any], router_logits: Sequence[torch.Tensor], k: int) -> list[torch.Tensor] | None:
+def counted_experts(
+    routers: Sequence[Any], router_logits: Sequence[torch.Tensor], ks: Sequence[int]
+) -> list[torch.Tensor] | None:
     """
     The experts that the balancing loss counts, bool [T, n] per layer: without those that a router's own rule leaves
-    out, as "top_p" does, but before the capacity of "switch". None if all routers choose the k best.
+    out, as "top_p" does, but before the capacity of "switch". None if all routers choose the k best of one k.
 
     Args:
         routers: one per layer, of this package or a native MoE's gate.
         router_logits: theirs, [T, n] per layer.
-        k: active experts per token.
+        ks: active experts per token, per layer.
     """
-    if not any(getattr(router, "leaves_out", False) for router in routers):
+    if len(set(ks)) == 1 and not any(getattr(router, "leaves_out", False) for router in routers):
         return None
     counted = []
-    for router, logits_TN in zip(routers, router_logits, strict=True):
+    for router, logits_TN, k in zip(routers, router_logits, ks, strict=True):
         if getattr(router, "leaves_out", False):
             gates_TK, experts_TK = router.choose(logits_TN.detach(), k, True)
         else:

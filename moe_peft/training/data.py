@@ -66,6 +66,7 @@ def load_data(
     if not any(columns <= set(dataset.column_names) for columns in formats):
         needed = "messages, prompt and completion, or text" if formats is SUPERVISED else "chosen and rejected"
         raise ValueError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
+    check_label_column(label_column, "")
     if label_column is not None and label_column not in dataset.column_names:
         raise ValueError(f"label_column={label_column!r}: {field} has only {dataset.column_names}")
     # As TRL does later, but checks and plans read rows before.
@@ -73,6 +74,18 @@ def load_data(
         removed = [name for name in ("conversations",) if name in dataset.column_names]
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns=removed, desc="Converting to messages")
     return dataset
+
+
+def check_label_column(column: str | None, caller: str) -> None:
+    """
+    Raises:
+        ValueError: training changes the texts of this column, so labels are read from it in vain.
+    """
+    if column in ("text", "completion"):
+        raise ValueError(
+            f"{caller}label_column={column!r}: trainers add the token that ends a text here; copy the labels to a "
+            "column of their own"
+        )
 
 
 def _load(arguments: dict[str, Any]) -> Any:

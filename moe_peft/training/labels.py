@@ -12,6 +12,7 @@ from datasets import ClassLabel, Dataset, Value
 from torch.nn.utils.rnn import pad_sequence
 
 from ..routing.expert_map import label_text
+from .data import check_label_column
 
 COLUMN = "token_labels"
 NO_LABEL = -1  # for padding
@@ -23,10 +24,12 @@ def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) ->
     Check the labels of a data set, called `name` in messages.
 
     Raises:
-        ValueError: the data set is streamed, lacks the column, or has a label without experts.
+        ValueError: the data set is streamed, lacks the column, has a label without experts, or the column is one that
+            trainers change.
     """
     if not isinstance(dataset, Dataset):
         raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset must be a map-style Dataset")
+    check_label_column(column, "MoESFTTrainer: ")
     if column not in dataset.column_names:
         raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset has {dataset.column_names}")
     if not isinstance(dataset.features[column], (Value, ClassLabel)):

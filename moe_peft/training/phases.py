@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -16,14 +18,9 @@ def phase_at(step: int, steps: int) -> int:
 
 def three_phase_scheduler(optimizer: Optimizer, steps: int) -> LambdaLR:
     """The learning rate schedule over `steps` optimizer steps."""
-    return LambdaLR(optimizer, _Rate(steps))
+    return LambdaLR(optimizer, partial(_rate, steps=steps))  # without a state, which resuming would restore
 
 
-class _Rate:
-    """The learning rate factor at a step (a class, so that it can be pickled)."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def __call__(self, step: int) -> float:
-        return LEARNING_RATE[phase_at(step, self.steps)]
+def _rate(step: int, steps: int) -> float:
+    """The learning rate factor at a step."""
+    return LEARNING_RATE[phase_at(step, steps)]

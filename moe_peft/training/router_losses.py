@@ -9,7 +9,7 @@ with a config that inherits from `RouterLossConfig` and `DPOConfig` in the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, get_args
@@ -24,11 +24,12 @@ from ..models.steering import steered
 from ..models.view import RoutedPass, active_routers, observed_routing, router_parameters, router_sizes, text_config
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
-from ..routing.statistics import compliance, counted_experts, entropies, load_health
+from ..routing.statistics import compliance, counted_experts, entropies
 from .cards import ModelCardMixin
 from .freezing import freeze_for_stage
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
 from .phases import phase_at, three_phase_scheduler
+from .router_log import RouterLog, Sum, token_sum
 
 Stage = Literal["joint", "routers", "rest"]
 LabelTokens = Literal["all", "completion"]
@@ -170,7 +171,7 @@ class RouterLossesMixin(ModelCardMixin):
         if self.args.n_gpu > 1:  # nn.DataParallel would mix up the passes of its replicas
             raise ValueError(f"{caller}: one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
         config = text_config(self.model)
-        self._sizes = [n for n, _ in router_sizes(self.model, caller)]
+        self._sizes, self._ks = zip(*router_sizes(self.model, caller), strict=True)
         routers = router_parameters(self.model)
         if self.args.training_stage == "routers" and not routers:
             raise ValueError(f"{caller}: training_stage='routers': these routers have no parameters; use 'joint'")
@@ -191,7 +192,7 @@ class RouterLossesMixin(ModelCardMixin):
         config.output_router_logits = False
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage, caller)
         self._added = False  # whether the current step's loss has the routers' losses
-        self._load: dict[bool, torch.Tensor] = {}  # in training or not → assignments since the last log, [L, n]
+        self._log_of_routers = RouterLog(self, self._sizes)
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
         self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
         self._step_label_tokens: torch.Tensor | None = None  # those of them with a label loss
@@ -281,7 +282,7 @@ class RouterLossesMixin(ModelCardMixin):
             self._step_tokens = self._step_label_tokens = None  # they count the tokens of one pass
         batch = self._router_batch(counted, token_labels, inputs)
         loss = self._with_router_losses(loss, batch, loss_is_of_whole_step(self, num_items_in_batch))
-        self._note_load(counted, batch)
+        self._log_of_routers.note_load(counted, batch.mask)
         self._added = True
         return (loss, *rest) if return_outputs else loss
 
@@ -298,7 +299,7 @@ class RouterLossesMixin(ModelCardMixin):
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
             label_mask_T = self._label_tokens(inputs, mask_T)
         k, scope = int(text_config(self.model).num_experts_per_tok), self.args.router_balancing
-        chosen = counted_experts(self._routers, logits, k)
+        chosen = counted_experts(self._routers, logits, self._ks)
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
         return RouterBatch(logits, mask_T, k, scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)
 
@@ -308,7 +309,7 @@ class RouterLossesMixin(ModelCardMixin):
     def _with_router_losses(self, loss: torch.Tensor, batch: RouterBatch, of_step: bool) -> torch.Tensor:
         """Add the losses that the stage trains with, and log them."""
         token_scale, batch_scale = self._scales(of_step)
-        noted: dict[str, torch.Tensor] = {}
+        noted: dict[str, Sum] = {}
         for name, entry in ROUTER_LOSSES.items():
             coefficient = self._coefficient(name)
             counts = coefficient != 0 and self.args.training_stage in entry.stages
@@ -320,16 +321,19 @@ class RouterLossesMixin(ModelCardMixin):
                 if entry.needs_labels and batch.label_mask is not None:
                     mask_T, of_whole_step = batch.label_mask, self._step_label_tokens
                 total, tokens = (value * mask_T).sum(), mask_T.sum().clamp(min=1)
-                noted[_logged(name)] = total / tokens
+                noted[_logged(name)] = (total, mask_T.sum())
                 if self.model.training and of_whole_step is not None:
                     tokens = of_whole_step.to(tokens.device)
                 value = token_scale * total / tokens
             else:
-                noted[_logged(name)] = value
+                noted[_logged(name)] = (value, torch.ones_like(value))
                 value = batch_scale * value
             if counts:
                 loss = loss + (coefficient * value).to(loss.device)
-        self._note(noted, batch)
+        noted["router_entropy"] = token_sum(entropies(batch.router_logits).mean(0), batch.mask)
+        if batch.allowed is not None and batch.label_mask is not None:
+            noted["compliance"] = token_sum(compliance(batch.router_logits, batch.allowed).mean(0), batch.label_mask)
+        self._log_of_routers.note(noted)
         return loss
 
     def _scales(self, of_step: bool) -> tuple[float, float]:
@@ -354,45 +358,6 @@ class RouterLossesMixin(ModelCardMixin):
         if not self.model.training:
             return coefficient  # or the losses of two phases could not be compared
         return coefficient * ROUTER_LOSSES[name].phases[phase_at(self.state.global_step, self.state.max_steps)]  # type: ignore[attr-defined]
-
-    @torch.no_grad()
-    def _note(self, noted: dict[str, torch.Tensor], batch: RouterBatch) -> None:
-        """Log the losses and statistics over all processes."""
-        noted["router_entropy"] = _mean(entropies(batch.router_logits), batch.mask)
-        if batch.allowed is not None and batch.label_mask is not None:
-            noted["compliance"] = _mean(compliance(batch.router_logits, batch.allowed), batch.label_mask)
-        values = torch.stack([value.detach().float() for value in noted.values()])
-        values = self.accelerator.reduce(values, "mean")  # type: ignore[attr-defined]
-        for name, value in zip(noted, values.tolist(), strict=True):
-            self._log_of_mode()[name].append(value)
-
-    @torch.no_grad()
-    def _note_load(self, passes: Sequence[RoutedPass], batch: RouterBatch) -> None:
-        """Log how evenly the experts were used since the last log, over all batches and processes."""
-        device = batch.mask.device
-        by_layer = zip(*(seen.chosen for seen in passes), strict=True)
-        counts_LN = torch.stack([
-            batch.mask.double() @ torch.cat([chosen_TN.to(device) for chosen_TN in of_layer]).double()
-            for of_layer in by_layer
-        ])  # fmt: skip
-        counts_LN = self.accelerator.reduce(counts_LN, "sum").cpu()  # type: ignore[attr-defined]
-        log = self._log_of_mode()
-        if "load_cv" in log:  # which the trainer clears when it logs
-            counts_LN += self._load[self.model.training]
-        self._load[self.model.training] = counts_LN
-        health = load_health(counts_LN, self._sizes)
-        log["load_cv"] = [health.coefficient_of_variation]
-        log["load_cv_by_chance"] = [health.by_chance]
-        log["dead_experts"] = [float(health.dead)]
-
-    def _log_of_mode(self) -> Any:
-        log = self._metrics if hasattr(self, "_metrics") else self._stored_metrics  # type: ignore[attr-defined]
-        return log["train" if self.model.training else "eval"]
-
-
-def _mean(values_LT: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Over the tokens that count, and layers."""
-    return (values_LT.mean(0) * mask_T).sum() / mask_T.sum().clamp(min=1)
 
 
 def _logged(name: str) -> str:

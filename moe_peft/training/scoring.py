@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -106,13 +107,16 @@ def mean_loss(losses: torch.Tensor, counts_S: torch.Tensor, what: str) -> float:
         what: names the examples in the message.
 
     Raises:
-        ValueError: there is no token to score.
+        ValueError: there is no token to score, or the loss is not finite.
     """
     if not counts_S.any():
         raise ValueError(
             f"{what}: none of {len(counts_S)} examples has a token to score; raise max_length, or leave it out"
         )
-    return float(losses.sum() / counts_S.sum())
+    found = float(losses.sum() / counts_S.sum())
+    if not math.isfinite(found):
+        raise ValueError(f"{what}: the loss is {found}; use a wider dtype, bfloat16 or float32, or another model")
+    return found
 
 
 def score_checkpoints(

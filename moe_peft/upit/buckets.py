@@ -16,7 +16,7 @@ from datasets import Dataset
 from ..checks import COUNT, EXPERTS, SEED, Rule, check, is_a, whole
 from ..messages import one_of
 from ..routing.expert_map import label_text, read_expert_map
-from ..training.data import drawn
+from ..training.data import check_label_column, drawn
 
 Buckets = list[list[int]]
 
@@ -223,6 +223,7 @@ def fill_buckets(
     needs = BUCKETS[rule]
     if needs.needs_labels and (label_column is None or label_column not in seeds.column_names):
         raise ValueError(f"label_column={label_column!r}: buckets={rule!r} needs a column of labels in the data")
+    check_label_column(label_column if needs.needs_labels else None, "")
     perplexity_SN = perplexities() if needs.needs_perplexities else None
     labels = seeds[label_column] if needs.needs_labels else None
     found = Seeds(len(seeds), num_experts, seed, capacity, perplexity_SN, labels, expert_map)

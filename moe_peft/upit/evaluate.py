@@ -20,6 +20,7 @@ from ..analysis.record import RoutingStatistics, record_routing
 from ..models.steering import allow_experts
 from ..models.view import adapter_layers, native_routers
 from ..routing.expert_map import label_text
+from ..training.data import check_label_column
 from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
 from ..training.tokenizing import tokenized
 
@@ -61,6 +62,7 @@ def evaluate(
     Raises:
         ValueError: a domain has no token to score.
     """
+    check_label_column(label_column, "evaluate: ")
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one
     data, collator = tokenized(dataset, processing_class, args)

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from ..merging import Descent, Expansion, dare_tensor, expand
 from ..native.checkpoint import Checkpoint, ShardedWriter
 from ..native.families import find_families
+from ..native.writing import EMBEDDINGS, HEAD, NOT_WEIGHTS
 from .files import expert_folders, link_model
 
 
@@ -67,13 +68,15 @@ def expand_checkpoints(
     def merge(a: Any, b: Any, alpha: float, rate: float, generator: torch.Generator) -> _Displacements:
         folder = folders[len(given) + len(made)]
         link_model(a.folder, folder, weights=False)
-        plan = {name: (a.own.dtype(name), a.own.shape(name)) for name in a.own}
+        others = [name for name in a.own if name not in a.names and not name.endswith(NOT_WEIGHTS)]
+        plan = {name: (a.own.dtype(name), a.own.shape(name)) for name in (*a.names, *others)}
         with ShardedWriter(folder, plan) as writer:
             for name in a.names:
                 moved = dare_tensor(a[name], b[name], alpha, rate, generator)
                 writer.write(name, origin.tensor(name).float() + moved)
-            for name in set(a.own) - set(a.names):
-                writer.write(name, (a.own.tensor(name).double() + b.own.tensor(name).double()) / 2)
+            for name in others:
+                same = b.own.place(name, EMBEDDINGS if name == HEAD else None)  # a tied head may be stored or not
+                writer.write(name, (a.own.tensor(name).double() + b.own.tensor(same).double()) / 2)
         made.append(folder)
         return _Displacements(folder, origin, names)
 

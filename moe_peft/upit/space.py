@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..loading import empty_model
-from ..native.writing import parse_dtype
+from ..training.planning import base_dtype
 from .inputs import load_config
 from .recipe import Recipe
 from .shared_stages import Prepare, RouterInit, TrainingStage
@@ -17,12 +17,10 @@ def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
     Bytes that some stages of a run write at most at the same time, an estimate: what they keep, and of the training
     that keeps most two checkpoints, each with Adam's two moments.
     """
-    config = load_config(recipe.model)
-    empty = empty_model(config, f"model.name_or_path={recipe.model.name_or_path!r}")
+    empty = empty_model(load_config(recipe.model), f"model.name_or_path={recipe.model.name_or_path!r}")
     whole, each = 0, 4  # parameters beside the experts that a checkpoint holds, and bytes of one
     if recipe.mode == "ffn":
-        dtype = None if recipe.model.dtype == "auto" else recipe.model.dtype
-        whole, each = empty.num_parameters(), parse_dtype(dtype, config, "upit").itemsize
+        whole, each = empty.num_parameters(), base_dtype(empty, recipe.model.dtype).itemsize
     kept = passing = 0
     for stage in stages:
         if not isinstance(stage, TrainingStage):

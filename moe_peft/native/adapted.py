@@ -33,7 +33,7 @@ class Adapted:
     """A MoE's content, from the base's tensors and the adapter's."""
 
     dense: DenseModel
-    spec: ExpertSpec  # of the FFNs that have a router
+    spec: ExpertSpec = field(init=False)  # of the FFNs that have a router
     state: Mapping[str, torch.Tensor]  # the adapter's tensors
     routers: dict[int, torch.Tensor] = field(default_factory=dict)
     specs: dict[int, ExpertSpec] = field(default_factory=dict)  # of each adapted FFN
@@ -81,7 +81,7 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
             f"export: expert_type={config.expert_type!r}: these experts stand behind the FFN, with a non-linearity "
             "between, so no native MoE computes this; train with expert_type='lora'"
         )
-    content = Adapted(dense, config.expert_spec("", dense.config), state)
+    content = Adapted(dense, state)
     layers = {DENSE_BLOCK.format(layer=layer): layer for layer in range(dense.config.num_hidden_layers)}
     shapes = dense.shapes()
     for key, tensor in state.items():

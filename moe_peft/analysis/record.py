@@ -138,7 +138,8 @@ class RoutingStatistics:
                 f"{len(self.sizes)} layers and a mask [B, S]"
             )
         first, n = router_logits[0].device, max(self.sizes)  # layers may be on different devices
-        self.broken |= torch.tensor([bool((logits.isnan() | logits.isposinf()).any()) for logits in router_logits])
+        broken = [(logits.isnan() | logits.isposinf()).any().to(first) for logits in router_logits]
+        self.broken |= torch.stack(broken).cpu()
         logits_LTN = torch.stack([pad_logits(logits.detach().to(first).float(), n) for logits in router_logits])
         if chosen is None:
             chosen = [chosen_experts(logits_TN.topk(self.k, dim=-1).indices, None, n) for logits_TN in logits_LTN]

@@ -22,6 +22,7 @@ from moe_peft.adapter import recording
 from moe_peft.adapter.ffn import find_layout
 from moe_peft.adapter.ffn_layer import MoELoraFFN
 from moe_peft.adapter.recording import Collection, state
+from moe_peft.models.view import adapter_layers
 from moe_peft.native import export_adapter
 from moe_peft.routing.routers import HashRouter, RouterSettings, make_router
 
@@ -133,6 +134,16 @@ def test_nothing_of_it_is_trained():
         optimizer.step()
         optimizer.zero_grad()
     assert all(map(torch.equal, salts, [router.salt for router in routers(adapted)]))
+
+
+def test_another_adapter_of_as_many_experts_hashes_alike():
+    """A DPO trainer's reference is a new adapter with the parameters of the trained one, and a salt is none."""
+    adapted = model()
+    adapted.add_adapter("ref", adapted.peft_config["default"])
+    adapted.add_adapter("other", config(num_experts=3))
+    for layer in adapter_layers(adapted):
+        salts = {name: router.salt for name, router in layer.moe_lora_router.items()}
+        assert torch.equal(salts["ref"], salts["default"]) and not torch.equal(salts["other"], salts["default"])
 
 
 def test_saved_and_loaded_it_routes_alike(tmp_path):

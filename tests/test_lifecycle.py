@@ -754,6 +754,9 @@ def test_model_without_ffn_blocks_is_told_to_name_linears(settings: dict[str, An
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     with pytest.raises(ValueError, match=r"no FFN block of a known layout in MambaForCausalLM; name the modules"):
         adapted(base=MambaForCausalLM(MambaConfig(**sizes)), **settings)
+    with pytest.raises(ValueError, match=r"out_proj': a state-space mixer's kernel takes its weight"):
+        adapted(base=MambaForCausalLM(MambaConfig(**sizes)), target_modules=["in_proj", "out_proj"])
+    adapted(base=MambaForCausalLM(MambaConfig(**sizes)), target_modules=["in_proj"])
 
 
 def test_all_linear_gives_every_linear_but_the_head_experts():

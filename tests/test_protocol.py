@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -498,6 +499,15 @@ def test_what_a_trainer_sets_in_the_config_stays():
     out = model.eval()(**batch())
     plain = model(**batch(), output_router_logits=False).loss
     torch.testing.assert_close(out.loss, plain + 0.125 * out.aux_loss)
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_outputs_can_be_pickled(labels):
+    out = adapted().eval()(**{k: v for k, v in batch().items() if labels or k != "labels"}, output_router_logits=True)
+    again = pickle.loads(pickle.dumps(out))
+    assert type(again) is type(out) and again.keys() == out.keys()
+    torch.testing.assert_close(again.logits, out.logits)
+    torch.testing.assert_close(again.router_logits, out.router_logits)
 
 
 def test_plain_lora_models_are_untouched_by_the_import():

@@ -192,10 +192,16 @@ def test_labels_may_be_numbers_and_a_plain_config_will_do(tokenizer, tmp_path):
     assert plain.args.output_dir == str(tmp_path / "b") and "aux_loss" in plain.state.log_history[0]
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("stage", ["rest", "routers"])
-def test_a_stage_stays_frozen_through_reference_passes(stage, tokenizer, tmp_path):
-    """PEFT unfreezes an adapter when it is disabled for the reference's log-probabilities and enabled again."""
+def test_a_stage_stays_frozen_through_reference_passes(stage, reentrant, tokenizer, tmp_path):
+    """
+    PEFT unfreezes an adapter when it is disabled for the reference's log-probabilities and enabled again. Checkpointed
+    layers run after that.
+    """
     own = {"training_stage": stage, "router_z_loss_coef": 0.1, "weight_decay": 0.1, "max_steps": 3}
+    if reentrant is not None:
+        own |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     trainer = make_trainer("dpo", tmp_path, tokenizer, **own)
     trainer.eval_dataset = trainer.train_dataset
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if ".default." in n}
@@ -204,6 +210,34 @@ def test_a_stage_stays_frozen_through_reference_passes(stage, tokenizer, tmp_pat
     trainer.train()
     moved = {n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])}
     assert moved and all((n in routers) == (stage == "routers") for n in moved)
+    if reentrant is not None:
+        plain = {name: value for name, value in own.items() if "checkpointing" not in name}
+        other = make_trainer("dpo", tmp_path / "plain", tokenizer, **plain)
+        other.train()
+        norms = [[r["grad_norm"] for r in t.state.log_history if "grad_norm" in r] for t in (trainer, other)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_a_model_keeps_its_own_balancing_loss(tokenizer, tmp_path):
+    """The trainer switches it off for its own passes alone."""
+    trainer = make_trainer("dpo", tmp_path, tokenizer, max_steps=1)
+    ids = torch.randint(3, 120, (2, 8), generator=torch.Generator().manual_seed(0))
+    before = trainer.model.eval()(input_ids=ids, labels=ids)
+    trainer.args.learning_rate = 0.0
+    trainer.train()
+    after = trainer.model.eval()(input_ids=ids, labels=ids)
+    assert before.aux_loss > 0
+    torch.testing.assert_close(after.loss, before.loss)
+    native = make_model("dpo", native=True)
+    native.config.output_router_logits = True
+    make_trainer("dpo", tmp_path / "native", tokenizer, native=True)
+    assert native.config.output_router_logits
+
+
+def test_a_native_moe_without_a_graph_of_its_logits_is_refused(tokenizer, tmp_path):
+    own = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match=r"use_reentrant=True: a native MoE then has router logits without gradients"):
+        make_trainer("dpo", tmp_path, tokenizer, native=True, **own)
 
 
 def test_a_loss_before_training_begins(tokenizer, tmp_path):

@@ -226,3 +226,11 @@ def test_gates_that_choose_by_another_rule_are_not_steered(name, own, message):
     with pytest.raises(ValueError, match=message), force_experts(model, torch.zeros(3, dtype=torch.long)):
         pass
     assert not any(hasattr(module, "steering") for module in native_routers(model))
+
+
+def test_adapters_that_are_not_active_do_not_count():
+    config = {"num_experts": 4, "top_k": 2, "r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    model = get_peft_model(tiny_llama(), MoELoraConfig(router_type="top_p", **config)).eval()
+    model.add_adapter("ref", MoELoraConfig(**config))
+    with allow_experts(model, [0]):  # fewer than top_k, which such routers may choose
+        model(input_ids=torch.arange(3, 9).unsqueeze(0))

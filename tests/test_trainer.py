@@ -454,6 +454,22 @@ def test_three_phases(tokenizer, tmp_path):
             assert (with_both - without).item() == pytest.approx(coefficient * factor * value, rel=1e-3)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_routers_alone_learn_under_checkpointing(reentrant, tokenizer, tmp_path):
+    own = {"training_stage": "routers", "router_z_loss_coef": 0.1, **LABELS}
+    plain, other = (make_trainer(tmp_path / str(i), tokenizer, **own, **more) for i, more in enumerate((
+        {}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}},
+    )))  # fmt: skip
+    before = {name: p.detach().clone() for name, p in router_parameters(plain.model).items()}
+    for trainer in (plain, other):
+        trainer.train()
+    for (name, one), two in zip(
+        router_parameters(plain.model).items(), router_parameters(other.model).values(), strict=True
+    ):
+        assert not torch.equal(one, before[name])
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+
+
 def test_three_phases_of_a_training_that_was_prolonged(tokenizer, tmp_path):
     """Rate and losses are of one schedule, that of all its steps."""
     own = {"router_schedule": "three_phase", "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 4}

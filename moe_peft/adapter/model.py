@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from contextlib import contextmanager
@@ -315,6 +316,17 @@ def _ffn_layout(module: nn.Module) -> FFNLayout | None:
     return module.layout if isinstance(module, MoELoraFFN) else find_layout(module)
 
 
+def _refuse_kernels(name: str, model: nn.Module) -> None:
+    """Raise if a kernel takes the weight of a linear and does not run it: an adapter would not count."""
+    parent, _, own = name.rpartition(".")
+    mixer = model.get_submodule(parent.replace(".base_layer", ""))
+    if own == "out_proj" and hasattr(mixer, "A_log") and "self.out_proj.weight" in inspect.getsource(type(mixer)):
+        raise ValueError(
+            f"MoELoraConfig: target module {name!r}: a state-space mixer's kernel takes its weight and does not run "
+            "it; choose another, such as in_proj"
+        )
+
+
 def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn.Module) -> None:
     """Raise if `module` is neither a linear nor an FFN whose layout computes what its forward computes."""
     spec = _spec(config, name, model)
@@ -328,6 +340,7 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
         with torch.device("meta"):
             make_router(1, spec.num_experts, spec.router)  # raises where sizes do not fit
     if layout is None:
+        _refuse_kernels(name, model)
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

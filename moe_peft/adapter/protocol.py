@@ -262,7 +262,13 @@ def _extended(cls: Any) -> Any:
     if not missing:
         return cls
     fields = [(name, Any, None) for name in missing]
-    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace={"__module__": cls.__module__})
+    own = {"__module__": cls.__module__, "__reduce__": lambda output: (_rebuilt, (cls, dict(output)))}
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=own)
+
+
+def _rebuilt(cls: Any, items: dict[str, Any]) -> Any:
+    """An output from a pickle, which finds no class that was made here."""
+    return _extended(cls)(**items)
 
 
 def _has_loss(model: Any) -> bool:

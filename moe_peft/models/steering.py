@@ -13,7 +13,7 @@ from torch import nn
 from ..checks import Rule, check, is_whole
 from ..routing.gates import Steering, top_k_gates
 from .gate import RoutedGate
-from .view import adapter_layers, native_routers, router_sizes
+from .view import active_routers, adapter_layers, native_routers, router_sizes
 
 _EXPERTS = Rule(
     lambda v: isinstance(v, torch.Tensor) and v.dim() == 1 and not _is_inexact(v),
@@ -104,9 +104,8 @@ def common_size(model: nn.Module, caller: str) -> int:
 
 def fewest_allowed(model: nn.Module) -> int:
     """How many experts a mask must allow at least: top_k, or 1 where every router may leave experts out."""
-    routers = [layer.router(name) for layer in adapter_layers(model) for name in layer.moe_lora_router]
-    routers = routers or [gate.moe_router for gate in native_routers(model) if isinstance(gate, RoutedGate)]
-    if routers and all(router.leaves_out for router in routers):
+    routers = [getattr(router, "moe_router", router) for router in active_routers(model)]
+    if routers and all(getattr(router, "leaves_out", False) for router in routers):
         return 1
     return max(k for _, k in router_sizes(model, "allow_experts"))
 

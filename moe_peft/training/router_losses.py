@@ -10,7 +10,7 @@ with a config that inherits from `RouterLossConfig` and `DPOConfig` in the same 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, get_args
 
@@ -21,7 +21,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checks import FLAG, TEXT, Rule, check, check_fields, one_of, within
 from ..compat import loss_is_of_whole_step
 from ..models.steering import steered
-from ..models.view import RoutedPass, active_routers, observed_routing, router_parameters, router_sizes, text_config
+from ..models.view import (
+    RoutedPass,
+    active_routers,
+    adapter_layers,
+    observed_routing,
+    router_parameters,
+    router_sizes,
+    text_config,
+)
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
 from ..routing.statistics import compliance, counted_experts, entropies
@@ -187,9 +195,12 @@ class RouterLossesMixin(ModelCardMixin):
                 )
         if self._coefficients["aux"] is None:
             self._coefficients["aux"] = getattr(config, "router_aux_loss_coef", 0.0)
-        # TRL would add its own balancing loss.
-        self.aux_loss_enabled = False
-        config.output_router_logits = False
+        if not adapter_layers(self.model) and _is_reentrant(self.args) and any(self._coefficients.values()):
+            raise ValueError(
+                f"{caller}: gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
+                "without gradients, which its losses on routers need; set it to False"
+            )
+        self.aux_loss_enabled = False  # TRL would add its own balancing loss
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage, caller)
         self._added = False  # whether the current step's loss has the routers' losses
         self._log_of_routers = RouterLog(self, self._sizes)
@@ -265,13 +276,14 @@ class RouterLossesMixin(ModelCardMixin):
         token_labels = inputs.pop(COLUMN, None)
         self._keep_frozen()
         passes: list[RoutedPass] = []
-        with masked, observed_routing(self.model, passes.append):
+        with masked, observed_routing(self.model, passes.append), _without_balancing(text_config(self.model)):
             result = trainer.compute_loss(
                 model, dict(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
+        self._keep_frozen()  # checkpointed layers run again in the backward pass
         loss, *rest = result if return_outputs else (result,)
-        if self.args.training_stage == "routers":
-            loss = loss.detach() * 0
+        if self.args.training_stage == "routers":  # with its graph, where routers get gradients as layers run again
+            loss = (loss if _is_reentrant(self.args) else loss.detach()) * 0
         counted = [seen for seen in passes if seen.trains] or passes[:1]
         if not counted:
             raise RuntimeError(
@@ -358,6 +370,20 @@ class RouterLossesMixin(ModelCardMixin):
         if not self.model.training:
             return coefficient  # or the losses of two phases could not be compared
         return coefficient * ROUTER_LOSSES[name].phases[phase_at(self.state.global_step, self.state.max_steps)]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _without_balancing(config: Any) -> Iterator[None]:
+    """The model adds no balancing loss of its own."""
+    before, config.output_router_logits = getattr(config, "output_router_logits", False), False
+    try:
+        yield
+    finally:
+        config.output_router_logits = before
+
+
+def _is_reentrant(args: Any) -> bool:
+    return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
 
 
 def _logged(name: str) -> str:

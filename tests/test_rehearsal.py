@@ -102,6 +102,18 @@ def merged(settings: dict, change: dict) -> dict:
             "prepare.num_checkpoints=3: must be null",
         ),
         ({"evaluate": {"limit": 3}}, "evaluate.limit=3.0: is of evaluate.tasks, which are none"),
+        (
+            with_sft("post_train", dataloader_drop_last=True, per_device_train_batch_size=64),
+            "post_train.sft.dataloader_drop_last=True: 48 rows fill no batch of 64; lower",
+        ),
+        (
+            with_sft("post_train", padding_free=False, packing=True, pad_to_multiple_of=8),
+            "post_train.sft.pad_to_multiple_of=8: nothing marks this padding in packed rows",
+        ),
+        (
+            {"prepare": {"order": "blocks", "sft": {"packing": True}}},
+            "prepare.order='blocks': sft.packing=True puts rows of several domains together; set",
+        ),
     ],
 )
 def test_it_is_said_before_the_first_stage(change, words, case, tmp_path, monkeypatch):

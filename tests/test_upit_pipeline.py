@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -417,6 +418,30 @@ def test_blocks_show_one_domain_after_the_other(case, tmp_path, monkeypatch):
     firsts = [token for batch in seen for token in batch]  # a prompt's first word is its domain
     assert len(firsts) == 4 * 48
     assert firsts == sorted(firsts) and set(firsts) == {3, 4, 5}
+
+
+def test_stage_3_takes_what_its_buckets_hold(case, tmp_path):
+    """Of each bucket one example: neither plan nor budget count the rest of the seed set."""
+    router_init = {"seed_fraction": 0.5, "num_train_epochs": 1, "capacity": 1, "within_budget": True}
+    pipeline = run(case, tmp_path, router_init=router_init)
+    stage = next(stage for stage in plan(pipeline) if stage.name == "router_init")
+    record = pipeline.records["router_init"]["metrics"]
+    assert record["bucket_sizes"] == [1] * 4 and stage.steps == record["steps"] == 1
+    assert stage.epochs == pytest.approx(4 / 48)
+
+
+def test_a_template_in_a_tokenizers_folder_is_an_input(case, tmp_path, tokenizer):
+    template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "template")
+    own = {"method": "lora", "data": {"train": case["data"]["train"]}}
+    own["sft"] = {**case["sft"], "chat_template_path": str(tmp_path / "template")}
+    pipeline = run(case, tmp_path, **own)
+    assert UpIT(pipeline.recipe).outlook()["prepare"] == "done"
+    tokenizer.chat_template = template.replace("eos_token", "' '")
+    tokenizer.save_pretrained(tmp_path / "template")
+    assert UpIT(pipeline.recipe).outlook()["prepare"].startswith("again: inputs.chat_template")
 
 
 def test_blocks_take_the_steps_that_were_planned(case, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from test_endings import without_paths
 from upit_case import contents, make_case, run
 
-from moe_peft.upit import UpIT, recipe_from_dict
+from moe_peft.upit import UpIT, recipe_from_dict, stages
 from moe_peft.upit.files import publish
 
 
@@ -162,3 +162,31 @@ def test_a_run_that_was_stopped_while_it_published_keeps_the_users_files(case, t
 def test_a_finished_run_is_found_done(case, tmp_path):
     before = without_paths(run(case, tmp_path).root)
     assert without_paths(run(case, tmp_path).root) == before
+
+
+def test_files_stay_where_the_manifest_is_gone(case, tmp_path):
+    first = run(case, tmp_path)
+    (first.result / "notes.txt").write_text("mine")
+    for damaged in ("", "{}"):
+        (first.root / "manifest.json").write_text(damaged)
+        run(case, tmp_path)
+        assert (first.result / "notes.txt").read_text() == "mine"
+
+
+def test_files_stay_where_a_change_is_taken_back(case, tmp_path, monkeypatch):
+    """The run was stopped when the new stage was whole and the former one still there."""
+    first = run(case, tmp_path)
+    notes = first.root / "post_train" / "notes.txt"
+    notes.write_text("mine")
+    remove = stages._remove
+
+    def stopped(folder):
+        if folder.name == "post_train":
+            raise KeyboardInterrupt
+        remove(folder)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stages, "_remove", stopped)
+        run(case, tmp_path, redo=True, post_train={"seed": 9})
+    run(case, tmp_path)
+    assert notes.read_text() == "mine" and not (first.root / "post_train.partial").exists()

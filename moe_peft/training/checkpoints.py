@@ -123,7 +123,9 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     if latest < steps:
         trainer.add_callback(_Checkpoints(keep))
         show_progress(trainer)
-        trainer.train(resume_from_checkpoint=str(before[latest]) if latest else None)
+        # One that is kept has lost its optimizer's state when a later one was saved, which may be damaged now.
+        resumable = [path for path in before.values() if any(path.glob("optimizer*")) or any(path.glob("global_step*"))]
+        trainer.train(resume_from_checkpoint=str(resumable[-1]) if resumable else None)
     else:
         if isinstance(trainer.model, PeftModel):
             name = trainer.model.active_adapter

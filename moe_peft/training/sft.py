@@ -76,11 +76,8 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         dataset = kwargs.get("train_dataset", positional[1] if len(positional) > 1 else None)
         check_dataset("MoESFTTrainer", dataset, () if kwargs.get("formatting_func") else text_columns(args))
         args = _as_moe_config(args)
-        if args.pad_to_multiple_of and (args.packing or args.padding_free) and args.label_column is None:
-            raise ValueError(
-                f"MoESFTTrainer: pad_to_multiple_of={args.pad_to_multiple_of}: nothing marks this padding in packed "
-                "rows, so routers would be trained on it; leave it out"
-            )
+        unmarked = bool(args.packing or args.padding_free) and args.label_column is None
+        check_padding("MoESFTTrainer: ", args.pad_to_multiple_of, unmarked)
         check_answers("MoESFTTrainer: ", dataset, args.completion_only_loss, args.assistant_only_loss)
         self._labels = [label_text(label) for label in args.expert_map or {}]
         super().__init__(model, args, *positional, **kwargs)
@@ -124,6 +121,21 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         super()._set_signature_columns_if_needed()
         if self._labels and COLUMN not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, COLUMN]
+
+
+def check_padding(caller: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:
+    """
+    Args:
+        unmarked: whether rows are packed, and no labels say which tokens are real.
+
+    Raises:
+        ValueError: routers would be trained on padding.
+    """
+    if pad_to_multiple_of and unmarked:
+        raise ValueError(
+            f"{caller}pad_to_multiple_of={pad_to_multiple_of}: nothing marks this padding in packed rows, so routers "
+            "would be trained on it; leave it out"
+        )
 
 
 def _as_moe_config(args: SFTConfig | None) -> MoESFTConfig:

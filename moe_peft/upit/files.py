@@ -54,21 +54,21 @@ def link_model(source: Path, target: Path, weights: bool = True) -> None:
             link_weights(str(path), str(target / path.name))
 
 
-def publish(source: Path, target: Path, written: Collection[str] | None) -> None:
+def publish(source: Path, target: Path, written: Collection[str]) -> None:
     """
     A stage's folder under the name of the result; see `link_folder`. Whenever it is stopped, the next call goes on.
 
     Args:
-        written: the files of an earlier result that are not needed any more; all others stay. None: all are.
+        written: the files of an earlier result that are not needed any more; all others stay.
     """
     partial, former = (target.with_name(f"{target.name}.{word}") for word in ("partial", "former"))
     if former.exists() and not target.exists():
         former.rename(target)  # with the files of others
     shutil.rmtree(partial, ignore_errors=True)
     link_folder(source, partial)
-    there = [] if written is None else [path.relative_to(target) for path in target.rglob("*") if path.is_file()]
+    there = [path.relative_to(target) for path in target.rglob("*") if path.is_file()]
     for name in there:
-        if str(name) not in (written or ()) and not (partial / name).exists():
+        if str(name) not in written and not (partial / name).exists():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(target / name, partial / name)
     shutil.rmtree(former, ignore_errors=True)

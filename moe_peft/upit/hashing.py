@@ -9,6 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from ..loading import chat_template
 from .inputs import load_config
 from .recipe import ModelSection, PrepareSection
 
@@ -55,7 +56,9 @@ def hash_data(dataset: Dataset) -> str:
 
 
 def hash_template(path: str | None) -> str | None:
-    """Hash of a chat template's file; the name of a tokenizer instead of a file stands for itself."""
+    """Hash of a chat template's file, or of that of a tokenizer's folder; a name on the hub stands for itself."""
+    if path is not None and Path(path).is_dir():
+        return hash_json(chat_template(path, "chat_template_path"))
     return hash_file(Path(path)) if path is not None and Path(path).is_file() else path
 
 

@@ -35,8 +35,8 @@ def load_model(section: ModelSection) -> PreTrainedModel:
 
 
 def load_checkpoint(section: ModelSection, folder: Path) -> PreTrainedModel:
-    """A model folder that a stage wrote or the user gave, with the recipe's attention implementation."""
-    return read_model(folder, folder, dtype="auto", attn_implementation=section.attn_implementation)
+    """A model folder that a stage wrote or the user gave, with the recipe's dtype and attention implementation."""
+    return read_model(folder, folder, dtype=section.dtype, attn_implementation=section.attn_implementation)
 
 
 def load_config(section: ModelSection) -> PreTrainedConfig:

@@ -161,10 +161,12 @@ class UpIT:
         PartialState().wait_for_everyone()
 
     def space(self) -> int:
-        """Bytes on the disk, about, that the stages take that are not done."""
+        """Bytes on the disk, about, that the stages take that are not done, beside what is there of them."""
         unset_hf_deepspeed_config()
         what = self.outlook()
-        return needed_space(self.recipe, [stage for stage in self.stages if what[stage.name] != "done"])
+        left = [stage for stage in self.stages if what[stage.name] != "done"]
+        partial = [path for stage in left for path in stage.folder.with_name(f"{stage.name}.partial").rglob("*")]
+        return max(0, needed_space(self.recipe, left) - sum(p.stat().st_size for p in partial if p.is_file()))
 
     def outlook(self) -> dict[str, str]:
         """What `run` would do with each stage, by name: "done", "to do", "goes on", or "again" and why."""
@@ -206,7 +208,8 @@ class UpIT:
         files = files if isinstance(files, dict) else None
         there = self.result.is_dir() and manifest.get("stages") == records
         if files is None or not there or damage(self.result, files) is not None:
-            publish(self._trained, self.result, files)
+            own = [*hash_folder(self._trained), _FIGURE]  # where no manifest says what an earlier run wrote
+            publish(self._trained, self.result, own if files is None else files)
             self._add_figure()
             files = {name: digest for name, digest in hash_folder(self.result).items() if self._writes(name)}
         write_json(self.root / "manifest.json", {**self._manifest(), "result": files})

@@ -351,6 +351,11 @@ class Recipe:
         """Examples in the seed set: its share of the data, and at least one per expert."""
         return min(rows, max(self.num_experts, round(self.router_init.seed_fraction * rows)))
 
+    def bucketed(self, rows: int) -> int:
+        """Examples of the seed set that the buckets take."""
+        capacity = self.router_init.capacity
+        return self.seed_count(rows) if capacity is None else min(self.seed_count(rows), self.num_experts * capacity)
+
     def moe_config(self) -> MoELoraConfig:
         """The MoE adapter's configuration."""
         kind = self.facts.expert_type

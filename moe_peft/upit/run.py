@@ -43,7 +43,7 @@ def budget(recipe: Recipe, rows: int) -> Budget:
     first = total * recipe.prepare_share if recipe.prepares else 0.0
     seeds = 0.0
     if recipe.initialises_routers:
-        seeds = recipe.seed_count(rows) / rows * recipe.router_init.num_train_epochs
+        seeds = recipe.bucketed(rows) / rows * recipe.router_init.num_train_epochs
     taken = seeds if recipe.router_init.within_budget else 0.0
     if first + taken >= total:
         raise ValueError(

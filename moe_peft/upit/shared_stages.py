@@ -21,7 +21,7 @@ from ..training.checkpoints import Trained, copy_result
 from ..training.data import in_blocks, source_name
 from ..training.labels import unknown_labels
 from ..training.planning import steps_in_epoch
-from ..training.sft import MoESFTConfig
+from ..training.sft import MoESFTConfig, check_padding
 from .buckets import Seeds, draw_seeds
 from .files import expert_folders
 from .hashing import hash_template
@@ -130,6 +130,11 @@ class TrainingStage(TrainerStage):
     def _steps(self, epochs: float, rows: int, processes: int) -> int:
         batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
         drop_last = bool(self.sft.get("dataloader_drop_last"))
+        if drop_last and rows < batch * processes:
+            raise ValueError(
+                f"{self.name}.sft.dataloader_drop_last=True: {rows} rows fill no batch of {batch * processes}; lower "
+                "per_device_train_batch_size, or leave it out"
+            )
         return math.ceil(epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
 
     def settings(self) -> dict[str, Any]:
@@ -162,6 +167,11 @@ class Prepare(TrainingStage):
         return replace(self.given, experts=shared_out(self.recipe, experts))
 
     def check(self) -> None:
+        if self._blocks and self.sft.get("packing") and self.sft.get("packing_strategy") != "wrapped":
+            raise ValueError(
+                "prepare.order='blocks': sft.packing=True puts rows of several domains together; set prepare.sft."
+                "packing=false, or packing_strategy=wrapped"
+            )
         if not self.sft.get("packing"):  # which makes fewer rows, how many is not known yet
             self.steps(len(self.context.train_data), PartialState().num_processes)
 
@@ -285,7 +295,7 @@ class RouterInit(TrainingStage):
     def steps(self, rows: int, processes: int) -> int:
         """Those of one expert's own training; in the mode `lora` all experts take them at once."""
         batch = processes * math.prod(self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
-        bucket = -(-self.recipe.seed_count(rows) // self.recipe.num_experts)
+        bucket = -(-self.recipe.bucketed(rows) // self.recipe.num_experts)
         return self.recipe.router_init.num_train_epochs * -(-bucket // batch)
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -318,7 +328,11 @@ class PostTrain(TrainingStage):
         return super().arguments(folder, **own)
 
     def check(self) -> None:
-        r = self.recipe
+        r, sft = self.recipe, self.sft
+        packed = bool(sft.get("packing") or sft.get("padding_free"))
+        check_padding("post_train.sft.", sft.get("pad_to_multiple_of"), packed and "expert_map" not in sft)
+        if not sft.get("packing"):
+            self.steps(len(self.context.train_data), PartialState().num_processes)
         column, known = r.data.label_column, r.expert_map
         if known is None or column is None:
             return

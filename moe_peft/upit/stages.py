@@ -258,7 +258,10 @@ def _finished(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def _keep_foreign(folder: Path, partial: Path) -> None:
-    """Move what no run wrote in a stage's former folder to its new one."""
+    """
+    What no run wrote in a stage's former folder, in its new one, too: the former one goes only then, and stays where
+    the run is stopped and the change taken back.
+    """
     former, new = _record(folder), _record(partial)
     written = {_RECORD, _IDENTITY, *(former or {"files": {}})["files"], *(new or {"files": {}})["files"]}
     for path in sorted(folder.rglob("*")):
@@ -267,7 +270,8 @@ def _keep_foreign(folder: Path, partial: Path) -> None:
             continue
         target = partial / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
+        target.unlink(missing_ok=True)
+        shutil.copy2(path, target, follow_symlinks=False)
 
 
 def _record(folder: Path) -> dict[str, Any] | None:

@@ -218,6 +218,22 @@ def test_what_a_half_done_stage_left_may_be_damaged(case, tmp_path):
     assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
 
 
+def test_a_run_goes_on_from_a_checkpoint_that_has_its_optimizer(case, tmp_path):
+    """Not from an expert's, which lost it when the newest was saved, if the newest is damaged."""
+    settings = {**case[0], "sft": {**case[0]["sft"], "save_steps": 5}}
+    assert command((settings,), tmp_path, partial(_at_step, 12, signal.SIGKILL)).returncode == -9
+    checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
+    expert, newest = list(checkpoints)[-2:]
+    assert not (checkpoints[expert] / "optimizer.pt").exists() and (checkpoints[newest] / "optimizer.pt").exists()
+    (checkpoints[newest] / WEIGHTS).write_bytes((checkpoints[newest] / WEIGHTS).read_bytes()[:100])
+    run(settings, tmp_path)
+    found, wanted = (
+        {name: content for name, content in contents(folder / "out").items() if name.endswith(WEIGHTS)}
+        for folder in (tmp_path, case[1])
+    )
+    assert found == wanted
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": 1}'])
 def test_a_damaged_identity_begins_a_stage_anew(content, case, tmp_path):
     (tmp_path / "out" / "prepare.partial").mkdir(parents=True)

@@ -121,8 +121,9 @@ def test_what_was_refused_before_it_made_anything_leaves_nothing(tmp_path):
 def test_what_others_put_there_stays_when_it_is_done_again(tmp_path, caplog):
     run_stage(tmp_path, Work(tmp_path))
     folder = tmp_path / "work"
-    (folder / "part" / "deep").mkdir()
-    for name in ("notes", "part/deep/mine", "part/mine"):
+    for deep in ("part/deep", "a/b"):
+        (folder / deep).mkdir(parents=True)
+    for name in ("notes", "part/deep/mine", "part/mine", "a/b/mine"):
         (folder / name).write_text("mine")
     (folder / "link").symlink_to(tmp_path)
     (folder / STATE).mkdir()
@@ -132,7 +133,7 @@ def test_what_others_put_there_stays_when_it_is_done_again(tmp_path, caplog):
     assert (folder / "model").read_text() == "1"  # the former one, until there is a new one
     run_stage(tmp_path, Work(tmp_path, 2), redo=True)
     assert "work: done again, as it changed: settings.value 1 → 2" in caplog.text
-    assert files(folder) == {"model", "part/file", RECORD, "notes", "part/deep/mine", "part/mine", "link"}
+    assert files(folder) == {"model", "part/file", RECORD, "notes", "part/deep/mine", "part/mine", "a/b/mine", "link"}
     assert (folder / "model").read_text() == "2" and (folder / "notes").read_text() == "mine"
     (folder / RECORD).write_text("{")  # it says no more what is whose
     run_stage(tmp_path, Work(tmp_path, 3))

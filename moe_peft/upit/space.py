@@ -8,7 +8,7 @@ from ..loading import empty_model
 from ..training.planning import base_dtype
 from .inputs import load_config
 from .recipe import Recipe
-from .shared_stages import Prepare, RouterInit, TrainingStage
+from .shared_stages import Expand, PostTrain, Prepare, RouterInit, TrainingStage
 from .stages import Stage
 
 
@@ -23,6 +23,8 @@ def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
         whole, each = empty.num_parameters(), base_dtype(empty, recipe.model.dtype).itemsize
     kept = passing = 0
     for stage in stages:
+        if isinstance(stage, Expand) and whole:  # the given ones are linked
+            kept += (recipe.num_experts - recipe.given_experts()) * whole * each
         if not isinstance(stage, TrainingStage):
             continue
         sizes = stage.sizes(empty)
@@ -32,5 +34,6 @@ def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
         else:
             copies = recipe.num_experts if isinstance(stage, RouterInit) and whole else 1
         kept += copies * weights
-        passing = max(passing, 2 * (weights + 8 * sizes.trained))
+        assembled = weights if isinstance(stage, PostTrain) and whole else 0  # what the training starts from
+        passing = max(passing, assembled + 2 * (weights + 8 * sizes.trained))
     return kept + passing

@@ -134,6 +134,8 @@ def test_joint_training_has_the_losses_and_gradients_of_separate_models(mixing, 
     model = trainer.model.train()
     with force_experts(model, inputs["expert"]):
         lm, aux, _ = trainer.row_losses(model, inputs)
+        lm = lm / (inputs["labels"][:, 1:] != -100).sum(1)
+        aux = aux / inputs["attention_mask"].sum(1)
         (0.3 * lm + 0.7 * aux).mean().backward()
     layers = [layer.mlp for layer in model.get_base_model().model.layers]
     expected = {}
@@ -161,16 +163,25 @@ def test_joint_training_has_the_losses_and_gradients_of_separate_models(mixing, 
                     torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-7)
 
 
-def test_rows_that_fill_up_a_step_count_neither_in_the_loss_nor_in_the_log(loras, tokenizer, tmp_path):
-    trainer = make_trainer(loras, tokenizer, tmp_path)
-    inputs = {**batch(trainer, [2, 0, 3, 2]), "batch_size": torch.tensor([2, 1, 0, 2])}
+def test_losses_are_means_over_the_tokens_of_an_experts_batch(loras, tokenizer, tmp_path):
+    """Rows that fill up a step count neither in the loss nor in the log."""
+    trainer = make_trainer(loras, tokenizer, tmp_path, per_device_train_batch_size=4)
+    trainer.set_batches([[[1]], [], [[0, 3]], []])
+    inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    assert inputs["expert"].tolist() == [0, 2, 2, 0]
+    answers, tokens = (inputs["labels"][:, 1:] != -100).sum(1), inputs["attention_mask"].sum(1)
+    assert len(set(answers.tolist())) > 2 and len(set(tokens.tolist())) > 2
     with torch.no_grad(), force_experts(trainer.model, inputs["expert"]):
         lm, aux, _ = trainer.row_losses(trainer.model, inputs)
         loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(1))
-    weights = torch.tensor([0.5, 1.0, 0.0, 0.5])
-    torch.testing.assert_close(loss, (0.3 * lm + 0.7 * aux) @ weights)
-    for name, of_rows in (("lm_loss", lm), ("routing_loss", aux)):
-        assert trainer._metrics["train"][name] == [pytest.approx(of_rows[[0, 1, 3]].mean().item(), rel=1e-5)]
+    of_experts = [
+        0.3 * lm[rows].sum() / answers[rows].sum() + 0.7 * aux[rows].sum() / tokens[rows].sum()
+        for rows in ([0], [1, 2])
+    ]
+    torch.testing.assert_close(loss, sum(of_experts))
+    for name, of_rows, counts in (("lm_loss", lm, answers), ("routing_loss", aux, tokens)):
+        mean = of_rows[:3].sum() / counts[:3].sum()
+        assert trainer._metrics["train"][name] == [pytest.approx(mean.item(), rel=1e-5)]
 
 
 class SeparateTrainings:
@@ -189,27 +200,34 @@ class SeparateTrainings:
         ]
         self.optimizers = [torch.optim.AdamW(p, lr=lr, weight_decay=weight_decay) for p in self.trained]
 
-    def loss(self, expert, example):
+    def loss(self, expert, batch):
+        """Means over tokens of a batch of examples: L_lm over those of the answers, L_aux over all."""
+        losses = [self.sums(expert, example) for example in batch]
+        answers = sum(label != -100 for example in batch for label in example["labels"][1:])
+        tokens = sum(len(example["input_ids"]) for example in batch)
+        return sum(self.alpha * lm / answers + (1 - self.alpha) * aux / tokens for lm, aux in losses)
+
+    def sums(self, expert, example):
         model, seen = self.models[expert], []
         handles = [
             layer.mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
             for layer in model.get_base_model().model.layers
         ]
         ids, labels = torch.tensor([example["input_ids"]]), torch.tensor([example["labels"]])
-        lm = cross_entropy(model(input_ids=ids).logits[0, :-1], labels[0, 1:])
+        lm = cross_entropy(model(input_ids=ids).logits[0, :-1], labels[0, 1:], reduction="sum")
         for handle in handles:
             handle.remove()
         per_layer = []
         for layer, x in enumerate(seen):
             logits = x @ torch.stack([rows[layer] for rows in self.rows]).T
             if self.objective == "positive":
-                per_layer.append(softplus(-logits[:, expert]).mean())
+                per_layer.append(softplus(-logits[:, expert]).sum())
             elif self.objective == "one_vs_rest":
                 signs = torch.tensor([1.0 if i == expert else -1.0 for i in range(N)])
-                per_layer.append(softplus(-signs * logits).mean(1).mean())
+                per_layer.append(softplus(-signs * logits).mean(1).sum())
             else:
-                per_layer.append(cross_entropy(logits, torch.full((len(x),), expert)))
-        return self.alpha * lm + (1 - self.alpha) * torch.stack(per_layer).mean()
+                per_layer.append(cross_entropy(logits, torch.full((len(x),), expert), reduction="sum"))
+        return lm, torch.stack(per_layer).mean()
 
     def train(self, data, batches):
         for step in range(max(map(len, batches))):
@@ -218,7 +236,7 @@ class SeparateTrainings:
                 optimizer.zero_grad()
             for expert in now:
                 batch = batches[expert][step]
-                (sum(self.loss(expert, data[i]) for i in batch) / len(batch)).backward()
+                self.loss(expert, [data[i] for i in batch]).backward()
             for expert in now:
                 if self.max_grad_norm:
                     torch.nn.utils.clip_grad_norm_(self.trained[expert], self.max_grad_norm)
@@ -420,7 +438,7 @@ def test_routing_loss_is_that_of_a_plain_loop(objective):
                         losses.append(-sum(p[j].log() if j == i else (1 - p[j]).log() for j in range(N)) / N)
                     else:
                         losses.append(-token.softmax(-1)[i].log())
-        reference.append(sum(losses) / len(losses))
+        reference.append(sum(losses) / len(logits))
     reference = torch.stack(reference)
     loss = routing_loss(logits, experts, mask, objective)
     torch.testing.assert_close(loss, reference, rtol=1e-12, atol=0)

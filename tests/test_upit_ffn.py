@@ -175,15 +175,17 @@ def test_loss_and_gradients_of_stage_3(case, tokenizer, tmp_path):
         layer.mlp.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
         for layer in model.model.layers
     ]
-    expected = 0.0
+    expected, all_tokens = 0.0, batch["attention_mask"].sum()
+    answers = sum((label != -100).sum() for label in batch["labels"][:, 1:])
     for i in range(3):
         real = batch["attention_mask"][i].bool()
         ids, labels = batch["input_ids"][i][real].unsqueeze(0), batch["labels"][i][real]
         inputs.clear()
         logits = model(input_ids=ids).logits[0]
-        lm = cross_entropy(logits[:-1], labels[1:], ignore_index=-100)
+        lm = cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
         scores = [x[0] @ r for x, r in zip(inputs, model.routing_vectors.weight, strict=True)]
-        expected = expected + (0.3 * lm + 0.7 * softplus(-torch.stack(scores)).mean()) / 3
+        aux = softplus(-torch.stack(scores)).mean(0).sum()
+        expected = expected + 0.3 * lm / answers + 0.7 * aux / all_tokens
     for handle in handles:
         handle.remove()
     expected.backward()

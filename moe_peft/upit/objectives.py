@@ -59,7 +59,7 @@ def routing_loss(
     router_logits: Sequence[torch.Tensor], experts_B: torch.Tensor, mask_BS: torch.Tensor, objective: str
 ) -> torch.Tensor:
     """
-    The routing loss of each row, averaged over its real tokens and the layers, [B]; 0 for a row of padding alone.
+    The routing loss of each row, summed over its real tokens and averaged over the layers, [B].
 
     Args:
         router_logits: one [B·S, n] per layer.
@@ -71,5 +71,4 @@ def routing_loss(
     logits_LBSN = torch.stack([logits.view(rows, length, -1) for logits in router_logits])
     own_LBS1 = experts_B.view(1, rows, 1, 1).expand(*logits_LBSN.shape[:3], 1)
     loss_LBS = OBJECTIVES[objective].loss(logits_LBSN, own_LBS1)
-    mask_BS = mask_BS.to(loss_LBS.dtype)
-    return (loss_LBS.mean(0) * mask_BS).sum(-1) / mask_BS.sum(-1).clamp(min=1)
+    return (loss_LBS.mean(0) * mask_BS.to(loss_LBS.dtype)).sum(-1)

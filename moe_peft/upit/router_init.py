@@ -29,14 +29,16 @@ from ..models.steering import force_experts
 from ..models.view import RoutedPass, observed_routing, router_parameters, router_sizes
 from ..training.arguments import check_learnable, check_training, for_one_trainer
 from ..training.checkpoints import Trained, step_rows, train
-from ..training.labels import RowCollator
+from ..training.labels import IGNORED, RowCollator
+from ..training.router_log import RouterLog
 from ..training.saving import FiniteWeightsMixin
 from ..training.scoring import example_losses
 from .buckets import BUCKETS, Buckets, expert_batches, fill_buckets
 from .objectives import OBJECTIVES, routing_loss
 from .own_updates import OwnUpdates, refuse_optimizer
 
-_COLUMNS = ("expert", "batch_size")  # of each row: its expert, and the rows of the expert's batch (0: a filler)
+# Of each row: its expert, and the answer tokens and all tokens of the expert's batch (0: a filler).
+_COLUMNS = ("expert", "answer_tokens", "tokens")
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class RouterInit:
 
 class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
     """
-    Trains experts and routing vectors under forced routing with `α·L_lm + (1-α)·L_aux`. Both losses of a row are means
-    over its own tokens.
+    Trains experts and routing vectors under forced routing with `α·L_lm + (1-α)·L_aux`. Of an expert's batch, L_lm is
+    the mean over its answer tokens, as in TRL's own training, and L_aux over all its real tokens.
 
-    The loss of a step is the sum over experts of the mean over the expert's batch. It does not depend on how rows are
-    shared out among accumulation steps and processes.
+    The loss of a step is the sum over experts. It does not depend on how rows are shared out among accumulation steps
+    and processes.
 
     Args:
         alpha: α.
@@ -75,7 +77,7 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
             raise ValueError(one_of("objective", objective, OBJECTIVES))
         super().__init__(*args, **kwargs)
         check_learnable("router_init", self.train_dataset, self.args)
-        self.alpha, self.objective = alpha, objective
+        self.alpha, self.objective, self.log_of_losses = alpha, objective, RouterLog(self, ())
         self.aux_loss_enabled = False  # the buckets decide the experts' loads; the model's own setting stays for later
 
     def set_batches(self, batches: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -88,20 +90,29 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         Args:
             batches: expert → batches → indices into the training data.
         """
-        steps = [
-            [(i, expert, len(own[t])) for expert, own in enumerate(batches) if t < len(own) for i in own[t]]
-            for t in range(max(map(len, batches)))
-        ]
+        counts = {i: self._count_tokens(i) for own in batches for batch in own for i in batch}
+        steps: list[list[tuple[int, ...]]] = [[] for _ in range(max(map(len, batches)))]
+        for expert, own in enumerate(batches):
+            for step, batch in zip(steps, own, strict=False):
+                totals = torch.tensor([counts[i] for i in batch]).sum(0).tolist()
+                step.extend((i, expert, *totals) for i in batch)
         micro = self.args.per_device_train_batch_size * self.args.world_size
         accumulated = -(-max(map(len, steps)) // micro)
-        rows = [row for step in steps for row in step + [(*step[0][:2], 0)] * (accumulated * micro - len(step))]
-        examples, experts, sizes = (list(column) for column in zip(*rows, strict=True))
+        rows = [row for step in steps for row in step + [(*step[0][:2], 0, 0)] * (accumulated * micro - len(step))]
+        examples, *columns = (list(column) for column in zip(*rows, strict=True))
         dataset = self.train_dataset.select(examples)
         dataset = dataset.remove_columns([name for name in _COLUMNS if name in dataset.column_names])  # a user's own
-        self.train_dataset = dataset.add_column("expert", experts).add_column("batch_size", sizes)
+        for name, values in zip(_COLUMNS, columns, strict=True):
+            dataset = dataset.add_column(name, values)
+        self.train_dataset = dataset
         self.data_collator = RowCollator(self.data_collator, *_COLUMNS)
         self.args.gradient_accumulation_steps, self.args.max_steps = accumulated, len(steps)
         self.experts_in_step = [sum(t < len(own) for own in batches) for t in range(len(steps))]
+
+    def _count_tokens(self, example: int) -> tuple[int, int]:
+        """The tokens that an example's losses are on: of the answer, and all."""
+        batch = self.data_collator([self.train_dataset[example]])
+        return int((batch["labels"][:, 1:] != IGNORED).sum()), int(batch["attention_mask"].sum())
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         with force_experts(
@@ -118,10 +129,10 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         return outputs, passes[0].router_logits
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Of a batch under forced routing: language-modelling loss [B], routing loss [B], and the model's outputs."""
+        """Of a batch under forced routing: the rows' sums of both losses over tokens, [B], and the model's outputs."""
         model_inputs = {name: value for name, value in inputs.items() if name not in _COLUMNS}
         outputs, router_logits = self.run_model(model, model_inputs)
-        lm_B = -outputs.log_probs.sum(-1) / outputs.label_mask.sum(-1).clamp(min=1)
+        lm_B = -outputs.log_probs.sum(-1)
         aux_B = routing_loss(router_logits, inputs["expert"], inputs["attention_mask"], self.objective)
         return lm_B, aux_B, outputs
 
@@ -133,15 +144,13 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
         lm_B, aux_B, outputs = self.row_losses(model, inputs)
-        counts_B = inputs["batch_size"] > 0
-        weight_B = counts_B / inputs["batch_size"].clamp(min=1)
-        loss_B = self.alpha * lm_B + (1 - self.alpha) * aux_B
-        loss = loss_B @ weight_B.to(loss_B.dtype)
-        for name, value_B in (("lm_loss", lm_B), ("routing_loss", aux_B)):
-            total, rows = ((v.detach() * counts_B).sum().view(1) for v in (value_B, counts_B))
-            total, rows = self.accelerator.gather(total).sum(), self.accelerator.gather(rows).sum()
-            if rows:
-                self._metrics["train"][name].append((total / rows).item())
+        answers_B, tokens_B = (inputs[name].clamp(min=1).to(lm_B.dtype) for name in _COLUMNS[1:])
+        counts_B = inputs["tokens"] > 0
+        loss = (counts_B * (self.alpha * lm_B / answers_B + (1 - self.alpha) * aux_B / tokens_B)).sum()
+        self.log_of_losses.note({
+            "lm_loss": ((lm_B * counts_B).sum(), (outputs.label_mask.sum(-1) * counts_B).sum()),
+            "routing_loss": ((aux_B * counts_B).sum(), (inputs["attention_mask"].sum(-1) * counts_B).sum()),
+        })  # fmt: skip
         # Gradients are averaged over processes, and over accumulation steps unless the loss is of the whole step.
         loss = loss * self.args.world_size
         if not loss_is_of_whole_step(self, num_items_in_batch):

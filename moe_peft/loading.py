@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub import hf_hub_download
-from peft import PeftConfig, PeftType
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftType
 from peft.utils import load_peft_weights
 from transformers import (
     AutoConfig,
@@ -58,12 +59,27 @@ def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
             raise ValueError(
                 f"{what}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
             )
+        _refuse_unknown(read_object(path), PeftType(kind), what)
     with reading(what):
         config = PeftConfig.from_pretrained(os.fspath(folder))
     base = config.base_model_name_or_path
     if not isinstance(base, (str, type(None))):
         raise ValueError(f"{what}: {ADAPTER_CONFIG}: base_model_name_or_path={base!r}: must be a name or null")
     return config
+
+
+def _refuse_unknown(saved: Mapping[str, Any], kind: PeftType, what: object) -> None:
+    """
+    Raises:
+        ValueError: a config sets what this version does not know; PEFT would leave it out with a warning.
+    """
+    known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
+    for name, value in saved.items():
+        if name not in known and name != "runtime_config" and value not in (None, False, "", 0, [], {}):
+            raise ValueError(
+                f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: PEFT {peft.__version__} does not know it with "
+                f"peft_type={kind.value}, and would leave it out; install a newer version"
+            )
 
 
 def read_adapter_weights(folder: str | os.PathLike, what: object) -> dict[str, torch.Tensor]:
@@ -82,7 +98,7 @@ def read_adapter_weights(folder: str | os.PathLike, what: object) -> dict[str, t
     with reading(f"{what}: its weights cannot be read", "save the adapter again"):
         found = load_peft_weights(os.fspath(here), device="cpu")
     for key, tensor in found.items():
-        if tensor.is_floating_point() and tensor.dtype not in _DTYPES:
+        if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.dim() > 1):  # a salt is an integer
             raise ValueError(f"{what}: {key} is {tensor.dtype}; save the adapter in float32, bfloat16 or float16")
     return found
 
@@ -293,7 +309,13 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{what}: its files lack {missing[0]}{more}; download or save the model again")
     own = model.state_dict().keys() if info["unexpected_keys"] else ()
+    modules = {name for name, _ in model.named_modules()} if info["unexpected_keys"] else ()
     for key in sorted(info["unexpected_keys"]):
+        owner = key.rpartition(".")[0]
+        if owner in modules or owner in own:  # such as a bias, or the scale of a quantized weight
+            raise ValueError(
+                f"{what}: its files have {key}, of which its config says nothing; use the config it was saved with"
+            )
         if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in own:  # not those of parts that this class leaves out
             layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
             raise ValueError(

@@ -162,6 +162,11 @@ NO_MODEL: dict[str, tuple[Damage, str]] = {
     "weights a folder": (a_folder(WEIGHTS), "no model.safetensors"),
     "a weight is missing": (tensors(WEIGHTS, lambda t: t.pop(UP)), UP),
     "a weight of another shape": (tensors(WEIGHTS, lambda t: t.update({UP: torch.zeros(3, 3)})), r"\[3, 3\]"),
+    "a bias too many": (
+        tensors(WEIGHTS, lambda t: t.update({UP.replace("weight", "bias"): torch.ones(128)})),
+        "up_proj.bias",
+    ),
+    "scales of a quantization": (tensors(WEIGHTS, lambda t: t.update({f"{UP}_scale": torch.ones(1)})), "weight_scale"),
     "NaN": (tensors(WEIGHTS, lambda t: t[UP].fill_(torch.nan)), "NaN"),
     "infinity": (tensors(WEIGHTS, lambda t: t["model.embed_tokens.weight"][3].fill_(torch.inf)), "infinity"),
     "other names": (tensors(WEIGHTS, lambda t: [t.update({f"x.{k}": t.pop(k)}) for k in list(t)]), "lack|no tensor"),
@@ -213,6 +218,7 @@ NO_ADAPTER: dict[str, tuple[Damage, str]] = {
     "unknown task": (changed(ADAPTER, task_type="NONSENSE"), "NONSENSE"),
     "alpha NaN": (changed(ADAPTER, lora_alpha=float("nan")), "lora_alpha=nan"),
     "alpha a text": (changed(ADAPTER, lora_alpha="x"), "lora_alpha='x'"),
+    "a setting of a newer version": (changed(ADAPTER, temperature=2.0), "temperature=2.0: PEFT .* does not know it"),
     "no weights": (without(ADAPTER_WEIGHTS), "no adapter_model.safetensors"),
     "weights empty": (text(ADAPTER_WEIGHTS, b""), "cannot be read"),
     "weights cut off": (cut(ADAPTER_WEIGHTS), "cannot be read"),
@@ -223,6 +229,7 @@ NO_ADAPTER: dict[str, tuple[Damage, str]] = {
     "eight bits": (
         tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): t[first(t)].to(torch.float8_e4m3fn)})), "float8_e4m3fn"
     ),
+    "integers": (tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): t[first(t)].to(torch.int8)})), "int8"),
     "no weight": (tensors(ADAPTER_WEIGHTS, lambda t: t.clear()), "moe_lora|lacks|no FFN"),
     "a weight of another shape": (
         tensors(ADAPTER_WEIGHTS, lambda t: t.update({first(t): torch.zeros(2, 2)})), "2"

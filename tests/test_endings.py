@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from moe_peft import folders
 from moe_peft.cli import main
 from moe_peft.cli.ending import ends_in_one_line
 from moe_peft.sharding import leave_processes
-from moe_peft.training.whole import WHOLE, mark_whole, whole_checkpoints
+from moe_peft.training.whole import WHOLE, mark_whole, remove_from, whole_checkpoints
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -208,12 +209,31 @@ def test_a_model_card_may_be_edited(case, finished, caplog):
     assert "done again" not in caplog.text
 
 
-def test_what_a_half_done_stage_left_may_be_damaged(case, tmp_path):
-    """Its identity, the last checkpoint, or the perplexities: what is whole is used, the rest is done again."""
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda checkpoint: (checkpoint / "optimizer.pt").write_bytes((checkpoint / "optimizer.pt").read_bytes()[:100]),
+        lambda checkpoint: flipped(checkpoint / "optimizer.pt"),
+        lambda checkpoint: flipped(checkpoint / WEIGHTS),
+        lambda checkpoint: flipped(checkpoint / "trainer_state.json"),
+        lambda checkpoint: (checkpoint / WHOLE).write_text(""),
+        lambda checkpoint: (checkpoint / WHOLE).write_text("[1]"),
+        lambda checkpoint: (checkpoint / WHOLE).write_bytes(b"\xff{"),
+        lambda checkpoint: (checkpoint.parent / "training.json").write_text('{"steps'),
+    ],
+    ids=["optimizer cut off", "optimizer", "weights", "state", "note empty", "note a list", "no text", "training"],
+)
+def test_what_a_half_done_stage_left_may_be_damaged(damage, case, tmp_path):
+    """What is whole is used, the rest is done again."""
     assert command(case, tmp_path, partial(_at_step, 9, signal.SIGKILL)).returncode == -9
     checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
-    optimizer = checkpoints[max(checkpoints)] / "optimizer.pt"
-    optimizer.write_bytes(optimizer.read_bytes()[:100])
+    damage(checkpoints[max(checkpoints)])
     run(case[0], tmp_path)
     assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
 
@@ -250,14 +270,30 @@ def test_a_checkpoint_is_whole_as_long_as_its_files_are(tmp_path):
     assert whole_checkpoints(tmp_path) == {}
     mark_whole(checkpoint)
     assert whole_checkpoints(tmp_path) == {5: checkpoint}
-    assert json.loads((checkpoint / WHOLE).read_text()) == {"a": 7, "optimizer.pt": 7}
-    mark_whole(checkpoint, without="optimizer.pt")
-    (checkpoint / "optimizer.pt").unlink()
-    assert whole_checkpoints(tmp_path) == {5: checkpoint}
+    digest = hashlib.sha256(b"content").hexdigest()
+    assert json.loads((checkpoint / WHOLE).read_text()) == {"a": [7, digest], "optimizer.pt": [7, digest]}
+    remove_from(checkpoint, "optimizer.pt")
+    assert whole_checkpoints(tmp_path, thoroughly=True) == {5: checkpoint}
+    (checkpoint / "a").write_text("c0ntent")
+    assert whole_checkpoints(tmp_path) == {5: checkpoint} and whole_checkpoints(tmp_path, thoroughly=True) == {}
     (checkpoint / "a").write_text("cont")
     assert whole_checkpoints(tmp_path) == {}
-    (checkpoint / WHOLE).write_text("")  # by an earlier version
-    assert whole_checkpoints(tmp_path) == {5: checkpoint}
+
+
+def _interrupted(*args):
+    raise KeyboardInterrupt
+
+
+def test_an_experts_checkpoint_that_is_lost_is_made_again(case, tmp_path):
+    """After the last step, too."""
+    settings = case[0]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moe_peft.upit.prepare.copy_adapter", _interrupted)
+        run(settings, tmp_path)
+    checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
+    flipped(checkpoints[min(checkpoints)] / WEIGHTS)
+    run(settings, tmp_path)
+    assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
 
 
 def test_what_refers_to_the_process_group_is_gone_before_it_is_left(monkeypatch):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
 from peft.utils import load_peft_weights
+from upit_case import contents
 
 from moe_peft.merging import (
     dare_merge,
@@ -24,6 +26,7 @@ from moe_peft.merging import (
     values_inner,
 )
 from moe_peft.upit import expand_experts
+from moe_peft.upit.expand_checkpoints import expand_checkpoints
 from moe_peft.upit.likeness import of_loras
 
 MODULES = {"layers.0.up": (3, 7, 5), "layers.0.down": (3, 5, 7), "layers.1.up": (2, 7, 5)}  # r, in, out
@@ -202,6 +205,20 @@ def test_adapters_that_scale_differently_are_refused(own, message, tmp_path):
     with pytest.raises(ValueError, match=f"two: {message}; must agree"):
         expand_experts([tmp_path / "one", tmp_path / "two"], output_dir=tmp_path / "more", num_experts=3)
     assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_experts_are_not_expanded_onto_themselves(order, tmp_path):
+    base = tiny_llama(layers=1, hidden=16)
+    for i in (0, 1):
+        config = LoraConfig(r=i + 2, target_modules=["up_proj"], task_type="CAUSAL_LM")
+        get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path / "experts" / str(i))
+    before = contents(tmp_path)
+    given = [tmp_path / "experts" / str(i) for i in order]
+    for expand_own in (expand_experts, partial(expand_checkpoints, base=tmp_path)):
+        with pytest.raises(ValueError, match=r"output_dir=.*: .*experts/\d would be overwritten; choose another"):
+            expand_own(given, output_dir=tmp_path, num_experts=3)
+    assert contents(tmp_path) == before
 
 
 def test_likeness_is_of_two_different_experts():

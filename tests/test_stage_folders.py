@@ -182,8 +182,16 @@ def test_the_outlook_says_what_becomes_of_each(tmp_path):
 
 
 def test_a_folder_in_which_a_run_has_worked(tmp_path):
-    for name, found in (("manifest.json", True), (f"a/{RECORD}", True), (f"a/{IDENTITY}", True), ("a/b", False)):
-        folder = tmp_path / name.replace("/", "-")
+    cases = (
+        ("manifest.json", '{"recipe": {}, "stages": {}}', True),
+        ("manifest.json", '{"name": "a web page"}', False),
+        ("manifest.json", "", False),
+        (f"a/{RECORD}", "", True),
+        (f"a/{IDENTITY}", "", True),
+        ("a/b", "", False),
+    )
+    for i, (name, content, found) in enumerate(cases):
+        folder = tmp_path / str(i)
         (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text("")
+        (folder / name).write_text(content)
         assert is_run(folder) == found

@@ -45,6 +45,60 @@ def test_what_is_no_folder(make, case, tmp_path):
     refused({**case, "output_dir": str(tmp_path / "out")}, tmp_path / "base", "prepare is there already")
 
 
+@pytest.mark.parametrize("own", ['{"name": "a web page"}', "", "[]"])
+def test_a_manifest_of_another_program(own, case, tmp_path):
+    (tmp_path / "out" / "adapter").mkdir(parents=True)
+    (tmp_path / "out" / "manifest.json").write_text(own)
+    message = f"{tmp_path / 'out' / 'manifest.json'} is there already, and no run has made it"
+    refused({**case, "output_dir": str(tmp_path / "out")}, tmp_path, message)
+
+
+@pytest.mark.parametrize("source", [str, lambda path: {"path": "json", "data_dir": str(path)}])
+def test_the_output_in_a_folder_of_data(source, case, tmp_path):
+    """The next start would read what the run has written."""
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(case["data"]["train"], data / "examples.jsonl")
+    settings = {**case, "data": {**case["data"], "train": source(data)}, "output_dir": str(data / "out")}
+    refused(settings, tmp_path, f"is in data.train={str(data)!r}")
+
+
+def test_what_lies_beside_a_bases_files_is_no_part_of_it(case, tmp_path, monkeypatch):
+    """A card, and what version control, a file manager or the hub's tools leave; nor is how its folder is spelt."""
+    first = run(case, tmp_path)
+    before = without_paths(first.root)
+    (tmp_path / "base" / "README.md").write_text("# Mine")
+    for name in (".git/index", ".cache/huggingface/download/x.lock", ".DS_Store"):
+        (tmp_path / "base" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "base" / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    again = UpIT(recipe_from_dict({**case, "output_dir": str(first.root), "model": {"name_or_path": "./base/"}}))
+    assert set(again.outlook().values()) == {"done"}
+    assert without_paths(first.root) == before
+    (tmp_path / "base" / "generation_config.json").write_text("{}")
+    changed = UpIT(recipe_from_dict({**case, "output_dir": str(first.root)}))
+    assert "done" not in changed.outlook().values()
+
+
+def _interrupted(*args):
+    raise KeyboardInterrupt
+
+
+def test_an_output_folder_that_is_named_from_below(case, tmp_path, monkeypatch):
+    """A run goes on in it, too."""
+    whole = without_paths(run(case, tmp_path / "whole").root)
+    (tmp_path / "out" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "out" / "below")
+    settings = {**case, "output_dir": ".."}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moe_peft.upit.prepare.copy_adapter", _interrupted)
+        UpIT(recipe_from_dict(settings)).run()
+    assert list((tmp_path / "out/prepare.partial/state/out").glob("checkpoint-*"))
+    UpIT(recipe_from_dict(settings)).run()
+    (tmp_path / "out" / "below").rmdir()
+    assert without_paths(tmp_path / "out") == whole
+
+
 def test_an_empty_folder_may_be_there(case, tmp_path):
     (tmp_path / "out" / "prepare").mkdir(parents=True)
     UpIT(recipe_from_dict({**case, "output_dir": str(tmp_path / "out")})).check(weights=False)

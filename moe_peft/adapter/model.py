@@ -209,7 +209,7 @@ class MoELoraModel(BaseTuner):
                     router.convert_old(state_dict, prefix + saved.removeprefix("base_model.model."))
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         expected = {
-            f"{path}.{name}": tensor.shape
+            f"{path}.{name}": tensor
             for path, layer in model.named_modules()
             if isinstance(layer, MoELoraLayer)
             for name, tensor in chain(layer.named_parameters(), layer.named_buffers())
@@ -217,12 +217,14 @@ class MoELoraModel(BaseTuner):
         }
         found = {key: tensor for key, tensor in remapped.items() if f".{cls.prefix}" in key}
         for key in sorted(expected.keys() | found.keys()):
-            if key not in found or key not in expected or found[key].shape != expected[key]:
+            if key not in found or key not in expected or found[key].shape != expected[key].shape:
                 has = f"shape {tuple(found[key].shape)}" if key in found else "no such weight"
-                wants = f"shape {tuple(expected[key])}" if key in expected else "no such weight"
+                wants = f"shape {tuple(expected[key].shape)}" if key in expected else "no such weight"
                 raise ValueError(
                     f"{key}: the adapter has {has}, this model has {wants}; load it on the base that it was trained on"
                 )
+            if found[key].is_floating_point() != expected[key].is_floating_point():
+                raise ValueError(f"{key}: the adapter has {found[key].dtype}; save it in float32, bfloat16 or float16")
             if not found[key].isfinite().all():
                 raise ValueError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
         return remapped

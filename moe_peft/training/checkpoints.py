@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -19,11 +20,14 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
+from ..reading import read_object
 from .arguments import refuse_arguments, save_whole
 from .continuing import NOTE, claim, write_note
 from .planning import steps_and_rows
 from .progress import show_progress
-from .whole import WHOLE, mark_whole, numbered_checkpoints, whole_checkpoints
+from .whole import WHOLE, mark_whole, numbered_checkpoints, remove_from, whole_checkpoints
+
+logger = logging.getLogger("moe_peft")
 
 _NOT_MODEL = (
     WHOLE, NOTE, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
@@ -75,8 +79,7 @@ class _Checkpoints(TrainerCallback):
             if step < state.global_step and step not in self.keep:
                 shutil.rmtree(older)
             elif step < state.global_step and (older / "optimizer.pt").is_file():
-                mark_whole(older, without="optimizer.pt")
-                (older / "optimizer.pt").unlink()  # the most of it, and only for going on from there
+                remove_from(older, "optimizer.pt")  # the most of it, and only for going on from there
 
 
 def total_steps(trainer: Trainer) -> int:
@@ -107,6 +110,9 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         trainer.args.save_steps = math.ceil(steps * trainer.args.save_steps)
     save_whole(trainer)
     folder = Path(trainer.args.output_dir)
+    if trainer.args.should_save:
+        _forget_damaged_note(folder)
+    PartialState().wait_for_everyone()
     if not (folder / NOTE).is_file() and numbered_checkpoints(folder) and not whole_checkpoints(folder):
         raise ValueError(f"{str(folder)!r}: has checkpoints of another training; choose another output_dir")
     facts = claim(trainer, folder, steps=steps)
@@ -114,17 +120,22 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     if trainer.args.should_save:
         write_note(folder, facts)  # now, so that broken checkpoints without a whole one are known as ours
     if trainer.args.should_save and folder.is_dir():
-        whole = set(whole_checkpoints(folder).values())
+        whole = set(whole_checkpoints(folder, thoroughly=True).values())
         for broken in set(numbered_checkpoints(folder).values()) - whole:
             shutil.rmtree(broken)
     PartialState().wait_for_everyone()
     before = whole_checkpoints(folder)
     latest = max(before, default=0)
-    if latest < steps:
+    lost = min((step for step in (*keep, steps) if step < latest and step not in before), default=steps)
+    if latest < steps or lost < steps:
         trainer.add_callback(_Checkpoints(keep))
         show_progress(trainer)
         # One that is kept has lost its optimizer's state when a later one was saved, which may be damaged now.
-        resumable = [path for path in before.values() if any(path.glob("optimizer*")) or any(path.glob("global_step*"))]
+        resumable = [
+            path
+            for step, path in before.items()
+            if step < lost and (any(path.glob("optimizer*")) or any(path.glob("global_step*")))
+        ]
         trainer.train(resume_from_checkpoint=str(resumable[-1]) if resumable else None)
     else:
         if isinstance(trainer.model, PeftModel):
@@ -137,6 +148,16 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     # `num_tokens` counts from the last start of the process.
     history = [{k: v for k, v in record.items() if k != "num_tokens"} for record in state.log_history]
     return Trained(history, checkpoints)
+
+
+def _forget_damaged_note(folder: Path) -> None:
+    """Remove a note that cannot be read any more; the checkpoints say themselves whether they are whole."""
+    if (folder / NOTE).is_file():
+        try:
+            read_object(folder / NOTE)
+        except ValueError as error:
+            logger.warning("%s; written again", error)
+            (folder / NOTE).unlink()
 
 
 def copy_result(checkpoint: Path, folder: Path, adapter_name: str = "default") -> None:

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-WHOLE = "whole"  # a file that says so, with the lengths of the files beside it
+WHOLE = "whole"  # a file that says so, with the lengths and hashes of the files beside it
 
 
-def mark_whole(checkpoint: Path, without: str = "") -> None:
-    """Say that a checkpoint is whole, even without one of its files."""
-    lengths = {name: length for name, length in _lengths(checkpoint).items() if name != without}
-    (checkpoint / f"{WHOLE}.partial").write_text(json.dumps(lengths))
+def mark_whole(checkpoint: Path) -> None:
+    """Say that a checkpoint is whole as it is now."""
+    _note(checkpoint, {name: [length, _hash(checkpoint / name)] for name, length in _lengths(checkpoint)})
+
+
+def remove_from(checkpoint: Path, name: str) -> None:
+    """Remove a file of a checkpoint, which stays whole."""
+    _note(checkpoint, {other: noted for other, noted in _noted(checkpoint).items() if other != name})
+    (checkpoint / name).unlink()
+
+
+def _note(checkpoint: Path, files: dict[str, Any]) -> None:
+    (checkpoint / f"{WHOLE}.partial").write_text(json.dumps(files))
     (checkpoint / f"{WHOLE}.partial").replace(checkpoint / WHOLE)
 
 
-def _lengths(checkpoint: Path) -> dict[str, int]:
-    files = (path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(WHOLE))
-    return {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
+def _lengths(checkpoint: Path) -> Iterator[tuple[str, int]]:
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and not path.name.startswith(WHOLE):
+            yield str(path.relative_to(checkpoint)), path.stat().st_size
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _noted(checkpoint: Path) -> dict[str, Any]:
+    """What the file says, if it says anything."""
+    try:
+        found = json.loads((checkpoint / WHOLE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and all(isinstance(v, list) for v in found.values()) else {}
 
 
 def numbered_checkpoints(folder: Path) -> dict[int, Path]:
@@ -29,13 +56,17 @@ def numbered_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(name[1]), path) for name, path in named if name and path.is_dir()))
 
 
-def whole_checkpoints(folder: Path) -> dict[int, Path]:
-    """By step. A file that is missing or cut off makes a checkpoint a broken one."""
-    return {step: path for step, path in numbered_checkpoints(folder).items() if _is_whole(path)}
+def whole_checkpoints(folder: Path, thoroughly: bool = False) -> dict[int, Path]:
+    """
+    By step. A file that is missing or cut off makes a checkpoint a broken one.
+
+    Args:
+        thoroughly: so does a file with other bytes.
+    """
+    return {step: path for step, path in numbered_checkpoints(folder).items() if _is_whole(path, thoroughly)}
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    if not (checkpoint / WHOLE).is_file():
-        return False
-    lengths = (checkpoint / WHOLE).read_text()  # empty in those of earlier versions
-    return not lengths or json.loads(lengths).items() <= _lengths(checkpoint).items()
+def _is_whole(checkpoint: Path, thoroughly: bool) -> bool:
+    files, lengths = _noted(checkpoint), dict(_lengths(checkpoint))
+    as_long = bool(files) and all(lengths.get(name) == noted[0] for name, noted in files.items())
+    return as_long and not (thoroughly and any(_hash(checkpoint / name) != noted[1] for name, noted in files.items()))

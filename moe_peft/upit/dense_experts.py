@@ -22,7 +22,7 @@ from ..contexts import free_memory
 from ..training.arguments import for_one_trainer
 from ..training.checkpoints import Trained, step_rows, train
 from .buckets import Buckets, expert_batches
-from .files import expert_folders, link_model, read_tensor, write_without
+from .files import link_model, own_folders, read_tensor, write_without
 from .router_init import RouterInitTrainer
 from .routing_vectors import RoutingVectors, router_weights
 
@@ -80,7 +80,7 @@ def init_expert_routers(
             `BCE(sigmoid(x·r), 1)`.
         train_experts: False trains the routing vectors alone.
     """
-    folders = expert_folders(Path(output_dir), len(experts))
+    folders = own_folders(Path(output_dir), len(experts), experts, "init_expert_routers")
     vectors, logs = [], []
     for i, (source, target) in enumerate(zip(experts, folders, strict=True)):
         batches = expert_batches(buckets[i], max(1, round(args.num_train_epochs)), step_rows(args), args.seed + i)

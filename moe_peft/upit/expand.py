@@ -11,7 +11,7 @@ from ..adapter.convert import lora_scalings
 from ..checks import EXPERTS, FOLDER, PATH, PATHS, SEED, check
 from ..loading import read_adapter_config, read_adapter_weights
 from ..merging import DROP_RATE, Descent, Expansion, Similarity, expand
-from .files import copy_adapter, expert_folders, write_adapter
+from .files import copy_adapter, own_folders, write_adapter
 
 
 def expand_experts(
@@ -37,7 +37,8 @@ def expand_experts(
         the n folders, and the descent of each new expert.
 
     Raises:
-        ValueError: an adapter is not a LoRA, adapters differ in rank, scaling or modules, or a setting is out of range.
+        ValueError: an adapter is not a LoRA or is one of the folders that would be written, adapters differ in rank,
+            scaling or modules, or a setting is out of range.
     """
     check(
         "expand_experts",
@@ -48,6 +49,7 @@ def expand_experts(
         seed=(seed, SEED),
         initial=(initial, PATH.or_none()),
     )
+    folders = own_folders(Path(output_dir), max(num_experts, len(experts)), experts, "expand_experts")
     config = _common_config(experts)
     weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
     if initial is not None:
@@ -63,7 +65,6 @@ def expand_experts(
         initial=start,
         scaling=lora_scalings(config, weights[0]),
     )
-    folders = expert_folders(Path(output_dir), len(family))
     for i, (expert, folder) in enumerate(zip(family, folders, strict=True)):
         if i < len(experts):
             copy_adapter(Path(experts[i]), folder)

@@ -17,7 +17,7 @@ from ..merging import Descent, Expansion, dare_tensor, expand
 from ..native.checkpoint import Checkpoint, ShardedWriter
 from ..native.families import find_families
 from ..native.writing import EMBEDDINGS, HEAD, NOT_WEIGHTS
-from .files import expert_folders, link_model
+from .files import link_model, own_folders
 
 
 class _Displacements(Mapping[str, torch.Tensor]):
@@ -58,10 +58,13 @@ def expand_checkpoints(
 
     Returns:
         the n folders, and the descent of each new expert.
+
+    Raises:
+        ValueError: an expert is one of the folders that would be written.
     """
+    folders = own_folders(Path(output_dir), num_experts, experts, "expand_checkpoints")
     origin, config = Checkpoint(Path(base), "expand_checkpoints"), AutoConfig.from_pretrained(base)
     names = sorted(find_families(config.model_type, None, "expand_checkpoints")[0].ffn_shapes(config))
-    folders = expert_folders(Path(output_dir), num_experts)
     given = [_Displacements(Path(folder), origin, names) for folder in experts]
     made: list[Path] = []
 

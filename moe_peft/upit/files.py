@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,21 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 def expert_folders(root: Path, count: int) -> list[Path]:
     """Where a stage puts its experts."""
     return [root / "experts" / str(i) for i in range(count)]
+
+
+def own_folders(root: Path, count: int, sources: Sequence[str | Path], what: str) -> list[Path]:
+    """
+    As `expert_folders`, of which none is a source.
+
+    Raises:
+        ValueError: one is.
+    """
+    folders = expert_folders(root, count)
+    own = {folder.resolve() for folder in folders}
+    for source in sources:
+        if Path(source).resolve() in own:
+            raise ValueError(f"{what}: output_dir={str(root)!r}: {source} would be overwritten; choose another folder")
+    return folders
 
 
 def copy_adapter(source: Path, target: Path) -> None:

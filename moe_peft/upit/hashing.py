@@ -13,6 +13,8 @@ from ..loading import chat_template
 from .inputs import load_config
 from .recipe import ModelSection, PrepareSection
 
+CARD = "README.md"
+
 
 def hash_file(path: Path) -> str:
     with path.open("rb") as file:
@@ -26,11 +28,18 @@ def hash_folder(folder: Path, leave_out: tuple[str, ...] = ()) -> dict[str, str]
     return {str(name): hash_file(path) for name, path in relative if name.parts[0] not in leave_out}
 
 
+def hash_source(folder: Path) -> str:
+    """Of a model's or an adapter's files; what tools and people leave beside them, hidden files and a card, is none."""
+    paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    ours = [name for name in paths if not any(part.startswith(".") for part in name.parts) and name.name != CARD]
+    return hash_json({str(name): hash_file(folder / name) for name in ours})
+
+
 def damage(folder: Path, files: dict[str, str]) -> str | None:
     """The first of a folder's files that is not there any more, or not as it was; a model card may be edited."""
     for name, digest in files.items():
         path = folder / name
-        if path.name != "README.md" and (not path.is_file() or hash_file(path) != digest):
+        if path.name != CARD and (not path.is_file() or hash_file(path) != digest):
             return name
     return None
 
@@ -43,7 +52,7 @@ def hash_model(section: ModelSection) -> str:
     """Of a model folder the hash of its files; of a hub's model the commit."""
     folder = Path(section.name_or_path)
     if folder.is_dir():
-        return hash_json(hash_folder(folder))
+        return hash_source(folder)
     return str(getattr(load_config(section), "_commit_hash", None) or section.revision)
 
 
@@ -75,4 +84,4 @@ def check_experts(section: PrepareSection) -> None:
 
 def hash_experts(section: PrepareSection) -> list[str]:
     """One hash for each of the given adapter or model folders."""
-    return [hash_json(hash_folder(Path(folder))) for folder in section.given or []]
+    return [hash_source(Path(folder)) for folder in section.given or []]

@@ -36,7 +36,7 @@ from .recipe import Recipe, as_dict
 from .run import RunContext
 from .shared_stages import TrainerStage, shared_out
 from .space import needed_space
-from .stages import Artefacts, Stage, outlook, run_stage
+from .stages import MANIFEST, Artefacts, Stage, outlook, run_stage
 from .tracking import tracked
 
 _FIGURE = "routing.png"
@@ -203,7 +203,7 @@ class UpIT:
         """Write the result and the manifest. A result that is there already stays, and so do files of others in it."""
         manifest: dict[str, Any] = {}
         with suppress(ValueError):
-            manifest = read_json(self.root / "manifest.json") or {}
+            manifest = read_json(self.root / MANIFEST) or {}
         files, records = manifest.get("result"), json.loads(json.dumps(self.records, default=str))
         files = files if isinstance(files, dict) else None
         there = self.result.is_dir() and manifest.get("stages") == records
@@ -212,7 +212,7 @@ class UpIT:
             publish(self._trained, self.result, own if files is None else files)
             self._add_figure()
             files = {name: digest for name, digest in hash_folder(self.result).items() if self._writes(name)}
-        write_json(self.root / "manifest.json", {**self._manifest(), "result": files})
+        write_json(self.root / MANIFEST, {**self._manifest(), "result": files})
 
     def _writes(self, name: str) -> bool:
         """Whether a file of the result is ours."""

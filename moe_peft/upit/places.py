@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ..training.data import local_files
 from .recipe import Recipe
-from .stages import is_run
+from .stages import MANIFEST, is_run
 
-# Inputs of which every file counts: one that the run writes would make it another input.
-_HASHED = ("model.name_or_path", "prepare.adapters", "prepare.checkpoints")
+# Inputs of which every file counts where they are folders: one that the run writes would make it another input.
+_WHOLE = ("model.name_or_path", "prepare.adapters", "prepare.checkpoints", "data.train", "data.eval")
 
 
 def check_places(recipe: Recipe, root: Path, stages: Sequence[str], result: str) -> None:
@@ -28,6 +28,8 @@ def check_places(recipe: Recipe, root: Path, stages: Sequence[str], result: str)
     what = f"output_dir={recipe.output_dir!r}"
     names = [name for place in (*stages, result) for name in (place, f"{place}.partial", f"{place}.former")]
     ours = is_run(root)
+    if not ours and (root / MANIFEST).exists():
+        raise ValueError(f"{what}: {root / MANIFEST} is there already, and no run has made it; choose another folder")
     for path in (root / name for name in names):
         foreign = path.is_symlink() or (path.exists() and not path.is_dir())
         if foreign or (not ours and path.is_dir() and any(path.iterdir())):
@@ -37,7 +39,7 @@ def check_places(recipe: Recipe, root: Path, stages: Sequence[str], result: str)
         whole = source.resolve()
         if any(whole.is_relative_to(place) for place in places):
             raise ValueError(f"{what}: the run would overwrite {field}={str(source)!r}; choose another folder")
-        if field in _HASHED and whole.is_dir() and root.resolve().is_relative_to(whole):
+        if field in _WHOLE and whole.is_dir() and root.resolve().is_relative_to(whole):
             raise ValueError(f"{what}: is in {field}={str(source)!r}; choose a folder outside of it")
 
 

@@ -94,7 +94,7 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         steps: list[list[tuple[int, ...]]] = [[] for _ in range(max(map(len, batches)))]
         for expert, own in enumerate(batches):
             for step, batch in zip(steps, own, strict=False):
-                totals = torch.tensor([counts[i] for i in batch]).sum(0).tolist()
+                totals = [sum(column) for column in zip(*(counts[i] for i in batch), strict=True)]
                 step.extend((i, expert, *totals) for i in batch)
         micro = self.args.per_device_train_batch_size * self.args.world_size
         accumulated = -(-max(map(len, steps)) // micro)

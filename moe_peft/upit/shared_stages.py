@@ -53,9 +53,14 @@ class TrainerStage(Stage):
         Raises:
             ValueError: the recipe's are not what `SFTConfig` takes.
         """
-        settings = {"report_to": "none", "run_name": f"{self.context.root.name}-{self.name}", **self.sft, **own}
+        settings = {
+            "report_to": "none",
+            "run_name": f"{self.context.root.resolve().name}-{self.name}",
+            **self.sft,
+            **own,
+        }
         # The last part of the path becomes the title of the model card.
-        output_dir = str(folder / STATE / self.context.root.name)
+        output_dir = str(folder / STATE / self.context.root.resolve().name)
         try:
             return self.config(
                 output_dir=output_dir, save_strategy="no", seed=self.seed, data_seed=self.seed, **settings

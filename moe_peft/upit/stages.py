@@ -24,6 +24,7 @@ from .run import RunContext
 
 logger = logging.getLogger("moe_peft")
 
+MANIFEST = "manifest.json"
 STATE = "state"  # what a stage needs only until it is done
 _IDENTITY, _RECORD = "identity.json", "stage.json"
 # Training arguments that do not decide a result: what is shown, logged and saved on the way, and how rows are loaded.
@@ -160,7 +161,7 @@ class Stage(ABC):
         found = {
             "settings": settings,
             "processes": PartialState().num_processes,
-            "model": as_dict(r.model),
+            "model": as_dict(r.model) | ({"name_or_path": None} if Path(r.model.name_or_path).is_dir() else {}),
             "inputs": {key: self.context.hashes[key] for key in self.inputs},
             "earlier_stages": {name: hash_json(record["files"]) for name, record in self.context.records.items()},
         }
@@ -293,9 +294,13 @@ def _intact(path: Path, *sections: str) -> dict[str, Any] | None:
 
 
 def is_run(root: Path) -> bool:
-    """Whether a run has worked in a folder: it leaves a manifest, or a stage with a record or the begin of one."""
-    left = ("manifest.json", f"*/{_RECORD}", f"*/{_IDENTITY}")
-    return any(path.is_file() for pattern in left for path in root.glob(pattern))
+    """
+    Whether a run has worked in a folder: it leaves a manifest, or a stage with a record or the begin of one. Others
+    write manifests, too.
+    """
+    left = (f"*/{_RECORD}", f"*/{_IDENTITY}")
+    begun = any(path.is_file() for pattern in left for path in root.glob(pattern))
+    return begun or _intact(root / MANIFEST, "recipe", "stages") is not None
 
 
 def outlook(stages: Sequence[Stage]) -> dict[str, str]:

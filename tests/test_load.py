@@ -155,6 +155,25 @@ def test_counts_are_exact_whatever_the_logits_dtype(dtype):
 COUNTS = torch.ones(2, 4)
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "busy", "told"),
+    [
+        (8, 4, [999, 1000], "collapsed: experts 1 and 6 serve 99.9 % of the tokens or more"),
+        (8, 4, [910, 1000], "collapsed: experts 1 and 6 serve 91 % of the tokens or more"),
+        (8, 4, [890, 1000], "uneven: "),
+        (32, 8, [950, 1000], "collapsed: experts 1 and 6 serve 95 % of the tokens or more"),
+        (8, 5, [1000, 1000], "uneven: "),  # even ones serve more than six of ten
+        (8, 2, [990, 980], "collapsed: experts 1 and 6 get 98.5 % of the assignments"),
+    ],
+)
+def test_two_experts_that_serve_all_tokens_are_told_for_every_top_k(n, k, busy, told):
+    rest = (1000 * k - sum(busy)) / (n - 2)
+    counts = torch.full((1, n), rest, dtype=torch.float64)
+    counts[0, 1], counts[0, 6] = busy
+    assert told in load_verdicts(counts, [n], tokens=1000.0)[0]
+    assert ("serve" in told) == (load_verdicts(counts, [n]) != load_verdicts(counts, [n], tokens=1000.0))
+
+
 @pytest.mark.parametrize("call", [load_health, load_verdicts, load_doubt], ids=lambda call: call.__name__)
 @pytest.mark.parametrize(
     ("counts", "sizes", "shape"),

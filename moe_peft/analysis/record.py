@@ -236,7 +236,7 @@ class RoutingStatistics:
 
     def warnings(self) -> list[str]:
         """One line for each layer whose load is not healthy, see `load_verdicts`."""
-        return load_verdicts(self.counts.sum(0), self.sizes)
+        return load_verdicts(self.counts.sum(0), self.sizes, float(self.tokens.sum()))
 
     def doubt(self) -> str:
         """Why the absence of warnings says little, if there is too little data, see `load_doubt`."""

@@ -83,6 +83,7 @@ _CLEARLY = 3.0
 # What is healthy. With more than 25 experts even loads come near 2 %, so both limits shrink with the even load 1/n.
 HEALTHY_VARIATION = 0.3
 _DEAD, _DEAD_OF_EVEN = 0.01, 0.25
+_NEARLY_ALL, _MANY_SERVE = 0.9, 0.6  # shares of the tokens that an expert serves
 _SMALL, _SMALL_OF_EVEN = 0.02, 0.5
 REMEDY = (
     "raise router_aux_loss_coef, lower the learning rate of the routers, or try router_jitter_noise or "
@@ -129,11 +130,12 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
     )
 
 
-def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int]) -> list[str]:
+def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float | None = None) -> list[str]:
     """
     One line for each layer whose load is not healthy: a coefficient of variation above 0.3, an expert with less than
     2 % of the assignments (half the even load, if that is less), or one or two experts with most of them: more than
-    half, and more than 2 or 1.5 times their even share. `REMEDY` says what to try.
+    half, and more than 2 or 1.5 times their even share; or two that each serve nine of ten tokens, where evenly used
+    ones would serve six at most. `REMEDY` says what to try.
 
     There is no verdict on a layer with too few assignments to tell it from even routing: its coefficient of variation
     must be three times what A random assignments to n experts have, √((n - 1)/A). `load_doubt` says so.
@@ -141,6 +143,8 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int]) -> list[str]:
     Args:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
+        tokens: whose assignments they are. With a top_k above 2, two experts that serve all of them have but a small
+            share of the assignments.
     """
     _check_counts("load_verdicts", counts_LN, sizes)
     found = []
@@ -148,7 +152,7 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int]) -> list[str]:
         share_N, by_chance = _shares(counts_N[:n]), _by_chance(counts_N, n)
         if not is_clear(_variation(share_N), by_chance):
             continue
-        collapsed, facts = _facts(share_N, by_chance)
+        collapsed, facts = _facts(share_N, by_chance, float(counts_N[:n].sum()) / tokens if tokens else None)
         if facts:
             found.append(f"layer {layer}: {'collapsed' if collapsed else 'uneven'}: {'; '.join(facts)}")
     return found
@@ -190,8 +194,8 @@ def verdict_line(verdicts: Sequence[str], most: int = 3) -> str:
     return ". ".join([*verdicts[:most], *more, f"Try this: {REMEDY}"])
 
 
-def _facts(share_N: torch.Tensor, by_chance: float) -> tuple[bool, list[str]]:
-    """Whether a layer has collapsed, and what is not healthy about its loads."""
+def _facts(share_N: torch.Tensor, by_chance: float, k: float | None) -> tuple[bool, list[str]]:
+    """Whether a layer has collapsed, and what is not healthy about its loads; of `k` assignments for each token."""
     n, facts = len(share_N), []
     dead, variation, smallest = _dead(share_N), _variation(share_N), float(share_N.min())
     top, experts = share_N.topk(min(2, n))
@@ -202,6 +206,9 @@ def _facts(share_N: torch.Tensor, by_chance: float) -> tuple[bool, list[str]]:
     elif two:
         names = " and ".join(map(str, sorted(experts.tolist())))
         facts.append(f"experts {names} get {_percent(float(top.sum()))} of the assignments")
+    elif k is not None and n > 2 and k <= _MANY_SERVE * n and float(top[1]) * k > _NEARLY_ALL:
+        two, names = True, " and ".join(map(str, sorted(experts.tolist())))
+        facts.append(f"experts {names} serve {_percent(float(top[1]) * k)} of the tokens or more")
     if dead:
         limit = _percent(min(_DEAD, _DEAD_OF_EVEN / n))
         facts.append(f"{dead} of {n} experts get less than {limit} of the assignments")

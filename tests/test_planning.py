@@ -55,6 +55,12 @@ def test_one_process_holds_everything(strategy, needed):
     assert found.total == BASE + 4 * HELD + 12 * TRAINED + ACTIVATIONS
 
 
+def test_an_optimizer_of_eight_bits(tmp_path):
+    args = SFTConfig(str(tmp_path), optim="adamw_bnb_8bit", bf16=False, use_cpu=True)
+    found = memory(tiny_llama(), args, 10, HELD, TRAINED, half=False)
+    assert (found.gradients, found.optimizer) == (4 * TRAINED, 2 * TRAINED)
+
+
 @pytest.mark.parametrize("processes", [2, 8, 64])
 def test_what_is_divided(processes, needed):
     ddp, zero2, zero3, fsdp2 = (needed(Launch(processes, name)) for name in ("ddp", "zero2", "zero3", "fsdp2"))

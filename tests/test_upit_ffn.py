@@ -91,6 +91,31 @@ def test_result_is_a_native_moe_with_its_tokenizer(upit, case):
     assert not list(upit.root.rglob("state")) and not list(upit.root.glob("*.partial"))
 
 
+@pytest.mark.parametrize(("own", "moved"), [({}, 0.99), ({"dtype": "bfloat16"}, 0.4)])
+def test_weights_of_a_bfloat16_base_are_trained_in_float32(own, moved, case, tmp_path, caplog):
+    """At the method's rate most steps are too small to change a bfloat16 weight: whoever asks for them is told."""
+    base = AutoModelForCausalLM.from_pretrained(case["model"]["name_or_path"], dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(0))
+    shutil.copytree(case["model"]["name_or_path"], tmp_path / "base")
+    base.save_pretrained(tmp_path / "base")
+    settings = {**case, "method": "sft", "moe": {}, "num_train_epochs": 1, "prepare": {}, "router_init": {}}
+    settings["sft"] = {name: value for name, value in case["sft"].items() if name != "learning_rate"}
+    result = run(settings, tmp_path, model={"name_or_path": str(tmp_path / "base"), **own}).result
+    trained = AutoModelForCausalLM.from_pretrained(result)
+    assert str(trained.dtype) == ("torch.bfloat16" if own else "torch.float32")
+    changed = [
+        (p != before.to(p.dtype)).float().mean()
+        for (name, p), before in zip(trained.named_parameters(), base.parameters(), strict=True)
+        if ".mlp." in name
+    ]
+    share = torch.stack(changed).mean()
+    assert share < moved if own else share > moved
+    assert ("are trained in bfloat16, where a weight changes by no less than a 256th" in caplog.text) == bool(own)
+
+
 def test_stage_1_keeps_whole_models(upit):
     steps = upit.records["prepare"]["metrics"]["checkpoint_steps"]
     assert steps == [16, 20, 24]

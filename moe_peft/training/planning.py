@@ -113,7 +113,7 @@ def memory(
     found = Memory(
         base + trained.itemsize * held,
         trained.itemsize * trainable * buckets,
-        2 * trained.itemsize * trainable,
+        2 * (1 if "8bit" in getattr(args.optim, "value", args.optim) else trained.itemsize) * trainable,
         _activation_bytes(model.config, args, length, 2 if half else 4),
     )
     shares = {name: -(-getattr(found, name) // launch.processes) for name in STRATEGIES[launch.strategy]}

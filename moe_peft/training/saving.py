@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
+logger = logging.getLogger("moe_peft")
+
+_HALF = (torch.bfloat16, torch.float16)
+
 
 class FiniteWeightsMixin:
     """
     Mixin for a Trainer: it saves no weights that are not finite. (ZeRO-3's, which are divided, it does not look at.)
+    It warns where steps would be lost in rounding.
     """
 
     args: Any
     model: Any
     state: Any
     is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        keeps_float32 = self.is_fsdp_enabled or self.is_deepspeed_enabled  # beside the weights
+        trained = [p for p in self.model.parameters() if p.requires_grad and p.dtype in _HALF]
+        if trained and not keeps_float32:
+            logger.warning(
+                "learning_rate=%g: %s parameters are trained in %s, where a weight changes by no less than a %s of "
+                "itself: smaller steps are lost; load the model in float32 (bf16=True still computes in bfloat16)",
+                self.args.learning_rate,
+                f"{sum(p.numel() for p in trained):,}",
+                str(trained[0].dtype).removeprefix("torch."),
+                "256th" if trained[0].dtype == torch.bfloat16 else "2048th",
+            )
+        return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """

@@ -51,7 +51,7 @@ class ModelSection:
 
     name_or_path: Text
     revision: Text | None = None
-    dtype: Annotated[Text, _name_in(_DTYPES)] = "auto"
+    dtype: Annotated[Text, _name_in(_DTYPES)] = "auto"  # the config's; in the mode `ffn` float32
     attn_implementation: Text | None = None
     # Fields of transformers' BitsAndBytesConfig, e.g. {load_in_4bit: true}.
     quantization: dict[str, Any] | None = None
@@ -215,6 +215,8 @@ class Recipe:
                 _require(f"post_train.sft.{name}", value, not value, "0: these routers go by token ids alone")
 
     def _check_ffn(self) -> None:
+        if self.model.dtype == "auto":  # a step of 2e-5 is too small to change most weights in bfloat16
+            object.__setattr__(self, "model", dataclasses.replace(self.model, dtype="float32"))
         _require_no_keys("adapter", self.adapter, "ffn", "moe")
         passthrough.MOE.check("moe", self.moe)
         init, given = self.moe.get("init"), self.prepare.adapters
@@ -377,9 +379,7 @@ class Recipe:
 
     def upcycle_config(self, **own: Any) -> UpcycleConfig:
         """The native MoE's configuration."""
-        settings: dict[str, Any] = {"num_experts": max(self.num_experts, 2), "seed": self.seed}
-        if self.model.dtype != "auto":
-            settings["dtype"] = self.model.dtype
+        settings = {"num_experts": max(self.num_experts, 2), "seed": self.seed, "dtype": self.model.dtype}
         return UpcycleConfig(**{**settings, "router_aux_loss_coef": 0.01, **self.moe, **own})
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from ..loading import chat_template
 from .inputs import load_config
-from .recipe import ModelSection, PrepareSection
+from .sections import ModelSection, PrepareSection
 
 CARD = "README.md"
 

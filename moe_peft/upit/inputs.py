@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..adapter.ffn import find_layout
 from ..adapter.model import find_ffns
 from ..loading import check_tokenizer, quantization_config, read_config, read_model, read_tokenizer
-from .recipe import ModelSection
+from .sections import ModelSection
 
 
 def load_model(section: ModelSection) -> PreTrainedModel:

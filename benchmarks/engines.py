@@ -73,10 +73,17 @@ KINDS = {
     "upit-ffn": "UpIT, mode ffn",
     "sft": "`moe-peft sft`",
 }
+UNLISTED = ["upit-routers"]  # not in the table: UpIT, mode ffn, with attention routers in the place of gates
 # Where in its folder a run leaves its result.
-RESULTS = {"upit-lora": "adapter", "upit-lora-4bit": "adapter", "upit-ffn": "model", "sft": "."}
+RESULTS = {
+    "upit-lora": "adapter",
+    "upit-lora-4bit": "adapter",
+    "upit-ffn": "model",
+    "upit-routers": "model",
+    "sft": ".",
+}
 # The steps after which a run is stopped; one of UpIT in router initialisation, and in post-training.
-STOPS = {"upit-lora": (9, 13), "upit-lora-4bit": (9, 13), "upit-ffn": (11, 23), "sft": (3,)}
+STOPS = {"upit-lora": (9, 13), "upit-lora-4bit": (9, 13), "upit-ffn": (11, 23), "upit-routers": (5,), "sft": (3,)}
 
 
 # --- in each process -----------------------------------------------------------------------------------------------
@@ -203,7 +210,11 @@ def upit(kind: str, folder: Path) -> None:
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "label_column": "domain"},
         "router_init": {"seed_fraction": 0.4375, "num_train_epochs": 4}, "sft": sft,
     }  # fmt: skip
-    own = {"adapter": {"r": 4, "top_k": 3}} if method == "upit-lora" else {"moe": {"top_k": 3}}
+    own: dict[str, Any] = {"adapter": {"r": 4, "top_k": 3}} if method == "upit-lora" else {"moe": {"top_k": 3}}
+    if method == "upit-routers":
+        own = {"mode": "ffn", "method": "upcycle_pt", "num_experts": 4}
+        own |= {"moe": {"top_k": 4, "router_init": "attention"}}
+        own |= {"post_train": {"router": {"type": "attention", "num_heads": 2}}}
     UpIT(recipe_from_dict({**recipe, **own})).run()
 
 
@@ -341,7 +352,7 @@ def heading() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=[*KINDS, *UNLISTED])
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

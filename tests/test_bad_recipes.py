@@ -48,7 +48,7 @@ MAY = {
     "router_init.train_experts": FLAGS, "router_init.seed_fraction": [0.5], "router_init.num_train_epochs": COUNTS,
     "router_init.within_budget": FLAGS, "router_init.capacity": [None, *COUNTS], "router_init.expert_map": [None],
     "router_init.seed": SEEDS, "router_init.sft": MAPS, "post_train.train_experts": FLAGS, "post_train.seed": SEEDS,
-    "post_train.sft": MAPS, "evaluate.tasks": [[], ["x"]], "evaluate.include_path": [None],
+    "post_train.router": [{}], "post_train.sft": MAPS, "evaluate.tasks": [[], ["x"]], "evaluate.include_path": [None],
     "evaluate.num_fewshot": [None, 0, 10**9, 10**30], "evaluate.batch_size": ["1"],
     "evaluate.limit": [None, 0.5, 10**9, 10**30], "evaluate.apply_chat_template": [*FLAGS, *TEXTS],
     "prepare": MAPS, "expand": MAPS, "router_init": MAPS, "post_train": MAPS, "evaluate": MAPS, "model": [], "data": [],

@@ -54,6 +54,15 @@ def assert_script_collects(folder: Path) -> None:
     assert all(torch.equal(named[name], value) for name, value in saved.items())
 
 
+def test_routers_in_the_place_of_gates(tmp_path):
+    """They are trained divided, and folded as a whole."""
+    for engine, folder in ((table.ALONE, tmp_path / "alone"), ("FSDP2", tmp_path / "divided")):
+        folder.mkdir()
+        table.prepare(folder)
+        table.train_all(engine, table.UNLISTED, folder)
+    assert table.compare("upit-routers", tmp_path / "divided", tmp_path / "alone") == WHOLE
+
+
 def test_two_launchers_do_what_one_process_does(alone, tmp_path):
     """Each with one process, as on two machines that share a file system."""
     table.prepare(tmp_path)

@@ -88,11 +88,12 @@ CONFIGS["sheared-llama-2.7b-paper-ffn"] = (
     DENSE["sheared-llama-2.7b-paper-ffn"] + 32 * (3 * 3 * 2560 * 6912 + 4 * 2560),
 )
 CONFIGS["drop-upcycling"] = (DENSE_1B, DENSE["drop-upcycling"] + 24 * (7 * 3 * 2048 * 7168 + 8 * 2048))
-# An untied head, and the shared expert of 32 neurons with its gate that a Qwen2-MoE must have.
+# An untied head, the summed queries and a key per expert of the routers, and the shared expert of 32 neurons with its
+# gate that a Qwen2-MoE must have.
 CONFIGS["router-upcycling"] = (
     QWEN_05B,
     DENSE["router-upcycling"] + 151936 * 1024
-    + 24 * (7 * 3 * 1024 * 2816 + 8 * 1024 + 3 * 1024 * 32 + 1024),
+    + 24 * (7 * 3 * 1024 * 2816 + 1024 * 128 + 8 * 128 + 3 * 1024 * 32 + 1024),
 )  # fmt: skip
 CONFIGS["three-phase"] = (MISTRAL, DENSE["three-phase"] + 32 * (7 * 3 * 4096 * 14336 + 8 * 4096))
 # What the sources say of these models' sizes, in billions.

@@ -12,7 +12,6 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl import SFTConfig
 
@@ -23,15 +22,13 @@ from ..loading import (
     quantization_config,
     read_adapter_config,
     read_adapter_weights,
-    read_config,
     read_model,
     read_tokenizer,
 )
 from ..messages import one_of
-from ..models.native_routers import CONFIG_FIELD
 from ..models.view import base_model
-from ..native import load_routers
-from ..reading import check_weights, reading
+from ..native.routed import read_routed_model
+from ..reading import reading
 from ..routing.expert_map import label_text
 from ..training.arguments import check_learnable
 from ..training.data import load_data
@@ -90,7 +87,7 @@ def load(
     if is_adapter(path) or base is not None:
         model, tokenizer = _load_adapter(path, base, own_tokenizer, what, own)
     else:
-        model = _load_model(path, what, own)
+        model = read_routed_model(path, what, **own)
         tokenizer = read_tokenizer(path, what)
     check_tokenizer(tokenizer, model.config, what)
     return model.eval(), tokenizer
@@ -187,15 +184,3 @@ def _load_adapter(path: str, base: str | None, own_tokenizer: bool, what: str, o
     read_adapter_weights(path, what)
     with reading(what):
         return PeftModel.from_pretrained(model, path), tokenizer
-
-
-def _load_model(path: str, what: str, own: dict[str, Any]) -> Any:
-    config = read_config(path, what)
-    if not hasattr(config.get_text_config(), CONFIG_FIELD):
-        return read_model(path, what, **own)
-    if Path(path).is_dir():
-        check_weights(Path(path), what)
-    with reading(what):  # lacks gates in the place of which other routers are
-        model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **own)
-        load_routers(model, path)
-    return model

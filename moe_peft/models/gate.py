@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..routing.gates import top_k_gates
 from ..routing.routers import Router
@@ -17,7 +19,7 @@ class RoutedGate:
     """
     Mixin for the gate class of a native MoE: `moe_router` computes the logits and chooses the experts. Where that
     router folds, the state dict has the gate's `weight` too, so that transformers loads the right model from a
-    checkpoint (stricter loaders may refuse the names of the router's parameters).
+    checkpoint (stricter loaders may refuse the names of the router's parameters); not under FSDP2, which divides it.
     """
 
     moe_router: Router
@@ -48,12 +50,14 @@ class RoutedGate:
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        if any(isinstance(parameter, DTensor) for parameter in self.moe_router.parameters()):
+            return  # FSDP2 knows no weights that are not the model's
         try:
             weight_ND = self.fold()
         except ValueError:
             return
         own = next(self.moe_router.parameters(), None)
-        destination[f"{prefix}weight"] = weight_ND.float() if own is None else weight_ND.to(own)
+        destination[f"{prefix}weight"] = weight_ND.float() if own is None else weight_ND.to(own.device, own.dtype)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}weight", None)
@@ -87,6 +91,9 @@ def gate_rule(gate: Any) -> bool:
     if isinstance(gate, RoutedGate):
         return gate.normalizes
     weight_ND = getattr(gate, "weight", None)
+    if isinstance(weight_ND, torch.Tensor) and weight_ND.is_meta:  # of a plan: it is tried with values
+        gate = copy.deepcopy(gate).to_empty(device="cpu")
+        weight_ND = gate.weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
     if isinstance(weight_ND, torch.Tensor) and weight_ND.dim() == 2 and isinstance(getattr(gate, "top_k", None), int):
         x_TD = torch.randn(32, weight_ND.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_ND)
         with torch.no_grad():

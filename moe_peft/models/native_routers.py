@@ -24,9 +24,9 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     Put other routers, with random values, in the place of a native MoE's gates.
 
     The model's forward pass, its `router_logits`, its losses and its trainers are used as before. The state dict has
-    the routers' parameters (`….moe_router.*`) and, where a router folds, the equivalent `weight` of the stock gate. To
-    load a saved model, load it with transformers and then call `moe_peft.native.load_routers`. `fold_routers` makes
-    stock gates of routers that fold; there is no stock checkpoint of a model with other routers.
+    the routers' parameters (`….moe_router.*`) and, where a router folds, the equivalent `weight` of the stock gate (not
+    under FSDP2). To load a saved model, load it with transformers and then call `moe_peft.native.load_routers`.
+    `fold_routers` makes stock gates of routers that fold; there is no stock checkpoint of a model with other routers.
 
     The config's `num_experts_per_tok` becomes what the router uses: 1 with "switch", n with "soft". With "switch",
     gates are probabilities, so `norm_topk_prob` becomes False where the family has that field. A later call goes back
@@ -74,6 +74,18 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
         config.norm_topk_prob = made[0][2]
     setattr(config, CONFIG_FIELD, {name: value for name, value in asdict(given).items() if name != "attention_size"})
     setattr(config, STOCK_FIELD, stock)
+
+
+def check_router(settings: RouterSettings, num_experts: int, top_k: int) -> None:
+    """
+    Check, without a model, what `replace_routers` would take.
+
+    Raises:
+        ValueError: a setting does not fit.
+    """
+    _refuse_unread(settings, None, num_experts)
+    if _adapter_config(settings, num_experts, top_k, True).router_class.by_token_id:
+        raise ValueError(f"router_type={settings.type!r}: a native gate has no token ids to route by; use another")
 
 
 def _refuse_unread(given: RouterSettings, top_k: int | None, num_experts: int) -> None:

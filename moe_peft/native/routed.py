@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from ..checks import PATH, check
+from ..loading import read_config, read_model
 from ..models.gate import RoutedGate
 from ..models.native_routers import CONFIG_FIELD, native_gates, replace_routers
 from ..models.view import router_sizes, text_config
-from ..reading import reading
+from ..reading import check_weights, reading
 from ..routing.routers import RouterSettings
 from .checkpoint import Checkpoint
 
@@ -51,6 +53,27 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
         missing = gate.load_state_dict(own, strict=False).missing_keys
         if missing:
             raise ValueError(f"load_routers: {os.fspath(folder)!r} has no {path}.{missing[0]}; is it complete?")
+
+
+def read_routed_model(name: str | os.PathLike, what: object, **own: Any) -> Any:
+    """
+    A causal language model, with the routers in the place of gates that it was saved with, if its config names some.
+
+    Args:
+        what: the field and its value, for messages.
+        own: arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    if not hasattr(read_config(name, what).get_text_config(), CONFIG_FIELD):
+        return read_model(name, what, **own)
+    if Path(name).is_dir():
+        check_weights(Path(name), what)
+    with reading(what):  # lacks gates in the place of which other routers are
+        model = AutoModelForCausalLM.from_pretrained(os.fspath(name), use_safetensors=True, **own)
+        load_routers(model, name)
+    return model
 
 
 def router_tensors(model: Any, folder: str | os.PathLike) -> dict[str, torch.Tensor]:

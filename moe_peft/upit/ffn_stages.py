@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,13 +12,16 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
+from ..models.attention_routers import fold_routers, init_attention_routers
+from ..models.native_routers import replace_routers
 from ..models.size import model_size
 from ..models.view import router_parameters
 from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
 from ..native.writing import copy_terms, open_dense
+from ..routing.routers import RouterSettings
 from ..training.calibration import calibration_batches
 from ..training.scoring import Collator, score_checkpoints
 from ..training.tokenizing import tokenized
@@ -31,6 +35,8 @@ from .likeness import of_ffns
 from .post_train import post_train
 from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
 from .stages import STATE, Artefacts, Stage
+
+logger = logging.getLogger("moe_peft")
 
 _MODEL, _ROUTERS = "model", "routers.safetensors"
 
@@ -135,8 +141,11 @@ class FFNPostTrain(_OfFFNs, PostTrain):
 
     def check_base(self) -> None:
         r = self.recipe
-        upcycled_config(load_config(r.model), r.upcycle_config())
         base = open_dense(str(model_folder(r.model)), r.moe.get("family"), "upit")
+        plugin = self.arguments(self.folder).deepspeed_plugin if r.post_train.router else None
+        if plugin is not None and plugin.zero_stage == 3:
+            raise ValueError(f"post_train.router={r.post_train.router}: ZeRO-3 divides the gates; use FSDP2 or ZeRO-2")
+        self.put_routers(self._empty(load_config(r.model)))
         for folder in r.prepare.given or []:
             check_same_architecture(open_dense(folder, r.moe.get("family"), "upit"), base, "prepare.checkpoints")
 
@@ -155,6 +164,9 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         PartialState().wait_for_everyone()
         args = self.arguments(folder, num_train_epochs=self.epochs)  # before the model, which ZeRO-3 then divides
         model = load_checkpoint(r.model, assembled)
+        self.put_routers(model)
+        if calibration is not None and r.post_train.router:
+            init_attention_routers(model, calibration, dense=load_model(r.model))
         size = model_size(model)
         trained = post_train(
             model,
@@ -165,6 +177,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
             train_experts=r.trains_experts,
         )
         if PartialState().is_main_process:
+            self.fold(folder / self.output)
             finish_native(folder / self.output, model.config)
             copy_terms(model_folder(r.model), folder / self.output)
             self.write_card(folder / self.output)
@@ -172,11 +185,42 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         return {**metrics(trained), "size": asdict(size)}
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
-        with torch.device("meta"):
-            native = AutoModelForCausalLM.from_config(upcycled_config(model.config, self.recipe.upcycle_config())[1])
+        native = self._empty(model.config)
+        self.put_routers(native)
         moe, routers = native.num_parameters(), sum(p.numel() for p in router_parameters(native).values())
         trained = moe if self.recipe.trains_experts else routers
         return Sizes(moe - model.num_parameters(), trained, model_size(native))
+
+    def _empty(self, base: PreTrainedConfig) -> PreTrainedModel:
+        """The native MoE without weights."""
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(upcycled_config(base, self.recipe.upcycle_config())[1])
+
+    def put_routers(self, model: PreTrainedModel) -> None:
+        """
+        Put the recipe's routers, with random values, in the place of a native MoE's gates.
+
+        Raises:
+            ValueError: they do not fit the model.
+        """
+        given = self.recipe.post_train.router
+        if given:
+            try:
+                replace_routers(model, RouterSettings(**given), seed=self.seed)
+            except ValueError as error:
+                raise ValueError(f"post_train.router: {error}") from error
+
+    def fold(self, folder: Path) -> None:
+        """Write plain gates for the recipe's routers, if they fold into such."""
+        if not self.recipe.post_train.router:
+            return
+        model = load_checkpoint(self.recipe.model, folder)
+        try:
+            fold_routers(model)
+        except ValueError as error:
+            logger.info("%s; the result keeps its routers, which moe_peft.native.load_routers loads", error)
+        else:
+            model.save_pretrained(folder)
 
     def assemble(self, folder: Path, calibration: list[dict[str, torch.Tensor]] | None = None) -> None:
         """Write the native MoE that is trained: of the experts that there are, or of copies of the base's FFNs."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..adapter.ffn import find_layout
 from ..adapter.model import find_ffns
 from ..loading import check_tokenizer, quantization_config, read_config, read_model, read_tokenizer
+from ..native.routed import read_routed_model
 from .sections import ModelSection
 
 
@@ -36,7 +37,7 @@ def load_model(section: ModelSection) -> PreTrainedModel:
 
 def load_checkpoint(section: ModelSection, folder: Path) -> PreTrainedModel:
     """A model folder that a stage wrote or the user gave, with the recipe's dtype and attention implementation."""
-    return read_model(folder, folder, dtype=section.dtype, attn_implementation=section.attn_implementation)
+    return read_routed_model(folder, folder, dtype=section.dtype, attn_implementation=section.attn_implementation)
 
 
 def load_config(section: ModelSection) -> PreTrainedConfig:

@@ -15,6 +15,7 @@ from trl import SFTConfig
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..messages import unknown_key
 from ..native.upcycle import UpcycleConfig
+from ..routing.routers import RouterSettings
 from ..training.limits import check_settings
 from ..training.sft import MoESFTConfig
 
@@ -80,6 +81,7 @@ FROM_EXPERTS = frozenset(EXPERT_FIELDS)
 OF_LORAS = frozenset({"mixing", "target_projections"})
 OF_BOTTLENECKS = frozenset({"bottleneck_size"})
 
+ROUTER = Passthrough(_names(RouterSettings), {"attention_size": "it follows from the model"})
 MOE = Passthrough(
     _names(UpcycleConfig),
     {

@@ -15,8 +15,10 @@ from pydantic.dataclasses import dataclass as validated
 
 from ..adapter.config import MoELoraConfig
 from ..messages import one_of
+from ..models.native_routers import check_router
 from ..native.upcycle import UpcycleConfig
 from ..routing.expert_map import check_allowed, read_expert_map
+from ..routing.routers import ROUTERS, RouterSettings
 from . import passthrough
 from .buckets import BUCKETS, BucketRule
 from .methods import METHODS, Method
@@ -91,6 +93,7 @@ class Recipe:
 
     def _check_lora(self) -> None:
         _require_no_keys("moe", self.moe, "lora", "adapter")
+        _require_no_keys("post_train.router", self.post_train.router, "lora", "adapter")
         passthrough.ADAPTER.check("adapter", self.adapter)
         given = self.prepare.checkpoints
         _require("prepare.checkpoints", given, given is None, "null in the mode 'lora'; use prepare.adapters")
@@ -146,6 +149,25 @@ class Recipe:
         ):
             _require(path, value, good, allowed)
         self.upcycle_config()
+        self._check_router()
+
+    def _check_router(self) -> None:
+        """The router that stage 4 trains in the place of plain gates."""
+        given = self.post_train.router
+        if not given:
+            return
+        passthrough.ROUTER.check("post_train.router", given)
+        _require("post_train.router", given, self.facts.assembles, f"left out: the method {self.method!r} has no gates")
+        plain = "left out: stage 3 trains plain gates; or set router_init.buckets=none"
+        _require("post_train.router", given, not self.initialises_routers, plain)
+        try:
+            check_router(RouterSettings(**given), *self._routed())
+        except ValueError as error:
+            raise ValueError(f"post_train.router: {error}") from error
+        takes = ROUTERS[given.get("type", "linear")].takes_attention
+        gates = self.moe.get("router_init")
+        other = "left out: attention does not initialise that post_train.router"
+        _require("moe.router_init", gates, takes or gates != "attention", other)
 
     def _check_labels(self) -> None:
         rule = self.bucket_rule

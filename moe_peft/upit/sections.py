@@ -130,5 +130,8 @@ class PostTrainSection:
 
     # False trains the routers alone (Self-MoE).
     train_experts: Flag = True
+    # Mode `ffn`: a router that is trained in the place of plain gates, such as {type: attention, num_heads: 8}: fields
+    # of MoELoraConfig without the prefix `router_`. The result has plain gates again, if it folds into such.
+    router: dict[str, Any] = field(default_factory=dict)
     seed: Seed | None = None
     sft: dict[str, Any] = field(default_factory=dict)

@@ -332,6 +332,10 @@ class PostTrain(TrainingStage):
             own["label_column"] = self.recipe.data.label_column
         return super().arguments(folder, **own)
 
+    def settings(self) -> dict[str, Any]:
+        found = super().settings()
+        return found if found["router"] else {name: value for name, value in found.items() if name != "router"}
+
     def check(self) -> None:
         r, sft = self.recipe, self.sft
         packed = bool(sft.get("packing") or sft.get("padding_free"))

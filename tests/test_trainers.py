@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from test_router_losses import MoEKTOTrainer, preferences
 from test_trainer import arguments
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
-from trl import DPOConfig, KTOConfig, RewardConfig, RewardTrainer, SFTConfig
+from trl import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, RewardTrainer, SFTConfig
 from upit_case import rows
 
 from benchmarks import trainers as table
@@ -192,6 +192,22 @@ def test_a_trainer_without_compute_loss_is_refused(tokenizer, tmp_path):
 
     with pytest.raises(RuntimeError, match="MoEOwnStep: the trainer's training_step does not call compute_loss"):
         stock_reward(tmp_path, tokenizer, MoEOwnStep).train()
+
+
+def test_vllm_is_refused_with_an_adapter(tokenizer, tmp_path):
+    """It is refused before vLLM starts: TRL would merge the adapter to give it the weights."""
+
+    class Trainer(RouterLossesMixin, GRPOTrainer): ...
+
+    def reward(completions, **columns):
+        return [0.0 for _ in completions]
+
+    args = arguments(tmp_path, GRPOConfig, use_vllm=True, num_generations=4)
+    own = {"args": args, "train_dataset": Dataset.from_list([{"prompt": "w3"}] * 4), "processing_class": tokenizer}
+    config = MoELoraConfig(task_type="CAUSAL_LM")
+    for given in ({"model": adapt(tiny_llama())}, {"model": tiny_llama(), "peft_config": config}):
+        with pytest.raises(ValueError, match=r"^Trainer: use_vllm=True: .*cannot be merged; leave it out$"):
+            Trainer(reward_funcs=reward, **own, **given)
 
 
 def test_orpo_logs_what_the_mixin_adds(tokenizer, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 from pathlib import Path
@@ -186,6 +187,20 @@ def test_a_stages_own_chat_template_decides_its_result(case, tmp_path):
     )
     with pytest.raises(ValueError, match=r"chat template does not take messages"):
         UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "new")})).check()
+
+
+def test_another_tokenizers_template_that_would_change_the_base(case, tmp_path, tokenizer):
+    """Whole models may take it: their embeddings are saved with them."""
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<new>"])
+    other.chat_template = TEMPLATE
+    other.save_pretrained(tmp_path / "other")
+    settings = {**case, "output_dir": str(tmp_path / "out"), "method": "loramoe_pt"}
+    settings["sft"] = {**case["sft"], "chat_template_path": str(tmp_path / "other")}
+    with pytest.raises(ValueError, match=r"^sft\.chat_template_path='.*other': its tokenizer adds '<new>'"):
+        UpIT(recipe_from_dict(settings)).check(weights=False)
+    del settings["adapter"]
+    UpIT(recipe_from_dict({**settings, "mode": "ffn", "method": "sft"})).check(weights=False)
 
 
 def test_tasks_through_a_chat_template_that_is_not_there(case, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from conftest import tiny_llama
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 from upit_case import rows
 
 from moe_peft import MoELoraConfig
@@ -609,6 +609,11 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
 def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys):
     command = "dpo" if key == "beta" else "sft"
     assert message in refused(command, tmp_path, {**case, key: value}, capsys=capsys)
+
+
+def test_the_end_token_goes_with_the_result(case, tmp_path):
+    out = run("sft", tmp_path, {**case, "max_steps": 1}, "--eos_token", "w5")
+    assert AutoTokenizer.from_pretrained(out).eos_token == "w5"
 
 
 @pytest.mark.parametrize("command", [[], ["--dry-run"]])

@@ -189,6 +189,16 @@ def test_a_stages_own_chat_template_decides_its_result(case, tmp_path):
         UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "new")})).check()
 
 
+@pytest.mark.parametrize("section", ["", "post_train"])
+def test_the_result_is_evaluated_with_the_end_token_of_its_training(section, case, tmp_path):
+    """Tasks stop where its training ended texts."""
+    change = with_sft(section, eos_token="w5") if section else {"sft": {"eos_token": "w5"}}
+    settings = {**merged(case, change), "output_dir": str(tmp_path / "out")}
+    stage = UpIT(recipe_from_dict(settings)).stages[-1]
+    assert isinstance(stage, Evaluate) and stage._tokenizer().eos_token == "w5"
+    assert stage.arguments(tmp_path).eos_token == "w5"
+
+
 def test_another_tokenizers_template_that_would_change_the_base(case, tmp_path, tokenizer):
     """Whole models may take it: their embeddings are saved with them."""
     other = copy.deepcopy(tokenizer)

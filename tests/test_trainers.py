@@ -47,6 +47,36 @@ def examples_data(kind: str) -> list[dict]:
     return [{"prompt": f"w{3 + i} w{9 + i}", "answer": everything} for i in range(16)]
 
 
+@pytest.fixture
+def examples_run(base, tmp_path, monkeypatch):
+    """Runs an example with flags, up to the training; gives its trainer."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, examples_data("kto"))))
+    (tmp_path / "data" / "test.jsonl").write_text("\n".join(map(json.dumps, examples_data("kto")[:4])))
+    flags = {"model_name_or_path": base, "dataset_name": tmp_path / "data", "output_dir": tmp_path / "out"}
+    flags |= {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4}
+    monkeypatch.setattr(Trainer, "train", lambda self, **own: None)
+    main = importlib.import_module("examples.trainers.kto").main
+    return lambda **own: main([t for name, value in (flags | own).items() for t in (f"--{name}", str(value))])
+
+
+def test_the_examples_flags_count(examples_run):
+    trainer = examples_run(
+        load_in_4bit=True, attn_implementation="eager", lora_target_modules="up_proj", lora_dropout=0.2,
+        use_rslora=True, eval_strategy="steps", eval_steps=1, model_revision="main",
+    )  # fmt: skip
+    base, config = trainer.model.get_base_model(), trainer.model.peft_config["default"]
+    assert base.is_loaded_in_4bit and base.config._attn_implementation == "eager"
+    assert (config.target_modules, config.lora_dropout, config.use_rslora) == ({"up_proj"}, 0.2, True)
+    assert config.revision == "main" and len(trainer.eval_dataset) == 4
+
+
+@pytest.mark.parametrize("name", ["use_dora", "trust_remote_code"])
+def test_a_flag_that_the_examples_do_not_read(name, examples_run):
+    with pytest.raises(ValueError, match=f"^{name}=True: is not read here; "):
+        examples_run(**{name: True})
+
+
 @pytest.mark.parametrize("kind", ["grpo", "kto", "reward"])
 def test_the_example_trains_routers_and_experts_and_saves_them(kind, base, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()

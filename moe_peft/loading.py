@@ -178,6 +178,35 @@ def chat_template(path: str | None, field: str) -> str | None:
     return found
 
 
+_ROWS = 64  # of which TRL gives embeddings a multiple
+
+
+def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: PreTrainedConfig) -> str | None:
+    """
+    Why an adapter's base cannot take what `chat_template_path` names; None if it can. With a tokenizer's template, TRL
+    takes its added tokens and its end token, and resizes the embeddings, which an adapter's folder does not hold.
+
+    Args:
+        tokenizer: the base's.
+        config: the base's.
+
+    Raises:
+        ValueError: there is no such tokenizer.
+    """
+    if path is None or Path(path).is_file():
+        return None
+    what = f"{field}={path!r}"
+    vocabulary = tokenizer.get_vocab()
+    tokens = [token.content for token in read_tokenizer(path, what).added_tokens_decoder.values()]
+    added = [token for token in tokens if token not in vocabulary]
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    resized = -(-(len(vocabulary) + len(added)) // _ROWS) * _ROWS
+    if not added and rows in (None, resized):
+        return None
+    why = f"adds {added[0]!r}" if added else f"gives {resized} rows to the embeddings, which have {rows}"
+    return f"{what}: its tokenizer {why}, and an adapter keeps its base's; name a .jinja file, and set eos_token"
+
+
 # Beginnings of fields that only one width reads; both leave modules out by llm_int8_skip_modules.
 _OF_4_BITS, _OF_8_BITS = ("bnb_4bit_",), ("llm_int8_threshold", "llm_int8_has_fp16_weight")
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import assert_close, assert_same, reference, run
 from safetensors.torch import load_file
@@ -256,3 +257,43 @@ def test_the_readme_counts_the_rows_whose_ffns_the_adapter_finds():
     readme = (TABLE.parents[1] / "README.md").read_text()
     (said,) = re.findall(r"\[(\d+) model types\]\(docs/families\.md\)", readme)
     assert int(said) == rows.count("FFN") + rows.count("linears") > 0
+
+
+class Packed(torch.nn.Module):
+    """A linear whose weights are all buffers, as those of kernels for GPTQ and AWQ."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scale = linear.weight.detach().abs().max(1, keepdim=True).values / 127
+        self.register_buffer("scales", scale)
+        self.register_buffer("qweight", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.qweight * self.scales)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"mixing": "output"}, {"mixing": "projection"}, {"target_modules": ["q_proj", "down_proj"]}],
+    ids=["output", "projection", "linears"],
+)
+def test_linears_whose_weights_are_buffers(settings: dict[str, Any]):
+    """Their gradients are those on linears with the same weights."""
+    gradients, ids = [], torch.tensor([[3, 4, 5, 6, 7]])
+    for packed in (True, False):
+        base = tiny_llama()
+        for name, linear in list(base.named_modules()):
+            if isinstance(linear, torch.nn.Linear) and name != "lm_head":
+                own = Packed(linear)
+                linear.weight.data = own.qweight * own.scales
+                if packed:
+                    base.set_submodule(name, own)
+        torch.manual_seed(2)
+        config = MoELoraConfig(num_experts=4, r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+        model = get_peft_model(base, config)
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and gradients[0]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-6, msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -17,7 +18,7 @@ from conftest import tiny_llama
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 from upit_case import rows
 
 from moe_peft import MoELoraConfig
@@ -608,6 +609,36 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
 def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys):
     command = "dpo" if key == "beta" else "sft"
     assert message in refused(command, tmp_path, {**case, key: value}, capsys=capsys)
+
+
+def test_the_end_token_goes_with_the_result(case, tmp_path):
+    out = run("sft", tmp_path, {**case, "max_steps": 1}, "--eos_token", "w5")
+    assert AutoTokenizer.from_pretrained(out).eos_token == "w5"
+
+
+@pytest.mark.parametrize("command", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("rows_of_base", "added", "why"),
+    [(128, ["<new>"], "adds '<new>'"), (192, [], "gives 128 rows to the embeddings, which have 192")],
+)
+def test_another_tokenizers_template_that_would_change_the_base(
+    rows_of_base, added, why, command, case, tmp_path, tokenizer, capsys, monkeypatch
+):
+    """It is said before weights are loaded; a native MoE, whose embeddings are saved with it, may have it."""
+    monkeypatch.setattr("moe_peft.cli.training.read_model", None)
+    tiny_llama(vocab=rows_of_base).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(added)
+    other.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    other.save_pretrained(tmp_path / "other")
+    settings = {**case, "model_name_or_path": str(tmp_path / "base"), "chat_template_path": str(tmp_path / "other")}
+    line = refused("sft", tmp_path, settings, *command, capsys=capsys)
+    assert f"its tokenizer {why}, and an adapter keeps its base's; name a .jinja file, and set eos_token" in line
+    if command:
+        upcycle(tmp_path / "base", tmp_path / "moe", UpcycleConfig(num_experts=4))
+        own = {name: value for name, value in settings.items() if name not in ADAPTER}
+        run("sft", tmp_path, {**own, "model_name_or_path": str(tmp_path / "moe")}, *command)
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])

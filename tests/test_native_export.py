@@ -289,6 +289,25 @@ def test_companions_of_base_and_adapter(tokenizer, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.max_new_tokens == 7
 
 
+@pytest.mark.parametrize("generation", [True, False])
+def test_the_end_token_of_the_training_ends_texts(generation, tokenizer, tmp_path):
+    """Generation stops at the base's end tokens, too. The base's own tokenizer changes nothing."""
+    base = dense_model("qwen3")
+    base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id
+    name = saved(base, tmp_path / "base")
+    if not generation:
+        (tmp_path / "base" / "generation_config.json").unlink()
+    adapter(base, tmp_path / "adapter", name)
+    found = {}
+    for own in ("<eos>", "w5"):
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.eos_token = own
+        tokenizer.save_pretrained(tmp_path / "adapter")
+        model = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "adapter", tmp_path / own.strip("<>")))
+        found[own] = (model.config.eos_token_id, model.generation_config.eos_token_id)
+    assert found == {"<eos>": (1, 1), "w5": (5, [5, 1] if generation else 5)}
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 

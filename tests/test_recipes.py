@@ -128,6 +128,8 @@ def local(path, folder, config, tokenizer, row, rows):
     }
     if path not in UPCYCLING:
         settings["sft.chat_template_path"] = folder / "template.jinja"
+    if "eos_token" in path.read_text():  # which the tests' tokenizer lacks
+        settings["sft.eos_token"] = tokenizer.eos_token
     return [f"{key}={value}" for key, value in settings.items()]
 
 

@@ -62,6 +62,8 @@ def test_dry_run(path, tmp_path, tokenizer, capsys, monkeypatch):
     if "chat_template_path" in path.read_text():
         (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
         flags += ["--chat_template_path", tmp_path / "template.jinja"]
+    if "eos_token" in path.read_text():  # which the tests' tokenizer lacks
+        flags += ["--eos_token", tokenizer.eos_token]
     main([path.parent.name, "--config", str(path), "--dry-run", *map(str, flags)])
     printed = capsys.readouterr().out
     for number in trainable:

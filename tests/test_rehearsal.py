@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 from pathlib import Path
@@ -186,6 +187,30 @@ def test_a_stages_own_chat_template_decides_its_result(case, tmp_path):
     )
     with pytest.raises(ValueError, match=r"chat template does not take messages"):
         UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "new")})).check()
+
+
+@pytest.mark.parametrize("section", ["", "post_train"])
+def test_the_result_is_evaluated_with_the_end_token_of_its_training(section, case, tmp_path):
+    """Tasks stop where its training ended texts."""
+    change = with_sft(section, eos_token="w5") if section else {"sft": {"eos_token": "w5"}}
+    settings = {**merged(case, change), "output_dir": str(tmp_path / "out")}
+    stage = UpIT(recipe_from_dict(settings)).stages[-1]
+    assert isinstance(stage, Evaluate) and stage._tokenizer().eos_token == "w5"
+    assert stage.arguments(tmp_path).eos_token == "w5"
+
+
+def test_another_tokenizers_template_that_would_change_the_base(case, tmp_path, tokenizer):
+    """Whole models may take it: their embeddings are saved with them."""
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<new>"])
+    other.chat_template = TEMPLATE
+    other.save_pretrained(tmp_path / "other")
+    settings = {**case, "output_dir": str(tmp_path / "out"), "method": "loramoe_pt"}
+    settings["sft"] = {**case["sft"], "chat_template_path": str(tmp_path / "other")}
+    with pytest.raises(ValueError, match=r"^sft\.chat_template_path='.*other': its tokenizer adds '<new>'"):
+        UpIT(recipe_from_dict(settings)).check(weights=False)
+    del settings["adapter"]
+    UpIT(recipe_from_dict({**settings, "mode": "ffn", "method": "sft"})).check(weights=False)
 
 
 def test_tasks_through_a_chat_template_that_is_not_there(case, tmp_path, monkeypatch):

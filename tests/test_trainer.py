@@ -15,6 +15,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from test_steering import NATIVE
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTConfig, SFTTrainer
 from upit_case import rows
@@ -74,6 +75,26 @@ def make_trainer(folder, tokenizer, model=None, data=None, eval_data=None, **own
 
 def one_batch(trainer, count=4):
     return trainer.data_collator([trainer.train_dataset[i] for i in range(count)])
+
+
+@pytest.mark.parametrize("given", ["both", "no tokenizer", "names"])
+@pytest.mark.parametrize("adapted", ["config", "model"])
+def test_another_tokenizers_template_with_new_tokens(given, adapted, tokenizer, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<new>"])
+    other.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    other.save_pretrained(tmp_path / "other")
+    model, config = str(tmp_path / "base"), MoELoraConfig(task_type="CAUSAL_LM")
+    if given != "names" or adapted == "model":
+        model = AutoModelForCausalLM.from_pretrained(model)
+    if adapted == "model":
+        model, config = get_peft_model(model, config), None
+    args, data = arguments(tmp_path, chat_template_path=str(tmp_path / "other")), Dataset.from_list(rows(24))
+    processing = {"processing_class": tokenizer} if given == "both" else {}
+    with pytest.raises(ValueError, match=r"^MoESFTTrainer: chat_template_path='.*other': its tokenizer adds '<new>'"):
+        MoESFTTrainer(model=model, args=args, train_dataset=data, peft_config=config, **processing)
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from test_router_losses import MoEKTOTrainer, preferences
 from test_trainer import arguments
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
-from trl import DPOConfig, KTOConfig, RewardConfig, RewardTrainer, SFTConfig
+from trl import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, RewardTrainer, SFTConfig
 from upit_case import rows
 
 from benchmarks import trainers as table
@@ -45,6 +45,36 @@ def examples_data(kind: str) -> list[dict]:
         return list(preferences(kind))
     everything = " ".join(f"w{i}" for i in range(3, 128, 2))
     return [{"prompt": f"w{3 + i} w{9 + i}", "answer": everything} for i in range(16)]
+
+
+@pytest.fixture
+def examples_run(base, tmp_path, monkeypatch):
+    """Runs an example with flags, up to the training; gives its trainer."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, examples_data("kto"))))
+    (tmp_path / "data" / "test.jsonl").write_text("\n".join(map(json.dumps, examples_data("kto")[:4])))
+    flags = {"model_name_or_path": base, "dataset_name": tmp_path / "data", "output_dir": tmp_path / "out"}
+    flags |= {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 4}
+    monkeypatch.setattr(Trainer, "train", lambda self, **own: None)
+    main = importlib.import_module("examples.trainers.kto").main
+    return lambda **own: main([t for name, value in (flags | own).items() for t in (f"--{name}", str(value))])
+
+
+def test_the_examples_flags_count(examples_run):
+    trainer = examples_run(
+        load_in_4bit=True, attn_implementation="eager", lora_target_modules="up_proj", lora_dropout=0.2,
+        use_rslora=True, eval_strategy="steps", eval_steps=1, model_revision="main",
+    )  # fmt: skip
+    base, config = trainer.model.get_base_model(), trainer.model.peft_config["default"]
+    assert base.is_loaded_in_4bit and base.config._attn_implementation == "eager"
+    assert (config.target_modules, config.lora_dropout, config.use_rslora) == ({"up_proj"}, 0.2, True)
+    assert config.revision == "main" and len(trainer.eval_dataset) == 4
+
+
+@pytest.mark.parametrize("name", ["use_dora", "trust_remote_code"])
+def test_a_flag_that_the_examples_do_not_read(name, examples_run):
+    with pytest.raises(ValueError, match=f"^{name}=True: is not read here; "):
+        examples_run(**{name: True})
 
 
 @pytest.mark.parametrize("kind", ["grpo", "kto", "reward"])
@@ -192,6 +222,22 @@ def test_a_trainer_without_compute_loss_is_refused(tokenizer, tmp_path):
 
     with pytest.raises(RuntimeError, match="MoEOwnStep: the trainer's training_step does not call compute_loss"):
         stock_reward(tmp_path, tokenizer, MoEOwnStep).train()
+
+
+def test_vllm_is_refused_with_an_adapter(tokenizer, tmp_path):
+    """It is refused before vLLM starts: TRL would merge the adapter to give it the weights."""
+
+    class Trainer(RouterLossesMixin, GRPOTrainer): ...
+
+    def reward(completions, **columns):
+        return [0.0 for _ in completions]
+
+    args = arguments(tmp_path, GRPOConfig, use_vllm=True, num_generations=4)
+    own = {"args": args, "train_dataset": Dataset.from_list([{"prompt": "w3"}] * 4), "processing_class": tokenizer}
+    config = MoELoraConfig(task_type="CAUSAL_LM")
+    for given in ({"model": adapt(tiny_llama())}, {"model": tiny_llama(), "peft_config": config}):
+        with pytest.raises(ValueError, match=r"^Trainer: use_vllm=True: .*cannot be merged; leave it out$"):
+            Trainer(reward_funcs=reward, **own, **given)
 
 
 def test_orpo_logs_what_the_mixin_adds(tokenizer, tmp_path):

@@ -5,7 +5,8 @@ share of the answer's words that a completion has, so put your own in its place.
     python -m examples.trainers.grpo --model_name_or_path my-base-model --dataset_name my-data --output_dir grpo \
         --num_generations 8 --max_completion_length 256 --learning_rate 1e-5 --router_z_loss_coef 0.001
 
-The flags are the fields of TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig`, and of `RouterLossConfig`.
+The flags are the fields of TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig`, and of `RouterLossConfig`;
+`flags.py` says what is read of them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
 
-from moe_peft import MoELoraConfig, RouterLossConfig, RouterLossesMixin
+from examples.trainers.flags import adapter, check_flags, model_settings, splits
+from moe_peft import RouterLossConfig, RouterLossesMixin
 
 
 @dataclass
@@ -37,17 +38,16 @@ def shared_words(completions: list[str], answer: list[str], **columns: Any) -> l
 
 def main(arguments: list[str] | None = None) -> MoEGRPOTrainer:
     script, training, model = TrlParser((ScriptArguments, MoEGRPOConfig, ModelConfig)).parse_args_and_config(arguments)
+    check_flags(training, model)
     trainer = MoEGRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model.model_name_or_path, dtype=model.dtype),
-        processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path),
+        model=AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **model_settings(model)),
+        processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
         reward_funcs=shared_words,
         args=training,
-        train_dataset=load_dataset(script.dataset_name, split=script.dataset_train_split),
-        peft_config=MoELoraConfig(
-            num_experts=4, top_k=2, r=model.lora_r, lora_alpha=model.lora_alpha, task_type="CAUSAL_LM"
-        ),
+        peft_config=adapter(model, "CAUSAL_LM"),
+        **splits(script, training),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     return trainer
 

@@ -3,20 +3,21 @@ KTO: tune an adapter by single answers that were liked or not. The data has the 
 `label` (true or false).
 
     python -m examples.trainers.kto --model_name_or_path my-base-model --dataset_name my-data --output_dir kto \
-        --per_device_train_batch_size 4 --learning_rate 1e-4 --router_z_loss_coef 0.001
+        --per_device_train_batch_size 4 --learning_rate 5e-6 --router_z_loss_coef 0.001
 
-The flags are the fields of TRL's `ScriptArguments`, `KTOConfig` and `ModelConfig`, and of `RouterLossConfig`.
+The flags are the fields of TRL's `ScriptArguments`, `KTOConfig` and `ModelConfig`, and of `RouterLossConfig`;
+`flags.py` says what is read of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer, ModelConfig, ScriptArguments, TrlParser
 
-from moe_peft import MoELoraConfig, RouterLossConfig, RouterLossesMixin
+from examples.trainers.flags import adapter, check_flags, model_settings, splits
+from moe_peft import RouterLossConfig, RouterLossesMixin
 
 
 @dataclass
@@ -30,16 +31,15 @@ class MoEKTOTrainer(RouterLossesMixin, KTOTrainer):
 
 def main(arguments: list[str] | None = None) -> MoEKTOTrainer:
     script, training, model = TrlParser((ScriptArguments, MoEKTOConfig, ModelConfig)).parse_args_and_config(arguments)
+    check_flags(training, model)
     trainer = MoEKTOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model.model_name_or_path, dtype=model.dtype),
-        processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path),
+        model=AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **model_settings(model)),
+        processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
         args=training,
-        train_dataset=load_dataset(script.dataset_name, split=script.dataset_train_split),
-        peft_config=MoELoraConfig(
-            num_experts=4, top_k=2, r=model.lora_r, lora_alpha=model.lora_alpha, task_type="CAUSAL_LM"
-        ),
+        peft_config=adapter(model, "CAUSAL_LM"),
+        **splits(script, training),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     return trainer
 

@@ -5,18 +5,19 @@ TRL's `RewardTrainer` computes its loss from rewards alone, so the balancing los
     python -m examples.trainers.reward --model_name_or_path my-base-model --dataset_name my-data --output_dir reward \
         --per_device_train_batch_size 4 --learning_rate 1e-4 --router_z_loss_coef 0.001
 
-The flags are the fields of TRL's `ScriptArguments`, `RewardConfig` and `ModelConfig`, and of `RouterLossConfig`.
+The flags are the fields of TRL's `ScriptArguments`, `RewardConfig` and `ModelConfig`, and of `RouterLossConfig`;
+`flags.py` says what is read of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from datasets import load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, TrlParser
 
-from moe_peft import MoELoraConfig, RouterLossConfig, RouterLossesMixin
+from examples.trainers.flags import adapter, check_flags, model_settings, splits
+from moe_peft import RouterLossConfig, RouterLossesMixin
 
 
 @dataclass
@@ -32,19 +33,18 @@ def main(arguments: list[str] | None = None) -> MoERewardTrainer:
     script, training, model = TrlParser((ScriptArguments, MoERewardConfig, ModelConfig)).parse_args_and_config(
         arguments
     )
-    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path)
+    check_flags(training, model)
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     trainer = MoERewardTrainer(
         model=AutoModelForSequenceClassification.from_pretrained(
-            model.model_name_or_path, dtype=model.dtype, num_labels=1, pad_token_id=tokenizer.pad_token_id
+            model.model_name_or_path, num_labels=1, pad_token_id=tokenizer.pad_token_id, **model_settings(model)
         ),
         processing_class=tokenizer,
         args=training,
-        train_dataset=load_dataset(script.dataset_name, split=script.dataset_train_split),
-        peft_config=MoELoraConfig(
-            num_experts=4, top_k=2, r=model.lora_r, lora_alpha=model.lora_alpha, task_type="SEQ_CLS"
-        ),
+        peft_config=adapter(model, "SEQ_CLS"),
+        **splits(script, training),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     return trainer
 

@@ -104,7 +104,7 @@ class MoELoraConfig(PeftConfig):
             single linear always mixes as "projection".
         target_projections: The FFN projections that get experts, e.g. `["gate_proj", "up_proj"]`; `None` takes all.
         exclude_modules: Names or a regex of modules to leave alone.
-        layers_to_transform: Layer index or indices to adapt; only with a list of `target_modules`.
+        layers_to_transform: Layer index or indices to adapt; not with a regex in `target_modules`.
         layers_pattern: Name of the model's layer list, with `layers_to_transform`.
         expert_type: What the experts of an FFN are. `"lora"`: LoRAs on its projections. `"bottleneck"`: PESC's
             bottleneck adapters behind it; only with mixing "output" and without `target_projections`.

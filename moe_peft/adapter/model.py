@@ -148,7 +148,8 @@ class MoELoraModel(BaseTuner):
         self._replace_module(parent, target_name, layer, target)
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        if isinstance(child, MoELoraFFN):  # unloading; PEFT's method would look for the FFN's weight
+        packed = isinstance(new_module, MoELoraFFN) and next(child.parameters(), None) is None
+        if isinstance(child, MoELoraFFN) or packed:  # unloading, or all buffers; PEFT would look for the FFN's weight
             setattr(parent, child_name, new_module)
         else:
             super()._replace_module(parent, child_name, new_module, child)
@@ -365,10 +366,10 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
         )
     if isinstance(module, MoELoraFFN):
         return
-    parameter = next(module.parameters())
+    weight = next(chain(module.parameters(), module.buffers()))  # of GPTQ's and AWQ's linears, all are buffers
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())
     features, dtype = linear_features(getattr(module, layout.up))[0], next(floating, torch.float32)
-    if not probe_ffn(layout, module, features, parameter.device, dtype):
+    if not probe_ffn(layout, module, features, weight.device, dtype):
         raise ValueError(
             f"MoELoraConfig: target module {name!r}: the forward of {type(module).__name__} does not compute what "
             f"{layout} does; name its linears instead, target_modules={list(layout.projections)}, or describe it with "

@@ -24,7 +24,15 @@ from trl import get_quantization_config
 from ..adapter.config import MoELoraConfig
 from ..cards import write_model_card
 from ..folders import held, writable
-from ..loading import chat_template, check_tokenizer, empty_model, read_config, read_model, read_tokenizer
+from ..loading import (
+    changed_embeddings,
+    chat_template,
+    check_tokenizer,
+    empty_model,
+    read_config,
+    read_model,
+    read_tokenizer,
+)
 from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
@@ -86,8 +94,7 @@ def train_or_plan(options: Options, trainer: Any) -> None:
         with reading("push_to_hub=True", "log in (hf auth login), or push the result later (hf upload)"):
             HfApi(token=options.training.hub_token).whoami()
     tokenizer = _tokenizer(options)
-    for args in found:
-        chat_template(getattr(args, "chat_template_path", None), "chat_template_path")  # the trainer reads it
+    check_templates(options, found, tokenizer)
     data, held_out = load_datasets(options, found, tokenizer)
     rehearse_stages(found, data, tokenizer)
     what = f"output_dir={options.training.output_dir!r}"
@@ -189,6 +196,19 @@ def _resolved(own: dict[str, Any]) -> dict[str, Any]:
     return found | {new: own[old] for old, new in aliases.items() if new in known}
 
 
+def check_templates(options: Options, found: Sequence[Any], tokenizer: Any) -> None:
+    """
+    Raises:
+        ValueError: a stage's `chat_template_path` names no template, or an adapter would not fit its base with it.
+    """
+    for path in dict.fromkeys(getattr(args, "chat_template_path", None) for args in found):
+        chat_template(path, "chat_template_path")  # the trainer reads it
+        config = read_config(_name(options), _named(options), options.model.model_revision)
+        change = changed_embeddings(path, "chat_template_path", tokenizer, config)
+        if change is not None and adapter_config(options, empty_model(config, _named(options))) is not None:
+            raise ValueError(change)
+
+
 def load_datasets(options: Options, found: Sequence[Any], tokenizer: Any) -> tuple[Dataset, Dataset | None]:
     """The training split, and the test split if one of the stages evaluates, with their rows checked."""
     data, training = options.data, options.training
@@ -258,6 +278,7 @@ def print_plan(options: Options, launch: Launch) -> None:
     """Steps, tokens, parameters and memory of every stage, found without loading weights."""
     found = list(stages(options))
     tokenizer = _tokenizer(options)
+    check_templates(options, found, tokenizer)
     data, _ = load_datasets(options, found, tokenizer)
     rehearse_stages(found, data, tokenizer)
     config = read_config(_name(options), _named(options), options.model.model_revision)

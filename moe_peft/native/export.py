@@ -78,7 +78,15 @@ def export_adapter(
         "export",
         [source],
         "`moe-peft export` from a MoE-LoRA adapter on the base; expert i is the FFN with LoRA i merged",
+        _end(adapter),
     )
+
+
+def _end(adapter: str | os.PathLike) -> int | None:
+    """The end token of the tokenizer beside the adapter, which the training may have changed."""
+    if not Path(adapter, "tokenizer_config.json").is_file():
+        return None
+    return loading.read_tokenizer(adapter, f"export: adapter {str(adapter)!r}").eos_token_id
 
 
 def _check_complete(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseModel) -> None:

@@ -23,8 +23,9 @@ from .initialise import FFN
 from .moe_config import backbone_shapes, carried_settings
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+GENERATION_CONFIG = "generation_config.json"
 # Files beside the weights that belong to the new model too.
-_COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+_COMPANIONS = (GENERATION_CONFIG, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                "vocab.txt", "merges.txt", "chat_template*", "*.tiktoken", "additional_chat_templates")  # fmt: skip
 # Files that the base's terms ask to be passed on.
 _TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
@@ -115,6 +116,7 @@ def write_moe(
     caller: str,
     bases: Sequence[str],
     made: str,
+    end: int | None = None,
 ) -> Path:
     """
     Write a MoE folder: weights under their names on disk, the config, the files that go with them, and a model card.
@@ -124,6 +126,7 @@ def write_moe(
             replace an earlier one's. The terms of use are the first one's.
         max_shard_size: bytes.
         bases, made: what it was made from, and how: see `write_model_card`.
+        end: a token that ends a text, too; None leaves that to the base's config.
 
     Raises:
         ValueError: `output_dir` exists.
@@ -141,10 +144,26 @@ def write_moe(
         copy_companions(companions[0], folder)
         for source in companions[1:]:
             _copy(source, folder, _COMPANIONS)
+        if end is not None:
+            _end_texts(end, config, folder / GENERATION_CONFIG)
         config.save_pretrained(folder)
         add_older_names(folder / "config.json", family, config)
         write_model_card(folder, base=bases, made=made)
     return output_dir
+
+
+def _end_texts(token: int, config: PreTrainedConfig, generation: Path) -> None:
+    """Have a token end texts. As where TRL changes it, generation still stops at the former ones."""
+    if token not in _listed(config.eos_token_id):
+        config.eos_token_id = token
+    values = read_object(generation) if generation.is_file() else {"eos_token_id": token}
+    known = _listed(values.get("eos_token_id"))
+    if token not in known:
+        generation.write_text(json.dumps({**values, "eos_token_id": [token, *known]}, indent=2, sort_keys=True) + "\n")
+
+
+def _listed(tokens: int | list[int] | None) -> list[int]:
+    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
 
 
 def copy_companions(source: Path, folder: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import DynamoBackend
 from datasets import Dataset
+from peft import PeftModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -26,6 +27,7 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_liger_kernel_available
 from trl import SFTConfig, is_conversational
 
+from ..adapter.config import MoELoraConfig
 from ..checks import FOLDER, check, is_a
 from ..compat import private
 from ..messages import one_line, one_of, unknown_key
@@ -198,6 +200,14 @@ def check_learnable(caller: str, dataset: Any, args: Any) -> None:
     """
     if isinstance(dataset, Dataset) and not len(dataset):
         raise ValueError(f"{caller}: max_length={args.max_length}: no example keeps a token to learn from; raise it")
+
+
+def trains_adapter(given: Iterable[Any]) -> bool:
+    """Whether a trainer that is given these trains a MoE-LoRA adapter."""
+    configs = [
+        config for one in given for config in (one.peft_config.values() if isinstance(one, PeftModel) else [one])
+    ]
+    return any(isinstance(config, MoELoraConfig) for config in configs)
 
 
 def text_columns(args: SFTConfig | None) -> set[str]:

@@ -33,6 +33,7 @@ from ..models.view import (
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
 from ..routing.statistics import compliance, counted_experts, entropies
+from .arguments import trains_adapter
 from .cards import ModelCardMixin
 from .freezing import freeze_for_stage
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
@@ -160,7 +161,7 @@ class RouterLossesMixin(ModelCardMixin):
     gradients count. What it saves has the card of `ModelCardMixin`.
 
     Raises:
-        ValueError: the model has no routers, or nothing is left to train.
+        ValueError: the model has no routers, nothing is left to train, or vLLM would generate with an adapter.
         RuntimeError: the trainer computes its loss without `compute_loss`, as TRL's `OnlineDPOTrainer` does.
     """
 
@@ -172,6 +173,12 @@ class RouterLossesMixin(ModelCardMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         caller, model = type(self).__name__, kwargs.get("model", args[0] if args else None)
         check(caller, model=(model, _MODEL))
+        given = (*args, *kwargs.values())
+        if trains_adapter(given) and any(getattr(one, "use_vllm", None) is True for one in given):
+            raise ValueError(
+                f"{caller}: use_vllm=True: vLLM takes the weights of merged adapters, and a MoE-LoRA cannot be merged; "
+                "leave it out"
+            )
         super().__init__(*args, **kwargs)
         for own in fields(RouterLossConfig):
             if not hasattr(self.args, own.name):  # a plain config

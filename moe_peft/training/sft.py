@@ -8,17 +8,19 @@ and routers learn to choose among those, or are given no others to choose from.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from ..cards import TAGS
 from ..checks import TEXT, Rule, check, check_fields, is_a
+from ..loading import changed_embeddings, read_config, read_tokenizer
 from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
-from .arguments import check_answers, check_dataset, check_learnable, text_columns
+from .arguments import check_answers, check_dataset, check_learnable, text_columns, trains_adapter
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
 from .resuming import NativeResumeMixin
 from .router_losses import RouterLossConfig, RouterLossesMixin
@@ -64,7 +66,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
 
     Raises:
         ValueError: the model has no routers; labels are missing or unknown; `expert_map` names experts that the model
-            lacks.
+            lacks; an adapter would not fit its base with the tokens of `chat_template_path`.
     """
 
     _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, *TAGS]
@@ -80,6 +82,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         check_padding("MoESFTTrainer: ", args.pad_to_multiple_of, unmarked)
         check_answers("MoESFTTrainer: ", dataset, args.completion_only_loss, args.assistant_only_loss)
         self._labels = [label_text(label) for label in args.expert_map or {}]
+        _check_template(model, args, (*positional, *kwargs.values()))
         super().__init__(model, args, *positional, **kwargs)
         check_learnable("MoESFTTrainer", self.train_dataset, args)
         if args.expert_map is not None:
@@ -121,6 +124,19 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         super()._set_signature_columns_if_needed()
         if self._labels and COLUMN not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, COLUMN]
+
+
+def _check_template(model: Any, args: MoESFTConfig, given: Sequence[Any]) -> None:
+    """Raise where another tokenizer's chat template would leave a MoE-LoRA adapter that does not fit its base."""
+    if args.chat_template_path is None or not trains_adapter((model, *given)):
+        return
+    config = read_config(model, f"MoESFTTrainer: model={model!r}") if isinstance(model, str) else model.config
+    tokenizer = next((one for one in given if isinstance(one, PreTrainedTokenizerBase)), None)
+    if tokenizer is None:  # TRL's choice then
+        tokenizer = read_tokenizer(config.name_or_path, "MoESFTTrainer: processing_class=None")
+    change = changed_embeddings(args.chat_template_path, "MoESFTTrainer: chat_template_path", tokenizer, config)
+    if change is not None:
+        raise ValueError(change)
 
 
 def check_padding(caller: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:

@@ -42,11 +42,15 @@ class Evaluate(TrainerStage):
         return None if settings is None else load_harness(settings)
 
     @property
+    def _training(self) -> tuple[str, dict[str, Any]]:
+        """The stage that trains the result, and its own training arguments."""
+        name = "post_train" if self.recipe.facts.assembles else "prepare"
+        return name, getattr(self.recipe, name).sft
+
+    @property
     def template(self) -> tuple[str, str | None]:
         """That of the stage that trains the result."""
-        r = self.recipe
-        name = "post_train" if r.facts.assembles else "prepare"
-        own = getattr(r, name).sft
+        name, own = self._training
         if "chat_template_path" in own:
             return f"{name}.sft.chat_template_path", own["chat_template_path"]
         return super().template
@@ -59,7 +63,13 @@ class Evaluate(TrainerStage):
         return self.arguments(folder, **{"packing": False, "padding_free": False, **own})
 
     def arguments(self, folder: Path, **own: Any) -> SFTConfig:
-        return super().arguments(folder, **{"chat_template_path": self.template[1], **own})
+        return super().arguments(
+            folder, **{"chat_template_path": self.template[1], "eos_token": self._end_token, **own}
+        )
+
+    @property
+    def _end_token(self) -> str | None:
+        return {**self.sft, **self._training[1]}.get("eos_token")
 
     def check(self) -> None:
         _ = self.harness  # a wrong name should be known before the run
@@ -67,7 +77,7 @@ class Evaluate(TrainerStage):
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """
-        The tokenizer for tasks, with the chat template of the training.
+        The tokenizer for tasks, with the chat template and the end token of the training.
 
         Raises:
             ValueError: tasks go through a chat template, and it has none, or none of that name.
@@ -75,6 +85,7 @@ class Evaluate(TrainerStage):
         tokenizer, asked = self.context.tokenizer, self.recipe.evaluate.apply_chat_template
         field, path = self.template
         tokenizer.chat_template = chat_template(path, field) or tokenizer.chat_template
+        tokenizer.eos_token = self._end_token or tokenizer.eos_token
         if self.recipe.evaluate.tasks:
             check_template(tokenizer, asked, "evaluate.apply_chat_template", "set sft.chat_template_path")
         return tokenizer

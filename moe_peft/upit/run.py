@@ -11,12 +11,12 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..loading import chat_template
+from ..loading import changed_embeddings, chat_template
 from ..reading import check_weights
 from ..training.data import load_data
 from ..training.rows import check_rows
 from . import hashing
-from .inputs import load_tokenizer
+from .inputs import load_config, load_tokenizer
 from .recipe import Recipe
 
 
@@ -102,12 +102,16 @@ class RunContext:
             templates: what names the stages' chat templates, each with its field.
 
         Raises:
-            ValueError: a row of the data cannot be used, or the base has no tokenizer for it.
+            ValueError: a row of the data cannot be used, or the base has no tokenizer for it; or a template is one with
+                which an adapter would not fit the base.
         """
         tokenizer = self.tokenizer
         for path, field_name in templates.items():
             template = partial(chat_template, path, field_name)
             template()  # the trainer reads it, whatever the data are
+            change = changed_embeddings(path, field_name, tokenizer, load_config(self.recipe.model))
+            if change is not None and self.recipe.mode == "lora":
+                raise ValueError(change)
             for name, data in (("data.train", self.train_data), ("data.eval", self.eval_data)):
                 if data is not None:
                     check_rows(data, name, tokenizer, self.recipe.data.label_column, template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -70,6 +71,8 @@ def test_good_rows(rows, tokenizer):
         ([{"chosen": "w3", "rejected": ""}], "row 0: rejected='': must not be empty"),
         ([{"prompt": "w3", "chosen": None, "rejected": "w4"}], "row 0: chosen=None"),
         ([{**PAIR, "domain": "a"}, {**PAIR, "domain": None}], "row 1: domain=None: must be a label"),
+        ([{**PAIR, "domain": 1.0}, {**PAIR, "domain": math.nan}], "row 1: domain=nan: must be a label"),
+        ([{**PAIR, "domain": -math.inf}], "row 0: domain=-inf: must be a label"),
         ([{**PAIR, "domain": ["a"]}], r"row 0: domain=\['a'\]: must be a label"),
         ([{**PAIR, "domain": {"a": "b"}}], "row 0: domain=.*: must be a label"),
     ],
@@ -113,6 +116,30 @@ def test_a_file_that_is_no_data_set(name, content, words, tmp_path):
         load_data(str(tmp_path / name), "data.train", None)
     message = str(refused.value)
     assert type(refused.value) is ValueError and "\n" not in message and message.startswith("data.train=")
+
+
+@pytest.mark.parametrize("name", ["train[1].jsonl", "tr*n.jsonl", "train?.jsonl", "tr**.jsonl", "tr{a,b}.jsonl"])
+def test_a_file_is_what_its_name_says_and_no_pattern(name, tmp_path, monkeypatch):
+    for folder in (tmp_path, tmp_path / "a[b]"):
+        folder.mkdir(exist_ok=True)
+        for other in ("train1.jsonl", "train.jsonl", name):
+            (folder / other).write_text(json.dumps({"text": f"{folder} {other}"}))
+        assert list(load_data(str(folder / name), "data.train", None)["text"]) == [f"{folder} {name}"]
+    monkeypatch.chdir(tmp_path / "a[b]")
+    assert list(load_data(name, "data.train", None)["text"]) == [f"{folder} {name}"]
+
+
+def test_a_folder_that_would_be_read_as_a_pattern(tmp_path, monkeypatch):
+    for folder in (tmp_path / "data1", tmp_path / "data[1]"):
+        folder.mkdir()
+        (folder / "train.jsonl").write_text(json.dumps({"text": folder.name}))
+    assert list(load_data(str(tmp_path / "data1"), "data.train", None)["text"]) == ["data1"]
+    monkeypatch.chdir(tmp_path / "data[1]")
+    for source in (str(tmp_path / "data[1]"), ".", {"path": str(tmp_path / "data[1]")}):
+        with pytest.raises(
+            ValueError, match=r"^data\.train=.*: a folder whose path has \*, \? or \[ is .*; rename it$"
+        ):
+            load_data(source, "data.train", None)
 
 
 def test_what_else_is_no_data_set(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import glob
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,12 +46,17 @@ def load_data(
         suffix = Path(source).suffix
         if suffix not in _FORMATS and Path(source).is_file():
             raise ValueError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
-        arguments = {"path": _FORMATS[suffix], "data_files": source} if suffix in _FORMATS else {"path": source}
+        # `load_dataset` reads names of files as patterns; relative ones with the folder that they are in.
+        file = glob.escape(os.path.abspath(source))
+        arguments = {"path": _FORMATS[suffix], "data_files": file} if suffix in _FORMATS else {"path": source}
         if suffix in _FORMATS and not Path(source).is_file():
             raise ValueError(f"{field}={source!r}: no such file")
     else:
         arguments = dict(source)
     arguments = {"split": split, **arguments}
+    folder = str(arguments.get("path"))
+    if os.path.isdir(folder) and glob.has_magic(os.path.abspath(folder)):
+        raise ValueError(f"{field}={source!r}: a folder whose path has *, ? or [ is read as a pattern; rename it")
     if arguments.get("streaming"):
         raise ValueError(f"{field}.streaming=True: rows are counted and checked before training; leave it out")
     if arguments.get("trust_remote_code"):

@@ -16,7 +16,7 @@ import yaml
 from conftest import tiny_llama
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftConfig, get_peft_model
-from safetensors.torch import load_file
+from training_case import ADAPTER, MAPS, MASKS, SETTINGS, make_case, run, weights
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from upit_case import rows
 
@@ -28,33 +28,11 @@ from moe_peft.models.view import adapter_layers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training import MoESFTConfig, MoESFTTrainer
 
-ADAPTER = {"num_experts": 6, "top_k": 2, "r": 4, "lora_alpha": 8}
-SETTINGS = {
-    "per_device_train_batch_size": 4, "learning_rate": 5e-3, "max_steps": 6, "bf16": False, "use_cpu": True,
-    "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True, "save_steps": 3, "logging_steps": 1,
-}  # fmt: skip
-MASKS = {"a": [1, 1, 0, 0, 0, 0], "b": [0, 0, 1, 1, 0, 0], "c": [0, 0, 0, 0, 1, 1]}
-MAPS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
-
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tokenizer):
     """Base model, data, and the settings of a run."""
-    folder = tmp_path_factory.mktemp("case")
-    tiny_llama(vocab=128).save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows(24))))
-    pairs = [{"prompt": f"w{i + 3}", "chosen": f" w{i + 4} w5", "rejected": f" w{i + 9} w7"} for i in range(12)]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    return {
-        "model_name_or_path": str(folder / "base"), "dataset_name": str(folder / "train.jsonl"), **ADAPTER, **SETTINGS
-    }  # fmt: skip
-
-
-def run(command: str, folder: Path, settings: dict, *flags: str) -> Path:
-    (folder / "run.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "out"), **settings}, sort_keys=False))
-    main([command, "--config", str(folder / "run.yaml"), *flags])
-    return folder / "out"
+    return make_case(tmp_path_factory.mktemp("case"), tokenizer)
 
 
 def refused(command: str, folder: Path, settings: dict, *flags: str, capsys: pytest.CaptureFixture) -> str:
@@ -64,10 +42,6 @@ def refused(command: str, folder: Path, settings: dict, *flags: str, capsys: pyt
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and not (folder / "out").exists()
     return lines[0]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("quiet", [True, False])

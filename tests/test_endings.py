@@ -16,7 +16,7 @@ import pytest
 import yaml
 from accelerate import PartialState
 from filelock import FileLock
-from upit_case import contents, make_case, run
+from upit_case import contents, make_case, run, run_as_two_processes
 from warm import run_module
 
 from moe_peft import folders
@@ -141,6 +141,22 @@ def test_one_run_per_folder(case, finished):
     (finished / "out" / ".lock").touch()  # of a process that died
     run(case[0], finished)
     assert not (finished / "out" / ".lock").exists()
+
+
+def test_what_the_first_process_refuses_ends_the_others(case, tmp_path):
+    """It alone looks at the folder that it writes; they would wait for it."""
+    sft = {**case[0]["sft"], "ddp_timeout": 30}
+    (tmp_path / "held").mkdir()
+    (tmp_path / "other" / "prepare").mkdir(parents=True)
+    (tmp_path / "other" / "prepare" / "mine.txt").write_text("mine")
+    training = {"per_device_train_batch_size": 4, "max_steps": 2, "bf16": False, "report_to": "none", "num_experts": 2}
+    training |= {"model_name_or_path": case[0]["model"]["name_or_path"], "dataset_name": case[0]["data"]["train"]}
+    with FileLock(tmp_path / "held" / ".lock"):
+        run_as_two_processes({**case[0], "sft": sft, "output_dir": str(tmp_path / "held")}, tmp_path, code=2)
+        training |= {"output_dir": str(tmp_path / "held"), "use_cpu": True, "ddp_timeout": 30}
+        run_as_two_processes(training, tmp_path, "sft", code=2)
+    run_as_two_processes({**case[0], "sft": sft, "output_dir": str(tmp_path / "other")}, tmp_path, code=2)
+    assert [path.name for path in (tmp_path / "other").rglob("*")] == ["prepare", "mine.txt"]
 
 
 @pytest.mark.parametrize("name", ["upit", "sft", "upcycle", "eval"])

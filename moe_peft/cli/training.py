@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
 from ..reading import reading
-from ..sharding import leave_processes
+from ..sharding import in_first_process, leave_processes
 from ..training.arguments import check_answers, check_launched, check_packages, save_whole
 from ..training.continuing import claim
 from ..training.data import PREFERENCES, SUPERVISED, load_data
@@ -82,9 +82,9 @@ def train_or_plan(options: Options, trainer: Any) -> None:
             f"stages={[args.training_stage for args in found]}: DeepSpeed prepares a model for one training; use DDP, "
             "FSDP2, or one run for each with training_stage"
         )
-    if options.training.push_to_hub and PartialState().is_main_process:
+    if options.training.push_to_hub:
         with reading("push_to_hub=True", "log in (hf auth login), or push the result later (hf upload)"):
-            HfApi(token=options.training.hub_token).whoami()
+            in_first_process(HfApi(token=options.training.hub_token).whoami)
     tokenizer = _tokenizer(options)
     for args in found:
         chat_template(getattr(args, "chat_template_path", None), "chat_template_path")  # the trainer reads it
@@ -96,7 +96,8 @@ def train_or_plan(options: Options, trainer: Any) -> None:
         raise ValueError(f"{what}: is the model's folder, which the result would overwrite; choose another")
     model = load_model(options)
     config = adapter_config(options, model)
-    with held(output_dir, what) if PartialState().is_main_process else nullcontext():
+    with ExitStack() as stack:
+        in_first_process(lambda: stack.enter_context(held(output_dir, what)))
         _train(options, trainer, found, model, config, tokenizer, data, held_out)
     leave_processes()
 

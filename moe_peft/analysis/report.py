@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..checks import FOLDER, check, is_a, one_of
 from ..folders import held
+from ..reading import read_object
 from .figures import (
     MOST_PANELS,
     SUFFIXES,
@@ -137,7 +140,8 @@ def write_load_over_time(
     suffix: str = ".png",
 ) -> None:
     """
-    Write `load.json` and the figure `load`: the experts' shares of assignments during training.
+    Write `load.json` and the figure `load`: the experts' shares of assignments during training. They replace those that
+    are there when both are whole.
 
     Args:
         steps: the steps.
@@ -148,5 +152,18 @@ def write_load_over_time(
     """
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {"steps": list(steps), "loads": list(loads), "warnings": list(verdicts)}
-    (folder / "load.json").write_text(json.dumps(numbers) + "\n")
-    plot_load_over_time(steps, loads, folder / f"load{suffix}")
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+        Path(partial, "load.json").write_text(json.dumps(numbers) + "\n")
+        plot_load_over_time(steps, loads, Path(partial, f"load{suffix}"))
+        for name in ("load.json", f"load{suffix}"):
+            Path(partial, name).replace(folder / name)
+
+
+def read_load_over_time(folder: Path, until: int) -> tuple[list[int], list[list[float]], list[list[str]]]:
+    """The steps up to `until`, loads and verdicts that `write_load_over_time` wrote; none if it did not."""
+    with suppress(ValueError, KeyError, TypeError):
+        numbers = read_object(folder / "load.json")
+        found = list(zip(numbers["steps"], numbers["loads"], numbers["warnings"], strict=True))
+        steps, loads, verdicts = zip(*(point for point in found if point[0] <= until), strict=True)
+        return list(steps), list(loads), list(verdicts)
+    return [], [], []

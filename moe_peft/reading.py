@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
 import yaml
 from safetensors import safe_open
 
-from .messages import one_line
+from .messages import one_line, out_of_memory
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt")
@@ -43,9 +42,9 @@ def reading(what: object, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if out_of_memory(error):
+            raise
         text = one_line(error, 160)
         if not isinstance(error, (OSError, ValueError)) or not text:
             text = f"{type(error).__name__}: {text}".rstrip(": ")

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate import PartialState
 from filelock import FileLock
@@ -22,6 +23,7 @@ from warm import run_module
 from moe_peft import folders
 from moe_peft.cli import main
 from moe_peft.cli.ending import ends_in_one_line
+from moe_peft.reading import reading
 from moe_peft.sharding import leave_processes
 from moe_peft.training.whole import WHOLE, mark_whole, whole_checkpoints
 
@@ -120,6 +122,39 @@ def test_other_endings(error, code, line, capsys):
     with pytest.raises(SystemExit) as end, ends_in_one_line("upcycle"):
         raise error
     assert end.value.code == code and one_line(capsys.readouterr().err, "error: ").startswith(line)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried …"),
+        RuntimeError("No executable batch size found, reached zero."),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("sft", "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew; with more "
+                "memory, --resume_from_checkpoint true goes on from the last checkpoint"),
+        ("upit", "lower sft.per_device_train_batch_size or sft.max_length, or set model.quantization, and start anew; "
+                 "with more memory, the same command goes on from the last checkpoint"),
+        ("inspect", "lower --batch-size or --max-length; nothing half-written is left"),
+        ("upcycle", "use a machine with more; nothing half-written is left"),
+    ],
+)  # fmt: skip
+def test_a_lack_of_memory(error, command, line, capsys):
+    with pytest.raises(SystemExit) as end, ends_in_one_line(command), reading("a file", "download it again"):
+        raise error
+    assert end.value.code == 1 and capsys.readouterr().err == f"error: out of memory; {line}\n"
+
+
+def test_no_memory_for_a_tensor(capsys):
+    with pytest.raises(SystemExit) as end, ends_in_one_line("prune"):
+        torch.empty(2**50, dtype=torch.float64)
+    assert end.value.code == 1 and capsys.readouterr().err.startswith("error: out of memory; lower --batch-size")
 
 
 def test_a_fault_of_ours_keeps_its_traceback():

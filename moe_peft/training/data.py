@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import glob
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..reading import reading
 # Columns of the formats that TRL's trainers take.
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
 PREFERENCES = ({"chosen", "rejected"},)
+MOST_DOMAINS = 1000  # that are evaluated one by one; more are no domains
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -95,6 +97,24 @@ def check_label_column(column: str | None, caller: str) -> None:
         )
 
 
+def check_domains(dataset: Dataset, column: str | None, caller: str = "") -> None:
+    """
+    Raises:
+        ValueError: the column has so many values that they are no domains.
+    """
+    count = 0 if column is None else len(dataset.unique(column))
+    if count > MOST_DOMAINS:
+        raise ValueError(f"{caller}label_column={column!r}: {count} values; name a column of domains")
+
+
+def rows_of_labels(labels: Iterable[Any]) -> dict[Any, list[int]]:
+    """Label → its rows, in the order of the labels as text."""
+    found = defaultdict(list)
+    for i, label in enumerate(labels):
+        found[label].append(i)
+    return {label: found[label] for label in sorted(found, key=str)}
+
+
 def _load(arguments: dict[str, Any]) -> Any:
     try:
         return load_dataset(**arguments)
@@ -126,11 +146,9 @@ def drawn(dataset: Dataset, count: int, seed: int) -> Dataset:
 def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> Dataset:
     """`epochs` passes over the data, label by label and shuffled within each label."""
     generator = torch.Generator().manual_seed(seed)
-    labels = dataset[label_column]
     order: list[int] = []
     seen = 0
-    for label in sorted(set(labels), key=str):
-        own = [i for i, other in enumerate(labels) if other == label]
+    for own in rows_of_labels(dataset[label_column]).values():
         seen += len(own)
         wanted = round(epochs * seen) - len(order)  # so that labels of few rows have their share all together
         shuffled: list[int] = []

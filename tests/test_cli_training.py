@@ -265,6 +265,48 @@ def test_what_is_wrong_is_said_in_one_line(own, message, case, tmp_path, capsys)
     assert message in refused("sft", tmp_path, {**case, **own}, capsys=capsys)
 
 
+@pytest.mark.parametrize("plan", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"label_column": "no", "expert_map": MAPS}, "stages.rest.label_column='no': dataset_name has only ['prompt'"),
+        ({"label_column": "text", "expert_map": MAPS}, "stages.rest.label_column='text': trainers add the token"),
+        ({"label_column": "domain", "expert_map": {"a": [0], "b": [1]}},
+         "stages.rest: MoESFTTrainer: expert_map: no experts for the labels ['c'] of the train dataset"),
+        ({"label_column": "domain", "expert_map": {**MAPS, "c": [9]}},
+         "stages.rest: MoESFTTrainer: expert_map: 'c': [9]: name experts from 0 to 5"),
+        ({"label_column": "domain", "expert_map": {**MAPS, "c": [5]}, "router_label_mask": True},
+         "stages.rest: MoESFTTrainer: router_label_mask=True: 'c' has 1 of the experts, a token gets top_k=2"),
+    ],
+)  # fmt: skip
+def test_a_later_stage_is_checked_before_the_first_one_trains(own, message, plan, case, tmp_path, capsys):
+    settings = {**case, "stages": {"joint": None, "rest": own}}
+    assert message in refused("sft", tmp_path, settings, *plan, capsys=capsys)
+
+
+def test_a_later_stage_of_routers_without_parameters(case, tmp_path, capsys):
+    settings = {**case, "router_type": "hash", "label_column": "domain", "expert_map": MAPS}
+    settings |= {"router_aux_loss_coef": 0.0, "router_label_loss_coef": 0.0}
+    routers = {"router_z_loss_coef": 0.1}
+    message = "stages.routers: MoESFTConfig: training_stage='routers': these routers have no parameters; use 'joint'"
+    found = refused("sft", tmp_path, {**settings, "stages": {"rest": None, "routers": routers}}, capsys=capsys)
+    assert message in found
+
+
+def test_a_checkpoint_is_of_one_stage(case, tmp_path, capsys):
+    settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}
+    flags = ("--stages", "routers", "rest", "--resume_from_checkpoint", str(tmp_path / "out/routers/checkpoint-3"))
+    message = "checkpoint-3': is of one of the stages; use true, or stages.<name>.resume_from_checkpoint"
+    assert message in refused("sft", tmp_path, settings, *flags, capsys=capsys)
+    whole = weights(run("sft", tmp_path, {**settings, "stages": ["routers", "rest"]}))
+    (tmp_path / "again").mkdir()
+    own = {"routers": {"resume_from_checkpoint": flags[-1]}, "rest": None}
+    again = weights(run("sft", tmp_path / "again", {**settings, "stages": own}))
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+    log = json.loads((tmp_path / "again/out/routers/checkpoint-6/trainer_state.json").read_text())["log_history"]
+    assert log[0]["step"] == 1  # of the checkpoint
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--num_expert", "4"], "--num_expert: unknown key; did you mean '--num_experts'?"),
     (["--learning_rat", "1"], "--learning_rat: unknown key; did you mean '--learning_rate'?"),

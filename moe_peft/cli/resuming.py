@@ -18,6 +18,8 @@ from ..reading import opened, read_object, reading
 from ..training.whole import numbered_checkpoints
 
 logger = logging.getLogger("moe_peft")
+_NO_CHECKPOINT = ("none", "false", "0")
+NO_PATH = ("true", "1", *_NO_CHECKPOINT)
 
 
 def found_checkpoint(args: Any) -> Path | None:
@@ -28,9 +30,9 @@ def found_checkpoint(args: Any) -> Path | None:
         ValueError: it is not whole, or none is.
     """
     given, refused = str(args.resume_from_checkpoint), None
-    if given.lower() in ("none", "false", "0"):
+    if given.lower() in _NO_CHECKPOINT:
         return None
-    if given.lower() not in ("true", "1"):
+    if given.lower() not in NO_PATH:
         _check_checkpoint(Path(given))
         return Path(given)
     for folder in reversed(numbered_checkpoints(Path(args.output_dir)).values()):

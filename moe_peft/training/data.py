@@ -75,14 +75,26 @@ def load_data(
     if not any(columns <= set(dataset.column_names) for columns in formats):
         needed = "messages, prompt and completion, or text" if formats is SUPERVISED else "chosen and rejected"
         raise ValueError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
-    check_label_column(label_column, "")
-    if label_column is not None and label_column not in dataset.column_names:
-        raise ValueError(f"label_column={label_column!r}: {field} has only {dataset.column_names}")
+    check_has_labels(dataset, label_column, field)
     # As TRL does later, but checks and plans read rows before.
     if maybe_convert_to_chatml(copy.deepcopy(dataset[0])) != dataset[0]:
         removed = [name for name in ("conversations",) if name in dataset.column_names]
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns=removed, desc="Converting to messages")
     return dataset
+
+
+def check_has_labels(dataset: Dataset, column: str | None, field: str, path: str = "") -> None:
+    """
+    Args:
+        field: the field that names the data, for messages.
+        path: the section of `label_column`, with a dot.
+
+    Raises:
+        ValueError: there is no such column, or labels are read from it in vain.
+    """
+    check_label_column(column, path)
+    if column is not None and column not in dataset.column_names:
+        raise ValueError(f"{path}label_column={column!r}: {field} has only {dataset.column_names}")
 
 
 def check_label_column(column: str | None, caller: str) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_NO_MEMORY = (
+    "outofmemory", "out of memory", "allocate memory", "alloc_failed", "bad_alloc", "no executable batch size found"
+)  # fmt: skip
+
 
 def one_line(error: object, limit: int = 200) -> str:
     """
@@ -19,6 +23,13 @@ def one_line(error: object, limit: int = 200) -> str:
     if end > 0:
         return f"{text[:end]} …"
     return "…" if "://" in text.split()[0] else f"{text[: limit - 1]}…"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left: Python's, torch's on any device, or accelerate's."""
+    if not isinstance(error, (RuntimeError, OSError)):
+        return isinstance(error, MemoryError)
+    return any(text in f"{type(error).__name__} {error}".lower() for text in _NO_MEMORY)
 
 
 def one_of(field: str, value: object, names: Iterable[str]) -> str:

@@ -15,16 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
 import yaml
 from safetensors import safe_open
 
-from .messages import one_line
+from .messages import one_line, out_of_memory
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt")
 _LARGEST_TEXT = 256 * 2**20  # bytes; tokenizers have tens of MiB
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _LARGEST_YAML = 100_000  # values, each as often as aliases repeat it
 
 
@@ -42,9 +42,9 @@ def reading(what: object, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
+        if out_of_memory(error):
+            raise
         text = one_line(error, 160)
         if not isinstance(error, (OSError, ValueError)) or not text:
             text = f"{type(error).__name__}: {text}".rstrip(": ")
@@ -100,13 +100,14 @@ def read_object(path: str | os.PathLike) -> dict[str, Any]:
 
 class YamlLoader(yaml.SafeLoader):
     """
-    Refuses keys that occur twice, of which YAML would silently take the last one, and numbers like 1:30, which it would
-    silently read in base 60. Reads numbers as YAML 1.2 does, which takes `1e-4` for one, too.
+    Refuses keys that occur twice, of which YAML would silently take the last one, and numbers like 1:30 and 010, which
+    it would silently read in base 60 and 8. Reads numbers as YAML 1.2 does, which takes `1e-4` for one, too.
     """
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        if node.tag in _NUMBERS and ":" in node.value:
-            message = f"{node.value!r} is a number in base 60; write it in base 10, or in quotes"
+        if node.tag in _NUMBERS and (":" in node.value or _OCTAL.fullmatch(node.value)):
+            base = 60 if ":" in node.value else 8
+            message = f"{node.value!r} is a number in base {base}; write it in base 10, or in quotes"
             raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
         return super().construct_object(node, deep)
 

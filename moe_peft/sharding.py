@@ -1,17 +1,18 @@
 """
 Parameters that are divided among processes: by DeepSpeed's ZeRO-3 in a model that no trainer has prepared yet, and the
-values and gradients that an optimizer of ZeRO's works with. And how to leave the processes.
+values and gradients that an optimizer of ZeRO's works with. And how processes agree, and how to leave them.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -144,6 +145,27 @@ class ZeROAccess(Access):
         from deepspeed.utils import safe_set_full_grad
 
         safe_set_full_grad(parameter, grad)
+
+
+def in_first_process(act: Callable[[], Any]) -> None:
+    """
+    Do something in the first process alone. All must call this: what the first one refuses ends the others, too, which
+    would wait for it.
+
+    Raises:
+        ValueError: what the first process raised; there, that itself.
+    """
+    refused: Exception | None = None
+    if PartialState().is_main_process:
+        try:
+            act()
+        except Exception as error:
+            refused = error
+    told = broadcast_object_list([None if refused is None else str(refused)])
+    if refused is not None:
+        raise refused
+    if told[0] is not None:
+        raise ValueError(told[0])
 
 
 def leave_processes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from test_trainer import EXPERTS, arguments, make_model
 from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
-from moe_peft.analysis import TOKEN_CLASSES, classify_tokens, record_routing
+from moe_peft.analysis import TOKEN_CLASSES, classify_tokens, record_routing, report
 from moe_peft.analysis.callback import LoadCallback
 from moe_peft.analysis.figures import plot_compliance, plot_expert_scores, plot_load_over_time, plot_shares
 from moe_peft.analysis.html import busiest, shares_section
@@ -208,6 +209,33 @@ def test_load_over_a_training(own, tokenizer, tmp_path):
     assert all(sum(load) == pytest.approx(1) and len(load) == 6 for load in numbers["loads"])
     assert numbers["loads"][0] != numbers["loads"][1]
     assert (tmp_path / "load" / "load.png").exists()
+
+
+def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_path, monkeypatch):
+    def train(steps, **own):
+        trainer = SFTTrainer(
+            model=make_model(),
+            args=arguments(tmp_path, SFTConfig, max_steps=steps, save_strategy="steps", save_steps=4),
+            train_dataset=Dataset.from_list(rows(24)),
+            processing_class=tokenizer,
+            callbacks=[LoadCallback(tmp_path / "load", every=2)],
+        )
+        trainer.train(**own)
+        return json.loads((tmp_path / "load" / "load.json").read_text())
+
+    first = train(6)  # as if killed after step 6; the last checkpoint is that of step 4
+    shutil.rmtree(tmp_path / "checkpoint-6", ignore_errors=True)
+    found = train(8, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert found["steps"] == [2, 4, 6, 8] and len(found["warnings"]) == 4
+    assert found["loads"][:2] == first["loads"][:2]
+    before = {path.name: path.read_bytes() for path in (tmp_path / "load").iterdir()}
+    monkeypatch.setattr(report, "plot_load_over_time", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(4)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "load").iterdir()} == before
+    monkeypatch.undo()
+    (tmp_path / "load" / "load.json").write_text('{"steps": [2]}')
+    assert train(6, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))["steps"] == [6]
 
 
 def test_load_over_a_training_is_that_of_the_training(tokenizer, tmp_path):

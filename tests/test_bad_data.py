@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
+from conftest import tiny_llama
 from datasets import Dataset
+from trl import SFTConfig
+from upit_case import make_case
 
-from moe_peft.training.data import PREFERENCES, load_data
+from moe_peft.analysis.loading import load_rows
+from moe_peft.training.data import PREFERENCES, load_data, rows_of_labels
 from moe_peft.training.rows import check_rows
+from moe_peft.upit import UpIT, recipe_from_dict
+from moe_peft.upit.evaluate import evaluate
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' and loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}"
@@ -70,6 +77,8 @@ def test_good_rows(rows, tokenizer):
         ([{"chosen": "w3", "rejected": ""}], "row 0: rejected='': must not be empty"),
         ([{"prompt": "w3", "chosen": None, "rejected": "w4"}], "row 0: chosen=None"),
         ([{**PAIR, "domain": "a"}, {**PAIR, "domain": None}], "row 1: domain=None: must be a label"),
+        ([{**PAIR, "domain": 1.0}, {**PAIR, "domain": math.nan}], "row 1: domain=nan: must be a label"),
+        ([{**PAIR, "domain": -math.inf}], "row 0: domain=-inf: must be a label"),
         ([{**PAIR, "domain": ["a"]}], r"row 0: domain=\['a'\]: must be a label"),
         ([{**PAIR, "domain": {"a": "b"}}], "row 0: domain=.*: must be a label"),
     ],
@@ -113,6 +122,52 @@ def test_a_file_that_is_no_data_set(name, content, words, tmp_path):
         load_data(str(tmp_path / name), "data.train", None)
     message = str(refused.value)
     assert type(refused.value) is ValueError and "\n" not in message and message.startswith("data.train=")
+
+
+@pytest.mark.parametrize("name", ["train[1].jsonl", "tr*n.jsonl", "train?.jsonl", "tr**.jsonl", "tr{a,b}.jsonl"])
+def test_a_file_is_what_its_name_says_and_no_pattern(name, tmp_path, monkeypatch):
+    for folder in (tmp_path, tmp_path / "a[b]"):
+        folder.mkdir(exist_ok=True)
+        for other in ("train1.jsonl", "train.jsonl", name):
+            (folder / other).write_text(json.dumps({"text": f"{folder} {other}"}))
+        assert list(load_data(str(folder / name), "data.train", None)["text"]) == [f"{folder} {name}"]
+    monkeypatch.chdir(tmp_path / "a[b]")
+    assert list(load_data(name, "data.train", None)["text"]) == [f"{folder} {name}"]
+
+
+def test_a_folder_that_would_be_read_as_a_pattern(tmp_path, monkeypatch):
+    for folder in (tmp_path / "data1", tmp_path / "data[1]"):
+        folder.mkdir()
+        (folder / "train.jsonl").write_text(json.dumps({"text": folder.name}))
+    assert list(load_data(str(tmp_path / "data1"), "data.train", None)["text"]) == ["data1"]
+    monkeypatch.chdir(tmp_path / "data[1]")
+    for source in (str(tmp_path / "data[1]"), ".", {"path": str(tmp_path / "data[1]")}):
+        with pytest.raises(
+            ValueError, match=r"^data\.train=.*: a folder whose path has \*, \? or \[ is .*; rename it$"
+        ):
+            load_data(source, "data.train", None)
+
+
+def test_a_column_of_too_many_values_is_none_of_domains(tokenizer, tmp_path, capsys):
+    """The result would be as long as the data; and they were compared with each row."""
+    case = make_case(tmp_path, tokenizer)
+    many = [{**PAIR, "domain": i} for i in range(1001)]
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, many)))
+    words = "label_column='domain': 1001 values; name a column of domains"
+    pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(tmp_path / "out")}))
+    with pytest.raises(ValueError, match=f"^data.eval: {words}$"):
+        pipeline.check(weights=False)
+    limits = {"batch_size": 8, "max_length": 64, "max_examples": None}
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        load_rows(tokenizer, str(tmp_path / "eval.jsonl"), "domain", "train", **limits)
+    with pytest.raises(ValueError, match=f"^evaluate: {words}$"):
+        evaluate(tiny_llama(), Dataset.from_list(many), SFTConfig(str(tmp_path), bf16=False), tokenizer, "domain")
+    assert len(load_rows(tokenizer, str(tmp_path / "eval.jsonl"), "domain", "train[1:]", **limits).data) == 1000
+
+
+def test_labels_are_gone_through_once():
+    assert rows_of_labels(iter([10, 9, 10, 2])) == {10: [0, 2], 2: [3], 9: [1]}
+    assert list(rows_of_labels(iter([10, 9, 10, 2]))) == [10, 2, 9]  # as text
 
 
 def test_what_else_is_no_data_set(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from eval_case import CHOICES, light, lighten_command, make_adapter, make_tasks  # noqa: F401  (a fixture)
+from filelock import FileLock
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm import programs
@@ -350,6 +351,21 @@ def test_files_go_into_the_folder_that_is_named_and_no_other_is_touched(folder, 
     evaluate(folder, out, *common, tasks="toy_a")
     assert {path.name for path in out.iterdir()} == {"results.json", "results.md", "experts.txt"}
     assert other.is_dir()
+
+
+@pytest.mark.parametrize("name", ["results.json", "results.md", "experts.svg"])
+def test_what_no_evaluation_wrote_is_refused_before_any_work_and_stays(name, tmp_path, capsys):
+    (tmp_path / name).write_text('{"scores": 1}')
+    with pytest.raises(SystemExit) as end:
+        main(["eval", "--model", str(tmp_path / "nowhere"), "--tasks", "toy_a", "--output", str(tmp_path)])
+    assert end.value.code == 2 and f"{name} is there already, and no report of ours; choose" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == '{"scores": 1}'
+
+
+def test_one_evaluation_per_folder(tmp_path, capsys):
+    with FileLock(tmp_path / ".lock"), pytest.raises(SystemExit):
+        main(["eval", "--model", str(tmp_path / "nowhere"), "--tasks", "toy_a", "--output", str(tmp_path)])
+    assert "another process is writing it; wait for it" in capsys.readouterr().err
 
 
 def test_without_the_harness_the_extra_is_named(folder, monkeypatch, capsys):

@@ -17,7 +17,7 @@ import yaml
 from conftest import tiny_llama
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftConfig, get_peft_model
-from safetensors.torch import load_file
+from training_case import ADAPTER, MAPS, MASKS, SETTINGS, make_case, run, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 from upit_case import rows
 
@@ -29,33 +29,11 @@ from moe_peft.models.view import adapter_layers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training import MoESFTConfig, MoESFTTrainer
 
-ADAPTER = {"num_experts": 6, "top_k": 2, "r": 4, "lora_alpha": 8}
-SETTINGS = {
-    "per_device_train_batch_size": 4, "learning_rate": 5e-3, "max_steps": 6, "bf16": False, "use_cpu": True,
-    "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True, "save_steps": 3, "logging_steps": 1,
-}  # fmt: skip
-MASKS = {"a": [1, 1, 0, 0, 0, 0], "b": [0, 0, 1, 1, 0, 0], "c": [0, 0, 0, 0, 1, 1]}
-MAPS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
-
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tokenizer):
     """Base model, data, and the settings of a run."""
-    folder = tmp_path_factory.mktemp("case")
-    tiny_llama(vocab=128).save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows(24))))
-    pairs = [{"prompt": f"w{i + 3}", "chosen": f" w{i + 4} w5", "rejected": f" w{i + 9} w7"} for i in range(12)]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    return {
-        "model_name_or_path": str(folder / "base"), "dataset_name": str(folder / "train.jsonl"), **ADAPTER, **SETTINGS
-    }  # fmt: skip
-
-
-def run(command: str, folder: Path, settings: dict, *flags: str) -> Path:
-    (folder / "run.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "out"), **settings}, sort_keys=False))
-    main([command, "--config", str(folder / "run.yaml"), *flags])
-    return folder / "out"
+    return make_case(tmp_path_factory.mktemp("case"), tokenizer)
 
 
 def refused(command: str, folder: Path, settings: dict, *flags: str, capsys: pytest.CaptureFixture) -> str:
@@ -65,10 +43,6 @@ def refused(command: str, folder: Path, settings: dict, *flags: str, capsys: pyt
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and not (folder / "out").exists()
     return lines[0]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -290,6 +264,48 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
 ])  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(own, message, case, tmp_path, capsys):
     assert message in refused("sft", tmp_path, {**case, **own}, capsys=capsys)
+
+
+@pytest.mark.parametrize("plan", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"label_column": "no", "expert_map": MAPS}, "stages.rest.label_column='no': dataset_name has only ['prompt'"),
+        ({"label_column": "text", "expert_map": MAPS}, "stages.rest.label_column='text': trainers add the token"),
+        ({"label_column": "domain", "expert_map": {"a": [0], "b": [1]}},
+         "stages.rest: MoESFTTrainer: expert_map: no experts for the labels ['c'] of the train dataset"),
+        ({"label_column": "domain", "expert_map": {**MAPS, "c": [9]}},
+         "stages.rest: MoESFTTrainer: expert_map: 'c': [9]: name experts from 0 to 5"),
+        ({"label_column": "domain", "expert_map": {**MAPS, "c": [5]}, "router_label_mask": True},
+         "stages.rest: MoESFTTrainer: router_label_mask=True: 'c' has 1 of the experts, a token gets top_k=2"),
+    ],
+)  # fmt: skip
+def test_a_later_stage_is_checked_before_the_first_one_trains(own, message, plan, case, tmp_path, capsys):
+    settings = {**case, "stages": {"joint": None, "rest": own}}
+    assert message in refused("sft", tmp_path, settings, *plan, capsys=capsys)
+
+
+def test_a_later_stage_of_routers_without_parameters(case, tmp_path, capsys):
+    settings = {**case, "router_type": "hash", "label_column": "domain", "expert_map": MAPS}
+    settings |= {"router_aux_loss_coef": 0.0, "router_label_loss_coef": 0.0}
+    routers = {"router_z_loss_coef": 0.1}
+    message = "stages.routers: MoESFTConfig: training_stage='routers': these routers have no parameters; use 'joint'"
+    found = refused("sft", tmp_path, {**settings, "stages": {"rest": None, "routers": routers}}, capsys=capsys)
+    assert message in found
+
+
+def test_a_checkpoint_is_of_one_stage(case, tmp_path, capsys):
+    settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}
+    flags = ("--stages", "routers", "rest", "--resume_from_checkpoint", str(tmp_path / "out/routers/checkpoint-3"))
+    message = "checkpoint-3': is of one of the stages; use true, or stages.<name>.resume_from_checkpoint"
+    assert message in refused("sft", tmp_path, settings, *flags, capsys=capsys)
+    whole = weights(run("sft", tmp_path, {**settings, "stages": ["routers", "rest"]}))
+    (tmp_path / "again").mkdir()
+    own = {"routers": {"resume_from_checkpoint": flags[-1]}, "rest": None}
+    again = weights(run("sft", tmp_path / "again", {**settings, "stages": own}))
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+    log = json.loads((tmp_path / "again/out/routers/checkpoint-6/trainer_state.json").read_text())["log_history"]
+    assert log[0]["step"] == 1  # of the checkpoint
 
 
 @pytest.mark.parametrize("flags, message", [

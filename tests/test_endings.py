@@ -14,15 +14,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate import PartialState
 from filelock import FileLock
-from upit_case import contents, make_case, run
+from upit_case import contents, make_case, run, run_as_two_processes
 from warm import run_module
 
 from moe_peft import folders
 from moe_peft.cli import main
 from moe_peft.cli.ending import ends_in_one_line
+from moe_peft.reading import reading
 from moe_peft.sharding import leave_processes
 from moe_peft.training.whole import WHOLE, mark_whole, remove_from, whole_checkpoints
 
@@ -123,6 +125,39 @@ def test_other_endings(error, code, line, capsys):
     assert end.value.code == code and one_line(capsys.readouterr().err, "error: ").startswith(line)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried …"),
+        RuntimeError("No executable batch size found, reached zero."),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("sft", "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew; with more "
+                "memory, --resume_from_checkpoint true goes on from the last checkpoint"),
+        ("upit", "lower sft.per_device_train_batch_size or sft.max_length, or set model.quantization, and start anew; "
+                 "with more memory, the same command goes on from the last checkpoint"),
+        ("inspect", "lower --batch-size or --max-length; nothing half-written is left"),
+        ("upcycle", "use a machine with more; nothing half-written is left"),
+    ],
+)  # fmt: skip
+def test_a_lack_of_memory(error, command, line, capsys):
+    with pytest.raises(SystemExit) as end, ends_in_one_line(command), reading("a file", "download it again"):
+        raise error
+    assert end.value.code == 1 and capsys.readouterr().err == f"error: out of memory; {line}\n"
+
+
+def test_no_memory_for_a_tensor(capsys):
+    with pytest.raises(SystemExit) as end, ends_in_one_line("prune"):
+        torch.empty(2**50, dtype=torch.float64)
+    assert end.value.code == 1 and capsys.readouterr().err.startswith("error: out of memory; lower --batch-size")
+
+
 def test_a_fault_of_ours_keeps_its_traceback():
     with pytest.raises(RuntimeError), ends_in_one_line("upcycle"):
         raise RuntimeError("fault")
@@ -142,6 +177,22 @@ def test_one_run_per_folder(case, finished):
     (finished / "out" / ".lock").touch()  # of a process that died
     run(case[0], finished)
     assert not (finished / "out" / ".lock").exists()
+
+
+def test_what_the_first_process_refuses_ends_the_others(case, tmp_path):
+    """It alone looks at the folder that it writes; they would wait for it."""
+    sft = {**case[0]["sft"], "ddp_timeout": 30}
+    (tmp_path / "held").mkdir()
+    (tmp_path / "other" / "prepare").mkdir(parents=True)
+    (tmp_path / "other" / "prepare" / "mine.txt").write_text("mine")
+    training = {"per_device_train_batch_size": 4, "max_steps": 2, "bf16": False, "report_to": "none", "num_experts": 2}
+    training |= {"model_name_or_path": case[0]["model"]["name_or_path"], "dataset_name": case[0]["data"]["train"]}
+    with FileLock(tmp_path / "held" / ".lock"):
+        run_as_two_processes({**case[0], "sft": sft, "output_dir": str(tmp_path / "held")}, tmp_path, code=2)
+        training |= {"output_dir": str(tmp_path / "held"), "use_cpu": True, "ddp_timeout": 30}
+        run_as_two_processes(training, tmp_path, "sft", code=2)
+    run_as_two_processes({**case[0], "sft": sft, "output_dir": str(tmp_path / "other")}, tmp_path, code=2)
+    assert [path.name for path in (tmp_path / "other").rglob("*")] == ["prepare", "mine.txt"]
 
 
 @pytest.mark.parametrize("name", ["upit", "sft", "upcycle", "eval"])

@@ -13,12 +13,13 @@ import pytest
 import torch
 from conftest import tiny_llama
 from datasets import Dataset
+from filelock import FileLock
 from test_steering import KINDS, N, ids, make
 from test_trainer import EXPERTS, arguments, make_model
 from trl import SFTConfig, SFTTrainer
 from upit_case import rows
 
-from moe_peft.analysis import LoadCallback, RoutingStatistics, figures, record_routing
+from moe_peft.analysis import LoadCallback, RoutingStatistics, figures, record_routing, report
 from moe_peft.analysis.html import Section, load_section, write_page
 from moe_peft.analysis.report import write_report
 from moe_peft.cli import main
@@ -222,6 +223,46 @@ def inspect(folder, *options, expert_map=EXPERTS):
     command += ["--output", folder / "report", "--expert-map", json.dumps(expert_map), *options]
     main(list(map(str, command)))
     return json.loads((folder / "report" / "routing.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["report.html", "load.csv", "compliance.pdf", "routing.json"])
+def test_what_no_report_wrote_is_refused_before_any_work_and_stays(name, tmp_path, capsys):
+    (tmp_path / name).write_text('{"shares": "mine"}')
+    with pytest.raises(SystemExit) as end:
+        main(["inspect", "--model", str(tmp_path / "nowhere"), "--data", "none.jsonl", "--output", str(tmp_path)])
+    assert end.value.code == 2
+    line = f"inspect: output_dir={str(tmp_path)!r}: {tmp_path / name} is there already, and no report of ours; choose"
+    assert line in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"write_report: folder=.* is there already, and no report of ours; choose"):
+        write_report(two_domains(), tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: '{"shares": "mine"}'}
+
+
+def test_a_report_is_replaced_when_the_next_one_is_whole(folder, monkeypatch):
+    inspect(folder, "--html", "--max-examples", "4")
+    (folder / "report" / "notes.txt").write_text("mine")
+    (folder / "report" / ".report.partial").mkdir()  # of a run that was killed
+    before = {path.name: path.read_bytes() for path in (folder / "report").iterdir() if path.is_file()}
+    with monkeypatch.context() as patched:
+        patched.setattr(report, "plot_compliance", raising(KeyboardInterrupt))
+        with pytest.raises(SystemExit):
+            inspect(folder, "--figures", "pdf", "--max-examples", "4")
+    assert {path.name: path.read_bytes() for path in (folder / "report").iterdir()} == before
+    with FileLock(folder / "report" / ".lock"), pytest.raises(SystemExit):
+        inspect(folder, "--max-examples", "4")
+    inspect(folder, "--figures", "pdf", "--max-examples", "4")
+    names = {path.name for path in (folder / "report").iterdir()}
+    assert names == {
+        "notes.txt", "routing.json", "load.csv", "compliance.csv", "load.pdf", "coactivation.pdf", "token_classes.pdf",
+        "compliance.pdf",
+    }  # fmt: skip
+
+
+def raising(error: type[BaseException]):
+    def function(*args, **kwargs):
+        raise error
+
+    return function
 
 
 def test_names_are_printed_as_they_are(folder, capsys, tmp_path):

@@ -78,24 +78,28 @@ def run(case: dict[str, Any], folder: Path, redo: bool = False, **settings: Any)
     return pipeline
 
 
-def run_as_two_processes(settings: dict[str, Any], folder: Path) -> None:
-    """Run the recipe by the command line in two processes over gloo, that are told what torch's launcher tells them."""
+def run_as_two_processes(settings: dict[str, Any], folder: Path, command: str = "upit", code: int = 0) -> None:
+    """
+    Run the recipe by the command line in two processes over gloo, that are told what torch's launcher tells them. Both
+    end with the code.
+    """
     (folder / "two.yaml").write_text(yaml.safe_dump(settings))
-    processes = [start(_run_rank, rank, folder) for rank in range(2)]
+    (folder / "meeting").unlink(missing_ok=True)
+    processes = [start(_run_rank, rank, folder, command) for rank in range(2)]
     for process in processes:
         process.join(300)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    assert codes == [0, 0]
+    assert codes == [code, code]
 
 
-def _run_rank(rank: int, folder: Path) -> None:
+def _run_rank(rank: int, folder: Path, command: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate wants them; they are not used
     # A file to meet at: a port that is free now may be another's a moment later.
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
-    main(["upit", "--config", str(folder / "two.yaml")])
+    main([command, "--config", str(folder / "two.yaml")])
 
 
 # --- a process that kills itself ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ..checks import COUNT, FOLDER, check, one_of
 from ..routing.statistics import verdict_line
 from .figures import SUFFIXES
 from .record import record_routing
-from .report import write_load_over_time
+from .report import read_load_over_time, write_load_over_time
 
 logger = logging.getLogger("moe_peft")
 
@@ -22,7 +22,8 @@ class LoadCallback(TrainerCallback):
     """
     Plots the load of the experts during training with any `Trainer`: `load.png`, and `load.json` with the numbers,
     written at each save and at the end. Where the load of a layer is not healthy, it warns and says what to try, once
-    for the same layers; see `moe_peft.routing.load_verdicts`.
+    for the same layers; see `moe_peft.routing.load_verdicts`. A training that resumes goes on from the numbers that are
+    there.
 
     Args:
         output_dir: the folder for the files.
@@ -48,7 +49,8 @@ class LoadCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._recording.close()  # of a training that ended with an error
-        self.steps, self.loads, self.verdicts = [], [], []
+        done = getattr(state, "global_step", 0)
+        self.steps, self.loads, self.verdicts = read_load_over_time(self.output_dir, done) if done else ([], [], [])
         self._statistics = self._recording.enter_context(record_routing(model, training_only=True))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

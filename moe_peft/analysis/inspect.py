@@ -13,7 +13,7 @@ from rich.table import Table
 from transformers.utils.logging import tqdm
 
 from ..checks import COUNT, FLAG, FOLDER, PATH, TEXT, check, is_a, one_of
-from ..folders import writable
+from ..folders import held, writable
 from ..merging import likeness
 from ..models.size import ModelSize, expert_similarity, model_size
 from ..models.view import adapter_layers
@@ -22,7 +22,7 @@ from .figures import SUFFIXES
 from .html import BUSIEST, busiest, write_html
 from .loading import Rows, check_limits, describe, load, load_rows
 from .record import RoutingStatistics, record_routing
-from .report import write_report
+from .report import REPORT, write_files
 from .token_classes import classify_tokens
 
 
@@ -51,7 +51,7 @@ def inspect_model(
     Args:
         model_path: the folder of an adapter or a native MoE.
         data: a .json, .jsonl, .csv or .parquet file, or a data set's name; in a format that TRL accepts.
-        output_dir: the folder for the files of `write_report`.
+        output_dir: the folder for the files of `write_report`, which replace an earlier report's.
         label_column: the column that holds the domains.
         expert_map: domain → experts, for compliance.
         split: the split of the data.
@@ -66,7 +66,7 @@ def inspect_model(
 
     Raises:
         ValueError: the model or the data does not exist, the model has no routers or computes numbers that are not
-            finite, or a setting is not what it takes.
+            finite, the folder has files of these names that are no report's, or a setting is not what it takes.
     """
     check(
         "inspect",
@@ -84,12 +84,29 @@ def inspect_model(
             f"inspect: position_width={position_width}: is for compliance, so give expert_map (--expert-map), too"
         )
     check_limits("inspect", batch_size, max_length, max_examples)
-    writable(output_dir, f"inspect: output_dir={str(output_dir)!r}")
-    model, tokenizer = load(model_path, dtype, quantization)
-    rows = load_rows(
-        tokenizer, data, label_column, split,
-        batch_size=batch_size, max_length=max_length, max_examples=max_examples,
-    )  # fmt: skip
+    what = f"inspect: output_dir={str(output_dir)!r}"
+    folder = writable(output_dir, what)
+    REPORT.check(folder, what)
+    with held(folder, what):
+        model, tokenizer = load(model_path, dtype, quantization)
+        rows = load_rows(
+            tokenizer, data, label_column, split,
+            batch_size=batch_size, max_length=max_length, max_examples=max_examples,
+        )  # fmt: skip
+        statistics = _recorded(model, tokenizer, rows, expert_map, position_width, dtype)
+        about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows.data)}
+        with REPORT.replaced(folder) as partial:
+            files = write_files(statistics, partial, suffix, about)
+            if html:
+                files.append(write_html(statistics, partial / "report.html", about))
+    _print(statistics, about, [folder / path.name for path in files])
+    return statistics
+
+
+def _recorded(
+    model: Any, tokenizer: Any, rows: Rows, expert_map: Any, position_width: int | None, dtype: str
+) -> RoutingStatistics:
+    """The routing of all rows."""
     labels = rows.domains or ["all"] * len(rows.data)
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     with record_routing(model, sorted(set(labels)), expert_map, classes, position_width) as statistics:
@@ -100,11 +117,6 @@ def inspect_model(
             f"inspect: dtype={dtype!r}: logits of router {layer} are not finite; use bfloat16 or float32, or another "
             "model"
         )
-    about = {"model": model_path, **_about(model), "data": data, "split": split, "examples": len(rows.data)}
-    files = write_report(statistics, output_dir, suffix, about)
-    if html:
-        files.append(write_html(statistics, Path(output_dir) / "report.html", about))
-    _print(statistics, about, files)
     return statistics
 
 

@@ -31,7 +31,7 @@ from ..native.routed import read_routed_model
 from ..reading import reading
 from ..routing.expert_map import label_text
 from ..training.arguments import check_learnable
-from ..training.data import load_data
+from ..training.data import check_domains, load_data
 from ..training.rows import check_rows
 from ..training.scoring import Collator
 from ..training.tokenizing import tokenized
@@ -125,12 +125,13 @@ def load_rows(
         max_examples: how many examples to use, from the first on; None: all.
 
     Raises:
-        ValueError: the data do not exist, or have no such column.
+        ValueError: the data do not exist, or have no such column, or one of too many values for domains.
     """
     dataset = load_data(data, "--data", label_column, split)
     if max_examples is not None:
         dataset = dataset.select(range(min(max_examples, len(dataset))))
     check_rows(dataset, "--data", tokenizer, label_column)
+    check_domains(dataset, label_column)
     with tempfile.TemporaryDirectory() as folder:  # the trainer that prepares the data creates one
         args = SFTConfig(
             output_dir=folder, bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..checks import FOLDER, check, is_a, one_of
+from ..folders import held
+from ..reading import read_object
 from .figures import (
     MOST_PANELS,
     SUFFIXES,
@@ -18,12 +22,17 @@ from .figures import (
     plot_shares,
     plot_token_classes,
 )
+from .files import ReportFiles
 from .record import RoutingStatistics
 
 _FIGURES = [
     f"{kind}{suffix}" for kind in ("load", "coactivation", "token_classes", "compliance") for suffix in SUFFIXES
 ]
-_WRITTEN = ("compliance.csv", "report.html", *_FIGURES)  # what an earlier report may have left, and this one not write
+REPORT = ReportFiles(
+    "routing.json",
+    frozenset({"tokens", "shares", "coactivation"}),
+    frozenset({"load.csv", "compliance.csv", "report.html", *_FIGURES}),
+)
 
 
 def write_report(
@@ -32,8 +41,8 @@ def write_report(
     """
     Write `routing.json` (everything), `load.csv` (share by domain, layer, expert), with an expert map `compliance.csv`
     (by domain, layer and position), and the figures that the statistics allow: `load`, `coactivation`, `token_classes`,
-    `compliance`. Figures by domain show the 12 domains with the most tokens. Files of an earlier report go, those of
-    `write_html` among them.
+    `compliance`. Figures by domain show the 12 domains with the most tokens. They replace an earlier report's files,
+    `report.html` among them, when all are whole.
 
     Args:
         suffix: the figures' format: ".png", ".pdf" or ".svg".
@@ -43,7 +52,8 @@ def write_report(
         the paths of the files.
 
     Raises:
-        ValueError: nothing was recorded, or an argument is not what it should be; no file is written.
+        ValueError: nothing was recorded, an argument is not what it should be, or the folder has files of these names
+            that are no report's; no file is written.
     """
     check(
         "write_report",
@@ -56,8 +66,17 @@ def write_report(
         raise ValueError(
             "write_report: statistics: no token was seen; run a model in record_routing, not on padding alone"
         )
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, what = Path(folder), f"write_report: folder={str(folder)!r}"
+    REPORT.check(folder, what)
+    with held(folder, what), REPORT.replaced(folder) as partial:
+        written = write_files(statistics, partial, suffix, about)
+    return [folder / path.name for path in written]
+
+
+def write_files(
+    statistics: RoutingStatistics, folder: Path, suffix: str, about: Mapping[str, Any] | None
+) -> list[Path]:
+    """The files of `write_report`; returns their paths."""
     written = [folder / "routing.json", folder / "load.csv"]
     written[0].write_text(
         json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2, default=str) + "\n"
@@ -71,10 +90,7 @@ def write_report(
     if statistics.allowed is not None:
         written.append(folder / "compliance.csv")
         _write_compliance(statistics, written[-1])
-    written += write_figures(statistics, folder, suffix)
-    for stale in {folder / name for name in _WRITTEN} - set(written):  # of an earlier report
-        stale.unlink(missing_ok=True)
-    return written
+    return written + write_figures(statistics, folder, suffix)
 
 
 def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> list[Path]:
@@ -124,7 +140,8 @@ def write_load_over_time(
     suffix: str = ".png",
 ) -> None:
     """
-    Write `load.json` and the figure `load`: the experts' shares of assignments during training.
+    Write `load.json` and the figure `load`: the experts' shares of assignments during training. They replace those that
+    are there when both are whole.
 
     Args:
         steps: the steps.
@@ -135,5 +152,18 @@ def write_load_over_time(
     """
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {"steps": list(steps), "loads": list(loads), "warnings": list(verdicts)}
-    (folder / "load.json").write_text(json.dumps(numbers) + "\n")
-    plot_load_over_time(steps, loads, folder / f"load{suffix}")
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+        Path(partial, "load.json").write_text(json.dumps(numbers) + "\n")
+        plot_load_over_time(steps, loads, Path(partial, f"load{suffix}"))
+        for name in ("load.json", f"load{suffix}"):
+            Path(partial, name).replace(folder / name)
+
+
+def read_load_over_time(folder: Path, until: int) -> tuple[list[int], list[list[float]], list[list[str]]]:
+    """The steps up to `until`, loads and verdicts that `write_load_over_time` wrote; none if it did not."""
+    with suppress(ValueError, KeyError, TypeError):
+        numbers = read_object(folder / "load.json")
+        found = list(zip(numbers["steps"], numbers["loads"], numbers["warnings"], strict=True))
+        steps, loads, verdicts = zip(*(point for point in found if point[0] <= until), strict=True)
+        return list(steps), list(loads), list(verdicts)
+    return [], [], []

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+from ..messages import out_of_memory
+
 INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Of safetensors and of torch.
@@ -20,6 +22,15 @@ _GOES_ON = {
     "upit": "the same command goes on from the last checkpoint",
     "sft": "--resume_from_checkpoint true goes on from the last checkpoint",
     "dpo": "--resume_from_checkpoint true goes on from the last checkpoint",
+}
+_SMALLER = "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew"
+_NEEDS_LESS = {
+    "upit": "lower sft.per_device_train_batch_size or sft.max_length, or set model.quantization, and start anew",
+    "sft": _SMALLER,
+    "dpo": _SMALLER,
+    "eval": "lower --batch-size",
+    "inspect": "lower --batch-size or --max-length",
+    "prune": "lower --batch-size or --max-length",
 }
 
 
@@ -30,8 +41,8 @@ class _Terminated(BaseException):
 @contextmanager
 def ends_in_one_line(command: str) -> Iterator[None]:
     """
-    Invalid input ends a command with exit code 2, a file that cannot be read or written with 1, SIGINT with 130 and
-    SIGTERM with 143. Anything else is a fault of ours and keeps its traceback.
+    Invalid input ends a command with exit code 2, a file that cannot be read or written and a lack of memory with 1,
+    SIGINT with 130 and SIGTERM with 143. Anything else is a fault of ours and keeps its traceback.
     """
     remedy = _GOES_ON.get(command, "nothing half-written is left")
     try:
@@ -44,8 +55,12 @@ def ends_in_one_line(command: str) -> Iterator[None]:
     except _Terminated:
         _end(f"terminated: {remedy}", 128 + signal.SIGTERM)
     except Exception as error:
-        if _disk_is_full(error):
+        if any(map(_is_full_disk, _chain(error))):
             _end(f"error: the disk is full; make room, then {remedy}", 1)
+        if any(map(out_of_memory, _chain(error))):
+            less = _NEEDS_LESS.get(command, "use a machine with more")
+            more = f"with more memory, {remedy}" if command in _GOES_ON else remedy
+            _end(f"error: out of memory; {less}; {more}", 1)
         if isinstance(error, OSError) and error.filename is not None:
             _end(f"error: {error.filename}: {error.strerror}", 1)
         raise
@@ -57,14 +72,17 @@ def _end(line: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _disk_is_full(error: BaseException | None) -> bool:
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came from."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        if any(text in str(error) for text in _FULL_TEXTS):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return any(text in str(error) for text in _FULL_TEXTS)
 
 
 @contextmanager

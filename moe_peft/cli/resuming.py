@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import zipfile
 from pathlib import Path
@@ -12,10 +13,13 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..adapter.config import MoELoraConfig
-from ..reading import opened, read_object
+from ..checks import is_whole, shown
+from ..reading import opened, read_object, reading
 from ..training.whole import numbered_checkpoints
 
 logger = logging.getLogger("moe_peft")
+_NO_CHECKPOINT = ("none", "false", "0")
+NO_PATH = ("true", "1", *_NO_CHECKPOINT)
 
 
 def found_checkpoint(args: Any) -> Path | None:
@@ -26,9 +30,9 @@ def found_checkpoint(args: Any) -> Path | None:
         ValueError: it is not whole, or none is.
     """
     given, refused = str(args.resume_from_checkpoint), None
-    if given.lower() in ("none", "false", "0"):
+    if given.lower() in _NO_CHECKPOINT:
         return None
-    if given.lower() not in ("true", "1"):
+    if given.lower() not in NO_PATH:
         _check_checkpoint(Path(given))
         return Path(given)
     for folder in reversed(numbered_checkpoints(Path(args.output_dir)).values()):
@@ -78,14 +82,19 @@ def check_same_adapter(checkpoint: Path, config: PeftConfig) -> None:
         ValueError: a setting of the adapter is not that of the checkpoint, of which only weights are read.
     """
     saved = read_object(checkpoint / "adapter_config.json")
+    given = json.loads(json.dumps(config.to_dict()))  # as it would be saved
     own = MoELoraConfig.__dataclass_fields__.keys() - PeftConfig.__dataclass_fields__.keys()
     for name in sorted(own & saved.keys()):
-        value = getattr(config, name)
-        if isinstance(value, (int, float, str)) and value != saved[name]:
+        if _in_order(given[name]) != _in_order(saved[name]):
             raise ValueError(
-                f"{name}={value!r}: resume_from_checkpoint: {checkpoint} was trained with {saved[name]!r}; set that, "
-                "or start anew"
+                f"{name}={shown(given[name])}: resume_from_checkpoint: {checkpoint} was trained with "
+                f"{shown(saved[name])}; set that, or start anew"
             )
+
+
+def _in_order(value: Any) -> Any:
+    """A setting; a list of one names modules or layers, in any order."""
+    return sorted(value, key=str) if isinstance(value, list) else value
 
 
 def _check_checkpoint(folder: Path) -> None:
@@ -96,9 +105,12 @@ def _check_checkpoint(folder: Path) -> None:
     what = f"resume_from_checkpoint: {folder}"
     if not (folder / "trainer_state.json").is_file():
         raise ValueError(f"{what}: has no trainer_state.json, so it is no whole checkpoint; remove it, or give another")
-    read_object(folder / "trainer_state.json")
+    with reading(f"{what}: trainer_state.json", "remove the folder, to go on from the checkpoint before"):
+        state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        if not is_whole(state.global_step):
+            raise ValueError(f"global_step={state.global_step!r}: must be a whole number")
     for path in sorted(folder.glob("*.safetensors")):
         opened(path, what)
-    for path in sorted(folder.glob("*.pt")):
+    for path in sorted(folder.glob("*.pt*")):  # rng_state.pth, too
         if not zipfile.is_zipfile(path):
             raise ValueError(f"{what}: {path.name} is cut off; remove the folder, to go on from the checkpoint before")

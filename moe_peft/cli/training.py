@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,14 @@ from ..messages import one_line, one_of, unknown_key
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
 from ..reading import reading
-from ..sharding import leave_processes
+from ..routing.expert_map import label_text
+from ..sharding import in_first_process, leave_processes
 from ..training.arguments import check_answers, check_launched, check_packages, save_whole
+from ..training.coefficients import loss_coefficients
 from ..training.continuing import claim
-from ..training.data import PREFERENCES, SUPERVISED, load_data
+from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, load_data
 from ..training.freezing import freeze_for_stage
+from ..training.labels import check_labels
 from ..training.limits import check_settings, check_value
 from ..training.planning import (
     Launch,
@@ -55,9 +59,10 @@ from ..training.planning import (
 )
 from ..training.router_losses import Stage
 from ..training.rows import check_rows
+from ..training.sft import experts_of_labels
 from ..training.tokenizing import rehearse
 from .options import Options
-from .resuming import check_same_adapter, found_checkpoint, is_done
+from .resuming import NO_PATH, check_same_adapter, found_checkpoint, is_done
 
 logger = logging.getLogger("moe_peft")
 _OF_ALL_STAGES = {
@@ -90,20 +95,23 @@ def train_or_plan(options: Options, trainer: Any) -> None:
             f"stages={[args.training_stage for args in found]}: DeepSpeed prepares a model for one training; use DDP, "
             "FSDP2, or one run for each with training_stage"
         )
-    if options.training.push_to_hub and PartialState().is_main_process:
+    if options.training.push_to_hub:
         with reading("push_to_hub=True", "log in (hf auth login), or push the result later (hf upload)"):
-            HfApi(token=options.training.hub_token).whoami()
+            in_first_process(HfApi(token=options.training.hub_token).whoami)
     tokenizer = _tokenizer(options)
     check_templates(options, found, tokenizer)
     data, held_out = load_datasets(options, found, tokenizer)
     rehearse_stages(found, data, tokenizer)
+    if len(found) > 1:
+        check_stages(found, adapted(options, bare_model(options)), data, held_out)
     what = f"output_dir={options.training.output_dir!r}"
     output_dir = writable(str(options.training.output_dir), what)
     if output_dir.exists() and output_dir.resolve() == Path(_name(options)).resolve():
         raise ValueError(f"{what}: is the model's folder, which the result would overwrite; choose another")
     model = load_model(options)
     config = adapter_config(options, model)
-    with held(output_dir, what) if PartialState().is_main_process else nullcontext():
+    with ExitStack() as stack:
+        in_first_process(lambda: stack.enter_context(held(output_dir, what)))
         _train(options, trainer, found, model, config, tokenizer, data, held_out)
     leave_processes()
 
@@ -166,6 +174,12 @@ def stages(options: Options) -> Iterator[Any]:
         raise ValueError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
     if len(set(given)) < len(given):
         raise ValueError(f"stages={given!r}: name each stage once")
+    checkpoint = training.resume_from_checkpoint
+    if len(given) > 1 and checkpoint is not None and str(checkpoint).lower() not in NO_PATH:
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r}: is of one of the stages; use true, or "
+            "stages.<name>.resume_from_checkpoint"
+        )
     names = {f.name for f in dataclasses.fields(training) if f.init}
     for name, own in (given if isinstance(given, dict) else dict.fromkeys(given)).items():
         if name not in Stage.__args__:  # type: ignore[attr-defined]
@@ -220,14 +234,15 @@ def load_datasets(options: Options, found: Sequence[Any], tokenizer: Any) -> tup
     if data.dataset_config is not None:
         source = {"path": data.dataset_name, "name": data.dataset_config}
     formats = SUPERVISED if hasattr(training, "assistant_only_loss") else PREFERENCES
-    label = getattr(training, "label_column", None)
-    splits = [load_data(source, "dataset_name", label, data.dataset_train_split, formats)]
+    splits = [load_data(source, "dataset_name", None, data.dataset_train_split, formats)]
     if any(args.eval_strategy != "no" or args.eval_on_start for args in found):
-        splits.append(load_data(source, "dataset_name", label, data.dataset_test_split, formats))
-    for path in dict.fromkeys(getattr(args, "chat_template_path", None) for args in found):
-        for rows in splits:
-            template = partial(chat_template, path, "chat_template_path")
-            check_rows(rows, f"dataset_name={source!r}", tokenizer, label, template)
+        splits.append(load_data(source, "dataset_name", None, data.dataset_test_split, formats))
+    labels = {getattr(args, "label_column", None): _section(args, found) for args in reversed(found)}
+    paths = dict.fromkeys(getattr(args, "chat_template_path", None) for args in found)
+    for rows, (label, section), path in product(splits, labels.items(), paths):
+        check_has_labels(rows, label, "dataset_name", section if len(labels) > 1 else "")
+        template = partial(chat_template, path, "chat_template_path")
+        check_rows(rows, f"dataset_name={source!r}", tokenizer, label, template)
     return splits[0], splits[1] if len(splits) > 1 else None
 
 
@@ -249,6 +264,25 @@ def _section(args: Any, found: Sequence[Any]) -> str:
     return f"stages.{args.training_stage}." if len(found) > 1 else ""
 
 
+def check_stages(found: Sequence[Any], model: Any, data: Dataset, held_out: Dataset | None) -> None:
+    """
+    Raises:
+        ValueError: what the trainer of a stage would refuse, after the earlier ones had trained: labels without
+            experts, experts that the model lacks, or routers that the stage cannot train.
+    """
+    for args in found:
+        try:
+            loss_coefficients(model, args, type(args).__name__)
+            if getattr(args, "expert_map", None) is None:
+                continue
+            experts_of_labels(model, args)
+            for name, rows in {"train": data, "eval": held_out}.items():
+                if rows is not None:
+                    check_labels(rows, args.label_column, [label_text(label) for label in args.expert_map], name)
+        except ValueError as error:
+            raise ValueError(f"{_section(args, found)[:-1]}: {error}") from error
+
+
 def load_model(options: Options) -> Any:
     """The model with its weights."""
     model, quantization = options.model, get_quantization_config(options.model)
@@ -256,6 +290,21 @@ def load_model(options: Options) -> Any:
         _name(options), _named(options), revision=model.model_revision, dtype=model.dtype,
         attn_implementation=model.attn_implementation, quantization_config=quantization,
     )  # fmt: skip
+
+
+def bare_model(options: Options) -> Any:
+    """The model without weights."""
+    config = read_config(_name(options), _named(options), options.model.model_revision)
+    return empty_model(config, _named(options))
+
+
+def adapted(options: Options, model: Any) -> Any:
+    """A model without weights, with the adapter if one is trained."""
+    config = adapter_config(options, model)
+    if config is None:
+        return model
+    with torch.device("meta"):
+        return get_peft_model(model, config)
 
 
 def adapter_config(options: Options, model: Any) -> MoELoraConfig | None:
@@ -279,21 +328,18 @@ def print_plan(options: Options, launch: Launch) -> None:
     found = list(stages(options))
     tokenizer = _tokenizer(options)
     check_templates(options, found, tokenizer)
-    data, _ = load_datasets(options, found, tokenizer)
+    data, held_out = load_datasets(options, found, tokenizer)
     rehearse_stages(found, data, tokenizer)
-    config = read_config(_name(options), _named(options), options.model.model_revision)
-    model = empty_model(config, _named(options))
+    model = bare_model(options)
     table = Table("stage", title=f"{_name(options)}: {len(data):,} examples")
     for column in ("steps", "tokens", "trainable parameters", "memory per process, about"):
         table.add_column(column, justify="right")
-    base, whole = model.num_parameters(), model
-    adapter = adapter_config(options, model)
-    if adapter is not None:
-        with torch.device("meta"):
-            whole = get_peft_model(model, adapter)
+    base, whole = model.num_parameters(), adapted(options, model)
     weights = options.model.dtype or "auto"
     quantization = {"load_in_4bit": options.model.load_in_4bit, "load_in_8bit": options.model.load_in_8bit}
     needed: list[Memory] = []
+    if len(found) > 1:
+        check_stages(found, whole, data, held_out)
     for args in found:
         rows, length = rows_and_length(data, tokenizer, args)
         steps, read = steps_and_rows(args, rows, launch.processes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,14 @@ from typing import Any
 from rich.console import Console
 
 from ..analysis.figures import FORMATS, plot_expert_scores
+from ..analysis.files import ReportFiles
 from .scores import Grid, Scores, as_markdown, as_table, by_metric, by_model, top_level
 
+RESULTS = ReportFiles(
+    "results.json",
+    frozenset({"about", "scores"}),
+    frozenset({"results.md", *(f"experts.{kind}" for kind in FORMATS)}),
+)
 EXPERT = "expert "  # begins the name of an expert that was evaluated alone
 
 
@@ -24,14 +29,9 @@ def _grids(found: Mapping[str, Scores]) -> dict[str, Grid]:
 
 
 def write_results(found: Mapping[str, Scores], about: Mapping[str, Any], folder: Path, suffix: str) -> list[Path]:
-    """The files, which replace an earlier run's when all are whole. A figure that this run has not is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
-        written = _write(found, about, Path(partial), suffix)
-        for name in {f"experts.{kind}" for kind in FORMATS}.difference(written):
-            (folder / name).unlink(missing_ok=True)
-        for name in written:
-            (Path(partial) / name).replace(folder / name)
+    """The files, which replace an earlier run's when all are whole. The folder is held."""
+    with RESULTS.replaced(folder) as partial:
+        written = _write(found, about, partial, suffix)
     return [folder / name for name in written]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,12 +17,13 @@ from ..analysis.figures import SUFFIXES
 from ..analysis.loading import describe, is_adapter, load
 from ..checks import FLAG, MOST, PATH, Rule, check, is_a, is_whole, one_of
 from ..contexts import free_memory
-from ..folders import writable
+from ..folders import held, writable
 from ..loading import check_template
 from ..models.steering import allow_experts, force_experts
 from ..models.view import base_model, router_sizes
+from ..sharding import in_first_process
 from .harness import Harness, TaskSettings
-from .report import EXPERT, print_results, write_results
+from .report import EXPERT, RESULTS, print_results, write_results
 from .scores import Scores, read_scores
 
 logger = logging.getLogger("moe_peft")
@@ -56,7 +57,7 @@ def evaluate_model(
     Args:
         model_path: the folder of an adapter, a native MoE or a dense model.
         settings: the tasks.
-        output_dir: the folder for the files. Each replaces one of its name when all are written.
+        output_dir: the folder for the files, which replace those of an earlier evaluation when all are written.
         base: of an adapter its base, by default the one that it names; of another model the model to compare it with.
         with_base: evaluate the base too. An adapter's is the model without the adapter.
         experts: the only experts that routers may choose; one expert gets all tokens, with gate 1.
@@ -69,7 +70,8 @@ def evaluate_model(
         "model", "base", "expert 0", … → scores, in the main process; in others all are empty.
 
     Raises:
-        ValueError: the model or a task does not exist, there is no such expert, or a setting is not what it takes.
+        ValueError: the model or a task does not exist, there is no such expert, the folder has files of these names
+            that are of no evaluation, or a setting is not what it takes.
     """
     check(
         "evaluate_model",
@@ -84,32 +86,36 @@ def evaluate_model(
         suffix=(suffix, one_of(SUFFIXES)),
     )
     PartialState(cpu=not torch.accelerator.is_available())
-    output = writable(output_dir, f"--output {str(output_dir)!r}").resolve()
+    what = f"--output {str(output_dir)!r}"
+    output = writable(output_dir, what).resolve()
     adapter = is_adapter(model_path)
     if base is not None and not with_base and not adapter:
         raise ValueError(f"--base {str(base)!r}: is to be compared with, and --no-base leaves it out; give one of them")
-    harness = Harness(settings)
-    model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
-    check_template(tokenizer, settings.apply_chat_template, "apply_chat_template")
-    raw = _run(harness, model, tokenizer, experts, each_expert)
-    about = {
-        "model": model_path, **describe(model), "lm_eval": version("lm_eval"),
-        "experts": None if experts is None else list(experts), **asdict(settings),
-    }  # fmt: skip
-    if with_base and adapter:
-        with model.disable_adapter():
-            raw["base"] = harness.run(model, tokenizer)
-        about["base"] = base_model(model).config._name_or_path
-    elif with_base and base is not None:
-        del model
-        free_memory()
-        raw["base"] = harness.run(*load(base, dtype, quantization, option="--base"))
-        about["base"] = base
-    found = {name: read_scores(results) if results else {} for name, results in raw.items()}
-    if PartialState().is_main_process:
-        kept = {name: value for name, value in raw["model"].items() if name in _KEPT}
-        files = write_results(found, {**about, **kept}, output, suffix)
-        print_results(found, about, files)
+    with ExitStack() as stack:
+        in_first_process(lambda: RESULTS.check(output, what))
+        in_first_process(lambda: stack.enter_context(held(output, what)))
+        harness = Harness(settings)
+        model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
+        check_template(tokenizer, settings.apply_chat_template, "apply_chat_template")
+        raw = _run(harness, model, tokenizer, experts, each_expert)
+        about = {
+            "model": model_path, **describe(model), "lm_eval": version("lm_eval"),
+            "experts": None if experts is None else list(experts), **asdict(settings),
+        }  # fmt: skip
+        if with_base and adapter:
+            with model.disable_adapter():
+                raw["base"] = harness.run(model, tokenizer)
+            about["base"] = base_model(model).config._name_or_path
+        elif with_base and base is not None:
+            del model
+            free_memory()
+            raw["base"] = harness.run(*load(base, dtype, quantization, option="--base"))
+            about["base"] = base
+        found = {name: read_scores(results) if results else {} for name, results in raw.items()}
+        if PartialState().is_main_process:
+            kept = {name: value for name, value in raw["model"].items() if name in _KEPT}
+            files = write_results(found, {**about, **kept}, output, suffix)
+            print_results(found, about, files)
     return found
 
 

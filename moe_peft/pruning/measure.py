@@ -11,6 +11,7 @@ import torch
 
 from ..analysis.loading import Rows
 from ..models.view import RoutedPass, observed_routing
+from ..training.data import rows_of_labels
 from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
 
 
@@ -70,8 +71,7 @@ def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[st
     with nullcontext() if choices is None else observed_routing(model, choices.add):
         losses_S1, counts_S = example_losses(model, rows.data, rows.collator, rows=rows.batch_size)
     found = {}
-    for domain in dict.fromkeys(sorted(rows.domains)):
-        own = [i for i, other in enumerate(rows.domains) if other == domain]
+    for domain, own in rows_of_labels(rows.domains).items():
         name = loss_name(domain)
         found[name] = mean_loss(losses_S1[own], counts_S[own], f"prune: domain {domain!r}")
     return {**found, "mean": mean_loss(losses_S1, counts_S, "prune: data")}

@@ -25,6 +25,10 @@ _DECISIVE = {
     "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "per_device_train_batch_size",
     "gradient_accumulation_steps", "seed", "data_seed", "label_smoothing_factor", "neftune_noise_alpha", "max_length",
     "packing", "completion_only_loss", "assistant_only_loss", "training_stage", "expert_map", "beta", "loss_type",
+    "bf16", "fp16", "dataloader_drop_last", "train_sampling_strategy", "average_tokens_across_devices",
+    "optim_target_modules", "truncation_mode", "disable_dropout", "label_smoothing", "loss_weights", "ld_alpha",
+    "f_divergence_type", "f_alpha_divergence_coef", "use_weighting", "discopop_tau", "desirable_weight",
+    "undesirable_weight", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps",
 }  # fmt: skip
 _SAMPLE = 200  # rows of the data that are looked at
 
@@ -46,8 +50,9 @@ def claim(trainer: Any, folder: Path | None, **more: Any) -> dict[str, Any]:
     """
     facts = {**_facts(trainer), **more}
     noted = read_object(folder / NOTE) if folder is not None and (folder / NOTE).is_file() else None
+    unknown = {f.name for f in fields(trainer.args)} - (noted or {}).keys()  # arguments that an older note has not
     for name in {**(noted or {}), **facts}:
-        if noted is not None and noted.get(name) != facts.get(name):
+        if noted is not None and name not in unknown and noted.get(name) != facts.get(name):
             raise ValueError(
                 f"{str(folder)!r}: is of another training, with {name} "
                 f"{one_line(str(noted.get(name)), 40)} and not {one_line(str(facts.get(name)), 40)}; choose another "

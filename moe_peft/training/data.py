@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import glob
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from ..reading import reading
 # Columns of the formats that TRL's trainers take.
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
 PREFERENCES = ({"chosen", "rejected"},)
+MOST_DOMAINS = 1000  # that are evaluated one by one; more are no domains
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -44,12 +48,17 @@ def load_data(
         suffix = Path(source).suffix
         if suffix not in _FORMATS and Path(source).is_file():
             raise ValueError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
-        arguments = {"path": _FORMATS[suffix], "data_files": source} if suffix in _FORMATS else {"path": source}
+        # `load_dataset` reads names of files as patterns; relative ones with the folder that they are in.
+        file = glob.escape(os.path.abspath(source))
+        arguments = {"path": _FORMATS[suffix], "data_files": file} if suffix in _FORMATS else {"path": source}
         if suffix in _FORMATS and not Path(source).is_file():
             raise ValueError(f"{field}={source!r}: no such file")
     else:
         arguments = dict(source)
     arguments = {"split": split, **arguments}
+    folder = str(arguments.get("path"))
+    if os.path.isdir(folder) and glob.has_magic(os.path.abspath(folder)):
+        raise ValueError(f"{field}={source!r}: a folder whose path has *, ? or [ is read as a pattern; rename it")
     if arguments.get("streaming"):
         raise ValueError(f"{field}.streaming=True: rows are counted and checked before training; leave it out")
     if arguments.get("trust_remote_code"):
@@ -66,14 +75,26 @@ def load_data(
     if not any(columns <= set(dataset.column_names) for columns in formats):
         needed = "messages, prompt and completion, or text" if formats is SUPERVISED else "chosen and rejected"
         raise ValueError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
-    check_label_column(label_column, "")
-    if label_column is not None and label_column not in dataset.column_names:
-        raise ValueError(f"label_column={label_column!r}: {field} has only {dataset.column_names}")
+    check_has_labels(dataset, label_column, field)
     # As TRL does later, but checks and plans read rows before.
     if maybe_convert_to_chatml(copy.deepcopy(dataset[0])) != dataset[0]:
         removed = [name for name in ("conversations",) if name in dataset.column_names]
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns=removed, desc="Converting to messages")
     return dataset
+
+
+def check_has_labels(dataset: Dataset, column: str | None, field: str, path: str = "") -> None:
+    """
+    Args:
+        field: the field that names the data, for messages.
+        path: the section of `label_column`, with a dot.
+
+    Raises:
+        ValueError: there is no such column, or labels are read from it in vain.
+    """
+    check_label_column(column, path)
+    if column is not None and column not in dataset.column_names:
+        raise ValueError(f"{path}label_column={column!r}: {field} has only {dataset.column_names}")
 
 
 def check_label_column(column: str | None, caller: str) -> None:
@@ -86,6 +107,24 @@ def check_label_column(column: str | None, caller: str) -> None:
             f"{caller}label_column={column!r}: trainers add the token that ends a text here; copy the labels to a "
             "column of their own"
         )
+
+
+def check_domains(dataset: Dataset, column: str | None, caller: str = "") -> None:
+    """
+    Raises:
+        ValueError: the column has so many values that they are no domains.
+    """
+    count = 0 if column is None else len(dataset.unique(column))
+    if count > MOST_DOMAINS:
+        raise ValueError(f"{caller}label_column={column!r}: {count} values; name a column of domains")
+
+
+def rows_of_labels(labels: Iterable[Any]) -> dict[Any, list[int]]:
+    """Label → its rows, in the order of the labels as text."""
+    found = defaultdict(list)
+    for i, label in enumerate(labels):
+        found[label].append(i)
+    return {label: found[label] for label in sorted(found, key=str)}
 
 
 def _load(arguments: dict[str, Any]) -> Any:
@@ -119,11 +158,9 @@ def drawn(dataset: Dataset, count: int, seed: int) -> Dataset:
 def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> Dataset:
     """`epochs` passes over the data, label by label and shuffled within each label."""
     generator = torch.Generator().manual_seed(seed)
-    labels = dataset[label_column]
     order: list[int] = []
     seen = 0
-    for label in sorted(set(labels), key=str):
-        own = [i for i, other in enumerate(labels) if other == label]
+    for own in rows_of_labels(dataset[label_column]).values():
         seen += len(own)
         wanted = round(epochs * seen) - len(order)  # so that labels of few rows have their share all together
         shuffled: list[int] = []

@@ -24,7 +24,6 @@ from ..models.steering import steered
 from ..models.view import (
     RoutedPass,
     active_routers,
-    adapter_layers,
     observed_routing,
     router_parameters,
     router_sizes,
@@ -35,6 +34,7 @@ from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_fiel
 from ..routing.statistics import compliance, counted_experts, entropies
 from .arguments import trains_adapter
 from .cards import ModelCardMixin
+from .coefficients import is_reentrant, loss_coefficients
 from .freezing import freeze_for_stage
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
 from .phases import phase_at, three_phase_scheduler
@@ -185,28 +185,10 @@ class RouterLossesMixin(ModelCardMixin):
                 setattr(self.args, own.name, own.default)
         if self.args.n_gpu > 1:  # nn.DataParallel would mix up the passes of its replicas
             raise ValueError(f"{caller}: one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
-        config = text_config(self.model)
         self._sizes, self._ks = zip(*router_sizes(self.model, caller), strict=True)
         routers = router_parameters(self.model)
-        if self.args.training_stage == "routers" and not routers:
-            raise ValueError(f"{caller}: training_stage='routers': these routers have no parameters; use 'joint'")
-        self._coefficients = {name: getattr(self.args, coefficient_field(name)) for name in ROUTER_LOSSES}
+        self._coefficients = loss_coefficients(self.model, self.args, caller)
         self._routers = active_routers(self.model)
-        constant = all(getattr(router, "by_token_id", False) for router in self._routers)
-        for name, loss in ROUTER_LOSSES.items():
-            wanted = not loss.needs_labels or getattr(self.args, "expert_map", None) is not None
-            if constant and wanted and self._coefficients[name]:
-                raise ValueError(
-                    f"{caller}: {coefficient_field(name)}={self._coefficients[name]}: these routers go by token ids, "
-                    "so the loss is a constant; set it to 0"
-                )
-        if self._coefficients["aux"] is None:
-            self._coefficients["aux"] = getattr(config, "router_aux_loss_coef", 0.0)
-        if not adapter_layers(self.model) and _is_reentrant(self.args) and any(self._coefficients.values()):
-            raise ValueError(
-                f"{caller}: gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
-                "without gradients, which its losses on routers need; set it to False"
-            )
         self.aux_loss_enabled = False  # TRL would add its own balancing loss
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage, caller)
         self._added = False  # whether the current step's loss has the routers' losses
@@ -290,7 +272,7 @@ class RouterLossesMixin(ModelCardMixin):
         self._keep_frozen()  # checkpointed layers run again in the backward pass
         loss, *rest = result if return_outputs else (result,)
         if self.args.training_stage == "routers":  # with its graph, where routers get gradients as layers run again
-            loss = (loss if _is_reentrant(self.args) else loss.detach()) * 0
+            loss = (loss if is_reentrant(self.args) else loss.detach()) * 0
         counted = [seen for seen in passes if seen.trains] or passes[:1]
         if not counted:
             raise RuntimeError(
@@ -387,10 +369,6 @@ def _without_balancing(config: Any) -> Iterator[None]:
         yield
     finally:
         config.output_router_logits = before
-
-
-def _is_reentrant(args: Any) -> bool:
-    return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
 
 
 def _logged(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -59,7 +60,7 @@ def check_rows(
     kept |= of_tokens
     for i, row in enumerate(dataset.select_columns(sorted(kept))):
         where = f"{field}: row {i}"
-        if label_column and not isinstance(row[label_column], (str, int, float)):
+        if label_column and not _is_label(row[label_column]):
             raise ValueError(f"{where}: {label_column}={row[label_column]!r}: must be a label")
         for name in of_tokens:
             if not isinstance(row[name], list) or len(row[name]) != len(row["input_ids"] or []):
@@ -78,6 +79,11 @@ def check_rows(
     for roles, (where, messages) in orders.items():
         with reading(f"{where}: the chat template does not take messages of {', '.join(roles)}"):
             tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template())
+
+
+def _is_label(value: Any) -> bool:
+    """A text or a number; NaN, for which Parquet and CSV files leave a place without a number, is none."""
+    return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _messages(what: str, key: str, value: Any, template: Callable[[], Any], size: int) -> list[dict[str, Any]]:

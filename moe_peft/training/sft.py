@@ -19,6 +19,7 @@ from ..cards import TAGS
 from ..checks import TEXT, Rule, check, check_fields, is_a
 from ..loading import changed_embeddings, read_config, read_tokenizer
 from ..models.steering import common_size, fewest_allowed
+from ..models.view import router_sizes
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
 from .arguments import check_answers, check_dataset, check_learnable, text_columns, trains_adapter
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
@@ -86,18 +87,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         super().__init__(model, args, *positional, **kwargs)
         check_learnable("MoESFTTrainer", self.train_dataset, args)
         if args.expert_map is not None:
-            known = read_expert_map(args.expert_map, max(self._sizes), "MoESFTTrainer: expert_map")
-            self._allowed = expert_masks(known, max(self._sizes))
-            for label, experts in known.items():
-                if min(experts) >= min(self._sizes):
-                    raise ValueError(
-                        f"MoESFTTrainer: expert_map: {label!r} has experts {list(experts)}, of which a layer with "
-                        f"{min(self._sizes)} has none; give it one of the first {min(self._sizes)}"
-                    )
-            if args.router_label_mask:
-                caller = "MoESFTTrainer: router_label_mask=True"
-                common_size(self.model, caller)
-                check_allowed(known, fewest_allowed(self.model), caller)
+            self._allowed = expert_masks(experts_of_labels(self.model, args), max(self._sizes))
             self.data_collator = LabelCollator(self.data_collator)
 
     def _prepare_dataset(
@@ -137,6 +127,28 @@ def _check_template(model: Any, args: MoESFTConfig, given: Sequence[Any]) -> Non
     change = changed_embeddings(args.chat_template_path, "MoESFTTrainer: chat_template_path", tokenizer, config)
     if change is not None:
         raise ValueError(change)
+
+
+def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
+    """
+    Label → the indices of its experts in a model.
+
+    Raises:
+        ValueError: `expert_map` names experts that the model, or a layer, lacks; or a mask leaves a token too few.
+    """
+    sizes = [n for n, _ in router_sizes(model, "MoESFTTrainer")]
+    known = read_expert_map(args.expert_map or {}, max(sizes), "MoESFTTrainer: expert_map")
+    for label, experts in known.items():
+        if min(experts) >= min(sizes):
+            raise ValueError(
+                f"MoESFTTrainer: expert_map: {label!r} has experts {list(experts)}, of which a layer with "
+                f"{min(sizes)} has none; give it one of the first {min(sizes)}"
+            )
+    if args.router_label_mask:
+        caller = "MoESFTTrainer: router_label_mask=True"
+        common_size(model, caller)
+        check_allowed(known, fewest_allowed(model), caller)
+    return known
 
 
 def check_padding(caller: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:

@@ -20,7 +20,7 @@ from ..analysis.record import RoutingStatistics, record_routing
 from ..models.steering import allow_experts
 from ..models.view import adapter_layers, native_routers
 from ..routing.expert_map import label_text
-from ..training.data import check_label_column
+from ..training.data import check_domains, check_label_column, rows_of_labels
 from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
 from ..training.tokenizing import tokenized
 
@@ -60,20 +60,20 @@ def evaluate(
         label_mask: domain → the indices of the only experts that its tokens may go to; None: all.
 
     Raises:
-        ValueError: a domain has no token to score.
+        ValueError: a domain has no token to score, or the column has too many values for domains.
     """
     check_label_column(label_column, "evaluate: ")
+    check_domains(dataset, label_column, "evaluate: ")
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one
     data, collator = tokenized(dataset, processing_class, args)
     make_scorable(model)
     labels = [label_text(label) for label in data[label_column]] if label_column else ["all"] * len(data)
-    domains = sorted(set(labels))
+    parts = {domain: data.select(own) for domain, own in rows_of_labels(labels).items()}
     routed = bool(adapter_layers(model) or native_routers(model))
     losses: dict[str, dict[str, float]] = defaultdict(dict)
-    with record_routing(model, domains) if routed else nullcontext() as statistics:
-        for domain in domains:
-            part = data.select([i for i, label in enumerate(labels) if label == domain])
+    with record_routing(model, list(parts)) if routed else nullcontext() as statistics:
+        for domain, part in parts.items():
             if statistics is not None:
                 statistics.current = domain
             with nullcontext() if label_mask is None else allow_experts(model, label_mask[domain]):
@@ -83,8 +83,7 @@ def evaluate(
     if base is not None:
         make_scorable(base)
     with model.disable_adapter() if base is None else nullcontext():
-        for domain in domains:
-            part = data.select([i for i, label in enumerate(labels) if label == domain])
+        for domain, part in parts.items():
             losses["base"][loss_name(domain)] = mean_loss(
                 *example_losses(base or model, part, collator), f"evaluate: {domain!r}"
             )

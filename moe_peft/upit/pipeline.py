@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from functools import cached_property
+from contextlib import ExitStack, suppress
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ..checks import check, is_a
 from ..contexts import free_memory
 from ..folders import check_space, held, writable
 from ..loading import EMPTY_IN_OTHERS
+from ..sharding import in_first_process
 from ..training.arguments import check_answers, check_launched, check_packages, refuse_arguments
 from ..training.tokenizing import rehearse
 from .ffn_stages import FFN_STAGES
@@ -104,7 +105,8 @@ class UpIT:
         self.check()
         what = f"output_dir={str(self.root)!r}"
         check_space(self.root, self.space(), what)
-        with held(self.root, what) if PartialState().is_main_process else nullcontext():
+        with ExitStack() as stack:
+            in_first_process(lambda: stack.enter_context(held(self.root, what)))
             self._run(redo)
         return self.result
 
@@ -120,8 +122,8 @@ class UpIT:
             ValueError: the recipe, its base, its data and its folders do not fit together.
         """
         writable(self.root, f"output_dir={str(self.root)!r}")
-        if PartialState().is_main_process:  # which is the one that writes
-            check_places(self.recipe, self.root, self.stage_names(), self._trained.name)
+        names = self.stage_names()
+        in_first_process(partial(check_places, self.recipe, self.root, names, self._trained.name))  # it writes
         trainers = [stage for stage in self.stages if isinstance(stage, TrainerStage)]
         self.context.check_data({path: field for field, path in (stage.template for stage in trainers)})
         for stage in self.stages:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..loading import changed_embeddings, chat_template
 from ..reading import check_weights
-from ..training.data import load_data
+from ..training.data import check_domains, load_data
 from ..training.rows import check_rows
 from . import hashing
 from .inputs import load_config, load_tokenizer
@@ -115,6 +115,8 @@ class RunContext:
             for name, data in (("data.train", self.train_data), ("data.eval", self.eval_data)):
                 if data is not None:
                     check_rows(data, name, tokenizer, self.recipe.data.label_column, template)
+        if self.eval_data is not None:
+            check_domains(self.eval_data, self.recipe.data.label_column, "data.eval: ")
 
     def check_base(self) -> None:
         """

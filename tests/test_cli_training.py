@@ -104,6 +104,25 @@ def test_stages_may_be_flags(case, tmp_path):
     assert (out / "routers" / "checkpoint-6").is_dir() and (out / "rest" / "checkpoint-6").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("own", "names"),
+    [
+        ({}, {"routers", "rest"}),
+        ({"stages": ["joint"]}, {"joint"}),
+        ({"training_stage": "routers"}, set()),
+        ({"router_label_loss_coef": 0.0}, set()),
+        ({"router_schedule": "three_phase"}, set()),
+        ({"router_label_mask": True, "expert_map": {"a": [0, 1], "b": [2, 3], "c": [4, 5]}}, set()),
+    ],
+)
+def test_labels_train_routers_first(own, names, case, tmp_path):
+    """Unless the settings say otherwise: both losses together did harm in the source."""
+    out = run("sft", tmp_path, {**case, "label_column": "domain", "expert_map": MAPS, **own})
+    assert {path.name for path in out.iterdir() if path.name in ("routers", "rest", "joint")} == names
+    stages = names or {"."}
+    assert all((out / name / "checkpoint-6").is_dir() for name in stages)
+
+
 def test_hard_masks(case, tmp_path):
     settings = {**case, "label_column": "domain", "expert_map": {"a": [0, 1], "b": [2, 3], "c": [2, 3]}}
     out = run("sft", tmp_path, {**settings, "router_label_mask": True})

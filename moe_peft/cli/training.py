@@ -154,6 +154,17 @@ def _train(
         model, config = made.model, None
 
 
+def _has_labels_alone(training: Any) -> bool:
+    """
+    Whether labels supervise routers and nothing says when. Together with the language loss they did harm in
+    "Label-Supervised Routing in Upcycled Mixture of Experts", so two stages are the default.
+    """
+    if getattr(training, "expert_map", None) is None or training.router_label_loss_coef == 0:
+        return False
+    whenever = training.training_stage == "joint" and training.router_schedule == "constant"
+    return whenever and not training.router_label_mask
+
+
 def stages(options: Options) -> Iterator[Any]:
     """
     The arguments of each stage. With several, each has a folder of its own for its checkpoints.
@@ -165,6 +176,9 @@ def stages(options: Options) -> Iterator[Any]:
     for f in dataclasses.fields(training):
         if f.init:
             check_value(f.name, getattr(training, f.name))
+    if given is None and _has_labels_alone(training):
+        given = ["routers", "rest"]
+        logger.info("expert_map: stages routers and rest, one after the other; for one training of all: stages=joint")
     if given is None:
         yield training
         return

@@ -19,12 +19,14 @@ from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftConfig, get_peft_model
 from training_case import ADAPTER, MAPS, MASKS, SETTINGS, make_case, run, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from upit_case import make_case as make_recipe
 from upit_case import rows
+from upit_case import run as run_upit
 
 from moe_peft import MoELoraConfig
 from moe_peft.cli import main
 from moe_peft.cli.sft import parser
-from moe_peft.cli.training import stages
+from moe_peft.cli.stages import stages
 from moe_peft.models.view import adapter_layers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training import MoESFTConfig, MoESFTTrainer
@@ -77,6 +79,18 @@ def test_the_command_trains_what_python_trains(case, tokenizer, tmp_path):
     card = (out / "README.md").read_text()
     assert "- Training data: " in card and "6 steps of 4 rows" in card and "import moe_peft" in card
     assert AutoPeftModelForCausalLM.from_pretrained(out)(input_ids=torch.tensor([[3, 4]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("command", ["sft", "upit"])
+def test_an_adapter_names_the_revision_of_its_base(command, case, tmp_path, tokenizer):
+    """Whoever loads it gets that one, and not the main branch."""
+    if command == "sft":
+        out = run("sft", tmp_path, {**case, "model_revision": "v2", "max_steps": 1})
+    else:
+        recipe = make_recipe(tmp_path, tokenizer)
+        recipe["model"]["revision"] = "v2"
+        out = run_upit({**recipe, "num_train_epochs": 1}, tmp_path).result
+    assert PeftConfig.from_pretrained(out).revision == "v2"
 
 
 def test_two_stages_from_one_file(case, tmp_path):

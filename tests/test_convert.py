@@ -86,6 +86,13 @@ torch.save(model(torch.arange(3, 27).view(2, 12)).logits, {str(tmp_path / "logit
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), lora(1)(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_the_revision_of_the_base_goes_with_it():
+    sources = [lora(0, revision="v2"), lora(1, revision="v2")]
+    moe = lora_to_moe(tiny_llama(), sources)
+    assert moe.peft_config["default"].revision == "v2" == expert_to_lora(moe, 0)[0].revision
+    assert lora_to_moe(tiny_llama(), sources, revision="v3").peft_config["default"].revision == "v3"
+
+
 def test_smaller_ranks_are_padded_and_other_scalings_are_taken_up():
     sources = [lora(0, r=2, lora_alpha=2), lora(1, r=6, lora_alpha=3), lora(2, r=4, lora_alpha=12, use_rslora=True)]
     moe = lora_to_moe(tiny_llama(), sources)

@@ -116,6 +116,7 @@ def lora_to_moe(
         )
     loras, places = _read_loras(model, adapters)
     settings.setdefault("task_type", loras[0].config.task_type)
+    settings.setdefault("revision", loras[0].config.revision)
     settings.setdefault("top_k", min(2, len(loras)))
     config = MoELoraConfig(num_experts=len(loras), **_determined(loras, places), **settings)
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
@@ -231,6 +232,7 @@ def expert_to_lora(
         modules_to_save=source.modules_to_save,
         task_type=source.task_type,
         base_model_name_or_path=source.base_model_name_or_path,
+        revision=source.revision,
         inference_mode=True,
     )
     if save_directory is not None:

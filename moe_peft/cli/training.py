@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
@@ -19,7 +18,7 @@ from huggingface_hub import HfApi
 from peft import PeftModel, get_peft_model
 from rich.console import Console
 from rich.table import Table
-from transformers import TrainingArguments, set_seed
+from transformers import set_seed
 from trl import get_quantization_config
 
 from ..adapter.config import MoELoraConfig
@@ -34,19 +33,15 @@ from ..loading import (
     read_model,
     read_tokenizer,
 )
-from ..messages import one_line, one_of, unknown_key
+from ..messages import one_line
 from ..models.size import model_size
 from ..models.view import native_routers, router_parameters, router_sizes
 from ..reading import reading
-from ..routing.expert_map import label_text
 from ..sharding import in_first_process, leave_processes
 from ..training.arguments import check_answers, check_launched, check_packages, save_whole
-from ..training.coefficients import loss_coefficients
 from ..training.continuing import claim
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, load_data
 from ..training.freezing import freeze_for_stage
-from ..training.labels import check_labels
-from ..training.limits import check_settings, check_value
 from ..training.planning import (
     Launch,
     Memory,
@@ -57,18 +52,13 @@ from ..training.planning import (
     steps_and_rows,
     training_line,
 )
-from ..training.router_losses import Stage
 from ..training.rows import check_rows
-from ..training.sft import experts_of_labels
 from ..training.tokenizing import rehearse
 from .options import Options
-from .resuming import NO_PATH, check_same_adapter, found_checkpoint, is_done
+from .resuming import check_same_adapter, found_checkpoint, is_done
+from .stages import check_stages, section, stages
 
 logger = logging.getLogger("moe_peft")
-_OF_ALL_STAGES = {
-    "training_stage": "the stage's name says this",
-    "output_dir": "it is the folder of the stage's name in output_dir",
-}
 
 
 def train_or_plan(options: Options, trainer: Any) -> None:
@@ -87,7 +77,7 @@ def train_or_plan(options: Options, trainer: Any) -> None:
         return
     found = list(stages(options))
     for args in found:
-        path = _section(args, found)
+        path = section(args, found)
         check_packages(args, path)
         check_launched(args, path)
     if len(found) > 1 and found[0].deepspeed_plugin is not None:
@@ -154,76 +144,6 @@ def _train(
         model, config = made.model, None
 
 
-def _has_labels_alone(training: Any) -> bool:
-    """
-    Whether labels supervise routers and nothing says when. Together with the language loss they did harm in
-    "Label-Supervised Routing in Upcycled Mixture of Experts", so two stages are the default.
-    """
-    if getattr(training, "expert_map", None) is None or training.router_label_loss_coef == 0:
-        return False
-    whenever = training.training_stage == "joint" and training.router_schedule == "constant"
-    return whenever and not training.router_label_mask
-
-
-def stages(options: Options) -> Iterator[Any]:
-    """
-    The arguments of each stage. With several, each has a folder of its own for its checkpoints.
-
-    Raises:
-        ValueError: an unknown stage, or a setting of one that is unknown or wrong.
-    """
-    given, training = options.run.stages, options.training
-    for f in dataclasses.fields(training):
-        if f.init:
-            check_value(f.name, getattr(training, f.name))
-    if given is None and _has_labels_alone(training):
-        given = ["routers", "rest"]
-        logger.info("expert_map: stages routers and rest, one after the other; for one training of all: stages=joint")
-    if given is None:
-        yield training
-        return
-    if not given:
-        raise ValueError(f"stages={given!r}: name at least one of {', '.join(Stage.__args__)}")  # type: ignore[attr-defined]
-    if training.training_stage != "joint":
-        raise ValueError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
-    if len(set(given)) < len(given):
-        raise ValueError(f"stages={given!r}: name each stage once")
-    checkpoint = training.resume_from_checkpoint
-    if len(given) > 1 and checkpoint is not None and str(checkpoint).lower() not in NO_PATH:
-        raise ValueError(
-            f"resume_from_checkpoint={str(checkpoint)!r}: is of one of the stages; use true, or "
-            "stages.<name>.resume_from_checkpoint"
-        )
-    names = {f.name for f in dataclasses.fields(training) if f.init}
-    for name, own in (given if isinstance(given, dict) else dict.fromkeys(given)).items():
-        if name not in Stage.__args__:  # type: ignore[attr-defined]
-            raise ValueError(one_of("stages", name, Stage.__args__))  # type: ignore[attr-defined]
-        own = {} if own is None else own
-        if not isinstance(own, dict):
-            raise ValueError(f"stages.{name}={own!r}: must be a mapping of settings")
-        for key in own:
-            if key in _OF_ALL_STAGES:
-                raise ValueError(f"stages.{name}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
-            if key not in names:
-                raise ValueError(unknown_key(f"stages.{name}.{key}", names))
-        own = {**_resolved(own), **own}
-        check_settings(type(training), own, f"stages.{name}.")
-        settings = {key: getattr(training, key) for key in names}
-        folder = str(Path(str(training.output_dir)) / name)
-        try:
-            yield type(training)(**{**settings, "output_dir": folder, **own, "training_stage": name})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"stages.{name}: {one_line(error)}") from error
-
-
-def _resolved(own: dict[str, Any]) -> dict[str, Any]:
-    """What the arguments of all stages have set themselves, and a stage changes under another name."""
-    found: dict[str, Any] = {"bf16": False} if own.get("fp16") else {}
-    aliases = {name: name.replace("gradient_", "activation_") for name in own if name.startswith("gradient_checkpoint")}
-    known = {f.name for f in dataclasses.fields(TrainingArguments)}
-    return found | {new: own[old] for old, new in aliases.items() if new in known}
-
-
 def check_templates(options: Options, found: Sequence[Any], tokenizer: Any) -> None:
     """
     Raises:
@@ -251,10 +171,10 @@ def load_datasets(options: Options, found: Sequence[Any], tokenizer: Any) -> tup
     splits = [load_data(source, "dataset_name", None, data.dataset_train_split, formats)]
     if any(args.eval_strategy != "no" or args.eval_on_start for args in found):
         splits.append(load_data(source, "dataset_name", None, data.dataset_test_split, formats))
-    labels = {getattr(args, "label_column", None): _section(args, found) for args in reversed(found)}
+    labels = {getattr(args, "label_column", None): section(args, found) for args in reversed(found)}
     paths = dict.fromkeys(getattr(args, "chat_template_path", None) for args in found)
-    for rows, (label, section), path in product(splits, labels.items(), paths):
-        check_has_labels(rows, label, "dataset_name", section if len(labels) > 1 else "")
+    for rows, (label, where), path in product(splits, labels.items(), paths):
+        check_has_labels(rows, label, "dataset_name", where if len(labels) > 1 else "")
         template = partial(chat_template, path, "chat_template_path")
         check_rows(rows, f"dataset_name={source!r}", tokenizer, label, template)
     return splits[0], splits[1] if len(splits) > 1 else None
@@ -270,31 +190,7 @@ def rehearse_stages(found: Sequence[Any], data: Dataset, tokenizer: Any) -> None
     for args in found:
         if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # which serves one trainer
             check_answers("", data, args.completion_only_loss, args.assistant_only_loss)
-            rehearse(data, copy.deepcopy(tokenizer), args, _section(args, found).rstrip(".") or "sft")
-
-
-def _section(args: Any, found: Sequence[Any]) -> str:
-    """Before a setting's name in a message: the stage that has it, if there are several."""
-    return f"stages.{args.training_stage}." if len(found) > 1 else ""
-
-
-def check_stages(found: Sequence[Any], model: Any, data: Dataset, held_out: Dataset | None) -> None:
-    """
-    Raises:
-        ValueError: what the trainer of a stage would refuse, after the earlier ones had trained: labels without
-            experts, experts that the model lacks, or routers that the stage cannot train.
-    """
-    for args in found:
-        try:
-            loss_coefficients(model, args, type(args).__name__)
-            if getattr(args, "expert_map", None) is None:
-                continue
-            experts_of_labels(model, args)
-            for name, rows in {"train": data, "eval": held_out}.items():
-                if rows is not None:
-                    check_labels(rows, args.label_column, [label_text(label) for label in args.expert_map], name)
-        except ValueError as error:
-            raise ValueError(f"{_section(args, found)[:-1]}: {error}") from error
+            rehearse(data, copy.deepcopy(tokenizer), args, section(args, found).rstrip(".") or "sft")
 
 
 def load_model(options: Options) -> Any:
@@ -330,7 +226,9 @@ def adapter_config(options: Options, model: Any) -> MoELoraConfig | None:
     """
     chosen = options.run.use_peft
     if not native_routers(model) if chosen is None else chosen:
-        return options.adapter_config()
+        config = options.adapter_config()
+        config.revision = options.model.model_revision
+        return config
     router_sizes(model, "use_peft=False")
     for name, value in options.changed_adapter_fields():
         raise ValueError(f"{name}={value!r}: is for a MoE-LoRA adapter, and this model is trained itself; leave it out")

@@ -66,6 +66,7 @@ class LoraPrepare(_OfLoras, Prepare):
             init_lora_weights=moe.init_lora_weights,
             target_modules=ffn_projections(model, moe.target_projections),
             task_type="CAUSAL_LM",
+            revision=self.recipe.model.revision,
         )
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
@@ -176,10 +177,11 @@ def _assemble(recipe: Recipe, experts: Sequence[Path], seed: int) -> PeftModel:
     """The base with all experts in one MoE adapter and random routers; with new experts if stage 1 trains none."""
     model = load_model(recipe.model)
     set_seed(seed)
+    revision = recipe.model.revision
     if not recipe.facts.prepares:
-        return get_peft_model(model, recipe.moe_config())
+        return get_peft_model(model, recipe.moe_config(), revision=revision)
     settings = {key: value for key, value in recipe.adapter.items() if key not in FROM_EXPERTS}
-    return lora_to_moe(model, experts, task_type="CAUSAL_LM", **settings)
+    return lora_to_moe(model, experts, task_type="CAUSAL_LM", revision=revision, **settings)
 
 
 def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:

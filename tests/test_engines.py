@@ -12,9 +12,9 @@ import torch
 from benchmarks import engines as table
 
 WHOLE = "equal, saved, resumed"
-# Cells of the table; the others are like one of these, and DDP has tests of its own.
+# Cells of the table; the others are like one of these, and DDP has more tests of its own.
 CELLS = {
-    "DDP": ["output"],
+    "DDP": ["output", "upit-lora"],
     "FSDP2": ["LoRA", "output", "projection", "output-4bit", "native", "upit-lora", "sft"],
     "ZeRO-2": ["LoRA", "projection"],
     "ZeRO-3": ["LoRA", "output", "native", "upit-lora-4bit", "upit-ffn"],

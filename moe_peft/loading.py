@@ -37,6 +37,7 @@ from .reading import check_weights, no_weights, read_object, read_text, reading
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_OWN_TYPE = "MOE_LORA"
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -71,14 +72,15 @@ def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
 def _refuse_unknown(saved: Mapping[str, Any], kind: PeftType, what: object) -> None:
     """
     Raises:
-        ValueError: a config sets what this version does not know; PEFT would leave it out with a warning.
+        ValueError: a config of this package sets what this version does not know; PEFT would leave it out with a
+            warning, which is how it takes those of newer LoRAs.
     """
     known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
-    for name, value in saved.items():
+    for name, value in saved.items() if kind.value == _OWN_TYPE else ():
         if name not in known and name != "runtime_config" and value not in (None, False, "", 0, [], {}):
             raise ValueError(
-                f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: PEFT {peft.__version__} does not know it with "
-                f"peft_type={kind.value}, and would leave it out; install a newer version"
+                f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: this version of moe-peft-hf does not know it; install a "
+                "newer one"
             )
 
 
@@ -338,10 +340,11 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{what}: its files lack {missing[0]}{more}; download or save the model again")
     own = model.state_dict().keys() if info["unexpected_keys"] else ()
-    modules = {name for name, _ in model.named_modules()} if info["unexpected_keys"] else ()
+    weighted = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     for key in sorted(info["unexpected_keys"]):
-        owner = key.rpartition(".")[0]
-        if owner in modules or owner in own:  # such as a bias, or the scale of a quantized weight
+        owner, _, last = key.rpartition(".")
+        of_weight = last == "bias" or last.startswith("weight_")  # the second: scales of quantized weights
+        if owner in own or (owner in weighted and of_weight):
             raise ValueError(
                 f"{what}: its files have {key}, of which its config says nothing; use the config it was saved with"
             )

@@ -218,7 +218,6 @@ NO_ADAPTER: dict[str, tuple[Damage, str]] = {
     "unknown task": (changed(ADAPTER, task_type="NONSENSE"), "NONSENSE"),
     "alpha NaN": (changed(ADAPTER, lora_alpha=float("nan")), "lora_alpha=nan"),
     "alpha a text": (changed(ADAPTER, lora_alpha="x"), "lora_alpha='x'"),
-    "a setting of a newer version": (changed(ADAPTER, temperature=2.0), "temperature=2.0: PEFT .* does not know it"),
     "no weights": (without(ADAPTER_WEIGHTS), "no adapter_model.safetensors"),
     "weights empty": (text(ADAPTER_WEIGHTS, b""), "cannot be read"),
     "weights cut off": (cut(ADAPTER_WEIGHTS), "cannot be read"),
@@ -239,6 +238,7 @@ NO_ADAPTER: dict[str, tuple[Damage, str]] = {
     "empty": (empty, "no config.json|not a folder"),
 }  # fmt: skip
 NO_MOE: dict[str, tuple[Damage, str]] = {
+    "a setting of a newer version": (changed(ADAPTER, temperature=2.0), "temperature=2.0: this version of moe-peft-hf"),
     "base missing": (changed(ADAPTER, base_model_name_or_path="/nowhere"), "/nowhere"),
     "base null": (changed(ADAPTER, base_model_name_or_path=None), "None"),
     "other number of experts": (changed(ADAPTER, num_experts=3), "3"),

@@ -358,7 +358,7 @@ def test_what_no_evaluation_wrote_is_refused_before_any_work_and_stays(name, tmp
     (tmp_path / name).write_text('{"scores": 1}')
     with pytest.raises(SystemExit) as end:
         main(["eval", "--model", str(tmp_path / "nowhere"), "--tasks", "toy_a", "--output", str(tmp_path)])
-    assert end.value.code == 2 and f"{name} is there already, and no report of ours; choose" in capsys.readouterr().err
+    assert end.value.code == 2 and f"{name} is there already, not of such a report" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == '{"scores": 1}'
 
 

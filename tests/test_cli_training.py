@@ -137,6 +137,23 @@ def test_labels_train_routers_first(own, names, case, tmp_path):
     assert all((out / name / "checkpoint-6").is_dir() for name in stages)
 
 
+def test_one_training_of_labels_and_all_does_not_begin_anew_as_two(case, tmp_path, capsys):
+    """It goes on where it is told to."""
+    own = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant", "save_steps": 3}
+    whole = weights(run("sft", tmp_path, {**own, "stages": ["joint"]}))
+    shutil.move(tmp_path / "out/joint/checkpoint-3", tmp_path / "out/checkpoint-3")
+    shutil.rmtree(tmp_path / "out/joint")
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
+    found = capsys.readouterr().err
+    assert "has checkpoints of one training with all losses; move them to" in found and "stages=[joint]" in found
+    (tmp_path / "out/joint").mkdir()
+    shutil.move(tmp_path / "out/checkpoint-3", tmp_path / "out/joint/checkpoint-3")
+    again = weights(run("sft", tmp_path, {**own, "stages": ["joint"]}, "--resume_from_checkpoint", "true"))
+    for name, value in whole.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=0)
+
+
 def test_hard_masks(case, tmp_path):
     settings = {**case, "label_column": "domain", "expert_map": {"a": [0, 1], "b": [2, 3], "c": [2, 3]}}
     out = run("sft", tmp_path, {**settings, "router_label_mask": True})
@@ -330,7 +347,7 @@ def test_a_later_stage_of_routers_without_parameters(case, tmp_path, capsys):
 def test_a_checkpoint_is_of_one_stage(case, tmp_path, capsys):
     settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}
     flags = ("--stages", "routers", "rest", "--resume_from_checkpoint", str(tmp_path / "out/routers/checkpoint-3"))
-    message = "checkpoint-3': is of one of the stages; use true, or stages.<name>.resume_from_checkpoint"
+    message = "checkpoint-3': is of one of the stages routers, rest; use true, or stages.<name>.resume_from_checkpoint"
     assert message in refused("sft", tmp_path, settings, *flags, capsys=capsys)
     whole = weights(run("sft", tmp_path, {**settings, "stages": ["routers", "rest"]}))
     (tmp_path / "again").mkdir()

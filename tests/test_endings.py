@@ -26,6 +26,7 @@ from moe_peft.cli import main
 from moe_peft.cli.ending import ends_in_one_line
 from moe_peft.reading import reading
 from moe_peft.sharding import leave_processes
+from moe_peft.training.checkpoints import _mend_note
 from moe_peft.training.whole import WHOLE, mark_whole, remove_from, whole_checkpoints
 
 WEIGHTS = "adapter_model.safetensors"
@@ -321,6 +322,9 @@ def test_a_checkpoint_is_whole_as_long_as_its_files_are(tmp_path):
     assert whole_checkpoints(tmp_path) == {}
     mark_whole(checkpoint)
     assert whole_checkpoints(tmp_path) == {5: checkpoint}
+    (checkpoint / WHOLE).write_text(json.dumps({"a": 7, "optimizer.pt": 7}))  # as earlier versions wrote it
+    assert whole_checkpoints(tmp_path, thoroughly=True) == {5: checkpoint}
+    mark_whole(checkpoint)
     digest = hashlib.sha256(b"content").hexdigest()
     assert json.loads((checkpoint / WHOLE).read_text()) == {"a": [7, digest], "optimizer.pt": [7, digest]}
     remove_from(checkpoint, "optimizer.pt")
@@ -333,6 +337,28 @@ def test_a_checkpoint_is_whole_as_long_as_its_files_are(tmp_path):
 
 def _interrupted(*args):
     raise KeyboardInterrupt
+
+
+def test_large_files_have_lengths_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_peft.training.whole._LARGE", 6)
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "a").write_text("content")
+    mark_whole(checkpoint)
+    assert json.loads((checkpoint / WHOLE).read_text()) == {"a": [7, None]}
+    assert whole_checkpoints(tmp_path, thoroughly=True) == {5: checkpoint}
+
+
+def test_a_damaged_note_lets_no_other_training_go_on(case, tmp_path):
+    """The last checkpoint has the same note."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moe_peft.upit.prepare.copy_adapter", _interrupted)
+        run(case[0], tmp_path)
+    state = tmp_path / "out" / "prepare.partial" / "state" / "out"
+    before = (state / "training.json").read_bytes()
+    (state / "training.json").write_text("{")
+    _mend_note(state)
+    assert (state / "training.json").read_bytes() == before
 
 
 def test_an_experts_checkpoint_that_is_lost_is_made_again(case, tmp_path):

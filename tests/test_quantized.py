@@ -10,12 +10,13 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from conftest import tiny_llama
+from datasets import Dataset
 from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
-from moe_peft import MoELoraConfig
+from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 
 IDS = torch.randint(3, 128, (2, 10), generator=torch.Generator().manual_seed(1))
 
@@ -304,3 +305,16 @@ def test_injection_leaves_the_quantized_weights_in_their_format(
         training, shape, weight = before[name]
         assert (linear.training, linear.weight.shape) == (training, shape), name
         torch.testing.assert_close(quantizer.dequantize(linear), weight, rtol=0, atol=0)
+
+
+def test_adapters_on_quantized_bases_bring_no_warning(folder, device, quantizer, tokenizer, tmp_path, caplog):
+    """On bases of bitsandbytes TRL makes them bfloat16, whatever the base's dtype is."""
+    args = MoESFTConfig(str(tmp_path), max_steps=1, use_cpu=device == "cpu", bf16=False, report_to="none", save_steps=9)
+    trainer = MoESFTTrainer(
+        adapted(load(folder, device, quantizer), "output"), args,
+        train_dataset=Dataset.from_list([{"text": "w3 w4 w5"}] * 8), processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    kinds = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
+    assert (torch.bfloat16 in kinds) == (quantizer is not QUANTIZERS["torchao"])
+    assert "parameters are trained in" not in caplog.text

@@ -231,9 +231,9 @@ def test_what_no_report_wrote_is_refused_before_any_work_and_stays(name, tmp_pat
     with pytest.raises(SystemExit) as end:
         main(["inspect", "--model", str(tmp_path / "nowhere"), "--data", "none.jsonl", "--output", str(tmp_path)])
     assert end.value.code == 2
-    line = f"inspect: output_dir={str(tmp_path)!r}: {tmp_path / name} is there already, and no report of ours; choose"
+    line = f"inspect: output_dir={str(tmp_path)!r}: {tmp_path / name} is there already, not of such a report"
     assert line in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"write_report: folder=.* is there already, and no report of ours; choose"):
+    with pytest.raises(ValueError, match=r"write_report: folder=.* is there already, not of such a report"):
         write_report(two_domains(), tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: '{"shares": "mine"}'}
 

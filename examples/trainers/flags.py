@@ -73,3 +73,9 @@ def splits(script: ScriptArguments, training: TrainingArguments) -> dict[str, Da
         "train_dataset": load(script.dataset_train_split),
         "eval_dataset": load(script.dataset_test_split) if evaluates else None,
     }
+
+
+def checkpoint(training: TrainingArguments) -> str | bool | None:
+    """Where the training goes on, as `Trainer.train` takes it: true and false come from a command line as texts."""
+    given = training.resume_from_checkpoint
+    return {"true": True, "false": None}.get(str(given).lower(), given)

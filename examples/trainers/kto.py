@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer, ModelConfig, ScriptArguments, TrlParser
 
-from examples.trainers.flags import adapter, check_flags, model_settings, splits
+from examples.trainers.flags import adapter, check_flags, checkpoint, model_settings, splits
 from moe_peft import RouterLossConfig, RouterLossesMixin
 
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> MoEKTOTrainer:
         peft_config=adapter(model, "CAUSAL_LM"),
         **splits(script, training),
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint(training))
     trainer.save_model()
     return trainer
 

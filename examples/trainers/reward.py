@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, TrlParser
 
-from examples.trainers.flags import adapter, check_flags, model_settings, splits
+from examples.trainers.flags import adapter, check_flags, checkpoint, model_settings, splits
 from moe_peft import RouterLossConfig, RouterLossesMixin
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> MoERewardTrainer:
         peft_config=adapter(model, "SEQ_CLS"),
         **splits(script, training),
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint(training))
     trainer.save_model()
     return trainer
 

@@ -36,7 +36,7 @@ class ReportFiles(NamedTuple):
             if there and self.keys <= read_object(folder / self.main).keys():
                 return
         if there:
-            raise ValueError(f"{what}: {folder / there[0]} is there already, and no report of ours; choose another")
+            raise ValueError(f"{what}: {folder / there[0]} is there already, not of such a report; choose another")
 
     @contextmanager
     def replaced(self, folder: Path) -> Iterator[Path]:

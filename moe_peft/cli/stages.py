@@ -18,6 +18,7 @@ from ..training.labels import check_labels
 from ..training.limits import check_settings, check_value
 from ..training.router_losses import Stage
 from ..training.sft import experts_of_labels
+from ..training.whole import numbered_checkpoints
 from .options import Options
 from .resuming import NO_PATH
 
@@ -52,6 +53,12 @@ def stages(options: Options) -> Iterator[Any]:
             check_value(f.name, getattr(training, f.name))
     if given is None and _has_labels_alone(training):
         given = ["routers", "rest"]
+        goes_on = str(training.resume_from_checkpoint).lower() in ("true", "1")
+        if goes_on and numbered_checkpoints(Path(str(training.output_dir))):
+            raise ValueError(
+                f"resume_from_checkpoint=True: {training.output_dir} has checkpoints of one training with all losses; "
+                f"move them to {training.output_dir}/joint and set stages=[joint], or choose another output_dir"
+            )
         logger.info("expert_map: stages routers and rest, one after the other; for one training of all: stages=joint")
     if given is None:
         yield training
@@ -65,7 +72,7 @@ def stages(options: Options) -> Iterator[Any]:
     checkpoint = training.resume_from_checkpoint
     if len(given) > 1 and checkpoint is not None and str(checkpoint).lower() not in NO_PATH:
         raise ValueError(
-            f"resume_from_checkpoint={str(checkpoint)!r}: is of one of the stages; use true, or "
+            f"resume_from_checkpoint={str(checkpoint)!r}: is of one of the stages {', '.join(given)}; use true, or "
             "stages.<name>.resume_from_checkpoint"
         )
     names = {f.name for f in dataclasses.fields(training) if f.init}

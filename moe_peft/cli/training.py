@@ -83,7 +83,7 @@ def train_or_plan(options: Options, trainer: Any) -> None:
     if len(found) > 1 and found[0].deepspeed_plugin is not None:
         raise ValueError(
             f"stages={[args.training_stage for args in found]}: DeepSpeed prepares a model for one training; use DDP, "
-            "FSDP2, or one run for each with training_stage"
+            "FSDP2, stages=[joint], or one run for each with training_stage"
         )
     if options.training.push_to_hub:
         with reading("push_to_hub=True", "log in (hf auth login), or push the result later (hf upload)"):

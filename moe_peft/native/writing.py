@@ -154,10 +154,11 @@ def write_moe(
 
 def _end_texts(token: int, config: PreTrainedConfig, generation: Path) -> None:
     """Have a token end texts. As where TRL changes it, generation still stops at the former ones."""
-    if token not in _listed(config.eos_token_id):
+    former = _listed(config.eos_token_id)
+    if token not in former:
         config.eos_token_id = token
-    values = read_object(generation) if generation.is_file() else {"eos_token_id": token}
-    known = _listed(values.get("eos_token_id"))
+    values = read_object(generation) if generation.is_file() else {}
+    known = _listed(values.get("eos_token_id")) or former
     if token not in known:
         generation.write_text(json.dumps({**values, "eos_token_id": [token, *known]}, indent=2, sort_keys=True) + "\n")
 

@@ -111,7 +111,7 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     save_whole(trainer)
     folder = Path(trainer.args.output_dir)
     if trainer.args.should_save:
-        _forget_damaged_note(folder)
+        _mend_note(folder)
     PartialState().wait_for_everyone()
     if not (folder / NOTE).is_file() and numbered_checkpoints(folder) and not whole_checkpoints(folder):
         raise ValueError(f"{str(folder)!r}: has checkpoints of another training; choose another output_dir")
@@ -121,7 +121,8 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
         write_note(folder, facts)  # now, so that broken checkpoints without a whole one are known as ours
     if trainer.args.should_save and folder.is_dir():
         whole = set(whole_checkpoints(folder, thoroughly=True).values())
-        for broken in set(numbered_checkpoints(folder).values()) - whole:
+        for broken in sorted(set(numbered_checkpoints(folder).values()) - whole):
+            logger.warning("%s: is cut off or damaged; removed", broken)
             shutil.rmtree(broken)
     PartialState().wait_for_everyone()
     before = whole_checkpoints(folder)
@@ -150,14 +151,16 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     return Trained(history, checkpoints)
 
 
-def _forget_damaged_note(folder: Path) -> None:
-    """Remove a note that cannot be read any more; the checkpoints say themselves whether they are whole."""
+def _mend_note(folder: Path) -> None:
+    """Put the last checkpoint's note in the place of one that cannot be read any more."""
     if (folder / NOTE).is_file():
         try:
             read_object(folder / NOTE)
         except ValueError as error:
-            logger.warning("%s; written again", error)
+            logger.warning("%s; taken from the last checkpoint", error)
             (folder / NOTE).unlink()
+            for checkpoint in list(whole_checkpoints(folder, thoroughly=True).values())[-1:]:
+                shutil.copy(checkpoint / NOTE, folder / NOTE)
 
 
 def copy_result(checkpoint: Path, folder: Path, adapter_name: str = "default") -> None:

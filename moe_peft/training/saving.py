@@ -25,11 +25,13 @@ class FiniteWeightsMixin:
     state: Any
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
+    is_world_process_zero: Any
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         keeps_float32 = self.is_fsdp_enabled or self.is_deepspeed_enabled  # beside the weights
         trained = [p for p in self.model.parameters() if p.requires_grad and p.dtype in _HALF]
-        if trained and not keeps_float32:
+        quantized = getattr(self.model, "is_quantized", False)  # TRL makes its adapters bfloat16
+        if trained and not keeps_float32 and not quantized and self.is_world_process_zero():
             logger.warning(
                 "learning_rate=%g: %s parameters are trained in %s, where a weight changes by no less than a %s of "
                 "itself: smaller steps are lost; load the model in float32 (bf16=True still computes in bfloat16)",

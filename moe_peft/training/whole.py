@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-WHOLE = "whole"  # a file that says so, with the lengths and hashes of the files beside it
+WHOLE = "whole"  # a file that says so, with the lengths of the files beside it, and hashes of all but large ones
+_LARGE = 2**30  # bytes; a shard of a whole model is not hashed, as all processes would wait for that at each saving
 
 
 def mark_whole(checkpoint: Path) -> None:
@@ -36,7 +37,9 @@ def _lengths(checkpoint: Path) -> Iterator[tuple[str, int]]:
             yield str(path.relative_to(checkpoint)), path.stat().st_size
 
 
-def _hash(path: Path) -> str:
+def _hash(path: Path) -> str | None:
+    if path.stat().st_size > _LARGE:
+        return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -47,7 +50,9 @@ def _noted(checkpoint: Path) -> dict[str, Any]:
         found = json.loads((checkpoint / WHOLE).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and all(isinstance(v, list) for v in found.values()) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: noted if isinstance(noted, list) else [noted, None] for name, noted in found.items()}  # lengths once
 
 
 def numbered_checkpoints(folder: Path) -> dict[int, Path]:
@@ -69,4 +74,5 @@ def whole_checkpoints(folder: Path, thoroughly: bool = False) -> dict[int, Path]
 def _is_whole(checkpoint: Path, thoroughly: bool) -> bool:
     files, lengths = _noted(checkpoint), dict(_lengths(checkpoint))
     as_long = bool(files) and all(lengths.get(name) == noted[0] for name, noted in files.items())
-    return as_long and not (thoroughly and any(_hash(checkpoint / name) != noted[1] for name, noted in files.items()))
+    hashes = {name: noted[1] for name, noted in files.items() if noted[1] is not None}
+    return as_long and not (thoroughly and any(_hash(checkpoint / name) != known for name, known in hashes.items()))

@@ -114,6 +114,9 @@ class Recipe:
     def _check_ffn(self) -> None:
         if self.model.dtype == "auto":  # a step of 2e-5 is too small to change most weights in bfloat16
             object.__setattr__(self, "model", dataclasses.replace(self.model, dtype="float32"))
+        attention, exact = self.model.attn_implementation, self.model.dtype == "float32"
+        half = f"another with model.dtype={self.model.dtype!r}, as it computes in half precision alone"
+        _require("model.attn_implementation", attention, not (exact and "flash" in (attention or "")), half)
         _require_no_keys("adapter", self.adapter, "ffn", "moe")
         passthrough.MOE.check("moe", self.moe)
         init, given = self.moe.get("init"), self.prepare.adapters

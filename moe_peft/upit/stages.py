@@ -151,6 +151,7 @@ class Stage(ABC):
     def identity(self) -> dict[str, Any]:
         """Everything that decides its result. Earlier stages' files are inputs, so a change is passed on."""
         r = self.recipe
+        base = Path(r.model.name_or_path)
         settings = {
             **self.settings(),
             "mode": r.mode,
@@ -161,7 +162,7 @@ class Stage(ABC):
         found = {
             "settings": settings,
             "processes": PartialState().num_processes,
-            "model": as_dict(r.model) | ({"name_or_path": None} if Path(r.model.name_or_path).is_dir() else {}),
+            "model": as_dict(r.model) | ({"name_or_path": str(base.resolve())} if base.is_dir() else {}),
             "inputs": {key: self.context.hashes[key] for key in self.inputs},
             "earlier_stages": {name: hash_json(record["files"]) for name, record in self.context.records.items()},
         }

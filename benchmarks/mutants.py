@@ -42,7 +42,7 @@ TESTS = {
     "native/initialise": "expert_init",
     "native/adapted": "native_export",
     "native/upcycled": "native_upcycle native_fine_grained",
-    "training/router_losses": "router_losses trainer label_masks",
+    "training/router_losses": "router_losses trainer trainers label_masks variable_balance",
 }
 # Compiled code, other processes and new Python programs do not see which mutant is active.
 NOT_RUN = " and ".join(

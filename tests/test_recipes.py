@@ -100,6 +100,7 @@ CONFIGS["three-phase"] = (MISTRAL, DENSE["three-phase"] + 32 * (7 * 3 * 4096 * 1
 PUBLISHED = {"drop-upcycling": (1.5, 8.9), "router-upcycling": (0.5, 2.1), "three-phase": (7.2, 46.7)}
 # Bytes of the base in memory.
 BASES = {"llama3-8b-qlora": 5.6e9, "qwen3-8b": 16.4e9, "llama2-7b-paper": 13.5e9, "router-upcycling": 4 * 0.464e9}
+BASES["sheared-llama-2.7b-paper-ffn"] = 4 * DENSE["sheared-llama-2.7b-paper-ffn"]
 TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
 TEXT = "{{ m['role'] + ' ' + m['content'] }}"
 TEMPLATE = (

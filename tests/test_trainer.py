@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -24,7 +26,9 @@ from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
 from moe_peft.models.view import router_parameters
 from moe_peft.routing.losses import ROUTER_LOSSES
 from moe_peft.training.dpo import MoEDPOConfig
+from moe_peft.training.labels import COLUMN
 from moe_peft.training.phases import phase_at
+from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 N, K = 6, 2
@@ -547,3 +551,102 @@ def test_nothing_to_train_is_said(tokenizer, tmp_path):
     model = make_model("adapter").requires_grad_(False)
     with pytest.raises(ValueError, match="training_stage='joint': nothing is left to train"):
         make_trainer(tmp_path, tokenizer, model, **LABELS)
+
+
+# --- what is easily lost ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["router_z_loss_coef", "router_label_loss_coef"])
+def test_a_coefficient_with_a_default_is_a_number(name, tmp_path):
+    with pytest.raises(ValueError, match=f"{name}=None: "):
+        arguments(tmp_path, **{name: None})
+    assert arguments(tmp_path, router_aux_loss_coef=None).router_aux_loss_coef is None
+
+
+def test_the_name_of_a_schedule_is_said_as_it_is_given(tmp_path):
+    with pytest.raises(ValueError, match="lr_scheduler_type='cosine': router_schedule='three_phase' sets the rate"):
+        arguments(tmp_path, router_schedule="three_phase", lr_scheduler_type="cosine")
+
+
+def test_a_plain_config_gets_the_fields_of_the_losses(tokenizer, tmp_path):
+    class Trainer(RouterLossesMixin, SFTTrainer):
+        pass
+
+    args = arguments(tmp_path, SFTConfig)
+    trainer = Trainer(make_model(), args, train_dataset=Dataset.from_list(rows(24)), processing_class=tokenizer)
+    found = {f.name: getattr(trainer.args, f.name) for f in dataclasses.fields(RouterLossConfig)}
+    assert found == {f.name: f.default for f in dataclasses.fields(RouterLossConfig)}
+    trainer.train()
+    assert "aux_loss" in trainer.state.log_history[0]
+
+
+def test_a_schedule_is_of_the_optimizer_that_is_given(tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer)
+    own = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    assert trainer.create_scheduler(10, own).optimizer is own
+    trainer = make_trainer(tmp_path, tokenizer, router_schedule="three_phase")
+    assert trainer.create_scheduler(10, own).optimizer is own
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_outputs_come_with_the_loss_if_asked_for(training, tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, router_z_loss_coef=0.1)
+    trainer.model.train(training)
+    batch = one_batch(trainer)
+    loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    torch.testing.assert_close(loss, trainer.compute_loss(trainer.model, batch))
+    plain = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    torch.testing.assert_close(outputs.logits, trainer.model(**plain).logits, rtol=1e-5, atol=1e-5)
+    assert isinstance(trainer.compute_loss(trainer.model, batch), torch.Tensor)
+
+
+def test_labels_in_a_batch_of_a_trainer_without_an_expert_map_are_left_alone(tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, router_z_loss_coef=0.1)
+    batch = one_batch(trainer)
+    labels = torch.zeros_like(batch["input_ids"])
+    torch.testing.assert_close(
+        trainer.compute_loss(trainer.model, {**batch, COLUMN: labels}), trainer.compute_loss(trainer.model, batch)
+    )
+
+
+def test_a_loss_that_is_off_does_not_hide_those_after_it(tokenizer, tmp_path):
+    """Without labels the label loss is left out, and one that comes after it in the table counts."""
+    trainer = make_trainer(tmp_path, tokenizer, router_aux_loss_coef=0.0)
+    batch = one_batch(trainer)
+    with torch.no_grad(), registered("late", lambda given: given.router_logits[0].square().mean()):
+        losses = []
+        for coefficient in (2.0, 0.0):
+            trainer._coefficients["late"] = coefficient
+            losses.append(trainer.compute_loss(trainer.model, batch))
+        logits = trainer.model(**batch, output_router_logits=True).router_logits[0]
+    torch.testing.assert_close(losses[0] - losses[1], 2 * logits.float().square().mean(), rtol=1e-4, atol=1e-5)
+
+
+@contextlib.contextmanager
+def registered(name, function):
+    ROUTER_LOSSES[name] = dataclasses.replace(ROUTER_LOSSES["aux"], function=function, coefficient=0.0)
+    try:
+        yield
+    finally:
+        del ROUTER_LOSSES[name]
+
+
+def test_the_loss_of_one_token_is_its_own(tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, router_z_loss_coef=0.5, router_aux_loss_coef=0.0)
+    trainer.model.eval()
+    batch = {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[-100, 6]])}
+    batch["attention_mask"] = torch.tensor([[0, 1]])
+    with torch.no_grad():
+        trainer.compute_loss(trainer.model, batch)
+        logits = trainer.model(**batch, output_router_logits=True).router_logits
+    found = trainer._metrics["eval"]["router_z_loss"][-1]
+    assert found == pytest.approx(sum(one[1].float().logsumexp(-1).square() for one in logits).item() / 2, rel=1e-5)
+
+
+def test_phases_before_training_are_none(tokenizer, tmp_path):
+    """An evaluation, or a loss of one's own, before a number of steps is known."""
+    trainer = make_trainer(tmp_path, tokenizer, router_schedule="three_phase", router_z_loss_coef=0.1)
+    assert trainer.state.max_steps == 0
+    trainer.model.train()
+    assert trainer._coefficient("z") == 0.1
+    assert trainer.compute_loss(trainer.model, one_batch(trainer)).isfinite()

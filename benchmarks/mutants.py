@@ -35,7 +35,7 @@ TESTS = {
     "adapter/dispatch": "dispatch",
     "adapter/layer": "numerics lifecycle hash_router variable_balance steering",
     "adapter/ffn_layer": "numerics mixing dispatch lifecycle bottleneck order",
-    "adapter/protocol": "protocol bases hash_router liger variable_balance lifecycle",
+    "adapter/protocol": "protocol bases hash_router liger variable_balance lifecycle trainer trainers order",
     "upit/buckets": "buckets",
     "upit/own_updates": "own_updates router_init",
     "upit/stages": "stage_folders upit_stages",

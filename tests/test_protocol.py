@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from conftest import tiny_llama
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainingArguments
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from benchmarks.families import tiny
 from moe_peft import MoELoraConfig
-from moe_peft.models.view import adapter_layers
+from moe_peft.models.view import adapter_layers, observed_routing
 from moe_peft.routing.losses import balancing_loss
 
 COEF = 0.5  # large, so that a loss added twice or not at all cannot hide
@@ -513,3 +515,67 @@ def test_outputs_can_be_pickled(labels):
 def test_plain_lora_models_are_untouched_by_the_import():
     model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     assert model(**batch()).get("aux_loss") is None
+
+
+# --- what is easily lost ----------------------------------------------------------------------------------------------
+
+
+def test_fields_that_a_family_calls_otherwise_come_back():
+    """A dense model of Qwen3-MoE, whose `num_experts` is stored as `num_local_experts`."""
+    config = Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=128, num_experts=16, num_experts_per_tok=3, mlp_only_layers=[0, 1],
+    )  # fmt: skip
+    base = Qwen3MoeForCausalLM(config)
+    before = dict(vars(base.config))
+    assert before["num_local_experts"] == 16
+    model = get_peft_model(base, MoELoraConfig(num_experts=6, top_k=2, r=2, task_type="CAUSAL_LM"))
+    assert (base.config.num_experts, base.config.num_experts_per_tok) == (6, 2)
+    model.unload()
+    assert dict(vars(base.config)) == before and "num_experts" not in vars(base.config)
+
+
+def test_what_predictions_leave_out_of_a_family_comes_back():
+    """XLNet's predictions are without `mems`."""
+    base = tiny("xlnet")
+    kind = type(base.config)
+    assert kind.keys_to_ignore_at_inference == ["mems"]
+    model = get_peft_model(base, adapter(target_modules=["layer_1"]))
+    assert base.config.keys_to_ignore_at_inference == ["mems", "router_logits", "aux_loss"]
+    model.unload()
+    assert "keys_to_ignore_at_inference" not in vars(base.config)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_who_watches_routing_leaves_outputs_as_they_are(coefficient):
+    config = MoELoraConfig(num_experts=4, r=2, router_aux_loss_coef=coefficient, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(), config)
+    ids = torch.arange(3, 15).view(2, 6)
+    plain, seen = model(input_ids=ids, labels=ids), []
+    with observed_routing(model, seen.append):
+        watched = model(input_ids=ids, labels=ids)
+    assert len(seen) == 1 and len(seen[0].router_logits) == 2
+    assert watched.keys() == plain.keys() and ("router_logits" in watched) == bool(coefficient)
+    torch.testing.assert_close(watched.loss, plain.loss)
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_arguments_count_however_they_are_passed(return_dict):
+    """By position, by name, or some so and some so: the balancing loss is of the same tokens."""
+    config = MoELoraConfig(num_experts=4, r=2, router_aux_loss_coef=0.5, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(), config).get_base_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.moe_lora_router["default"].weight.normal_(generator=torch.Generator().manual_seed(0))
+    ids, mask = torch.arange(3, 15).view(2, 6), torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    labels = ids.masked_fill(mask == 0, -100)
+    names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    by_position = [given.get(name) for name in names[: names.index("labels") + 1]]
+    more = {} if return_dict else {"return_dict": False}
+    calls = [((), given), ((ids,), {"attention_mask": mask, "labels": labels}), (by_position, {})]
+    losses = [model(*args, **kwargs, **more)[0] for args, kwargs in calls]
+    unmasked = model(input_ids=ids, labels=labels, **more)[0]
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
+    assert (unmasked - losses[0]).abs() > 1e-4

@@ -218,6 +218,9 @@ def test_an_encoder_decoder_gets_no_balancing_loss_and_so_no_router_that_needs_i
         adapted = adapt(copy.deepcopy(model), target_modules=linears, **settings)
         loss = adapted(input_ids=IDS, labels=labels).loss
         torch.testing.assert_close(loss, dense)
+        asked = adapted(input_ids=IDS, labels=labels, output_router_logits=True)
+        torch.testing.assert_close(asked.loss, dense)
+        assert asked.get("aux_loss") is None
         loss.backward()
         assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
 

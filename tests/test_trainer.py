@@ -637,10 +637,26 @@ def test_the_loss_of_one_token_is_its_own(tokenizer, tmp_path):
     batch = {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[-100, 6]])}
     batch["attention_mask"] = torch.tensor([[0, 1]])
     with torch.no_grad():
-        trainer.compute_loss(trainer.model, batch)
+        loss = trainer.compute_loss(trainer.model, batch)
         logits = trainer.model(**batch, output_router_logits=True).router_logits
-    found = trainer._metrics["eval"]["router_z_loss"][-1]
-    assert found == pytest.approx(sum(one[1].float().logsumexp(-1).square() for one in logits).item() / 2, rel=1e-5)
+        found = trainer._metrics["eval"]["router_z_loss"][-1]
+        trainer._coefficients["z"] = 0.0
+        without = trainer.compute_loss(trainer.model, batch)
+    wanted = sum(one[1].float().logsumexp(-1).square() for one in logits).item() / 2
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert (loss - without).item() == pytest.approx(0.5 * wanted, rel=1e-4)
+
+
+def test_the_scale_of_a_micro_batch(tokenizer, tmp_path):
+    """A loss that the trainer divides by the accumulated batches is not divided before."""
+    trainer = make_trainer(tmp_path, tokenizer)
+    trainer.current_gradient_accumulation_steps = 4
+    trainer.model.train()
+    assert (trainer._scales(of_step=True), trainer._scales(of_step=False)) == ((0.25, 0.25), (1.0, 1.0))
+    trainer._step_tokens = torch.tensor(10)
+    assert (trainer._scales(of_step=True), trainer._scales(of_step=False)) == ((1.0, 0.25), (4.0, 1.0))
+    trainer.model.eval()
+    assert trainer._scales(of_step=False) == (1.0, 1.0)
 
 
 def test_phases_before_training_are_none(tokenizer, tmp_path):

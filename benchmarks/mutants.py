@@ -24,7 +24,7 @@ TESTS = {
     "upit/selection": "selection",
     "upit/objectives": "objectives",
     "routing/gates": "gates routing routers steering",
-    "routing/statistics": "routing load",
+    "routing/statistics": "routing load variable_balance",
     "routing/expert_map": "expert_map",
     "routing/losses": "routing",
     "routing/attention_heads": "router_upcycling attention_upcycling",

@@ -160,7 +160,8 @@ COUNTS = torch.ones(2, 4)
     [
         (8, 4, [999, 1000], "collapsed: experts 1 and 6 serve 99.9 % of the tokens or more"),
         (8, 4, [910, 1000], "collapsed: experts 1 and 6 serve 91 % of the tokens or more"),
-        (8, 4, [890, 1000], "uneven: "),
+        (8, 4, [900, 1000], "uneven: "),
+        (10, 6, [980, 1000], "collapsed: experts 1 and 6 serve 98 % of the tokens or more"),
         (32, 8, [950, 1000], "collapsed: experts 1 and 6 serve 95 % of the tokens or more"),
         (8, 5, [1000, 1000], "uneven: "),  # even ones serve more than six of ten
         (8, 2, [990, 980], "collapsed: experts 1 and 6 get 98.5 % of the assignments"),

@@ -206,7 +206,7 @@ def _facts(share_N: torch.Tensor, by_chance: float, k: float | None) -> tuple[bo
     elif two:
         names = " and ".join(map(str, sorted(experts.tolist())))
         facts.append(f"experts {names} get {_percent(float(top.sum()))} of the assignments")
-    elif k is not None and n > 2 and k <= _MANY_SERVE * n and float(top[1]) * k > _NEARLY_ALL:
+    elif k is not None and k <= _MANY_SERVE * n and float(top[1]) * k > _NEARLY_ALL:
         two, names = True, " and ".join(map(str, sorted(experts.tolist())))
         facts.append(f"experts {names} serve {_percent(float(top[1]) * k)} of the tokens or more")
     if dead:

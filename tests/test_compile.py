@@ -84,10 +84,11 @@ def test_a_compiled_model_follows_changes_of_its_config_and_adapters():
         torch.testing.assert_close(compiled(**batch).logits, tiny_llama(layers=1).eval()(**batch).logits)
 
 
-def test_trls_fused_head_has_the_balancing_loss_though_it_breaks_the_graph():
+@pytest.mark.parametrize("asked", [{}, {"output_router_logits": True}], ids=["by the config", "asked for"])
+def test_trls_fused_head_has_the_balancing_loss_though_it_breaks_the_graph(asked):
     plain = model("output").train()
     make_scorable(plain)
-    batch = {"input_ids": IDS[:, :8], "labels": IDS[:, :8], "fused_lm_head": True}
+    batch = {"input_ids": IDS[:, :8], "labels": IDS[:, :8], "fused_lm_head": True, **asked}
     expected = plain(**batch)
     torch._dynamo.reset()
     found = torch.compile(plain, backend="aot_eager")(**batch)

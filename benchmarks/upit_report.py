@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 
 from .differences import paired_difference
 from .runs import Ledger
-from .upit_study import (
+from .upit_methods import (
     CONFIRMED,
     CURVES,
     EXPANDED,
@@ -24,10 +24,8 @@ from .upit_study import (
     TUNING_SEED,
     UNVARIED,
     VARIED,
-    at_end,
-    best_rate,
-    tuned,
 )  # fmt: skip
+from .upit_study import at_end, best_rate, tuned
 
 Key = tuple[str, int, str]  # order, seed, method
 PRIMARY = (

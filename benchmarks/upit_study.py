@@ -36,7 +36,6 @@ import logging
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -59,11 +58,27 @@ from moe_peft.upit.buckets import draw_seeds
 
 from .exact_match import measure
 from .runs import Ledger, start_workers
+from .upit_methods import (
+    CONFIRMED,
+    CURVES,
+    EVERY,
+    EXPANDED,
+    FIRST_STAGE,
+    IDEAS,
+    MAIN,
+    SEEDS,
+    SIZES,
+    TUNING_SEED,
+    UNVARIED,
+    UPIT,
+    K,
+    Method,
+    N,
+    R,
+)  # fmt: skip
 
-SEEDS, ORDERS, TUNING_SEED = (0, 1, 2, 3), ("iid", "blocks"), 100
 ROWS, HELD_OUT, BATCH = 48_000, 500, 16
 SEED_EXAMPLES, SEED_PASSES = 240, 4
-N, K, R = 8, 2, 8
 FFN = ["gate_proj", "up_proj", "down_proj"]
 POINTS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 1.0)  # of stage 4, where held-out rows are measured
 # Shorter than the base's own: rows of some 30 tokens.
@@ -71,101 +86,6 @@ TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}\n{% else %}"
     "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
-
-
-@dataclass(frozen=True)
-class Method:
-    """
-    Args:
-        whole: what is trained once over all data: "lora", "moe" or "pesc". None: LoRA checkpoints become experts.
-        experts: "checkpoints"; "copies" of the last one; or 4 of them and 4 merged by "genetic" or "random" expansion.
-        buckets, objective, train_experts: of stage 3; without buckets there is none.
-        schedule: of stage 1's rate.
-        share: of the data that is used.
-        tuned_as: the method whose tuned rate this one has; None: its own.
-    """
-
-    whole: str | None = None
-    experts: str = "checkpoints"
-    buckets: str | None = None
-    objective: str = "positive"
-    train_experts: bool = True
-    schedule: str = "constant"
-    num_experts: int = N
-    top_k: int = K
-    share: float = 1.0
-    tuned_as: str | None = None
-
-
-UPIT = Method(buckets="perplexity")
-MAIN = {
-    "LoRA, rank k·r": Method("lora"),
-    "LoRAMoE-PT": Method("moe"),
-    "PESC": Method("pesc"),
-    "LoRAMoE-SFT": Method(experts="copies"),
-    "UpIT": UPIT,
-    "no router initialisation": Method(tuned_as="UpIT"),
-    "random buckets": Method(buckets="random", tuned_as="UpIT"),
-    "UpIT 4→8, genetic": replace(UPIT, experts="genetic", tuned_as="UpIT"),
-    "UpIT 4→8, random": replace(UPIT, experts="random", tuned_as="UpIT"),
-}
-EXPANDED = ("UpIT 4→8, genetic", "UpIT 4→8, random")  # order iid alone
-VARIED = {"UpIT": UPIT, "LoRAMoE-SFT": MAIN["LoRAMoE-SFT"]}
-CURVES = {
-    f"{name}, {label}": replace(method, tuned_as=name, **own)
-    for name, method in VARIED.items()
-    for label, own in {
-        **{f"{share:g} of the data": {"share": share} for share in (0.125, 0.25, 0.5)},
-        **{f"{n} experts": {"num_experts": n} for n in (2, 4, 16)},
-        **{f"{k} active": {"top_k": k} for k in (1, 2, 4)},  # 2: the method itself, again
-    }.items()
-}
-IDEAS = {
-    "relative perplexity": replace(UPIT, buckets="relative", tuned_as="UpIT"),
-    "label buckets": replace(UPIT, buckets="label", num_experts=10, tuned_as="UpIT"),
-    "UpIT, 10 experts": replace(UPIT, num_experts=10, tuned_as="UpIT"),
-    "softmax objective": replace(UPIT, objective="softmax", tuned_as="UpIT"),
-    "label buckets, softmax": replace(UPIT, buckets="label", objective="softmax", num_experts=10, tuned_as="UpIT"),
-    "routing vectors only": replace(UPIT, train_experts=False, tuned_as="UpIT"),
-    "cyclic rate in stage 1": replace(UPIT, schedule="cosine_with_restarts", tuned_as="UpIT"),
-}
-# Chosen after the runs of `IDEAS`: the one with the lowest loss, and the method that it varies, on the kept base.
-CONFIRMED = "softmax objective"
-UNVARIED = "UpIT, 2 active"
-EVERY = {**MAIN, **CURVES, **IDEAS}
-
-
-@dataclass(frozen=True)
-class Size:
-    """
-    A base's size, and what is done with it.
-
-    Args:
-        hidden, layers, learning_rate: of the base.
-        rates: that are tried first.
-        orders, methods: of the main table.
-        variants: whether curves and ideas run, too.
-        dtype: in which the base is stored.
-    """
-
-    hidden: int
-    layers: int
-    learning_rate: float
-    rates: tuple[float, ...]
-    orders: tuple[str, ...]
-    methods: tuple[str, ...]
-    variants: bool
-    dtype: torch.dtype = torch.float32
-
-
-FIRST_STAGE = "LoRA, rank k·r"  # has the rate of stage 1
-SIZES = {
-    "1M": Size(128, 4, 3e-3, (1e-3, 2e-3, 4e-3), ORDERS, tuple(MAIN), variants=True),
-    "5M": Size(
-        256, 6, 1e-3, (1e-3, 2e-3), ("iid",), (FIRST_STAGE, "LoRAMoE-PT", "LoRAMoE-SFT", "UpIT"), variants=False,
-        dtype=torch.bfloat16,  # its file is part of the repository
-    ),
-}  # fmt: skip
 
 
 class Curve(TrainerCallback):

@@ -142,8 +142,8 @@ def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
 
 def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     from benchmarks.runs import Ledger
+    from benchmarks.upit_methods import MAIN, ORDERS, SEEDS, SIZES, TUNING_SEED
     from benchmarks.upit_report import report
-    from benchmarks.upit_study import MAIN, ORDERS, SEEDS, SIZES, TUNING_SEED
 
     ledger = Ledger(tmp_path / "study.jsonl")
 
@@ -206,7 +206,8 @@ def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):
 @pytest.mark.parametrize("size", ["1M", "5M"])
 def test_the_upit_study_tries_rates_until_the_best_lies_between_worse_ones(size, tmp_path):
     from benchmarks.runs import Ledger
-    from benchmarks.upit_study import SIZES, TUNING_SEED, best_rate, missing_rate
+    from benchmarks.upit_methods import SIZES, TUNING_SEED
+    from benchmarks.upit_study import best_rate, missing_rate
 
     rates = SIZES[size].rates
     for optimum in (rates[0] / 4, rates[0], rates[1], 4 * rates[-1]):

@@ -103,7 +103,7 @@ def numbers() -> list:
     return [(recipe, key, value) for recipe, own in NUMBERS.items() for key, (value, _) in own.items()]
 
 
-@pytest.mark.parametrize(("recipe", "key", "value"), numbers(), ids=lambda one: str(one))
+@pytest.mark.parametrize(("recipe", "key", "value"), numbers(), ids=str)
 def test_a_number_is_its_sources(recipe, key, value):
     found = settings_of(recipe)
     for part in key.split("."):

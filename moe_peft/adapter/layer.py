@@ -83,7 +83,7 @@ class MoELoraLayer(BaseTunerLayer):
         router = make_router(self.in_features, spec.num_experts, spec.router)
         for other in self.moe_lora_router.values():  # TRL makes an adapter's reference by a copy of its parameters
             if type(other) is type(router) and other.num_experts == router.num_experts:
-                own = {name: buffer for name, buffer in router.named_buffers()}
+                own = dict(router.named_buffers())
                 for name, buffer in other.named_buffers():
                     if not (buffer.is_meta or own[name].is_meta):
                         own[name].copy_(buffer)

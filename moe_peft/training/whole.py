@@ -37,11 +37,13 @@ def _lengths(checkpoint: Path) -> Iterator[tuple[str, int]]:
             yield str(path.relative_to(checkpoint)), path.stat().st_size
 
 
-def _hash(path: Path) -> str | None:
-    if path.stat().st_size > _LARGE:
-        return None
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash(path: Path) -> str | None:
+    return None if path.stat().st_size > _LARGE else hash_file(path)
 
 
 def _noted(checkpoint: Path) -> dict[str, Any]:

@@ -225,10 +225,12 @@ class FFNPostTrain(_OfFFNs, PostTrain):
     def assemble(self, folder: Path, calibration: list[dict[str, torch.Tensor]] | None = None) -> None:
         """Write the native MoE that is trained: of the experts that there are, or of copies of the base's FFNs."""
         r = self.recipe
-        if not r.facts.prepares:
-            upcycle(model_folder(r.model), folder, r.upcycle_config(seed=self.seed), calibration=calibration)
-            return
         own: dict[str, Any] = {}
+        if calibration is not None and r.post_train.router:  # which take the place of the gates
+            calibration, own = None, {"router_init": UpcycleConfig.router_init, "router_num_heads": None}
+        if not r.facts.prepares:
+            upcycle(model_folder(r.model), folder, r.upcycle_config(seed=self.seed, **own), calibration=calibration)
+            return
         if self.given.routers is not None:
             own = {"router_init": "given", "router_weights": str(self.given.routers)}
             own["router_init_std"] = UpcycleConfig.router_init_std  # a recipe may have one for methods without stage 3

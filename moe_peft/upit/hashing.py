@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from ..loading import chat_template
+from ..training.whole import hash_file
 from .inputs import load_config
 from .sections import ModelSection, PrepareSection
 
 CARD = "README.md"
 
 
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def hash_folder(folder: Path, leave_out: tuple[str, ...] = ()) -> dict[str, str]:
+def hash_folder(folder: Path, leave_out: Callable[[Path], bool] = lambda name: False) -> dict[str, str]:
     """Relative path → sha256, sorted by path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     relative = ((path.relative_to(folder), path) for path in files)
-    return {str(name): hash_file(path) for name, path in relative if name.parts[0] not in leave_out}
+    return {str(name): hash_file(path) for name, path in relative if not leave_out(name)}
 
 
 def hash_source(folder: Path) -> str:
     """Of a model's or an adapter's files; what tools and people leave beside them, hidden files and a card, is none."""
-    paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    ours = [name for name in paths if not any(part.startswith(".") for part in name.parts) and name.name != CARD]
-    return hash_json({str(name): hash_file(folder / name) for name in ours})
+    return hash_json(hash_folder(folder, lambda n: n.name == CARD or any(part.startswith(".") for part in n.parts)))
 
 
 def damage(folder: Path, files: dict[str, str]) -> str | None:

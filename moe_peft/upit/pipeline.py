@@ -167,8 +167,8 @@ class UpIT:
         unset_hf_deepspeed_config()
         what = self.outlook()
         left = [stage for stage in self.stages if what[stage.name] != "done"]
-        partial = [path for stage in left for path in stage.folder.with_name(f"{stage.name}.partial").rglob("*")]
-        return max(0, needed_space(self.recipe, left) - sum(p.stat().st_size for p in partial if p.is_file()))
+        there = [path for stage in left for path in stage.folder.with_name(f"{stage.name}.partial").rglob("*")]
+        return max(0, needed_space(self.recipe, left) - sum(p.stat().st_size for p in there if p.is_file()))
 
     def outlook(self) -> dict[str, str]:
         """What `run` would do with each stage, by name: "done", "to do", "goes on", or "again" and why."""

@@ -241,7 +241,7 @@ def _work(stage: Stage, partial: Path, identity: dict[str, Any]) -> None:
     metrics = {**metrics, **stage.likeness(partial)}
     PartialState().wait_for_everyone()  # all have read the files before the folder gets its name
     if main:
-        files = hash_folder(partial, leave_out=(STATE, _IDENTITY))
+        files = hash_folder(partial, lambda name: name.parts[0] in (STATE, _IDENTITY))
         record = json.loads(json.dumps({"identity": identity, "metrics": metrics, "files": files}, default=str))
         write_json(partial / _RECORD, {**record, "digest": hash_json(record)})
 

@@ -69,7 +69,10 @@ IDEAS = {
 # Chosen after the runs of `IDEAS`: the one with the lowest loss, and the method that it varies, on the kept base.
 CONFIRMED = "softmax objective"
 UNVARIED = "UpIT, 2 active"
-EVERY = {**MAIN, **CURVES, **IDEAS}
+# Later runs on the kept base, by order. Stage 3's losses are means over tokens; in the runs above, means over rows.
+_LATER = {f"{name}, later": replace(MAIN[name], tuned_as="UpIT") for name in ("UpIT", *EXPANDED)}
+LATER = {"blocks": _LATER, "iid": {"UpIT, later": _LATER["UpIT, later"]}}
+EVERY = {**MAIN, **CURVES, **IDEAS, **_LATER}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .upit_methods import (
     CURVES,
     EXPANDED,
     IDEAS,
+    LATER,
     MAIN,
     SEEDS,
     SIZES,
@@ -73,7 +75,7 @@ def report(ledger: Ledger, table: Path, size: str) -> None:
     results = Results(ledger, size)
     lines = [*_head(results, table, size), *_contrasts(results), *_losses(results)]
     if results.size.variants:
-        lines += [*_sweeps(results), *_ideas(results)]
+        lines += [*_sweeps(results), *_ideas(results), *_later(results)]
     text = "\n".join(lines).rstrip("\n")
     table.write_text(text + "\n")
     _figure(results, table.with_suffix(".png"))
@@ -156,7 +158,24 @@ def _ideas(results: Results) -> list[str]:
         "|---|---|---|",
     ]
     cells = [results.difference(CONFIRMED, UNVARIED, ["iid"], outcome) for outcome in ("loss", "exact")]
-    return [*rows, f"| {CONFIRMED} minus UpIT | {' | '.join(cells)} |"]
+    return [*rows, f"| {CONFIRMED} minus UpIT | {' | '.join(cells)} |", ""]
+
+
+def _later(results: Results) -> list[str]:
+    rows = [
+        "## Later runs",
+        "",
+        "In the runs above, stage 3 averages its losses over each row, then over rows; here over tokens at once.",
+        "",
+        "| contrast | order | loss | exact |",
+        "|---|---|---|---|",
+    ]
+    upit, genetic, random = LATER["blocks"]
+    contrasts = [("iid", upit, UNVARIED), *(("blocks", *pair) for pair in combinations((genetic, random, upit), 2))]
+    for order, method, other in contrasts:
+        cells = [results.difference(method, other, [order], outcome) for outcome in ("loss", "exact")]
+        rows.append(f"| {method} minus {other} | {order} | {' | '.join(cells)} |")
+    return rows
 
 
 def _figure(results: Results, path: Path) -> None:

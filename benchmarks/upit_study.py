@@ -26,7 +26,8 @@ Fixed before the first run:
 - Beyond the paper (`IDEAS`), order iid: compared on two more tuning seeds, the best confirmed on the table's seeds.
 
 Another machine trains another base, because it rounds otherwise. So a base is kept beside its results. The main table
-of 1M is older than that one: curves and ideas have runs of the unvaried methods of their own.
+of 1M is older than that one: curves and ideas have runs of the unvaried methods of their own. `LATER` repeats UpIT
+after stage 3's losses became means over tokens, and adds expansion in the order blocks.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ from .upit_methods import (
     EXPANDED,
     FIRST_STAGE,
     IDEAS,
+    LATER,
     MAIN,
     SEEDS,
     SIZES,
@@ -232,7 +234,9 @@ def jobs(size: str) -> list[tuple[str, int, dict[str, Method]]]:
         return main
     ideas = [("iid", TUNING_SEED + i, {"UpIT": UPIT, **IDEAS}) for i in (1, 2)]
     best = [("iid", seed, {name: EVERY[name] for name in (UNVARIED, CONFIRMED)}) for seed in SEEDS]
-    return main + ideas + best + [("iid", seed, CURVES) for seed in SEEDS[:2]]
+    curves = [("iid", seed, CURVES) for seed in SEEDS[:2]]
+    later = [(order, seed, methods) for order, methods in LATER.items() for seed in SEEDS]
+    return main + ideas + best + curves + later
 
 
 def work(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> None:

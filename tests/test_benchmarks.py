@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,7 @@ def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
 
 def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     from benchmarks.runs import Ledger
-    from benchmarks.upit_methods import MAIN, ORDERS, SEEDS, SIZES, TUNING_SEED
+    from benchmarks.upit_methods import LATER, MAIN, ORDERS, SEEDS, SIZES, TUNING_SEED, UNVARIED
     from benchmarks.upit_report import report
 
     ledger = Ledger(tmp_path / "study.jsonl")
@@ -160,6 +161,10 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
                 if (name, seed) != ("PESC", SEEDS[-1]):
                     level = {"UpIT": 1.0 + 0.01 * seed, "LoRAMoE-SFT": 1.5}.get(name, 2.0)
                     add(order, seed, name, rates[1], level + 0.1 * seed)
+        add("iid", seed, UNVARIED, rates[1], 1.2)
+        for order, names in LATER.items():
+            for i, name in enumerate(names):
+                add(order, seed, name, rates[1], 1.3 + 0.2 * i + 0.01 * seed)
     capsys.readouterr()
     report(ledger, tmp_path / "study.md", "1M")
     lines = (tmp_path / "study.md").read_text().splitlines()
@@ -171,6 +176,13 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     assert any(line.startswith(f"| UpIT | {rates[1]:g} | 1.1650 | 1.1650 | 0.5000 | 0.5000 |") for line in lines)
     assert any(line.startswith("| PESC | – | – | – | – | – |") for line in lines)  # a run is missing
     assert any("all runs of the main table: 3 of 4" in line for line in lines)
+    # Differences 0.10, 0.11, 0.12, 0.13 between orders' runs; the same in each seed between methods.
+    upit, genetic, random = LATER["blocks"]
+    later = lines[lines.index("## Later runs") :]
+    assert f"| {upit} minus {UNVARIED} | iid | +0.1150 [+0.0945, +0.1355] | +0.0000 [+0.0000, +0.0000] |" in later
+    for method, other, difference in ((genetic, random, -0.2), (genetic, upit, 0.2), (random, upit, 0.4)):
+        cell = f"{difference:+.4f} [{difference:+.4f}, {difference:+.4f}]"
+        assert any(line.startswith(f"| {method} minus {other} | blocks | {cell} |") for line in later)
     assert (tmp_path / "study.png").stat().st_size > 10_000
     # Another size has fewer orders and methods, and no variants.
     report(ledger, tmp_path / "large.md", "5M")
@@ -178,6 +190,21 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     assert "| UpIT minus LoRAMoE-SFT | -0.4850 [-0.5055, -0.4645] | +0.0000 [" in small
     assert "study run --size 5M --workers 2`" in small and "4 of 4" in small
     assert "PESC" not in small and "blocks" not in small and "relative perplexity" not in small
+
+
+def test_every_run_of_the_upit_study_has_a_method_and_a_tuned_rate():
+    from benchmarks.upit_methods import CONFIRMED, EVERY, LATER, MAIN, SIZES, UNVARIED
+    from benchmarks.upit_report import PRIMARY
+
+    for size in SIZES.values():
+        assert set(size.methods) <= set(MAIN)
+    assert {CONFIRMED, UNVARIED, *(name for names in LATER.values() for name in names)} <= set(EVERY)
+    assert {name for pair in PRIMARY for name in pair} <= set(MAIN)
+    for method in EVERY.values():
+        assert method.tuned_as is None or EVERY[method.tuned_as].tuned_as is None
+    for names in LATER.values():
+        for name, method in names.items():
+            assert replace(method, tuned_as=None) == replace(MAIN[name.removesuffix(", later")], tuned_as=None)
 
 
 def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):

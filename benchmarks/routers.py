@@ -8,7 +8,8 @@ The toy base becomes a MoE-LoRA adapter and a native Mixtral whose experts are c
 three toy domains. On the Mixtral the routers, mixtures and numbers of heads are those of Router Upcycling's tables 1 to
 3. For a given seed everything but the router is the same: data, their order, initial experts.
 
-Each router has a learning rate of its own: the best of three, by the held-out loss of a seed that is not compared.
+Each router has a learning rate of its own: the best of three and of as many further doublings or halvings as it takes
+for the best to have worse ones on both sides, by the held-out loss of a seed that is not compared.
 Finished runs are lines of `benchmarks/results/routers.jsonl`; a run that is there is not done again.
 """
 
@@ -19,8 +20,8 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from moe_peft.routing.statistics import entropies, load_health
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 from .differences import paired_difference
+from .rates import best_rate, next_rate
 from .runs import Ledger, start_workers
 from .toy_training import SFT, loss_per_token, mixtral
 
@@ -153,29 +155,27 @@ def work(base: Path, ledger: Ledger, worker: int, workers: int) -> None:
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    tuning = [(*job, TUNING_SEED, rate) for job in JOBS for rate in RATES[job[0]]]
-    do(base, ledger, tuning[worker::workers])
-    while any(missing(ledger, *one) for one in tuning):
+    for job in JOBS[worker::workers]:
+        while (rate := next_rate(tuned(ledger, *job), RATES[job[0]])) is not None:
+            do(base, ledger, *job, TUNING_SEED, rate)
+    while any(next_rate(tuned(ledger, *job), RATES[job[0]]) is not None for job in JOBS):
         time.sleep(5)  # another worker makes it
-    rates = {job: best_rate(ledger, *job) for job in JOBS}
-    do(base, ledger, [(*job, seed, rates[job]) for seed in SEEDS for job in JOBS][worker::workers])
+    for seed, job in list(product(SEEDS, JOBS))[worker::workers]:
+        rate = best_rate(tuned(ledger, *job))
+        if not ledger.has(kind=job[0], router=job[1], seed=seed, rate=rate):
+            do(base, ledger, *job, seed, rate)
 
 
-def missing(ledger: Ledger, kind: str, router: str, seed: int, rate: float) -> bool:
-    return not ledger.has(kind=kind, router=router, seed=seed, rate=rate)
+def do(base: Path, ledger: Ledger, kind: str, router: str, seed: int, rate: float) -> None:
+    start = time.perf_counter()
+    record = run(base, kind, router, seed, rate)
+    ledger.add(record, f"{time.perf_counter() - start:.0f} s")
 
 
-def do(base: Path, ledger: Ledger, wanted: Sequence[tuple[str, str, int, float]]) -> None:
-    for one in wanted:
-        if missing(ledger, *one):
-            start = time.perf_counter()
-            record = run(base, *one)
-            ledger.add(record, f"{time.perf_counter() - start:.0f} s")
-
-
-def best_rate(ledger: Ledger, kind: str, router: str) -> float:
-    tried = [ledger.find(kind=kind, router=router, seed=TUNING_SEED, rate=rate) for rate in RATES[kind]]
-    return min(tried, key=lambda record: record["loss"])["rate"]
+def tuned(ledger: Ledger, kind: str, router: str) -> dict[float, float]:
+    """Rate → loss of a router on the tuning seed."""
+    wanted = (kind, router, TUNING_SEED)
+    return {r["rate"]: r["loss"] for r in ledger.records() if (r["kind"], r["router"], r["seed"]) == wanted}
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def report(ledger: Ledger) -> str:
         "# Routers after equal training",
         "",
         f"Made by `python -m benchmarks.routers run` and `… report`: {len(SEEDS)} seeds, {N} experts, top 2 (switch: "
-        f"top 1), {STEPS} steps of 8 examples. Each router's learning rate is the best of three on another seed. "
+        f"top 1), {STEPS} steps of 8 examples. Each router's learning rate is the best on another seed. "
         "Held-out loss (lower is better), mean of seeds, and its difference from the random linear one's, paired by "
         "seed, with a 95 % interval. Entropy at the start as a share of the greatest possible.",
         "",
@@ -194,7 +194,7 @@ def report(ledger: Ledger) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for kind, router in JOBS:
-        rate = best_rate(ledger, kind, router)
+        rate = best_rate(tuned(ledger, kind, router))
         rows = [ledger.find(kind=kind, router=router, seed=seed, rate=rate) for seed in SEEDS]
         compared = " | "
         if router == "linear":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from examples.toy.tasks import TASKS
+
 from .differences import paired_difference
+from .rates import best_rate
 from .runs import Ledger
 from .upit_methods import (
     CONFIRMED,
@@ -27,7 +30,7 @@ from .upit_methods import (
     UNVARIED,
     VARIED,
 )  # fmt: skip
-from .upit_study import at_end, best_rate, tuned
+from .upit_study import at_end, tuned
 
 Key = tuple[str, int, str]  # order, seed, method
 PRIMARY = (
@@ -35,7 +38,6 @@ PRIMARY = (
     ("UpIT 4→8, genetic", "UpIT 4→8, random"),
     ("UpIT 4→8, genetic", "UpIT"),
 )
-SWEPT = SEEDS[:2]
 SWEEPS = {
     "share of the data": {share: f"{share:g} of the data" for share in (0.125, 0.25, 0.5, 1)},
     "experts": {n: f"{n} experts" for n in (2, 4, 8, 16)},
@@ -51,21 +53,26 @@ class Results:
         self.runs: dict[Key, dict[str, Any]] = {
             (r["order"], r["seed"], r["method"]): r for r in ledger.records() if r["seed"] != TUNING_SEED
         }
-
-    def last(self, order: str, seed: int, method: str, outcome: str) -> float | None:
-        run = self.runs.get((order, seed, method))
-        return None if run is None else at_end(run, outcome)
+        self.swept = [seed for seed in SEEDS if all(("iid", seed, name) in self.runs for name in CURVES)]
 
     def mean(self, orders: Sequence[str], method: str, outcome: str, seeds: Sequence[int] = SEEDS) -> float | None:
-        found = [self.last(order, seed, method, outcome) for order in orders for seed in seeds]
-        known = [value for value in found if value is not None]
+        return self.average(orders, method, lambda run: at_end(run, outcome), seeds)
+
+    def average(
+        self, orders: Sequence[str], method: str, value: Callable[[dict[str, Any]], float], seeds: Sequence[int] = SEEDS
+    ) -> float | None:
+        """The mean of a run's value; None unless all these runs are there."""
+        found = [self.runs.get((order, seed, method)) for order in orders for seed in seeds]
+        known = [value(run) for run in found if run is not None]
         return sum(known) / len(known) if known and len(known) == len(found) else None
 
     def difference(
-        self, method: str, other: str, orders: Sequence[str], outcome: str, seeds: Sequence[int] = SEEDS
-    ) -> str:
+        self, method: str, other: str, orders: Sequence[str], outcome: str, seeds: Sequence[int] = SEEDS,
+        other_orders: Sequence[str] = (),
+    ) -> str:  # fmt: skip
         """`method` minus `other`, averaged over orders and paired by seed, with its 95 % interval."""
-        pairs = [[self.mean(orders, name, outcome, [seed]) for name in (method, other)] for seed in seeds]
+        asked = ((orders, method), (other_orders or orders, other))
+        pairs = [[self.mean(own, name, outcome, [seed]) for own, name in asked] for seed in seeds]
         whole = [pair for pair in pairs if None not in pair]
         return " ".join(paired_difference(*zip(*whole, strict=True)).cells()) if len(whole) > 1 else "–"
 
@@ -73,7 +80,7 @@ class Results:
 def report(ledger: Ledger, table: Path, size: str) -> None:
     """Write the tables to `table`, the figure beside it, and print the tables."""
     results = Results(ledger, size)
-    lines = [*_head(results, table, size), *_contrasts(results), *_losses(results)]
+    lines = [*_head(results, table, size), *_contrasts(results), *_losses(results), *_tasks(results)]
     if results.size.variants:
         lines += [*_sweeps(results), *_ideas(results), *_later(results)]
     text = "\n".join(lines).rstrip("\n")
@@ -115,24 +122,44 @@ def _contrasts(results: Results) -> list[str]:
 
 def _losses(results: Results) -> list[str]:
     orders = results.size.orders
-    columns = [f"{outcome}, {order}" for outcome in ("loss", "exact") for order in orders]
+    outcomes: dict[str, Callable[[dict[str, Any]], float]] = {
+        "loss": lambda run: at_end(run, "loss"),
+        "exact": lambda run: at_end(run, "exact"),
+        "loss at the start of stage 4": lambda run: run["points"][0]["loss"],
+    }
+    columns = [f"{outcome}, {order}" for outcome in outcomes for order in orders]
     rows = ["## All methods", "", f"| method | rate | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
     for name in results.size.methods:
         as_name = MAIN[name].tuned_as or name
-        rate = f"{best_rate(results.ledger, as_name):g}" if tuned(results.ledger, as_name) else "–"
-        cells = [_cell(results.mean([order], name, outcome)) for outcome in ("loss", "exact") for order in orders]
+        losses = tuned(results.ledger, as_name)
+        rate = f"{best_rate(losses):g}" if losses else "–"
+        cells = [_cell(results.average([order], name, value)) for value in outcomes.values() for order in orders]
         rows.append(f"| {name} | {rate} | {' | '.join(cells)} |")
     return [*rows, ""]
 
 
+def _tasks(results: Results) -> list[str]:
+    """Exact matches by task, at 100 % of stage 4."""
+    rows = ["## Exact matches by task (order iid)", ""]
+    rows += [f"| method | {' | '.join(TASKS)} |", f"|---|{'---|' * len(TASKS)}"]
+    for name in results.size.methods:
+        cells = [
+            _cell(results.average(["iid"], name, lambda run, task=task: run["points"][-1]["tasks"][task][1]), 2)
+            for task in TASKS
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return [*rows, ""]
+
+
 def _sweeps(results: Results) -> list[str]:
-    rows = ["## Data, experts, active experts (order iid)", ""]
+    rows = [f"## Data, experts, active experts (order iid, {len(results.swept)} seeds)", ""]
     for sweep, labels in SWEEPS.items():
         rows += [f"| {sweep} | {' | '.join(VARIED)} | UpIT minus LoRAMoE-SFT |", f"|---|{'---|' * (len(VARIED) + 1)}"]
         for value, label in labels.items():
             names = [_varied(method, label) for method in VARIED]
-            cells = [_cell(results.mean(["iid"], name, "loss", SWEPT)) for name in names]
-            rows.append(f"| {value:g} | {' | '.join(cells)} | {results.difference(*names, ['iid'], 'loss', SWEPT)} |")
+            cells = [_cell(results.mean(["iid"], name, "loss", results.swept)) for name in names]
+            difference = results.difference(*names, ["iid"], "loss", results.swept)
+            rows.append(f"| {value:g} | {' | '.join(cells)} | {difference} |")
         rows.append("")
     return rows
 
@@ -171,10 +198,19 @@ def _later(results: Results) -> list[str]:
         "|---|---|---|---|",
     ]
     upit, genetic, random = LATER["blocks"]
-    contrasts = [("iid", upit, UNVARIED), *(("blocks", *pair) for pair in combinations((genetic, random, upit), 2))]
-    for order, method, other in contrasts:
-        cells = [results.difference(method, other, [order], outcome) for outcome in ("loss", "exact")]
-        rows.append(f"| {method} minus {other} | {order} | {' | '.join(cells)} |")
+    contrasts = [
+        ("iid", upit, "iid", UNVARIED),
+        ("iid", upit, "iid", _varied("LoRAMoE-SFT", "8 experts")),
+        *(("blocks", method, "blocks", other) for method, other in combinations((genetic, random, upit), 2)),
+        ("blocks", upit, "iid", upit),
+    ]
+    for order, method, other_order, other in contrasts:
+        cells = [
+            results.difference(method, other, [order], outcome, other_orders=[other_order])
+            for outcome in ("loss", "exact")
+        ]
+        orders = order if order == other_order else f"{order} minus {other_order}"
+        rows.append(f"| {method} minus {other} | {orders} | {' | '.join(cells)} |")
     return rows
 
 
@@ -194,7 +230,7 @@ def _figure(results: Results, path: Path) -> None:
         axis.set(title=f"first half {order}", xlabel="share of stage 4", ylabel="held-out loss", yscale="log")
     for axis, (sweep, labels) in zip(axes[len(orders) :], sweeps.items(), strict=True):
         for method in VARIED:
-            means = [results.mean(["iid"], _varied(method, label), "loss", SWEPT) for label in labels.values()]
+            means = [results.mean(["iid"], _varied(method, label), "loss", results.swept) for label in labels.values()]
             known = [(value, mean) for value, mean in zip(labels, means, strict=True) if mean is not None]
             axis.plot(*zip(*known, strict=True) if known else ((), ()), label=method, marker="o")
         axis.set(title="order iid", xlabel=sweep, ylabel="held-out loss", xscale="log", xticks=list(labels))
@@ -213,5 +249,5 @@ def _varied(method: str, label: str) -> str:
     return f"{method}, {label}" if f"{method}, {label}" in CURVES else f"{method}, 2 active"
 
 
-def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+def _cell(value: float | None, digits: int = 4) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

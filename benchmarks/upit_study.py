@@ -14,7 +14,8 @@ Fixed before the first run:
   under other names, but no instructions.
 - Rates are constant, as in the paper. Each method of the main table has its own: the best on the tuning seed, by the
   held-out loss at the end, of its size's `rates` and of as many further doublings or halvings as it takes for the best
-  to have worse ones on both sides. Parts left out, variants and curves have the rate of the method that they vary.
+  to have worse ones on both sides. Parts left out, variants and curves have the rate of the method that they vary, and
+  stage 1, a LoRA of rank r, has that of the LoRA of rank k·r.
 - Held out: 500 rows, 50 a task, sequences that no training row has. Outcomes: loss per answer token and exact matches
   (every token of the answer is the most probable one), means over tasks, and over the last three measurements (at 90,
   95 and 100 % of stage 4), because a constant rate leaves the loss jumping.
@@ -22,7 +23,7 @@ Fixed before the first run:
 - Primary contrasts, paired by seed, 95 % t intervals: UpIT against LoRAMoE-SFT, LoRAMoE-PT, LoRA of rank k·r, PESC, no
   router initialisation, random buckets, and, in the order iid, 4 → 8 experts by genetic against random pairs and
   against 8 checkpoints.
-- Curves, order iid, two seeds: share of the data, number of experts, active experts, for UpIT and LoRAMoE-SFT.
+- Curves, order iid, two seeds, later four: share of the data, experts, active experts, for UpIT and LoRAMoE-SFT.
 - Beyond the paper (`IDEAS`), order iid: compared on two more tuning seeds, the best confirmed on the table's seeds.
 
 Another machine trains another base, because it rounds otherwise. So a base is kept beside its results. The main table
@@ -58,6 +59,7 @@ from moe_peft.upit import expand_experts, init_router, post_train, prepare_exper
 from moe_peft.upit.buckets import draw_seeds
 
 from .exact_match import measure
+from .rates import best_rate, next_rate
 from .runs import Ledger, start_workers
 from .upit_methods import (
     CONFIRMED,
@@ -234,9 +236,9 @@ def jobs(size: str) -> list[tuple[str, int, dict[str, Method]]]:
         return main
     ideas = [("iid", TUNING_SEED + i, {"UpIT": UPIT, **IDEAS}) for i in (1, 2)]
     best = [("iid", seed, {name: EVERY[name] for name in (UNVARIED, CONFIRMED)}) for seed in SEEDS]
-    curves = [("iid", seed, CURVES) for seed in SEEDS[:2]]
     later = [(order, seed, methods) for order, methods in LATER.items() for seed in SEEDS]
-    return main + ideas + best + curves + later
+    curves = [("iid", seed, CURVES) for seed in SEEDS]
+    return main + ideas + best + later + curves
 
 
 def work(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> None:
@@ -272,36 +274,26 @@ def tune(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> di
     """Each method's best rate on the tuning seed. Methods without stages come first: LoRA's rate is stage 1's."""
     own = [name for name in SIZES[size].methods if MAIN[name].tuned_as is None]
     whole = [name for name in own if MAIN[name].whole is not None]
+
+    def missing(name: str) -> float | None:
+        return next_rate(tuned(ledger, name), SIZES[size].rates)
+
     with tempfile.TemporaryDirectory() as folder:
         experiment = Experiment(base, TUNING_SEED, "iid", Path(folder))
         for group in (whole, [name for name in own if name not in whole]):
             for name in group[worker::workers]:
-                while (rate := missing_rate(ledger, name, size)) is not None:
-                    run(experiment, ledger, name, rate, rate if name in whole else best_rate(ledger, FIRST_STAGE))
-            while any(missing_rate(ledger, name, size) is not None for name in group):
+                while (rate := missing(name)) is not None:
+                    first = rate if name in whole else best_rate(tuned(ledger, FIRST_STAGE))
+                    run(experiment, ledger, name, rate, first)
+            while any(missing(name) is not None for name in group):
                 time.sleep(5)  # another worker makes it
-    return {name: best_rate(ledger, name) for name in own}
+    return {name: best_rate(tuned(ledger, name)) for name in own}
 
 
 def tuned(ledger: Ledger, method: str) -> dict[float, float]:
     """Rate → loss of a method on the tuning seed."""
     found = [r for r in ledger.records() if r["seed"] == TUNING_SEED and r["method"] == method]
     return {record["rate"]: at_end(record, "loss") for record in found}
-
-
-def best_rate(ledger: Ledger, method: str) -> float:
-    losses = tuned(ledger, method)
-    return min(losses, key=losses.__getitem__)
-
-
-def missing_rate(ledger: Ledger, method: str, size: str) -> float | None:
-    """The next rate to try, if the best one is not known yet."""
-    losses = tuned(ledger, method)
-    untried = [rate for rate in SIZES[size].rates if rate not in losses]
-    if untried:
-        return untried[0]
-    best = best_rate(ledger, method)
-    return 2 * best if best == max(losses) else best / 2 if best == min(losses) else None
 
 
 def make_base(path: Path, size: str) -> Path:

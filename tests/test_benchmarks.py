@@ -76,7 +76,7 @@ def test_routers_are_compared_at_their_own_best_rates(tmp_path, monkeypatch):
 
     def run(base, kind, router, seed, rate):
         made.append((router, seed, rate))
-        best = {"linear": 5e-4, "mlp": 2e-3}[router]
+        best = {"linear": 2.5e-4, "mlp": 1e-3}[router]
         loss = 2.0 + abs(rate - best) + 0.01 * seed * (router == "mlp")
         return {"kind": kind, "router": router, "seed": seed, "rate": rate, "loss": loss,
                 "entropy_at_start": 1.0, "load_cv": 0.1}  # fmt: skip
@@ -87,12 +87,12 @@ def test_routers_are_compared_at_their_own_best_rates(tmp_path, monkeypatch):
     ledger = Ledger(tmp_path / "runs.jsonl")
     for _ in range(2):  # finished runs are not repeated
         routers.work(tmp_path / "base", ledger, 0, 1)
-        assert len(made) == 2 * 3 + 2 * 3 and {seed for _, seed, _ in made[:6]} == {routers.TUNING_SEED}
-    assert {(router, rate) for router, _, rate in made[6:]} == {("linear", 5e-4), ("mlp", 2e-3)}
+        assert len(made) == 5 + 3 + 2 * 3 and {seed for _, seed, _ in made[:8]} == {routers.TUNING_SEED}
+    assert {(router, rate) for router, _, rate in made[8:]} == {("linear", 2.5e-4), ("mlp", 1e-3)}
     table = routers.report(ledger)
-    assert "| mixtral | linear | 0.0005 | 2.0000 |" in table
+    assert "| mixtral | linear | 0.00025 | 2.0000 |" in table
     # Differences 0, 0.01, 0.02: standard error 0.01 / √3, t of two degrees of freedom 4.3027.
-    assert "| mixtral | mlp | 0.002 | 2.0100 | +0.0100 [-0.0148, +0.0348] |" in table.replace(" | [", " [")
+    assert "| mixtral | mlp | 0.001 | 2.0100 | +0.0100 [-0.0148, +0.0348] |" in table.replace(" | [", " [")
 
 
 def test_a_ledger_keeps_runs_as_lines(tmp_path, capsys):
@@ -145,11 +145,16 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     from benchmarks.runs import Ledger
     from benchmarks.upit_methods import LATER, MAIN, ORDERS, SEEDS, SIZES, TUNING_SEED, UNVARIED
     from benchmarks.upit_report import report
+    from examples.toy.tasks import TASKS
 
     ledger = Ledger(tmp_path / "study.jsonl")
 
     def add(order, seed, method, rate, loss):
-        points = [{"share": share, "loss": loss - 0.05 + (1 - share), "exact": 0.5} for share in (0.0, 0.9, 0.95, 1.0)]
+        tasks = {task: [loss, i / 10] for i, task in enumerate(TASKS)}
+        points = [
+            {"share": share, "loss": loss - 0.05 + (1 - share), "exact": 0.5, "tasks": tasks}
+            for share in (0.0, 0.9, 0.95, 1.0)
+        ]
         ledger.add({"order": order, "seed": seed, "method": method, "rate": rate, "points": points}, "")
 
     rates = SIZES["1M"].rates
@@ -162,9 +167,10 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
                     level = {"UpIT": 1.0 + 0.01 * seed, "LoRAMoE-SFT": 1.5}.get(name, 2.0)
                     add(order, seed, name, rates[1], level + 0.1 * seed)
         add("iid", seed, UNVARIED, rates[1], 1.2)
+        add("iid", seed, "LoRAMoE-SFT, 2 active", rates[1], 1.0)
         for order, names in LATER.items():
             for i, name in enumerate(names):
-                add(order, seed, name, rates[1], 1.3 + 0.2 * i + 0.01 * seed)
+                add(order, seed, name, rates[1], 1.3 + 0.2 * i + 0.01 * seed + 0.3 * (order == "blocks"))
     capsys.readouterr()
     report(ledger, tmp_path / "study.md", "1M")
     lines = (tmp_path / "study.md").read_text().splitlines()
@@ -173,13 +179,20 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     contrast = "-0.4850 [-0.5055, -0.4645]"
     row = next(line for line in lines if line.startswith("| UpIT minus LoRAMoE-SFT |"))
     assert row.startswith(f"| UpIT minus LoRAMoE-SFT | {contrast} | {contrast} | {contrast} | +0.0000 [")
-    assert any(line.startswith(f"| UpIT | {rates[1]:g} | 1.1650 | 1.1650 | 0.5000 | 0.5000 |") for line in lines)
+    assert any(
+        line.startswith(f"| UpIT | {rates[1]:g} | 1.1650 | 1.1650 | 0.5000 | 0.5000 | 2.1150 | 2.1150 |")
+        for line in lines
+    )
+    assert f"| method | {' | '.join(TASKS)} |" in lines
+    assert "| UpIT | 0.00 | 0.10 | 0.20 | 0.30 | 0.40 | 0.50 | 0.60 | 0.70 | 0.80 | 0.90 |" in lines
     assert any(line.startswith("| PESC | – | – | – | – | – |") for line in lines)  # a run is missing
     assert any("all runs of the main table: 3 of 4" in line for line in lines)
     # Differences 0.10, 0.11, 0.12, 0.13 between orders' runs; the same in each seed between methods.
     upit, genetic, random = LATER["blocks"]
     later = lines[lines.index("## Later runs") :]
     assert f"| {upit} minus {UNVARIED} | iid | +0.1150 [+0.0945, +0.1355] | +0.0000 [+0.0000, +0.0000] |" in later
+    assert any(line.startswith(f"| {upit} minus LoRAMoE-SFT, 2 active | iid | +0.3150 [+0.2945") for line in later)
+    assert any(line.startswith(f"| {upit} minus {upit} | blocks minus iid | +0.3000 [+0.3000") for line in later)
     for method, other, difference in ((genetic, random, -0.2), (genetic, upit, 0.2), (random, upit, 0.4)):
         cell = f"{difference:+.4f} [{difference:+.4f}, {difference:+.4f}]"
         assert any(line.startswith(f"| {method} minus {other} | blocks | {cell} |") for line in later)
@@ -230,21 +243,17 @@ def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):
     assert lines[-1] == f"The mean curve of `drop` stays below that of `copy`: from step {crossing} on."
 
 
-@pytest.mark.parametrize("size", ["1M", "5M"])
-def test_the_upit_study_tries_rates_until_the_best_lies_between_worse_ones(size, tmp_path):
-    from benchmarks.runs import Ledger
-    from benchmarks.upit_methods import SIZES, TUNING_SEED
-    from benchmarks.upit_study import best_rate, missing_rate
+@pytest.mark.parametrize("first", [(1e-3, 2e-3, 4e-3), (1e-3, 2e-3)])
+def test_rates_are_tried_until_the_best_lies_between_worse_ones(first):
+    from benchmarks.rates import best_rate, next_rate
 
-    rates = SIZES[size].rates
-    for optimum in (rates[0] / 4, rates[0], rates[1], 4 * rates[-1]):
-        ledger, tried = Ledger(tmp_path / f"{optimum}.jsonl"), []
-        while (rate := missing_rate(ledger, "UpIT", size)) is not None:
-            tried.append(rate)
-            points = [{"loss": abs(rate - optimum)}] * 3
-            ledger.add({"order": "iid", "seed": TUNING_SEED, "method": "UpIT", "rate": rate, "points": points}, "")
-        assert best_rate(ledger, "UpIT") == optimum
-        assert min(tried) < optimum < max(tried) and len(tried) == len(set(tried)) <= 6
+    for optimum in (first[0] / 4, first[0], first[1], 4 * first[-1]):
+        losses = {}
+        while (rate := next_rate(losses, first)) is not None:
+            assert rate not in losses
+            losses[rate] = abs(rate - optimum)
+        assert best_rate(losses) == optimum
+        assert min(losses) < optimum < max(losses) and len(losses) <= 6
 
 
 def test_the_gpu_benchmark_measures_all_its_rows_on_a_tiny_case():

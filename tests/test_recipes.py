@@ -171,6 +171,22 @@ def test_dry_run(path, tmp_path, tokenizer, capsys):
         assert stages["post_train"].memory.total == pytest.approx(base + beside + 3 * size * trainable, rel=0.15)
 
 
+@pytest.mark.parametrize(("mode", "rate"), [("lora", "0.0002"), ("ffn", "2e-05")])
+def test_the_plan_says_how_stages_are_trained(mode, rate, tmp_path, tokenizer, capsys):
+    """A recipe without rates: the papers'. Stages that differ have lines of their own."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"mode: {mode}\nmodel: {{dtype: float32}}\nsft: {{bf16: false, use_cpu: true}}\n")
+    row = {"messages": [{"role": r, "content": "w3 w4 w5"} for r in ("user", "assistant")]}
+    overrides = local(recipe, tmp_path, tiny_llama(vocab=128).config, tokenizer, row, 64)
+    papers = f"learning rate {rate}, constant; context 2048"
+    printed = printed_plan(recipe, overrides, capsys)[0].splitlines()
+    assert f"prepare, router_init, post_train: {papers}" in printed
+    own = ["sft.lr_scheduler_type=cosine", "prepare.sft.learning_rate=0.003", "post_train.sft.max_length=64"]
+    printed = printed_plan(recipe, [*overrides, *own], capsys)[0].splitlines()
+    assert "prepare: learning rate 0.003, cosine; context 2048" in printed
+    assert f"post_train: learning rate {rate}, cosine; context 64" in printed
+
+
 def overrides_of(note):
     """The overrides that a note names: of each piece of code, without placeholders."""
     text = note.read_text()

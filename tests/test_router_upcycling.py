@@ -214,9 +214,17 @@ def test_shared_keys_become_orthogonal_parts_of_the_key_and_others_stay(m, n):
     assert all(len(row[row != 0].round(decimals=9).unique()) == 1 for row in ratio)  # a part of the key, scaled
 
 
-@pytest.mark.parametrize("n", [8, 16, 32])
-def test_top_two_choices_are_seldom_experts_of_one_key(n):
-    """32 query heads, 8 key heads. With keys a hundredth apart, 98 to 99 % of the tokens chose two of one family."""
+@pytest.mark.parametrize("n, limit", [(16, 0.1), (32, 0.15)])
+def test_top_two_choices_are_seldom_experts_of_one_key(n, limit, monkeypatch):
+    """32 query heads, 8 key heads: about as seldom as by chance (0.07, 0.10)."""
+    assert _twin_choices(n) < limit
+    noise = lambda keys_GW, _: keys_GW * (1 + 0.01 * torch.randn_like(keys_GW))  # noqa: E731
+    monkeypatch.setattr("moe_peft.routing.attention_heads.share_keys", noise)
+    assert _twin_choices(n) > 0.9  # what the measure says of keys that are a hundredth apart
+
+
+def _twin_choices(n: int) -> float:
+    """The share of tokens, in all layers, whose two best experts have the same key heads."""
     torch.manual_seed(0)
     size = {"hidden_size": 256, "head_dim": 8, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     base = LlamaForCausalLM(
@@ -227,12 +235,13 @@ def test_top_two_choices_are_seldom_experts_of_one_key(n):
     init_attention_routers(model, BATCHES)
     ids = torch.randint(3, 64, (16, 32), generator=torch.Generator().manual_seed(1))
     logits = model(input_ids=ids, output_router_logits=True).router_logits
+    found = []
     for (keys, _), logits_TN in zip(means, logits, strict=True):
         groups = group_heads(keys.view(8, 8).repeat_interleave(4, 0), n)
         shared = [tuple(head // 4 for head in group) for group in groups]  # the key heads of each expert
-        family = torch.tensor([shared.index(own) for own in shared])
-        pairs = family[logits_TN.topk(2).indices]
-        assert (pairs[:, 0] == pairs[:, 1]).float().mean() < 0.25
+        pairs = torch.tensor([shared.index(own) for own in shared])[logits_TN.topk(2).indices]
+        found.append((pairs[:, 0] == pairs[:, 1]).float().mean())
+    return float(torch.stack(found).mean())
 
 
 @pytest.mark.parametrize("m, n", [(8, 64)])

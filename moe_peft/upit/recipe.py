@@ -299,7 +299,8 @@ class Recipe:
     def upcycle_config(self, **own: Any) -> UpcycleConfig:
         """The native MoE's configuration."""
         settings = {"num_experts": max(self.num_experts, 2), "seed": self.seed, "dtype": self.model.dtype}
-        return UpcycleConfig(**{**settings, "router_aux_loss_coef": 0.01, **self.moe, **own})
+        settings["router_aux_loss_coef"] = 0.01  # UpIT's load-balancing loss is Switch Transformers', as the adapter's
+        return UpcycleConfig(**{**settings, **self.moe, **own})
 
 
 def as_dict(settings: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import tiny_llama
+from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -16,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from moe_peft import MoELoraConfig
 from moe_peft.native import export_adapter
 from moe_peft.routing.routers import RouterSettings, make_router
+from moe_peft.training.clipping import whole_norm
+from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 N, D, SIZE, STEPS = 4, 10, 16, 25
 OPTIMIZERS = {
@@ -91,6 +94,48 @@ def test_the_sum_of_the_queries_moves_like_that_of_separate_ones(m, optimizer):
         close(x @ ours.fold().T, separate(x))
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("m", [4, 8])
+def test_clipped_sums_move_like_clipped_separate_queries(m, optimizer):
+    ours, separate = pair(m)
+    steps = [OPTIMIZERS[optimizer](model.parameters()) for model in (ours, separate)]
+    for loss in losses(m):
+        norms = []
+        for model, step in zip((ours, separate), steps, strict=True):
+            step.zero_grad()
+            loss(model).backward()
+            with whole_norm(model):
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            step.step()
+        assert norms[1] > 0.05
+        torch.testing.assert_close(*norms, rtol=1e-8, atol=0)
+    close = partial(torch.testing.assert_close, rtol=1e-7, atol=1e-9)
+    close(ours.mean_query.data[0] * m, sum(query.data for query in separate.queries))
+    close(ours.key.data, torch.stack([key.data for key in separate.keys]))
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.0])
+def test_trainers_count_a_stored_mean_as_often_as_the_matrices_it_stands_for(limit, tmp_path, tokenizer):
+    """By the weights after a step of SGD, and in the logged norm."""
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_llama(vocab=64), MoELoraConfig(num_experts=4, router_type="attention"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    args = MoESFTConfig(
+        output_dir=str(tmp_path), max_steps=1, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant",
+        max_grad_norm=limit, logging_steps=1, report_to="none", use_cpu=True, bf16=False, save_strategy="no",
+        per_device_train_batch_size=2, gradient_checkpointing=False,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"input_ids": [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]]})
+    trainer = MoESFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    counts = {name: 4 if "mean_query" in name else 1 for name in before}
+    after = dict(model.named_parameters())
+    squares = sum(counts[name] * float(((after[name] - old) / 0.1).square().sum()) for name, old in before.items())
+    logged = next(entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry)
+    assert any(counts[name] > 1 and not torch.equal(after[name], old) for name, old in before.items())
+    assert squares**0.5 == pytest.approx(limit or logged, rel=1e-3) and logged > 0.01
+
+
 def test_random_values_give_logits_as_large_as_a_linear_gates():
     torch.manual_seed(0)
     x = torch.randn(500, 256)
@@ -113,7 +158,7 @@ def old_folder(tmp_path, mixture: str, **own):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "query" in name:
-                parameter.normal_(std=0.5)
+                parameter.normal_(std=0.05)  # with large logits, rounding would show
     tiny_llama().save_pretrained(tmp_path / "base")
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "adapter")

@@ -97,18 +97,25 @@ def test_squares_of_half_precision_gradients_do_not_vanish():
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-2, atol=0)
 
 
-def test_routers_alone_are_clipped_together():
-    model = make(router_type="mlp")
+@pytest.mark.parametrize(("router", "copies"), [("mlp", {}), ("attention", {"mean_query": 4})])
+def test_routers_alone_are_clipped_together(router, copies):
+    """A stored mean of queries as the four matrices that it stands for."""
+    model = make(router_type=router)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("router" in name)
     backward(model)
-    wanted = [torch.nn.Parameter(p.detach().clone()) for p in trained(model).values()]
-    for parameter, own in zip(wanted, trained(model).values(), strict=True):
-        parameter.grad = own.grad.clone()
-    torch.nn.utils.clip_grad_norm_(wanted, 1e-2)
+    wanted = []
+    for name, parameter in trained(model).items():
+        count = next((n for part, n in copies.items() if part in name), 1)
+        wanted.append([parameter.detach().clone().requires_grad_() for _ in range(count)])
+    assert any(len(same) > 1 for same in wanted) == bool(copies)
+    for same, own in zip(wanted, trained(model).values(), strict=True):
+        for parameter in same:
+            parameter.grad = own.grad.clone()
+    torch.nn.utils.clip_grad_norm_([parameter for same in wanted for parameter in same], 1e-2)
     begun(model).on_pre_optimizer_step(*given())
-    for parameter, own in zip(wanted, trained(model).values(), strict=True):
-        torch.testing.assert_close(own.grad, parameter.grad)
+    for same, own in zip(wanted, trained(model).values(), strict=True):
+        torch.testing.assert_close(own.grad, same[0].grad)
 
 
 def test_experts_that_only_some_layers_have_stay():

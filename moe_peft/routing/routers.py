@@ -70,6 +70,7 @@ class Router(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, settings: RouterSettings | None = None) -> None:
         super().__init__()
         self.hidden_size, self.num_experts, self.settings = hidden_size, num_experts, settings or RouterSettings()
+        self.stands_for: dict[str, int] = {}  # parameters that stand for several with equal gradients → how many
         self.make()
 
     def make(self) -> None:
@@ -246,11 +247,10 @@ class AttentionRouter(Router):
     `init_attention_routers` takes them from a base's attention.
 
     `key` is [n, c, d']; only the best of an expert's c keys counts. With the mixture "max", `query` holds all W^j,
-    [m, d', d]. With "sum", `Σ_j (W^j x)·K_i` is `((Σ_j W^j) x)·K_i`, so all W^j get the same gradient and move alike.
-    Their mean, `mean_query` [1, d', d], is then enough. It counts m times but has the gradient of one of them, so that
-    their sum and the keys take the steps of m matrices under SGD, Adam and AdamW, weight decay included (not with
-    Adam's L2 penalty, which bends each matrix's steps by its own values). In the norm of gradient clipping it counts
-    once instead of m times.
+    [m, d', d]. With "sum", all W^j get the same gradient, and their mean, `mean_query` [1, d', d], is enough. It counts
+    m times but has the gradient of one of them, so that their sum and the keys take the steps of m matrices under SGD,
+    Adam and AdamW, weight decay included (not Adam's L2 penalty, which bends each by its own values), if gradient
+    clipping counts it m times (`stands_for`).
     """
 
     needs_attention = True
@@ -272,6 +272,7 @@ class AttentionRouter(Router):
         # The sum, and each W^j of "max", gives as large logits as a linear gate with standard deviation 0.02.
         if s.mixture == "sum":
             self.mean_query = nn.Parameter(torch.empty(1, width, self.hidden_size))
+            self.stands_for = {"mean_query": m}
             nn.init.normal_(self.mean_query, std=0.02 / m)
         else:
             self.query = nn.Parameter(torch.empty(m, width, self.hidden_size))
@@ -297,8 +298,7 @@ class AttentionRouter(Router):
     def no_fold(self) -> str:  # type: ignore[override]
         if self.settings.mixture == "max":
             return "with router_mixture='max' the best of several routers counts, which is not linear; only 'sum' folds"
-        if self.key.shape[1] > 1:
-            keys = self.key.shape[1]
+        if (keys := self.key.shape[1]) > 1:
             return f"the best of an expert's {keys} keys counts, which is not linear; use at most num_experts heads"
         return ""
 

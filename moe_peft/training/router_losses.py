@@ -34,6 +34,7 @@ from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_fiel
 from ..routing.statistics import compliance, counted_experts, entropies
 from .arguments import trains_adapter
 from .cards import ModelCardMixin
+from .clipping import WholeNormMixin
 from .coefficients import is_reentrant, loss_coefficients
 from .freezing import freeze_for_stage
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
@@ -146,7 +147,7 @@ class RouterLossConfig(_Coefficients):
         return labelled and "routers" in loss.stages and bool(getattr(self, coefficient_field(name)))
 
 
-class RouterLossesMixin(ModelCardMixin):
+class RouterLossesMixin(WholeNormMixin, ModelCardMixin):
     """
     Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
     `router_entropy`, `load_cv`, `load_cv_by_chance`, `dead_experts` and, with labels, `compliance`. Its config is a

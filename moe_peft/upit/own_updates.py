@@ -23,6 +23,7 @@ from transformers.training_args import TrainingArguments
 from ..models.view import adapter_layers
 from ..routing.routers import LinearRouter
 from ..sharding import Access, ZeROAccess, shape_of
+from ..training.clipping import multiplicities
 
 _NOT_ELEMENTWISE = ("adafactor", "galore", "apollo", "lomo", "muon", "stable_adamw", "grokadamw")
 
@@ -35,7 +36,7 @@ class OwnUpdates(TrainerCallback):
         steps: optimizer steps of each expert's own training, [n].
         max_grad_norm: the largest norm of an expert's gradient over all layers, its rows of linear routers included;
             0 clips nothing. What belongs to no single expert (MLP and attention routers, layers with a single LoRA) is
-            clipped together, apart from the experts.
+            clipped together, apart from the experts; a parameter that stands for several counts as often.
     """
 
     def __init__(self, steps: Sequence[int], max_grad_norm: float | None) -> None:
@@ -58,6 +59,7 @@ class OwnUpdates(TrainerCallback):
         self.steps = torch.nn.functional.pad(self.steps, (0, max(missing, 0)))
         known = {id(p) for p in self.stacked}
         self.shared = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+        self.counts = multiplicities(model)
         if PartialState().distributed_type == DistributedType.DEEPSPEED:
             self.access = ZeROAccess()
             self._step_with(optimizer.optimizer, state)
@@ -109,8 +111,8 @@ class OwnUpdates(TrainerCallback):
                 square_N = square_N.to(own_N.device, torch.promote_types(square_N.dtype, own_N.dtype))
                 square_N[: len(own_N)] += own_N
         self._scale(self.stacked, self._factor(square_N))
-        shared = [grad for p in self.shared if (grad := self.access.grad(p)) is not None]
-        squares = [_whole(_squares(grad).sum()) for grad in shared]
+        shared = [(p, grad) for p in self.shared if (grad := self.access.grad(p)) is not None]
+        squares = [self.counts.get(p, 1) * _whole(_squares(grad).sum()) for p, grad in shared]
         if squares:
             self._scale(self.shared, self._factor(torch.stack(squares).sum()))
 

@@ -39,11 +39,12 @@ class Ledger:
 
 
 def _rounded(value: Any) -> Any:
+    """Six significant digits: learning rates may be small."""
     if isinstance(value, dict):
         return {key: _rounded(of) for key, of in value.items()}
     if isinstance(value, list):
         return [_rounded(of) for of in value]
-    return round(value, 6) if isinstance(value, float) else value
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def start_workers(study: str, arguments: Sequence[str], workers: int) -> int:

@@ -106,6 +106,8 @@ def test_a_ledger_keeps_runs_as_lines(tmp_path, capsys):
     assert again.find(order="iid", seed=0, rate=0.2)["points"] == [{"loss": 0.333333}]
     assert again.has(method="UpIT") and not again.has(method="UpIT", rate=0.3) and not again.has(order="blocks")
     assert "iid, 0, UpIT, 0.1: fine" in capsys.readouterr().out
+    ledger.add({"seed": 1, "rate": 1e-3 / 64}, "")  # a small rate is not rounded
+    assert again.records()[-1] == {"seed": 1, "rate": 1.5625e-05}
 
 
 def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):

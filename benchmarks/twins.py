@@ -10,6 +10,7 @@ routers get the attention's queries and keys. "noise": experts that share a key 
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections.abc import Iterator
@@ -89,6 +90,7 @@ def table(counts: tuple[int, ...] = (8, 16, 32), trained_steps: int = STEPS) -> 
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     transformers_logging.set_verbosity_error()
     head = [
         "# Experts that share a key head", "",

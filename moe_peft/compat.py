@@ -38,8 +38,10 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     ),
     # Which modules of a native MoE are routers, read in `models.view` and `adapter.bases`, `adapter.protocol`.
     "transformers.PreTrainedModel": ("_can_record_outputs",),
-    # Resuming of native MoEs, overridden in `training.resuming`.
+    # Resuming of native MoEs, overridden in `training.resuming`; clipping, in `training.clipping`.
     "transformers.Trainer": (
+        "_clip_grad_norm",
+        "_get_grad_norm",
         "_load_from_checkpoint",
         "_load_best_model",
         "_set_signature_columns_if_needed",

@@ -54,8 +54,11 @@ def twin_share(model: LlamaForCausalLM, n: int, shared: bool, rows: torch.Tensor
     divide = attention_heads.share_keys
 
     def recorded(keys_GW: torch.Tensor, mean_queries_GW: torch.Tensor) -> torch.Tensor:
-        near_GG = torch.cdist(keys_GW, keys_GW) <= 1e-5 * keys_GW.norm(dim=1, keepdim=True)
+        exact_GW = keys_GW.double()  # in float32, cdist of more than 25 keys rounds too much
+        near_GG = torch.cdist(exact_GW, exact_GW) <= 1e-6 * exact_GW.norm(dim=1, keepdim=True)
         families.append(near_GG.int().argmax(1))
+        sizes = families[-1].unique(return_counts=True)[1].tolist()
+        assert sizes == [max(1, n // KEY_HEADS)] * min(n, KEY_HEADS), f"{n} experts, families of {sizes}"
         return divide(keys_GW, mean_queries_GW) if shared else keys_GW * (1 + 0.01 * torch.randn_like(keys_GW))
 
     adapter: Any = get_peft_model(model, MoELoraConfig(num_experts=n, router_type="attention", task_type="CAUSAL_LM"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ class Results:
         asked = ((orders, method), (other_orders or orders, other))
         pairs = [[self.mean(own, name, outcome, [seed]) for own, name in asked] for seed in seeds]
         whole = [pair for pair in pairs if None not in pair]
-        return " ".join(paired_difference(*zip(*whole, strict=True)).cells()) if len(whole) > 1 else "–"
+        if len(whole) < 2:
+            return "–"
+        fewer = f" ({len(whole)} seeds)" if len(whole) < len(seeds) else ""
+        return " ".join(paired_difference(*zip(*whole, strict=True)).cells()) + fewer
 
 
 def report(ledger: Ledger, table: Path, size: str) -> None:
@@ -139,14 +143,11 @@ def _losses(results: Results) -> list[str]:
 
 
 def _tasks(results: Results) -> list[str]:
-    """Exact matches by task, at 100 % of stage 4."""
     rows = ["## Exact matches by task (order iid)", ""]
     rows += [f"| method | {' | '.join(TASKS)} |", f"|---|{'---|' * len(TASKS)}"]
     for name in results.size.methods:
-        cells = [
-            _cell(results.average(["iid"], name, lambda run, task=task: run["points"][-1]["tasks"][task][1]), 2)
-            for task in TASKS
-        ]
+        values = [partial(at_end, outcome="exact", task=task) for task in TASKS]
+        cells = [_cell(results.average(["iid"], name, value), digits=2) for value in values]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return [*rows, ""]
 

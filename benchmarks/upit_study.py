@@ -221,10 +221,11 @@ class Experiment:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def at_end(record: dict[str, Any], outcome: str) -> float:
-    """A run's outcome: the mean over its last three measurements."""
-    last = [point[outcome] for point in record["points"][-3:]]
-    return sum(last) / len(last)
+def at_end(record: dict[str, Any], outcome: str, task: str | None = None) -> float:
+    """A run's outcome, "loss" or "exact", of a task or of all: the mean over its last three measurements."""
+    last = record["points"][-3:]
+    place = ("loss", "exact").index(outcome)
+    return sum(point[outcome] if task is None else point["tasks"][task][place] for point in last) / len(last)
 
 
 def jobs(size: str) -> list[tuple[str, int, dict[str, Method]]]:

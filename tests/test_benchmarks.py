@@ -215,8 +215,9 @@ def test_every_run_of_the_upit_study_has_a_method_and_a_tuned_rate():
         assert set(size.methods) <= set(MAIN)
     assert {CONFIRMED, UNVARIED, *(name for names in LATER.values() for name in names)} <= set(EVERY)
     assert {name for pair in PRIMARY for name in pair} <= set(MAIN)
-    for method in EVERY.values():
-        assert method.tuned_as is None or EVERY[method.tuned_as].tuned_as is None
+    for name, method in EVERY.items():
+        rate_of = method.tuned_as or name
+        assert rate_of in MAIN and MAIN[rate_of].tuned_as is None
     for names in LATER.values():
         for name, method in names.items():
             assert replace(method, tuned_as=None) == replace(MAIN[name.removesuffix(", later")], tuned_as=None)

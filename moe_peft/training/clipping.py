@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ def multiplicities(model: nn.Module) -> dict[nn.Parameter, int]:
 
 @contextmanager
 def whole_norm(model: nn.Module) -> Iterator[None]:
-    """Gradients whose norm is that of all the parameters that a model's stand for; afterwards they are as before."""
+    """Gradients whose norm is that of all the parameters that a model's stand for; undone afterwards, to rounding."""
     counted = [(p.grad, count**0.5) for p, count in multiplicities(model).items() if p.grad is not None]
     for grad, root in counted:
         grad.mul_(root)
@@ -36,5 +36,5 @@ class WholeNormMixin:
             return super()._clip_grad_norm(model)  # type: ignore[misc]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        with whole_norm(model):  # computed here if nothing is clipped
+        with whole_norm(model) if grad_norm is None else nullcontext():  # None: nothing was clipped
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]

@@ -6,6 +6,7 @@ import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,6 +245,27 @@ def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):
     assert "| drop minus copy | -0.1100 [-0.1348, -0.0852] |" in lines
     assert any(line.startswith(f"| copy | {RATES[0]:g} | 2.001 |") for line in lines)
     assert lines[-1] == f"The mean curve of `drop` stays below that of `copy`: from step {crossing} on."
+
+
+def test_the_upcycling_study_runs_each_method_at_its_best_rate_once(tmp_path, monkeypatch):
+    from benchmarks import upcycle_study as study
+    from benchmarks.runs import Ledger
+
+    made = []
+
+    def run(experiment, method, rate):
+        made.append((experiment.seed, method, rate))
+        best = 4e-3 if method == "scratch" else 5e-4
+        return [{"step": step, "loss": 2.0 + abs(rate - best)} for step in study.POINTS]
+
+    monkeypatch.setattr(study.Experiment, "run", run)
+    monkeypatch.setattr(study, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda base: None))
+    ledger = Ledger(tmp_path / "study.jsonl")
+    for _ in range(2):  # finished runs are not repeated
+        study.work(tmp_path / "base", ledger, 0, 1)
+        assert len(made) == len(set(made)) == 5 * 4 + 5 * len(study.SEEDS)
+    compared = {(method, rate) for seed, method, rate in made if seed in study.SEEDS}
+    assert compared == {(method, 4e-3 if method == "scratch" else 5e-4) for method in study.INITIAL}
 
 
 @pytest.mark.parametrize("first", [(1e-3, 2e-3, 4e-3), (1e-3, 2e-3)])

@@ -48,14 +48,21 @@ MAIN = {
 }
 EXPANDED = ("UpIT 4→8, genetic", "UpIT 4→8, random")  # order iid alone
 VARIED = {"UpIT": UPIT, "LoRAMoE-SFT": MAIN["LoRAMoE-SFT"]}
+SHARES = {f"{share:g} of the data": {"share": share} for share in (0.125, 0.25, 0.5)}
 CURVES = {
     f"{name}, {label}": replace(method, tuned_as=name, **own)
     for name, method in VARIED.items()
     for label, own in {
-        **{f"{share:g} of the data": {"share": share} for share in (0.125, 0.25, 0.5)},
+        **SHARES,
         **{f"{n} experts": {"num_experts": n} for n in (2, 4, 16)},
         **{f"{k} active": {"top_k": k} for k in (1, 2, 4)},  # 2: the method itself, again
     }.items()
+}
+WHOLE = ("LoRAMoE-PT", "LoRA, rank k·r")  # added later: over the share of the data alone
+CURVES |= {
+    f"{name}, {label}": replace(MAIN[name], tuned_as=name, **own)
+    for name in WHOLE
+    for label, own in {**SHARES, "1 of the data": {"share": 1.0}}.items()
 }
 IDEAS = {
     "relative perplexity": replace(UPIT, buckets="relative", tuned_as="UpIT"),

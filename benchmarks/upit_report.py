@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -30,6 +30,7 @@ from .upit_methods import (
     TUNING_SEED,
     UNVARIED,
     VARIED,
+    WHOLE,
 )  # fmt: skip
 from .upit_study import at_end, tuned
 
@@ -54,7 +55,6 @@ class Results:
         self.runs: dict[Key, dict[str, Any]] = {
             (r["order"], r["seed"], r["method"]): r for r in ledger.records() if r["seed"] != TUNING_SEED
         }
-        self.swept = [seed for seed in SEEDS if all(("iid", seed, name) in self.runs for name in CURVES)]
 
     def mean(self, orders: Sequence[str], method: str, outcome: str, seeds: Sequence[int] = SEEDS) -> float | None:
         return self.average(orders, method, lambda run: at_end(run, outcome), seeds)
@@ -66,6 +66,11 @@ class Results:
         found = [self.runs.get((order, seed, method)) for order in orders for seed in seeds]
         known = [value(run) for run in found if run is not None]
         return sum(known) / len(known) if known and len(known) == len(found) else None
+
+    def complete(self, names: Iterable[str]) -> list[int]:
+        """The seeds that have all these runs, order iid."""
+        wanted = list(names)
+        return [seed for seed in SEEDS if all(("iid", seed, name) in self.runs for name in wanted)]
 
     def difference(
         self, method: str, other: str, orders: Sequence[str], outcome: str, seeds: Sequence[int] = SEEDS,
@@ -153,16 +158,24 @@ def _tasks(results: Results) -> list[str]:
 
 
 def _sweeps(results: Results) -> list[str]:
-    rows = [f"## Data, experts, active experts (order iid, {len(results.swept)} seeds)", ""]
+    rows = ["## Data, experts, active experts (order iid)", ""]
     for sweep, labels in SWEEPS.items():
-        rows += [f"| {sweep} | {' | '.join(VARIED)} | UpIT minus LoRAMoE-SFT |", f"|---|{'---|' * (len(VARIED) + 1)}"]
+        methods, seeds = sweep_of(results, sweep)
+        columns = [*methods, *(f"UpIT minus {other}" for other in methods[1:])]
+        rows += [f"| {sweep}, {len(seeds)} seeds | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
         for value, label in labels.items():
-            names = [_varied(method, label) for method in VARIED]
-            cells = [_cell(results.mean(["iid"], name, "loss", results.swept)) for name in names]
-            difference = results.difference(*names, ["iid"], "loss", results.swept)
-            rows.append(f"| {value:g} | {' | '.join(cells)} | {difference} |")
+            names = [_varied(method, label) for method in methods]
+            cells = [_cell(results.mean(["iid"], name, "loss", seeds)) for name in names]
+            cells += [results.difference(names[0], other, ["iid"], "loss") for other in names[1:]]
+            rows.append(f"| {value:g} | {' | '.join(cells)} |")
         rows.append("")
     return rows
+
+
+def sweep_of(results: Results, sweep: str) -> tuple[list[str], list[int]]:
+    """A sweep's methods, UpIT first, and the seeds that have all its runs."""
+    methods = [*VARIED, *(WHOLE if sweep == "share of the data" else ())]
+    return methods, results.complete(_varied(method, label) for method in methods for label in SWEEPS[sweep].values())
 
 
 def _ideas(results: Results) -> list[str]:
@@ -230,16 +243,17 @@ def _figure(results: Results, path: Path) -> None:
                 axis.plot(shares, means, label=name, marker=".", linewidth=2 if name == "UpIT" else 1)
         axis.set(title=f"first half {order}", xlabel="share of stage 4", ylabel="held-out loss", yscale="log")
     for axis, (sweep, labels) in zip(axes[len(orders) :], sweeps.items(), strict=True):
-        for method in VARIED:
-            means = [results.mean(["iid"], _varied(method, label), "loss", results.swept) for label in labels.values()]
+        methods, seeds = sweep_of(results, sweep)
+        for method in methods:
+            means = [results.mean(["iid"], _varied(method, label), "loss", seeds) for label in labels.values()]
             known = [(value, mean) for value, mean in zip(labels, means, strict=True) if mean is not None]
             axis.plot(*zip(*known, strict=True) if known else ((), ()), label=method, marker="o")
         axis.set(title="order iid", xlabel=sweep, ylabel="held-out loss", xscale="log", xticks=list(labels))
         axis.set_xticklabels([f"{value:g}" for value in labels])
         axis.minorticks_off()
     axes[0].legend(fontsize=6)
-    if sweeps:
-        axes[-1].legend(fontsize=7)
+    for axis in axes[len(orders) :]:
+        axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -23,7 +23,8 @@ Fixed before the first run:
 - Primary contrasts, paired by seed, 95 % t intervals: UpIT against LoRAMoE-SFT, LoRAMoE-PT, LoRA of rank k·r, PESC, no
   router initialisation, random buckets, and, in the order iid, 4 → 8 experts by genetic against random pairs and
   against 8 checkpoints.
-- Curves, order iid, two seeds, later four: share of the data, experts, active experts, for UpIT and LoRAMoE-SFT.
+- Curves, order iid, two seeds, later four: share of the data, experts, active experts, for UpIT and LoRAMoE-SFT. Later,
+  share of the data for LoRAMoE-PT and LoRA of rank k·r, too.
 - Beyond the paper (`IDEAS`), order iid: compared on two more tuning seeds, the best confirmed on the table's seeds.
 
 Another machine trains another base, because it rounds otherwise. So a base is kept beside its results. The main table

@@ -41,7 +41,7 @@ from moe_peft.routing.statistics import entropies, load_health
 from moe_peft.training.sft import MoESFTConfig, MoESFTTrainer
 
 from .differences import paired_difference
-from .rates import best_rate, next_rate
+from .rates import best_rate, tune
 from .runs import Ledger, start_workers
 from .toy_training import SFT, loss_per_token, mixtral
 
@@ -155,15 +155,17 @@ def work(base: Path, ledger: Ledger, worker: int, workers: int) -> None:
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    for job in JOBS[worker::workers]:
-        while (rate := next_rate(tuned(ledger, *job), RATES[job[0]])) is not None:
-            do(base, ledger, *job, TUNING_SEED, rate)
-    while any(next_rate(tuned(ledger, *job), RATES[job[0]]) is not None for job in JOBS):
-        time.sleep(5)  # another worker makes it
+    rates = tune(
+        JOBS,
+        lambda job: tuned(ledger, *job),
+        lambda job: RATES[job[0]],
+        lambda job, rate: do(base, ledger, *job, TUNING_SEED, rate),
+        worker,
+        workers,
+    )
     for seed, job in list(product(SEEDS, JOBS))[worker::workers]:
-        rate = best_rate(tuned(ledger, *job))
-        if not ledger.has(kind=job[0], router=job[1], seed=seed, rate=rate):
-            do(base, ledger, *job, seed, rate)
+        if not ledger.has(kind=job[0], router=job[1], seed=seed, rate=rates[job]):
+            do(base, ledger, *job, seed, rates[job])
 
 
 def do(base: Path, ledger: Ledger, kind: str, router: str, seed: int, rate: float) -> None:

@@ -39,7 +39,7 @@ import logging
 import sys
 import tempfile
 import time
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -60,7 +60,7 @@ from moe_peft.upit import expand_experts, init_router, post_train, prepare_exper
 from moe_peft.upit.buckets import draw_seeds
 
 from .exact_match import measure
-from .rates import best_rate, next_rate
+from .rates import best_rate, tune
 from .runs import Ledger, start_workers
 from .upit_methods import (
     CONFIRMED,
@@ -250,7 +250,7 @@ def work(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> No
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("moe_peft").setLevel(logging.ERROR)
-    rates = tune(base, size, ledger, worker, workers)
+    rates = best_rates(base, size, ledger, worker, workers)
     for order, seed, methods in jobs(size)[worker::workers]:
         wanted = {
             name: method for name, method in methods.items() if not ledger.has(order=order, seed=seed, method=name)
@@ -272,24 +272,22 @@ def run(experiment: Experiment, ledger: Ledger, name: str, rate: float, first_ra
     )
 
 
-def tune(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> dict[str, float]:
+def best_rates(base: Path, size: str, ledger: Ledger, worker: int, workers: int) -> dict[str, float]:
     """Each method's best rate on the tuning seed. Methods without stages come first: LoRA's rate is stage 1's."""
     own = [name for name in SIZES[size].methods if MAIN[name].tuned_as is None]
     whole = [name for name in own if MAIN[name].whole is not None]
-
-    def missing(name: str) -> float | None:
-        return next_rate(tuned(ledger, name), SIZES[size].rates)
-
+    staged = [name for name in own if name not in whole]
+    rates: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         experiment = Experiment(base, TUNING_SEED, "iid", Path(folder))
-        for group in (whole, [name for name in own if name not in whole]):
-            for name in group[worker::workers]:
-                while (rate := missing(name)) is not None:
-                    first = rate if name in whole else best_rate(tuned(ledger, FIRST_STAGE))
-                    run(experiment, ledger, name, rate, first)
-            while any(missing(name) is not None for name in group):
-                time.sleep(5)  # another worker makes it
-    return {name: best_rate(tuned(ledger, name)) for name in own}
+
+        def attempt(name: str, rate: float) -> None:
+            first_rate = rate if name in whole else best_rate(tuned(ledger, FIRST_STAGE))
+            run(experiment, ledger, name, rate, first_rate)
+
+        for group in (whole, staged):
+            rates |= tune(group, partial(tuned, ledger), lambda _: SIZES[size].rates, attempt, worker, workers)
+    return rates
 
 
 def tuned(ledger: Ledger, method: str) -> dict[float, float]:

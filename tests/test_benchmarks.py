@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import runpy
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,7 +148,7 @@ def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
 
 def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     from benchmarks.runs import Ledger
-    from benchmarks.upit_methods import LATER, MAIN, ORDERS, SEEDS, SIZES, TUNING_SEED, UNVARIED
+    from benchmarks.upit_methods import CURVES, LATER, MAIN, ORDERS, SEEDS, SIZES, TUNING_SEED, UNVARIED
     from benchmarks.upit_report import report
     from examples.toy.tasks import TASKS
 
@@ -169,8 +171,10 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
                 if (name, seed) != ("PESC", SEEDS[-1]):
                     level = {"UpIT": 1.0 + 0.01 * seed, "LoRAMoE-SFT": 1.5}.get(name, 2.0)
                     add(order, seed, name, rates[1], level + 0.1 * seed)
-        add("iid", seed, UNVARIED, rates[1], 1.2)
-        add("iid", seed, "LoRAMoE-SFT, 2 active", rates[1], 1.0)
+        levels = {UNVARIED: 1.2, "LoRAMoE-SFT, 2 active": 1.0, "LoRAMoE-PT, 0.25 of the data": 1.5}
+        for name in CURVES:
+            if (name, seed) != ("UpIT, 4 experts", SEEDS[-1]):
+                add("iid", seed, name, rates[1], levels.get(name, 2.0))
         for order, names in LATER.items():
             for i, name in enumerate(names):
                 add(order, seed, name, rates[1], 1.3 + 0.2 * i + 0.01 * seed + 0.3 * (order == "blocks"))
@@ -199,6 +203,12 @@ def test_the_upit_study_reports_what_its_runs_say(tmp_path, capsys):
     for method, other, difference in ((genetic, random, -0.2), (genetic, upit, 0.2), (random, upit, 0.4)):
         cell = f"{difference:+.4f} [{difference:+.4f}, {difference:+.4f}]"
         assert any(line.startswith(f"| {method} minus {other} | blocks | {cell} |") for line in later)
+    none, half = "+0.0000 [+0.0000, +0.0000]", "+0.5000 [+0.5000, +0.5000]"
+    assert f"| 0.25 | 2.0000 | 2.0000 | 1.5000 | 2.0000 | {none} | {half} | {none} |" in lines
+    assert any(line.startswith("| 1 | 1.2000 | 1.0000 | 2.0000 | 2.0000 | +0.2000 [") for line in lines)
+    assert any(line.startswith("| experts, 3 seeds |") for line in lines)
+    assert f"| 4 | 2.0000 | 2.0000 | {none} (3 seeds) |" in lines  # a run is missing
+    assert f"| 2 | 2.0000 | 2.0000 | {none} |" in lines
     assert (tmp_path / "study.png").stat().st_size > 10_000
     # Another size has fewer orders and methods, and no variants.
     report(ledger, tmp_path / "large.md", "5M")
@@ -231,10 +241,10 @@ def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):
     ledger, crossing = Ledger(tmp_path / "study.jsonl"), POINTS[-4]
     for seed in (TUNING_SEED, *SEEDS):
         for method in INITIAL:
-            for rate in RATES:
+            for rate in RATES[method]:
                 for_drop = [2.5 if step < crossing else 1.9 - 0.01 * (seed % 100) for step in POINTS]
                 losses = for_drop if method == "drop" else [2.0] * len(POINTS)
-                points = [{"step": s, "loss": of + rate} for s, of in zip(POINTS, losses, strict=True)]
+                points = [{"step": s, "loss": of + 10 * rate} for s, of in zip(POINTS, losses, strict=True)]
                 record = {"seed": seed, "method": method, "rate": rate, "points": points}
                 ledger.add(record, "")
     capsys.readouterr()
@@ -243,7 +253,7 @@ def test_the_upcycling_study_says_where_curves_cross(tmp_path, capsys):
     assert capsys.readouterr().out.strip().splitlines() == lines
     # Differences -0.10, -0.11, -0.12: standard error 0.01 / √3, t of two degrees of freedom 4.3027.
     assert "| drop minus copy | -0.1100 [-0.1348, -0.0852] |" in lines
-    assert any(line.startswith(f"| copy | {RATES[0]:g} | 2.001 |") for line in lines)
+    assert any(line.startswith(f"| copy | {RATES['copy'][0]:g} | 2.005 |") for line in lines)
     assert lines[-1] == f"The mean curve of `drop` stays below that of `copy`: from step {crossing} on."
 
 
@@ -263,7 +273,7 @@ def test_the_upcycling_study_runs_each_method_at_its_best_rate_once(tmp_path, mo
     ledger = Ledger(tmp_path / "study.jsonl")
     for _ in range(2):  # finished runs are not repeated
         study.work(tmp_path / "base", ledger, 0, 1)
-        assert len(made) == len(set(made)) == 5 * 4 + 5 * len(study.SEEDS)
+        assert len(made) == len(set(made)) == 3 * 3 + 4 + 4 * len(study.SEEDS)
     compared = {(method, rate) for seed, method, rate in made if seed in study.SEEDS}
     assert compared == {(method, 4e-3 if method == "scratch" else 5e-4) for method in study.INITIAL}
 
@@ -279,6 +289,24 @@ def test_rates_are_tried_until_the_best_lies_between_worse_ones(first):
             losses[rate] = abs(rate - optimum)
         assert best_rate(losses) == optimum
         assert min(losses) < optimum < max(losses) and len(losses) <= 6
+
+
+def test_workers_share_the_rates_and_wait_for_one_another(monkeypatch):
+    from benchmarks import rates
+
+    monkeypatch.setattr(rates, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(0.001)))
+    optima, losses, tried = {"a": 1.0, "b": 4.0, "c": 2.0}, {"a": {}, "b": {}, "c": {}}, []
+
+    def run(name, rate):
+        tried.append((name, rate))
+        losses[name][rate] = abs(rate - optima[name])
+
+    def work(worker):
+        return rates.tune(list(optima), lambda name: dict(losses[name]), lambda name: (1.0, 2.0), run, worker, 2)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [optima, optima]
+    assert len(tried) == len(set(tried)) == 3 + 4 + 3
 
 
 def test_the_gpu_benchmark_measures_all_its_rows_on_a_tiny_case():

@@ -97,6 +97,13 @@ def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
     return result
 
 
+def key_families(keys_GW: torch.Tensor) -> torch.Tensor:
+    """For each of the keys [g, d'], the first one that is equal to it, [g]."""
+    exact_GW = keys_GW.double()  # in float32, the distances of many keys are not exact
+    near_GG = torch.cdist(exact_GW, exact_GW) <= 1e-6 * exact_GW.norm(dim=1, keepdim=True)
+    return near_GG.int().argmax(1)
+
+
 def share_keys(keys_GW: torch.Tensor, mean_queries_GW: torch.Tensor) -> torch.Tensor:
     """
     Divide each key that several groups of heads have among these groups; other keys stay as they are.
@@ -114,9 +121,7 @@ def share_keys(keys_GW: torch.Tensor, mean_queries_GW: torch.Tensor) -> torch.Te
     Raises:
         ValueError: more groups have a key than it has entries.
     """
-    distances_GG = torch.cdist(keys_GW.double(), keys_GW.double())
-    near_GG = distances_GG <= 1e-6 * keys_GW.double().norm(dim=1, keepdim=True)
-    family_G = near_GG.int().argmax(1)  # the first group with that key
+    family_G = key_families(keys_GW)
     result_GW = keys_GW.clone()
     for first in family_G.unique().tolist():
         own = (family_G == first).nonzero().flatten()

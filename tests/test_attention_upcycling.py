@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -22,7 +23,7 @@ from moe_peft.models.view import native_routers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.routing.attention_heads import attention_weights, fitting_heads
 from moe_peft.training.calibration import calibration_batches
-from moe_peft.upit import ffn_stages, recipe_from_dict
+from moe_peft.upit import UpIT, ffn_stages, recipe_from_dict
 
 READABLE = [kind for kind in DENSE if kind != "phi3"]
 
@@ -243,7 +244,7 @@ def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path, 
     pipeline = run(case, tmp_path / "out")
     assert (pipeline.root / "model" / "model.safetensors").exists()
     stage = stage_of(pipeline, "post_train")
-    assert drawn.call_args.kwargs == {"seed": stage.seed} and stage.seed > 11
+    assert drawn.call_args.kwargs["seed"] == stage.seed > 11
     batches = calibration_batches(pipeline.context.train_data, pipeline.context.tokenizer, seed=stage.seed)
     stage.assemble(tmp_path / "moe", batches)
     source = stage.given.experts[0] if stage.given.experts else pipeline.recipe.model.name_or_path
@@ -260,6 +261,14 @@ def test_recipes_with_several_models_or_stage_3_refuse_them(tokenizer, tmp_path)
     for own in ({}, {"method": "self_moe", "prepare": {}}, {"prepare": {"experts": "copies"}}):
         with pytest.raises(ValueError, match=r"moe.router_init='attention': must be another"):
             recipe_from_dict({**case, **own, "moe": moe})
+
+
+def test_recipes_refuse_a_base_without_such_attention_before_any_stage(tokenizer, tmp_path):
+    case = settings_in(tmp_path, tokenizer)
+    saved(dense_model("phi3"), Path(case["model"]["name_or_path"]))
+    own = {"method": "upcycle_sft", "moe": {**case["moe"], "router_init": "attention"}, "output_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"^moe.router_init='attention': .*Phi3ForCausalLM has no attention with"):
+        UpIT(recipe_from_dict({**case, **own})).check()
 
 
 def test_recipes_refuse_independent_parts_where_stage_3_makes_their_gates(tokenizer, tmp_path):

@@ -37,6 +37,15 @@ def chance_of(counts):
 def verdict_by_hand(layer, counts):
     n, shares, variation, chance = len(counts), shares_of(counts), variation_of(counts), chance_of(counts)
     if not variation > 3 * chance:
+        even = sum(counts) / n
+        below = [share for share, count in zip(shares, counts, strict=True) if even - count > 4 * even**0.5]
+        dead = sum(share < min(0.01, 0.25 / n) for share in below)
+        if dead:
+            return [f"layer {layer}: collapsed: {dead} of {n} experts get less than {min(1, 25 / n):.3g} % of the "
+                    "assignments"]  # fmt: skip
+        if below and min(below) < min(0.02, 0.5 / n):
+            return [f"layer {layer}: uneven: expert {shares.index(min(below))} gets {min(below) * 100:.3g} % of the "
+                    "assignments"]  # fmt: skip
         return []
     best = sorted(range(n), key=lambda i: -shares[i])[:2]
     dead = sum(share < min(0.01, 0.25 / n) for share in shares)
@@ -67,6 +76,9 @@ LOADS = [
     [12000, 13000, *[1000] * 23], [13010, 12000, *[1000] * 23],
     [25010, 1010, *[1000] * 24], [24990, 1010, *[1000] * 24],
     [1299, 701, 1299, 701], [1290, 710, 1290, 710], [90, 10], [10, 0],
+    # One of many experts is unused, or nearly so, in a layer whose variation could be chance.
+    [*[133] * 15, 0], [*[258] * 31, 0], [*[555] * 63, 0], [*[945] * 127, 0], [*[196] * 15, 57], [*[133] * 15, 61],
+    [*[17] * 40, 0], [*[16] * 40, 0], [*[66] * 40, 31], [*[66] * 40, 32], [*[64] * 40, 31], [*[30] * 38, 0, 0],
 ]  # fmt: skip
 _draw = random.Random(0)
 for _ in range(150):
@@ -94,6 +106,18 @@ def test_verdicts_are_the_documented_limits():
     assert all(
         word in said for word in ("collapsed: expert ", "collapsed: experts ", "uneven: expert ", "less than 0.625")
     )
+
+
+@pytest.mark.parametrize(("n", "assignments"), [(16, 2000), (32, 8000), (64, 35_000), (128, 120_000)])
+def test_an_unused_expert_of_many_is_named_and_chance_is_not(n, assignments):
+    """The variation of such a layer, √(1/(n - 1)), is less than three times what chance gives."""
+    counts = torch.full((1, n), assignments / (n - 1), dtype=torch.float64)
+    counts[0, 3] = 0
+    assert load_doubt(counts, [n]) == ""
+    assert load_verdicts(counts, [n])[0].startswith(f"layer 0: collapsed: 1 of {n} experts get less than")
+    draws = torch.multinomial(torch.ones(200, n), assignments, replacement=True, generator=torch.manual_seed(n))
+    even = torch.stack([row.bincount(minlength=n) for row in draws]).double()
+    assert load_verdicts(even, [n] * 200) == []
 
 
 def test_health_is_over_all_layers():

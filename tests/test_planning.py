@@ -18,6 +18,7 @@ from test_size import ATTENTION, FFN
 from trl import SFTConfig, SFTTrainer
 from upit_case import make_case, run
 
+from moe_peft import MoESFTConfig
 from moe_peft.training.planning import (
     _TILE_TOKENS,
     _TILE_WORDS,
@@ -27,6 +28,7 @@ from moe_peft.training.planning import (
     planned_launch,
     rows_and_length,
     steps_and_rows,
+    training_line,
 )  # fmt: skip
 from moe_peft.upit import UpIT, recipe_from_dict
 
@@ -238,3 +240,11 @@ def test_the_disk_that_a_run_takes(own, tmp_path, tokenizer):
     with largest_size(tmp_path / "out") as largest:
         run(settings, tmp_path)
     assert planned / 3 < largest[0] <= 1.1 * planned  # small files have large headers
+
+
+def test_the_schedule_is_named_as_it_is(tmp_path):
+    own = {"learning_rate": 2e-5, "bf16": False, "use_cpu": True, "max_length": 512}
+    plain = MoESFTConfig(str(tmp_path), lr_scheduler_type="constant", **own)
+    assert training_line(plain) == "learning rate 2e-05, constant; context 512"
+    phases = MoESFTConfig(str(tmp_path), router_schedule="three_phase", lr_scheduler_type="constant", **own)
+    assert training_line(phases) == "learning rate 2e-05, in three phases; context 512"

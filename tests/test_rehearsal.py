@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from peft import LoraConfig, get_peft_model
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BloomConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, OPTConfig, XGLMConfig
 from trl import SFTConfig
 from upit_case import contents, make_case, run
 
@@ -19,7 +19,9 @@ from moe_peft.training.data import load_data
 from moe_peft.training.tokenizing import rehearse
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.evaluation_stage import Evaluate
+from moe_peft.upit.inputs import most_positions
 from moe_peft.upit.plan import plan
+from moe_peft.upit.sections import ModelSection
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
 HASH = {"router_type": "hash", "router_aux_loss_coef": 0.0}
@@ -143,6 +145,41 @@ def test_one_long_example_is_enough(case, tmp_path):
     path.write_text("\n".join(json.dumps(row) for row in [short] * 150))
     with pytest.raises(ValueError, match=r"^sft: max_length=8: no example keeps"):
         UpIT(recipe_from_dict(settings)).check(weights=False)
+
+
+def test_the_context_is_at_most_the_bases_positions(case, tmp_path):
+    """Of a table; rotary positions have no end. The default fits the base, and an asked one is refused."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=128, n_positions=24)
+    GPT2LMHeadModel(config).save_pretrained(case["model"]["name_or_path"])
+    settings = {**case, "output_dir": str(tmp_path / "out"), "method": "lora", "num_train_epochs": 1}
+    path = Path(case["data"]["train"])
+    long = {"prompt": "w3 " * 40, "completion": "w4 " * 40, "domain": "a"}
+    path.write_text("\n".join([*path.read_text().splitlines(), json.dumps(long)]))
+    settings["adapter"] = {**case["adapter"], "target_projections": None}
+    first = UpIT(recipe_from_dict({**settings, "data": {"train": str(path)}}))
+    assert [stage.training for stage in plan(first)] == ["learning rate 0.005, constant; context 24"]
+    first.run()  # a row has 80 tokens
+    for change, field in (({"sft": {"max_length": 25}}, "sft"), (with_sft("prepare", max_length=25), "prepare.sft")):
+        with pytest.raises(ValueError, match=rf"^{field}.max_length=25: the base takes 24 tokens; use at most 24$"):
+            UpIT(recipe_from_dict(merged(settings, change))).check()
+    with pytest.raises(ValueError, match=r"^sft.max_length=None: the base takes 24 tokens"):
+        UpIT(recipe_from_dict(merged(settings, {"sft": {"max_length": None}}))).check()
+    UpIT(recipe_from_dict(merged(settings, {"sft": {"max_length": 24}}))).check()
+
+
+@pytest.mark.parametrize(("config", "most"), [
+    (OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=32,
+               vocab_size=128, max_position_embeddings=24), 24),
+    (XGLMConfig(vocab_size=128, d_model=32, ffn_dim=64, num_layers=1, attention_heads=4, max_position_embeddings=24),
+     None),
+    (LlamaConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+                 max_position_embeddings=24), None),
+    (BloomConfig(vocab_size=128, hidden_size=32, n_layer=1, n_head=4), None),
+], ids=lambda value: getattr(value, "model_type", None))  # fmt: skip
+def test_only_a_table_of_positions_ends_the_context(config, most, tmp_path):
+    """XGLM makes its sinusoids longer, Bloom has a bias by distance."""
+    config.save_pretrained(tmp_path)
+    assert most_positions(ModelSection(str(tmp_path))) == most
 
 
 def chats(case: dict) -> dict:

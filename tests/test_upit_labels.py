@@ -25,10 +25,10 @@ def case(tmp_path_factory, tokenizer):
 
 
 def recipe(case, mode="lora", **settings):
-    """A recipe; `sft` is stage 4's."""
+    """A recipe; `sft` and `router` are stage 4's."""
     case = {key: value for key, value in case.items() if key not in ("adapter", "prepare")}
-    if "sft" in settings:
-        settings["post_train"] = {"sft": settings.pop("sft")}
+    own = {name: settings.pop(name) for name in ("sft", "router") if name in settings}
+    settings["post_train"] = {**settings.get("post_train", {}), **own}
     return recipe_from_dict({**case, "mode": mode, "method": "upcycle_pt" if mode == "ffn" else "upit", **settings})
 
 
@@ -90,6 +90,11 @@ def test_held_out_labels_count_where_they_are_masked(case, tmp_path):
     ("lora", {"adapter": {"top_k": 1}}, (1, 1, 1), ""),
     ("lora", {"adapter": {"router_type": "top_p"}}, (1, 1, 1), ""),
     ("lora", {"adapter": {"router_type": "switch", "mixing": "projection"}}, (1, 1, 1), ""),
+    ("ffn", {"router": {"type": "switch"}}, (1, 1, 1), ""),
+    ("ffn", {"router": {"type": "top_p"}}, (1, 1, 1), ""),
+    ("ffn", {"router": {"type": "threshold"}}, (1, 1, 1), ""),
+    ("ffn", {"router": {"type": "soft"}}, (1, 1, 1), ""),
+    ("ffn", {"router": {"type": "mlp"}}, (1, 2, 2), r"'a' has 1 of the experts, a token gets top_k=2"),
 ])  # fmt: skip
 def test_a_mask_leaves_a_token_enough_experts(mode, own, sizes, message, case):
     sft = {"expert_map": {label: list(range(size)) for label, size in zip("abc", sizes, strict=True)}}

@@ -35,6 +35,7 @@ def pipeline_of(settings):
     rows = [{"text": "w", "domain": "abc"[i % 3]} for i in range(48)]
     pipeline.context.__dict__["train_data"] = Dataset.from_list(rows)
     names = ("model", "train", "eval", "adapters", "chat_template")
+    pipeline.context.__dict__["positions"] = None
     pipeline.context.__dict__["hashes"] = {name: f"hash of {name}" for name in names}
     return pipeline
 
@@ -92,7 +93,7 @@ def test_settings_that_decide_no_result_leave_finished_stages_alone(tmp_path):
 @pytest.mark.parametrize(("mode", "rate"), [("lora", 2e-4), ("ffn", 2e-5)])
 def test_what_a_recipe_leaves_out_is_the_papers(mode, rate, tmp_path):
     settings = {**MINIMAL, "mode": mode, "num_experts": 4, "sft": {"bf16": False, "use_cpu": True}}
-    for stage in UpIT(recipe_from_dict(settings)).stages:
+    for stage in pipeline_of(settings).stages:
         if isinstance(stage, TrainerStage):
             args = stage.arguments(tmp_path)
             assert (args.learning_rate, args.lr_scheduler_type, args.max_length) == (rate, "constant", 2048)

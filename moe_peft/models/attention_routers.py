@@ -17,7 +17,7 @@ from torch import nn
 
 from ..adapter.ffn_layer import MoELoraFFN
 from ..checks import COUNT, TEXT, check
-from ..routing.attention_heads import attention_weights, fitting_heads
+from ..routing.attention_heads import attention_weights, check_heads, fitting_heads
 from ..routing.routers import LinearRouter, Router, RouterSettings, folded_weight
 from .attention import attention_before, attention_means, is_attention, no_attention, query_weight
 from .gate import RoutedGate
@@ -95,9 +95,7 @@ def attention_gates(
     Raises:
         ValueError: the model has layers whose queries and keys cannot be read, sizes do not fit, or there is no data.
     """
-    attentions: list[Any] = [module for module in base_model(dense).modules() if is_attention(module)]
-    if len(attentions) != text_config(dense).num_hidden_layers:
-        raise no_attention(dense)
+    attentions = _attentions(dense)
     if num_heads is None:
         heads = [fitting_heads(a.config.num_attention_heads, int(a.head_dim), num_experts) for a in attentions]
     else:
@@ -105,6 +103,34 @@ def attention_gates(
     sizes = [(m, num_experts) for m in heads]
     weights = _weights(dense, attentions, batches, sizes)
     return [folded_weight(query_MWD.double().sum(0), key_NCW.double()).cpu() for query_MWD, key_NCW in weights]
+
+
+def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = None, linear: bool = True) -> None:
+    """
+    Check, without weights, that the attention of a dense model initialises routers.
+
+    Args:
+        dense: a dense model, perhaps without weights.
+        num_heads: m; None: a number that fits.
+        linear: whether they are linear gates.
+
+    Raises:
+        ValueError: it does not.
+    """
+    attentions = _attentions(dense)
+    if num_heads is None:
+        return
+    m = _linear_heads(num_heads, num_experts) if linear else num_heads
+    for attention in attentions:
+        check_heads(attention.config.num_attention_heads, int(attention.head_dim), m, num_experts)
+
+
+def _attentions(dense: nn.Module) -> list[Any]:
+    """Those of all layers of a dense model."""
+    attentions = [module for module in base_model(dense).modules() if is_attention(module)]
+    if len(attentions) != text_config(dense).num_hidden_layers:
+        raise no_attention(dense)
+    return attentions
 
 
 def _weights(

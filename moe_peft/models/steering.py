@@ -68,7 +68,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
 
     Raises:
         ValueError: the model has no router, the mask's n is not the model's, or fewer experts are allowed than a token
-            gets (top_k).
+            gets (top_k; any number serves where a token gets all).
     """
     n = common_size(model, "allow_experts")
     if not isinstance(allowed, torch.Tensor):
@@ -103,11 +103,14 @@ def common_size(model: nn.Module, caller: str) -> int:
 
 
 def fewest_allowed(model: nn.Module) -> int:
-    """How many experts a mask must allow at least: top_k, or 1 where every router may leave experts out."""
+    """
+    How many experts a mask must allow at least: top_k, or 1 where every router may leave experts out, or where top_k is
+    n, so that the gates of the others are 0.
+    """
     routers = [getattr(router, "moe_router", router) for router in active_routers(model)]
     if routers and all(getattr(router, "leaves_out", False) for router in routers):
         return 1
-    return max(k for _, k in router_sizes(model, "allow_experts"))
+    return max((k for n, k in router_sizes(model, "allow_experts") if k < n), default=1)
 
 
 @contextmanager

@@ -36,13 +36,9 @@ def attention_weights(
         ValueError: m does not divide H·w, neither of m and n divides the other, or more experts share a key than it has
             entries.
     """
-    heads, (size, d) = weight_HD.shape[0] // head_dim, weight_HD.shape
+    heads, d = weight_HD.shape[0] // head_dim, weight_HD.shape[1]
+    check_heads(heads, head_dim, m, n)
     parts = _parts_of_a_head(heads, m)
-    if head_dim % parts or max(m, n) % min(m, n):
-        raise ValueError(
-            f"init_attention_routers: num_heads={m}: must divide the attention's size {size}, and divide, or be a "
-            f"multiple of, num_experts={n}; try {fitting_heads(heads, head_dim, n)}"
-        )
     key_heads = mean_keys_K.numel() // head_dim
     keys_PW = mean_keys_K.view(key_heads, head_dim).repeat_interleave(heads // key_heads, dim=0)
     keys_PW = keys_PW.reshape(heads * parts, -1)
@@ -55,6 +51,15 @@ def attention_weights(
     chosen = torch.tensor(groups)
     key_GW = share_keys(keys_PW[chosen].flatten(1), mean_queries_PW[chosen].flatten(1))
     return query_MWD, key_GW.view(n, max(1, m // n), -1)
+
+
+def check_heads(heads: int, head_dim: int, m: int, n: int) -> None:
+    """Raise ValueError if `heads` heads of width `head_dim` do not give m routers of n experts."""
+    if head_dim % _parts_of_a_head(heads, m) or max(m, n) % min(m, n):
+        raise ValueError(
+            f"init_attention_routers: num_heads={m}: must divide the attention's size {heads * head_dim}, and divide, "
+            f"or be a multiple of, num_experts={n}; try {fitting_heads(heads, head_dim, n)}"
+        )
 
 
 def fitting_heads(heads: int, head_dim: int, n: int) -> int:

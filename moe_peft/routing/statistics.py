@@ -78,8 +78,9 @@ def counted_experts(
     return counted
 
 
-# A layer's load is judged only if it varies by more than this many times what even routing gives by chance.
-_CLEARLY = 3.0
+# A layer's load is judged only if it varies by more than this many times what even routing gives by chance; in other
+# layers, an expert that is this many standard deviations of its count, √(A/n) of A assignments, below the even one.
+_CLEARLY, _CLEARLY_BELOW = 3.0, 4.0
 # What is healthy. With more than 25 experts even loads come near 2 %, so both limits shrink with the even load 1/n.
 HEALTHY_VARIATION = 0.3
 _DEAD, _DEAD_OF_EVEN = 0.01, 0.25
@@ -125,7 +126,7 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
         sum(variations) / len(variations),
         min(float(share_N.min()) for share_N in shares),
         max(float(share_N.max()) for share_N in shares),
-        sum(_dead(share_N) for share_N in shares),
+        sum(_dead(share_N, len(share_N)) for share_N in shares if share_N.any()),
         sum(_by_chance(counts_N, n) for counts_N, n in zip(counts_LN, sizes, strict=True)) / len(sizes),
     )
 
@@ -138,7 +139,8 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float |
     ones would serve six at most. `REMEDY` says what to try.
 
     There is no verdict on a layer with too few assignments to tell it from even routing: its coefficient of variation
-    must be three times what A random assignments to n experts have, √((n - 1)/A). `load_doubt` says so.
+    must be three times what A random assignments to n experts have, √((n - 1)/A). `load_doubt` says so. Of many experts
+    one may be unused without that; it is named if it is 4·√(A/n) assignments below the even number A/n.
 
     Args:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
@@ -150,9 +152,11 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float |
     found = []
     for layer, (counts_N, n) in enumerate(zip(counts_LN, sizes, strict=True)):
         share_N, by_chance = _shares(counts_N[:n]), _by_chance(counts_N, n)
-        if not is_clear(_variation(share_N), by_chance):
-            continue
-        collapsed, facts = _facts(share_N, by_chance, float(counts_N[:n].sum()) / tokens if tokens else None)
+        if is_clear(_variation(share_N), by_chance):
+            collapsed, facts = _facts(share_N, by_chance, float(counts_N[:n].sum()) / tokens if tokens else None)
+        else:
+            even = float(counts_N[:n].sum()) / n
+            collapsed, facts = _unused(share_N, even - counts_N[:n] > _CLEARLY_BELOW * even**0.5)
         if facts:
             found.append(f"layer {layer}: {'collapsed' if collapsed else 'uneven'}: {'; '.join(facts)}")
     return found
@@ -196,8 +200,7 @@ def verdict_line(verdicts: Sequence[str], most: int = 3) -> str:
 
 def _facts(share_N: torch.Tensor, by_chance: float, k: float | None) -> tuple[bool, list[str]]:
     """Whether a layer has collapsed, and what is not healthy about its loads; of `k` assignments for each token."""
-    n, facts = len(share_N), []
-    dead, variation, smallest = _dead(share_N), _variation(share_N), float(share_N.min())
+    n, facts, variation = len(share_N), [], _variation(share_N)
     top, experts = share_N.topk(min(2, n))
     one = float(top[0]) > max(0.5, 2 / n)
     two = float(top.sum()) > max(0.5, 3 / n)
@@ -209,15 +212,23 @@ def _facts(share_N: torch.Tensor, by_chance: float, k: float | None) -> tuple[bo
     elif k is not None and k <= _MANY_SERVE * n and float(top[1]) * k > _NEARLY_ALL:
         two, names = True, " and ".join(map(str, sorted(experts.tolist())))
         facts.append(f"experts {names} serve {_percent(float(top[1]) * k)} of the tokens or more")
-    if dead:
-        limit = _percent(min(_DEAD, _DEAD_OF_EVEN / n))
-        facts.append(f"{dead} of {n} experts get less than {limit} of the assignments")
-    elif smallest < min(_SMALL, _SMALL_OF_EVEN / n):
-        facts.append(f"expert {int(share_N.argmin())} gets {_percent(smallest)} of the assignments")
+    dead, unused = _unused(share_N, torch.ones_like(share_N, dtype=torch.bool))
+    facts += unused
     if variation > HEALTHY_VARIATION:
         limits = f"healthy below {HEALTHY_VARIATION}, by chance {by_chance:.2f}"
         facts.append(f"coefficient of variation {variation:.2f}, {limits}")
-    return one or two or dead > 0, facts
+    return one or two or dead, facts
+
+
+def _unused(share_N: torch.Tensor, judged_N: torch.Tensor) -> tuple[bool, list[str]]:
+    """Whether there are dead experts among those that can be judged, and what to say of these or of the smallest."""
+    n, judged = len(share_N), share_N[judged_N]
+    dead, limit = _dead(judged, n), _percent(min(_DEAD, _DEAD_OF_EVEN / n))
+    if dead:
+        return True, [f"{dead} of {n} experts get less than {limit} of the assignments"]
+    if len(judged) and float(judged.min()) < min(_SMALL, _SMALL_OF_EVEN / n):
+        return False, [f"expert {int(share_N.argmin())} gets {_percent(float(judged.min()))} of the assignments"]
+    return False, []
 
 
 def _percent(share: float) -> str:
@@ -238,7 +249,6 @@ def _by_chance(counts_N: torch.Tensor, n: int) -> float:
     return ((n - 1) / assignments) ** 0.5 if assignments else 0.0
 
 
-def _dead(share_N: torch.Tensor) -> int:
-    if not share_N.any():  # no assignments, which say nothing
-        return 0
-    return int((share_N < min(_DEAD, _DEAD_OF_EVEN / len(share_N))).sum())
+def _dead(shares: torch.Tensor, n: int) -> int:
+    """How many of these shares of n experts are next to nothing."""
+    return int((shares < min(_DEAD, _DEAD_OF_EVEN / n)).sum())

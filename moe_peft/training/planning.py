@@ -191,6 +191,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, whole: str | list[dict[str, str]
 def training_line(args: SFTConfig) -> str:
     """Rate, schedule and context in words."""
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    if getattr(args, "router_schedule", "constant") == "three_phase":
+        schedule = "in three phases"
     return f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..models.view import RoutedPass
-from ..routing.statistics import load_health
+from ..routing.statistics import load_health, load_verdicts
 
 Sum = tuple[torch.Tensor, torch.Tensor]  # of values, and how many they are
 
@@ -44,10 +44,17 @@ class RouterLog:
             mask_T.double() @ torch.cat([chosen_TN.to(mask_T.device) for chosen_TN in of_layer]).double()
             for of_layer in by_layer
         ])  # fmt: skip
-        health = load_health(self._since_the_last_log(["load_cv"], counts_LN.unsqueeze(0))[0], self.sizes)
+        tokens_L1 = mask_T.double().sum().expand(len(counts_LN), 1)
+        sums = self._since_the_last_log(["load_cv"], torch.cat([counts_LN, tokens_L1], dim=1).unsqueeze(0))
+        health = load_health(sums[0, :, :-1], self.sizes)
         self._log["load_cv"] = [health.coefficient_of_variation]
         self._log["load_cv_by_chance"] = [health.by_chance]
         self._log["dead_experts"] = [float(health.dead)]
+
+    def load_verdicts(self) -> list[str]:
+        """Those on the load in training, of the tokens that the last log was about or of those since then."""
+        sums = self._sums.get((True, "load_cv"))
+        return [] if sums is None else load_verdicts(sums[:, :-1], self.sizes, float(sums[0, -1]))
 
     def _since_the_last_log(self, names: Iterable[str], sums: torch.Tensor) -> torch.Tensor:
         """Sums of a batch, one per name, with those of other processes and of the batches before it."""

@@ -198,6 +198,13 @@ class RouterLossesMixin(WholeNormMixin, ModelCardMixin):
         self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
         self._step_label_tokens: torch.Tensor | None = None  # those of them with a label loss
 
+    def load_warnings(self) -> list[str]:
+        """
+        One line for each layer whose load, of the tokens of the last log or of those since then, is not healthy; see
+        `moe_peft.routing.load_verdicts`.
+        """
+        return self._log_of_routers.load_verdicts()
+
     def _keep_frozen(self) -> None:
         """Freeze again what PEFT has unfrozen: it does so when adapters are disabled for a reference pass, say."""
         for parameter in self._frozen:

@@ -15,7 +15,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
-from ..models.attention_routers import fold_routers, init_attention_routers
+from ..loading import empty_model
+from ..models.attention_routers import check_attention, fold_routers, init_attention_routers
 from ..models.native_routers import replace_routers
 from ..models.size import model_size
 from ..models.view import router_parameters
@@ -146,8 +147,24 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         if plugin is not None and plugin.zero_stage == 3:
             raise ValueError(f"post_train.router={r.post_train.router}: ZeRO-3 divides the gates; use FSDP2 or ZeRO-2")
         self.put_routers(self._empty(load_config(r.model)))
+        self._check_attention()
         for folder in r.prepare.given or []:
             check_same_architecture(open_dense(folder, r.moe.get("family"), "upit"), base, "prepare.checkpoints")
+
+    def _check_attention(self) -> None:
+        """Raise if the base's attention cannot initialise the routers, which happens after stage 1."""
+        r, config = self.recipe, self.recipe.upcycle_config()
+        if config.router_init != "attention":
+            return
+        n, heads = config.num_gates, config.router_num_heads
+        if given := r.post_train.router:
+            n = r.routed[0]
+            heads = given.get("num_heads") or heads or n
+        dense = empty_model(load_config(r.model), f"model.name_or_path={r.model.name_or_path!r}")
+        try:
+            check_attention(dense, n, heads, linear=given.get("type") != "attention")
+        except ValueError as error:
+            raise ValueError(f"moe.router_init='attention': {error}") from error
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "moe": self.recipe.moe}
@@ -157,7 +174,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         assembled = folder / STATE / "assembled"
         calibration = None
         if r.moe.get("router_init") == "attention":  # in every process: TRL's preparation waits for all
-            calibration = calibration_batches(self.context.train_data, self.context.tokenizer, seed=self.seed)
+            calibration = self._calibration(folder)
         if PartialState().is_main_process and not assembled.exists():
             unset_hf_deepspeed_config()  # or ZeRO-3 would divide the models of one process among all
             self.assemble(assembled, calibration)
@@ -166,7 +183,10 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         model = load_checkpoint(r.model, assembled)
         self.put_routers(model)
         if calibration is not None and r.post_train.router:
-            init_attention_routers(model, calibration, dense=load_model(r.model))
+            dense: Any = load_checkpoint(r.model, self.given.experts[0]) if self.given.experts else load_model(r.model)
+            dense.to(PartialState().device)
+            init_attention_routers(model, calibration, num_heads=r.moe.get("router_num_heads"), dense=dense)
+            del dense
         size = model_size(model)
         trained = post_train(
             model,
@@ -183,6 +203,17 @@ class FFNPostTrain(_OfFFNs, PostTrain):
             self.write_card(folder / self.output)
         PartialState().wait_for_everyone()
         return {**metrics(trained), "size": asdict(size)}
+
+    def _calibration(self, folder: Path) -> list[dict[str, torch.Tensor]]:
+        """Batches for the dense model's attention: of a stage before this one, or the base's."""
+        args, tokenizer = self.arguments(folder), self.context.tokenizer
+        batches = calibration_batches(self.context.train_data, tokenizer, seed=self.seed, args=args)
+        if not self.given.experts:  # the base knows no tokens that a chat template adds
+            known = load_config(self.recipe.model).get_text_config().vocab_size
+            for batch in batches:
+                batch["attention_mask"] = batch["attention_mask"] * (batch["input_ids"] < known)
+                batch["input_ids"] = batch["input_ids"].clamp(max=known - 1)
+        return batches
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
         native = self._empty(model.config)
@@ -242,7 +273,13 @@ class FFNPostTrain(_OfFFNs, PostTrain):
 
 class FFNEvaluate(Evaluate):
     def load(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
-        return load_checkpoint(self.recipe.model, folder), load_model(self.recipe.model)
+        model, base = load_checkpoint(self.recipe.model, folder), load_model(self.recipe.model)
+        known, learned = (one.get_input_embeddings().weight.shape[0] for one in (base, model))
+        if learned > known:  # a chat template brought tokens, of which the training's embeddings began like this
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                base.resize_token_embeddings(learned)
+        return model, base
 
 
 FFN_STAGES: tuple[type[Stage], ...] = (FFNPrepare, FFNExpand, FFNRouterInit, FFNPostTrain, FFNEvaluate)

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..adapter.ffn import find_layout
 from ..adapter.model import find_ffns
-from ..loading import check_tokenizer, quantization_config, read_config, read_model, read_tokenizer
+from ..loading import check_tokenizer, empty_model, quantization_config, read_config, read_model, read_tokenizer
 from ..native.routed import read_routed_model
 from .sections import ModelSection
 
@@ -42,6 +42,18 @@ def load_checkpoint(section: ModelSection, folder: Path) -> PreTrainedModel:
 
 def load_config(section: ModelSection) -> PreTrainedConfig:
     return read_config(section.name_or_path, _named(section), section.revision)
+
+
+def most_positions(section: ModelSection) -> int | None:
+    """The longest text that the base takes, where it has an embedding for each position; None for any length."""
+    config = load_config(section)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if most is None or hasattr(config.get_text_config(), "rope_parameters"):
+        return None
+    model = empty_model(config, _named(section))
+    words = model.get_input_embeddings()
+    tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words)
+    return most if any(most <= table.num_embeddings <= most + 2 for table in tables) else None  # OPT's begins at 2
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:

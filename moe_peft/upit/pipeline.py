@@ -129,6 +129,7 @@ class UpIT:
         for stage in self.stages:
             stage.check()
         for trainer in trainers:
+            trainer.check_length()
             only = (trainer.sft.get(name) for name in ("completion_only_loss", "assistant_only_loss"))
             check_answers(f"{trainer.name}.sft.", self.context.train_data, *only)
         self._rehearse(trainers, **own)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 from trl import SFTConfig
 
 from ..checks import FLAG, Rule, check
@@ -20,6 +29,19 @@ _CALLBACKS = Rule(
     lambda v: isinstance(v, (list, tuple)) and all(isinstance(callback, TrainerCallback) for callback in v),
     "give a list of TrainerCallbacks",
 )
+
+
+class _LoadWarnings(TrainerCallback):
+    """Keeps what is not healthy about the load of single layers in the last record of the log, which has their mean."""
+
+    def __init__(self, trainer: MoESFTTrainer) -> None:
+        self.trainer = trainer
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if "load_cv" in state.log_history[-1]:
+            for record in state.log_history:
+                record.pop("load_warnings", None)
+            state.log_history[-1]["load_warnings"] = self.trainer.load_warnings()
 
 
 def post_train(
@@ -47,7 +69,8 @@ def post_train(
         eval_dataset, callbacks: of the trainer.
 
     Returns:
-        the training's log and checkpoints.
+        the training's log and checkpoints. Its last record of training steps has `load_warnings`, a line for each
+        layer whose load is not healthy (`moe_peft.routing.load_verdicts`).
 
     Raises:
         ValueError: the model has no routers, or an argument is not what it should be.
@@ -70,6 +93,7 @@ def post_train(
         processing_class=processing_class,
         callbacks=callbacks,
     )
+    trainer.add_callback(_LoadWarnings(trainer))
     trained = train(trainer)
     if trainer.args.should_save:
         copy_result(trained.last, Path(output_dir), model.active_adapter if isinstance(model, PeftModel) else "default")

@@ -18,7 +18,7 @@ from ..messages import one_of
 from ..models.native_routers import check_router
 from ..native.upcycle import UpcycleConfig
 from ..routing.expert_map import check_allowed, read_expert_map
-from ..routing.routers import ROUTERS, RouterSettings
+from ..routing.routers import ROUTERS, Router, RouterSettings
 from . import passthrough
 from .buckets import BUCKETS, BucketRule
 from .methods import METHODS, Method
@@ -60,7 +60,8 @@ class Recipe:
     # Mode `ffn`: fields of UpcycleConfig for the native MoE; its `router_aux_loss_coef` is 0.01 here.
     moe: dict[str, Any] = field(default_factory=dict)
     # Fields of TRL's SFTConfig for all stages; a stage's own `sft` overrides them. What is left out has the method's
-    # value: a constant rate of 2e-4 (mode `ffn`: 2e-5) and a context of 2048 tokens.
+    # value: a constant rate of 2e-4 (mode `ffn`: 2e-5) and a context of 2048 tokens, or of as many as the base has
+    # positions for.
     sft: dict[str, Any] = field(default_factory=dict)
     prepare: PrepareSection = field(default_factory=PrepareSection)
     expand: ExpandSection = field(default_factory=ExpandSection)
@@ -164,13 +165,21 @@ class Recipe:
         plain = "left out: stage 3 trains plain gates; or set router_init.buckets=none"
         _require("post_train.router", given, not self.initialises_routers, plain)
         try:
-            check_router(RouterSettings(**given), *self._routed())
+            check_router(RouterSettings(**given), *self.routed)
         except ValueError as error:
             raise ValueError(f"post_train.router: {error}") from error
-        takes = ROUTERS[given.get("type", "linear")].takes_attention
-        gates = self.moe.get("router_init")
-        other = "left out: attention does not initialise that post_train.router"
-        _require("moe.router_init", gates, takes or gates != "attention", other)
+        router, moe = self._router, self.upcycle_config()
+        init, std, heads = moe.router_init, moe.router_init_std, moe.router_num_heads
+        own = "left out: post_train.router, in the place of the gates, has its own initial values"
+        other = "left out: attention does not initialise that post_train.router" if init == "attention" else own
+        by_attention = init == "attention" and router.takes_attention
+        one = heads is None or not router.needs_attention
+        for path, value, good, allowed in (
+            ("moe.router_init", init, init == UpcycleConfig.router_init or by_attention, other),
+            ("moe.router_init_std", std, std == UpcycleConfig.router_init_std, own),
+            ("moe.router_num_heads", heads, one, "left out: set post_train.router.num_heads"),
+        ):
+            _require(path, value, good, allowed)
 
     def _check_labels(self) -> None:
         rule = self.bucket_rule
@@ -255,12 +264,17 @@ class Recipe:
     def expert_map(self) -> dict[str, list[int]] | None:
         """Label → the routed experts that stage 4 trains it with; None if the recipe names none."""
         given = self.post_train.sft.get("expert_map")
-        return None if given is None else read_expert_map(given, self._routed()[0], "post_train.sft.expert_map")
+        return None if given is None else read_expert_map(given, self.routed[0], "post_train.sft.expert_map")
 
     @property
     def masks_labels(self) -> bool:
         """Whether tokens may only go to the experts of their label, in stage 4 and in evaluation."""
         return self.facts.assembles and bool(self.post_train.sft.get("router_label_mask"))
+
+    @property
+    def _router(self) -> type[Router]:
+        """Mode `ffn`: the kind of router that stage 4 trains."""
+        return ROUTERS[self.post_train.router.get("type", "linear")]
 
     def given_experts(self) -> int:
         """m, the number of experts that stage 1 gives."""
@@ -284,7 +298,8 @@ class Recipe:
         settings = {key: value for key, value in self.adapter.items() if key not in others}
         return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", expert_type=kind, **settings)
 
-    def _routed(self) -> tuple[int, int]:
+    @property
+    def routed(self) -> tuple[int, int]:
         """The MoE's routed experts, and those of them that serve a token."""
         if self.mode == "lora":
             return self.num_experts, self.moe_config().top_k
@@ -293,8 +308,10 @@ class Recipe:
 
     def _fewest_allowed(self) -> int:
         """How many experts a label needs: those of a token, or one if routers may leave experts out."""
-        may_leave_out = self.mode == "lora" and self.moe_config().router_class.leaves_out
-        return 1 if may_leave_out else self._routed()[1]
+        n, k = self.routed
+        router = self.moe_config().router_class if self.mode == "lora" else self._router
+        k = router.only_top_k or k
+        return 1 if router.leaves_out or k == n else k
 
     def upcycle_config(self, **own: Any) -> UpcycleConfig:
         """The native MoE's configuration."""

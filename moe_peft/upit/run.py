@@ -16,7 +16,7 @@ from ..reading import check_weights
 from ..training.data import check_domains, load_data
 from ..training.rows import check_rows
 from . import hashing
-from .inputs import load_config, load_tokenizer
+from .inputs import load_config, load_tokenizer, most_positions
 from .recipe import Recipe
 
 
@@ -84,6 +84,11 @@ class RunContext:
     def eval_data(self) -> Dataset | None:
         source = self.recipe.data.eval
         return None if source is None else load_data(source, "data.eval", self.recipe.data.label_column)
+
+    @cached_property
+    def positions(self) -> int | None:
+        """The longest text that the base takes; None for any length."""
+        return most_positions(self.recipe.model)
 
     @cached_property
     def hashes(self) -> dict[str, Any]:

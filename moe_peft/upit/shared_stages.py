@@ -44,7 +44,24 @@ class TrainerStage(Stage):
     @property
     def sft(self) -> dict[str, Any]:
         """The method's training arguments, overridden by the recipe's and these by the stage's own."""
-        return {**TRAINING[self.recipe.mode], **self.recipe.sft, **getattr(self.section, "sft", {})}
+        found = {**TRAINING[self.recipe.mode], **self.recipe.sft, **self._own}
+        if "max_length" not in {**self.recipe.sft, **self._own}:
+            found["max_length"] = min(found["max_length"], self.context.positions or found["max_length"])
+        return found
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return getattr(self.section, "sft", {})
+
+    def field(self, name: str) -> str:
+        """The path in the recipe of one of its training arguments."""
+        return f"{self.name + '.' if name in self._own else ''}sft.{name}"
+
+    def check_length(self) -> None:
+        """Raise if examples may be longer than what the base takes."""
+        length, most = self.sft["max_length"], self.context.positions
+        if most is not None and (length is None or (isinstance(length, int) and length > most)):
+            raise ValueError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
 
     def arguments(self, folder: Path, **own: Any) -> SFTConfig:
         """
@@ -81,8 +98,7 @@ class TrainerStage(Stage):
     @property
     def template(self) -> tuple[str, str | None]:
         """The field that names its chat template, and what it names."""
-        own = "chat_template_path" in getattr(self.section, "sft", {})
-        return f"{self.name + '.' if own else ''}sft.chat_template_path", self.sft.get("chat_template_path")
+        return self.field("chat_template_path"), self.sft.get("chat_template_path")
 
     def examples(self) -> Dataset | None:
         """What its trainer gets."""

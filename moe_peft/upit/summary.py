@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..evaluation.scores import as_table, by_metric
 from ..models.size import ModelSize
-from ..routing.statistics import HEALTHY_VARIATION, REMEDY, is_clear, verdict_line
+from ..routing.statistics import verdict_line
 from ..training.planning import Launch
 from .pipeline import UpIT
 from .plan import plan
@@ -68,18 +68,11 @@ def _similarity(metrics: dict[str, Any]) -> str:
 
 
 def _verdict(metrics: dict[str, dict[str, Any]]) -> str:
-    """What is not healthy about the experts' load on held-out data or, without these, at the end of training."""
+    """What is not healthy about the layers' load on held-out data or, without these, at the end of training."""
     if "warnings" in metrics.get("evaluate", {}):
         return verdict_line(metrics["evaluate"]["warnings"])
-    last = metrics.get("post_train", {})
-    variation, dead, by_chance = (last.get(name, 0.0) for name in ("load_cv", "dead_experts", "load_cv_by_chance"))
-    if not is_clear(variation, by_chance) or (variation <= HEALTHY_VARIATION and not dead):
-        return ""
-    chance = f" (by chance {by_chance:.2f})" if by_chance else ""
-    return (
-        f"coefficient of variation {variation:.2f}{chance}, {dead:.0f} dead experts in the last steps. "
-        f"Try this: {REMEDY}"
-    )
+    log = metrics.get("post_train", {}).get("history", [])
+    return verdict_line([line for record in log for line in record.get("load_warnings", [])])
 
 
 def _loss_table(losses: dict[str, dict[str, float]]) -> Table:

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, BloomConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, OPTConfig, XGLMConfig
 from trl import SFTConfig
 from upit_case import contents, make_case, run
 
 from moe_peft.training.data import load_data
-from moe_peft.training.tokenizing import rehearse
+from moe_peft.training.tokenizing import rehearse, tokenized
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.evaluation_stage import Evaluate
 from moe_peft.upit.inputs import most_positions
@@ -180,6 +181,20 @@ def test_only_a_table_of_positions_ends_the_context(config, most, tmp_path):
     """XGLM makes its sinusoids longer, Bloom has a bias by distance."""
     config.save_pretrained(tmp_path)
     assert most_positions(ModelSection(str(tmp_path))) == most
+
+
+def test_preparing_examples_leaves_the_tokenizer_alone(tokenizer, tmp_path):
+    """A template brings a token, which the examples have and the caller's tokenizer does not."""
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<new>"])
+    other.chat_template = "{% for m in messages %}<new> {{ m['content'] }} {% endfor %}"
+    other.save_pretrained(tmp_path / "other")
+    args = SFTConfig(str(tmp_path), chat_template_path=str(tmp_path / "other"), bf16=False, use_cpu=True)
+    before = len(tokenizer), tokenizer.chat_template, tokenizer.pad_token
+    talk = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
+    rows, _ = tokenized(Dataset.from_list([{"messages": talk}]), tokenizer, args)
+    assert before[0] in rows[0]["input_ids"]
+    assert (len(tokenizer), tokenizer.chat_template, tokenizer.pad_token) == before
 
 
 def chats(case: dict) -> dict:

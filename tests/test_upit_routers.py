@@ -169,10 +169,12 @@ def test_routers_that_cannot_be_are_refused(own, message, tmp_path, tokenizer):
 def test_linear_routers_are_those_of_as_many_attention_heads_as_asked(heads, seen, tmp_path, tokenizer, monkeypatch):
     """`moe.router_num_heads` is read where the routers have no such setting of their own."""
     asked = []
-    monkeypatch.setattr(
-        "moe_peft.models.attention_routers._weights",
-        lambda *args: asked.extend(args[-1]) or (_ for _ in ()).throw(KeyboardInterrupt),
-    )
+
+    def asked_and_stopped(model, attentions, batches, sizes):
+        asked.extend(sizes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_peft.models.attention_routers._weights", asked_and_stopped)
     own = {} if heads is None else {"router_num_heads": heads}
     settings = settings_with({"type": "switch"}, tmp_path, tokenizer, router_init="attention", **own)
     with pytest.raises(KeyboardInterrupt):

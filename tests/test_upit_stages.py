@@ -34,8 +34,8 @@ def pipeline_of(settings):
     pipeline = UpIT(recipe_from_dict(settings))
     rows = [{"text": "w", "domain": "abc"[i % 3]} for i in range(48)]
     pipeline.context.__dict__["train_data"] = Dataset.from_list(rows)
-    names = ("model", "train", "eval", "adapters", "chat_template")
     pipeline.context.__dict__["positions"] = None
+    names = ("model", "train", "eval", "adapters", "chat_template")
     pipeline.context.__dict__["hashes"] = {name: f"hash of {name}" for name in names}
     return pipeline
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from accelerate import PartialState
 from datasets import Dataset
 from peft import PeftModel
 from transformers.utils.peft_utils import find_adapter_config_file
-from trl import SFTConfig
 
 from ..checks import COUNT, check
 from ..loading import (
@@ -34,7 +32,7 @@ from ..training.arguments import check_learnable
 from ..training.data import check_domains, load_data
 from ..training.rows import check_rows
 from ..training.scoring import Collator
-from ..training.tokenizing import tokenized
+from ..training.tokenizing import preparation, tokenized
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -132,13 +130,9 @@ def load_rows(
         dataset = dataset.select(range(min(max_examples, len(dataset))))
     check_rows(dataset, "--data", tokenizer, label_column)
     check_domains(dataset, label_column)
-    with tempfile.TemporaryDirectory() as folder:  # the trainer that prepares the data creates one
-        args = SFTConfig(
-            output_dir=folder, bf16=False, max_length=max_length, report_to="none", gradient_checkpointing=False,
-            use_cpu=not torch.accelerator.is_available(),
-        )  # fmt: skip
-        rows, collator = tokenized(dataset, tokenizer, args)
-        check_learnable(f"--data {data!r}", rows, args)
+    args = preparation(max_length)
+    rows, collator = tokenized(dataset, tokenizer, args)
+    check_learnable(f"--data {data!r}", rows, args)
     domains = [label_text(label) for label in rows[label_column]] if label_column else []
     return Rows(rows, domains, collator, batch_size)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -190,7 +189,7 @@ def rehearse_stages(found: Sequence[Any], data: Dataset, tokenizer: Any) -> None
     for args in found:
         if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # which serves one trainer
             check_answers("", data, args.completion_only_loss, args.assistant_only_loss)
-            rehearse(data, copy.deepcopy(tokenizer), args, section(args, found).rstrip(".") or "sft")
+            rehearse(data, tokenizer, args, section(args, found).rstrip(".") or "sft")
 
 
 def load_model(options: Options) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 
 import torch
 from datasets import Dataset
@@ -13,7 +12,7 @@ from trl import SFTConfig
 from ..checks import COUNT, SEED, check, is_a
 from .arguments import check_dataset
 from .data import drawn
-from .tokenizing import tokenized
+from .tokenizing import preparation, tokenized
 
 
 def calibration_batches(
@@ -37,19 +36,19 @@ def calibration_batches(
         args: how the examples are prepared: the chat template, the text field, and so on, but for packing, the length
             and which tokens have a loss. None: with the tokenizer's template.
     """
-    check("calibration_batches", dataset=(dataset, is_a(Dataset)), seed=(seed, SEED))
     counts = {"max_examples": max_examples, "batch_size": batch_size, "max_length": max_length}
-    check("calibration_batches", args=(args, is_a(SFTConfig).or_none()))
-    check("calibration_batches", **{name: (value, COUNT) for name, value in counts.items()})
+    check(
+        "calibration_batches",
+        dataset=(dataset, is_a(Dataset)),
+        seed=(seed, SEED),
+        args=(args, is_a(SFTConfig).or_none()),
+        **{name: (value, COUNT) for name, value in counts.items()},
+    )
     check_dataset("calibration_batches", dataset)
-    with tempfile.TemporaryDirectory() as folder:  # the trainer that prepares the data creates one
-        own = copy.copy(args) or SFTConfig(
-            output_dir=folder, bf16=False, report_to="none", gradient_checkpointing=False,
-            use_cpu=not torch.accelerator.is_available(),
-        )  # fmt: skip
-        own.max_length, own.packing, own.padding_free = max_length, False, False
-        own.assistant_only_loss, own.completion_only_loss = False, False  # or rows without such a token would go
-        rows, collator = tokenized(drawn(dataset, max_examples, seed), copy.deepcopy(processing_class), own)
+    args = preparation(max_length) if args is None else copy.copy(args)
+    args.max_length, args.packing, args.padding_free = max_length, False, False
+    args.assistant_only_loss, args.completion_only_loss = False, False  # or rows without such a token would go
+    rows, collator = tokenized(drawn(dataset, max_examples, seed), processing_class, args)
     batches = (
         collator([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
         for start in range(0, len(rows), batch_size)

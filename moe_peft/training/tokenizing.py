@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import IntervalStrategy, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
@@ -25,13 +26,23 @@ _OF_TRAINING = {
 }  # fmt: skip
 
 
+def preparation(max_length: int) -> SFTConfig:
+    """Arguments for `tokenized` alone: examples by the tokenizer's own chat template, of at most so many tokens."""
+    return SFTConfig(
+        output_dir=tempfile.gettempdir(), bf16=False, max_length=max_length, report_to="none",
+        gradient_checkpointing=False, use_cpu=not torch.accelerator.is_available(),
+    )  # fmt: skip
+
+
 def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[Dataset, Collator]:
     """
     The examples as `SFTTrainer` would train on them (without those that have no tokens to learn), and the collator that
     makes batches of them.
 
-    TRL's preparation is a method of its trainer, so this creates a trainer around a tiny model.
+    TRL's preparation is a method of its trainer, so this creates a trainer around a tiny model. It leaves the tokenizer
+    alone, of which a trainer may change the template and the tokens.
     """
+    processing_class = copy.deepcopy(processing_class)
     stand_in = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(processing_class), hidden_size=2, intermediate_size=2, num_hidden_layers=1,

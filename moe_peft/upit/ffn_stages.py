@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from ..loading import empty_model
@@ -31,7 +31,7 @@ from .dense_experts import init_expert_routers
 from .evaluation_stage import Evaluate
 from .expand_checkpoints import expand_checkpoints
 from .files import expert_folders, finish_native, read_perplexity, write_buckets, write_perplexity, write_vectors
-from .inputs import load_checkpoint, load_config, load_model, model_folder
+from .inputs import load_checkpoint, load_config, load_empty, load_model, model_folder
 from .likeness import of_ffns
 from .post_train import post_train
 from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
@@ -160,9 +160,8 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         if given := r.post_train.router:
             n = r.routed[0]
             heads = given.get("num_heads") or heads or n
-        dense = empty_model(load_config(r.model), f"model.name_or_path={r.model.name_or_path!r}")
         try:
-            check_attention(dense, n, heads, linear=given.get("type") != "attention")
+            check_attention(load_empty(r.model), n, heads, linear=given.get("type") != "attention")
         except ValueError as error:
             raise ValueError(f"moe.router_init='attention': {error}") from error
 
@@ -224,8 +223,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
 
     def _empty(self, base: PreTrainedConfig) -> PreTrainedModel:
         """The native MoE without weights."""
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(upcycled_config(base, self.recipe.upcycle_config())[1])
+        return empty_model(upcycled_config(base, self.recipe.upcycle_config())[1], "moe")
 
     def put_routers(self, model: PreTrainedModel) -> None:
         """

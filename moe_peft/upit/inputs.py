@@ -44,13 +44,18 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
     return read_config(section.name_or_path, _named(section), section.revision)
 
 
+def load_empty(section: ModelSection) -> PreTrainedModel:
+    """The base model without weights."""
+    return empty_model(load_config(section), _named(section))
+
+
 def most_positions(section: ModelSection) -> int | None:
     """The longest text that the base takes, where it has an embedding for each position; None for any length."""
-    config = load_config(section)
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if most is None or hasattr(config.get_text_config(), "rope_parameters"):
+    config = load_config(section).get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    if most is None or hasattr(config, "rope_parameters"):
         return None
-    model = empty_model(config, _named(section))
+    model = load_empty(section)
     words = model.get_input_embeddings()
     tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words)
     return most if any(most <= table.num_embeddings <= most + 2 for table in tables) else None  # OPT's begins at 2

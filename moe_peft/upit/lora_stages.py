@@ -14,13 +14,13 @@ from transformers import PreTrainedModel, set_seed
 
 from ..adapter.config import MoELoraConfig
 from ..adapter.convert import determined_fields, lora_to_moe
-from ..loading import empty_model, read_adapter_config
+from ..loading import read_adapter_config
 from ..models.size import model_size
 from ..models.view import router_parameters
 from .evaluation_stage import Evaluate
 from .expand import expand_experts
 from .files import copy_adapter, write_buckets
-from .inputs import ffn_projections, load_config, load_model
+from .inputs import ffn_projections, load_empty, load_model
 from .likeness import of_loras
 from .own_updates import refuse_optimizer
 from .passthrough import FROM_EXPERTS
@@ -136,9 +136,7 @@ class LoraPostTrain(_OfLoras, PostTrain):
     output = _ADAPTER
 
     def check_base(self) -> None:
-        r = self.recipe
-        empty = empty_model(load_config(r.model), f"model.name_or_path={r.model.name_or_path!r}")
-        self.sizes(empty)  # refuses an adapter that the base cannot have
+        self.sizes(load_empty(self.recipe.model))  # refuses an adapter that the base cannot have
 
     def run(self, folder: Path) -> dict[str, Any]:
         r = self.recipe

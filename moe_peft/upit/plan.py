@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from accelerate import PartialState
 
-from ..loading import empty_model
 from ..models.size import ModelSize
 from ..training.planning import Launch, Memory, base_dtype, memory, rows_and_length, training_line
-from .inputs import load_config
+from .inputs import load_empty
 from .pipeline import UpIT
 from .shared_stages import TrainingStage
 
@@ -53,8 +52,7 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     data = pipeline.context.train_data
     pipeline.check(weights=False, **own)
     tokenizer = pipeline.context.tokenizer
-    config = load_config(r.model)
-    empty = empty_model(config, f"model.name_or_path={r.model.name_or_path!r}")
+    empty = load_empty(r.model)
     found = []
     for stage in pipeline.stages:
         if not isinstance(stage, TrainingStage):

@@ -44,10 +44,10 @@ class TrainerStage(Stage):
     @property
     def sft(self) -> dict[str, Any]:
         """The method's training arguments, overridden by the recipe's and these by the stage's own."""
-        found = {**TRAINING[self.recipe.mode], **self.recipe.sft, **self._own}
-        if "max_length" not in {**self.recipe.sft, **self._own}:
-            found["max_length"] = min(found["max_length"], self.context.positions or found["max_length"])
-        return found
+        method, given = TRAINING[self.recipe.mode], {**self.recipe.sft, **self._own}
+        if "max_length" not in given and self.context.positions is not None:
+            given["max_length"] = min(method["max_length"], self.context.positions)
+        return {**method, **given}
 
     @property
     def _own(self) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..loading import empty_model
 from ..training.planning import base_dtype
-from .inputs import load_config
+from .inputs import load_empty
 from .recipe import Recipe
 from .shared_stages import Expand, PostTrain, Prepare, RouterInit, TrainingStage
 from .stages import Stage
@@ -17,7 +16,7 @@ def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
     Bytes that some stages of a run write at most at the same time, an estimate: what they keep, and of the training
     that keeps most two checkpoints, each with Adam's two moments.
     """
-    empty = empty_model(load_config(recipe.model), f"model.name_or_path={recipe.model.name_or_path!r}")
+    empty = load_empty(recipe.model)
     whole, each = 0, 4  # parameters beside the experts that a checkpoint holds, and bytes of one
     if recipe.mode == "ffn":
         whole, each = empty.num_parameters(), base_dtype(empty, recipe.model.dtype).itemsize

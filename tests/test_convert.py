@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
+from conftest import assert_close_to_scale, tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -59,7 +59,7 @@ def test_each_expert_alone_gives_its_loras_logits(mixing: str):
         for name, module in moe.named_modules():
             if name.endswith("moe_lora_router.default"):
                 force_expert(module, i)
-        torch.testing.assert_close(moe(IDS).logits, source(IDS).logits, rtol=1e-5, atol=1e-5)
+        assert_close_to_scale(moe(IDS).logits, source(IDS).logits)
 
 
 def force_expert(router: torch.nn.Module, i: int) -> None:
@@ -83,7 +83,7 @@ model = PeftModel.from_pretrained(base, {str(tmp_path / "out")!r}).eval()
 torch.save(model(torch.arange(3, 27).view(2, 12)).logits, {str(tmp_path / "logits.pt")!r})
 """
     subprocess.run([sys.executable, "-c", script], check=True)
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), lora(1)(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert_close_to_scale(torch.load(tmp_path / "logits.pt"), lora(1)(IDS).logits)
 
 
 def test_the_revision_of_the_base_goes_with_it():
@@ -103,7 +103,7 @@ def test_smaller_ranks_are_padded_and_other_scalings_are_taken_up():
         assert config.r == 6
         got = get_peft_model(tiny_llama(), config).eval()
         load(got, state)
-        torch.testing.assert_close(got(IDS).logits, source(IDS).logits, rtol=1e-5, atol=1e-5)
+        assert_close_to_scale(got(IDS).logits, source(IDS).logits)
 
 
 def test_a_module_saved_whole_is_part_of_every_experts_lora(tmp_path):
@@ -116,7 +116,7 @@ def test_a_module_saved_whole_is_part_of_every_experts_lora(tmp_path):
     got = PeftModel.from_pretrained(tiny_llama(), tmp_path / "lora").eval()
     with force_experts(moe, torch.tensor([1])):
         expected = moe(IDS).logits
-    torch.testing.assert_close(got(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    assert_close_to_scale(got(IDS).logits, expected)
     assert (got(IDS).logits - tiny_llama().eval()(IDS).logits).abs().max() > 0.1
 
 
@@ -134,7 +134,7 @@ def test_adapters_on_other_modules_become_experts_there_and_zero_experts_elsewhe
         config, state = expert_to_lora(moe, i)
         got = get_peft_model(tiny_llama(), config).eval()
         load(got, state)
-        torch.testing.assert_close(got(IDS).logits, source(IDS).logits, rtol=1e-5, atol=1e-5)
+        assert_close_to_scale(got(IDS).logits, source(IDS).logits)
 
 
 def test_single_expert_modules_are_part_of_every_expert():
@@ -168,7 +168,7 @@ def test_patterns_of_loras_are_taken_up(use_rslora: bool):
     moe = lora_to_moe(tiny_llama(), sources).eval()
     for i, source in enumerate(sources):
         with torch.no_grad(), force_experts(moe, torch.tensor([i, i])):
-            torch.testing.assert_close(moe(IDS).logits, source(IDS).logits, rtol=1e-5, atol=1e-5)
+            assert_close_to_scale(moe(IDS).logits, source(IDS).logits)
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
@@ -195,7 +195,7 @@ def test_patterns_of_a_moe_are_those_of_its_loras(use_rslora: bool):
         got = get_peft_model(tiny_llama(), out).eval()
         load(got, state)
         with torch.no_grad(), force_experts(moe, torch.tensor([i, i])):
-            torch.testing.assert_close(moe(IDS).logits, got(IDS).logits, rtol=1e-5, atol=1e-5)
+            assert_close_to_scale(moe(IDS).logits, got(IDS).logits)
 
 
 def test_target_modules_name_what_the_expert_has_and_nothing_else():

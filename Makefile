@@ -2,7 +2,6 @@
 # make test   sets up and runs the tests
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
-# make test-kernels  sets up Triton as well, and runs the tests of the GPU kernels by its interpreter
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
 # make check  sets up and runs the linters, the type checker and the check of imports
 # make docs   sets up and builds the documentation in .cache/site
@@ -15,7 +14,7 @@ RUN := $(VENV)/bin/python
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
 
-.PHONY: setup demo test test-lowest test-engines test-kernels fuzz check format docs bench mutants clean
+.PHONY: setup demo test test-lowest test-engines fuzz check format docs bench mutants clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -45,15 +44,6 @@ test-lowest: $(LOWEST)/.ready
 test-engines: setup
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/test_engines.py
-
-# In a folder of its own: TRL would use a Triton that is installed, and find no GPU. `constraints.txt` leaves its
-# version to torch's builds for GPUs.
-.cache/triton: Makefile
-	$(RUN) -m pip install --quiet --upgrade --no-deps --target $@ triton==3.9.0
-	touch $@
-
-test-kernels: setup .cache/triton
-	TRITON_INTERPRET=1 PYTHONPATH=.cache/triton OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/test_kernels.py
 
 fuzz: setup
 	FUZZ=long OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/test_fuzz.py

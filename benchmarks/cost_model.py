@@ -25,8 +25,6 @@ from moe_peft.training import planning
 
 from .adapter import METHODS, Case, time_ratios
 
-KERNELS = ("output, triton", "projection, triton")
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -88,11 +86,10 @@ def added_operations(s: Shape, method: str) -> int:
         return 0
     if method == "lora":
         return 2 * R * 3 * (d + f)
-    if method.startswith("projection"):  # every product has all columns, or only the chosen experts'
+    if method == "projection":  # every product has all columns, or only the chosen experts'
         return router + 2 * (C if dense else R) * 3 * (d + f)
     tokens, pairs = (C, C) if dense else (R, R)
-    hidden = s.k * C if method.endswith("triton") else R  # the kernels mask all columns for each pair
-    return router + 2 * (2 * tokens * d + pairs * d + 3 * hidden * f)
+    return router + 2 * (2 * tokens * d + pairs * d + 3 * R * f)
 
 
 def traffic(s: Shape, method: str) -> tuple[int, int]:
@@ -104,8 +101,6 @@ def traffic(s: Shape, method: str) -> tuple[int, int]:
         "lora": (20 * f, 22 * f),
         "projection": (12 * f, 16 * f) if narrow else ((16 + 4 * k) * f, (14 + 6 * k) * f),
         "output": ((6 + 13 * k) * f, (5 + 28 * k) * f),
-        "projection, triton": (6 * f, 11 * f),
-        "output, triton": (6 * f, 11 * f),
     }[method]
 
 
@@ -167,7 +162,7 @@ def tables() -> Iterator[str]:
         for n, k, r in ((8, 2, 8), (8, 2, 16), (64, 2, 8), (8, 4, 8)):
             s = replace(shape, experts=n, k=k, r=r)
             lora = step(s, "lora")
-            for method in ("output", "projection", *(KERNELS if n * r <= 128 else ())):
+            for method in ("output", "projection"):
                 own = step(s, method)
                 yield (
                     f"| {name} | {n}, {k}, {r} | {method} | {s.trained(method) / 1e6:.0f}M "

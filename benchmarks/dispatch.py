@@ -19,12 +19,11 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig, pin_dispatch
-from moe_peft.adapter.fused import MOST_COLUMNS
 
 from .timing import interleave
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-METHODS = ("dense", "blocks", "sorted", "gather", "dense-blocks", *(["triton"] if DEVICE == "cuda" else []), "auto")
+METHODS = ("dense", "blocks", "sorted", "gather", "dense-blocks", "auto")
 R = 8
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
@@ -70,7 +69,6 @@ def main() -> None:
                 for tokens in args.tokens:
                     x = torch.randn(tokens, args.hidden, device=DEVICE, dtype=DTYPE, requires_grad=train)
                     left_out = {"gather"} if tokens > 64 else set()
-                    left_out |= {"triton"} if experts * R > MOST_COLUMNS else set()
                     methods = [m for m in METHODS if m not in left_out]
                     jobs = {m: partial(seconds, layer, x, m, train) for m in methods}
                     medians = {m: statistics.median(t) for m, t in interleave(jobs, args.rounds).items()}

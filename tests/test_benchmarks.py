@@ -312,7 +312,7 @@ def test_workers_share_the_rates_and_wait_for_one_another(monkeypatch):
 def test_the_gpu_benchmark_measures_all_its_rows_on_a_tiny_case():
     from benchmarks.gpu import SMALL, table
 
-    lines = list(table([SMALL], rounds=2, compiled=False, kernels=False))
+    lines = list(table([SMALL], rounds=2, compiled=False))
     tasks = ["training step", "prefill", "decode", *(["peak memory"] if torch.cuda.is_available() else [])]
     assert [line.split(" | ")[1] for line in lines[2:]] == tasks
     assert all(line.count("|") == 6 and line.split(" | ")[2].startswith("1.00") for line in lines[2:])

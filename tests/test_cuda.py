@@ -8,7 +8,6 @@ from conftest import tiny_llama
 from peft import get_peft_model
 
 from moe_peft import MoELoraConfig, pin_dispatch
-from moe_peft.adapter.fused import MOST_COLUMNS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -40,22 +39,14 @@ def test_all_ways_of_computing_agree(
     mlp = layer(mixing, dtype, num_experts, r, top_k)
     x = torch.randn(tokens, 64, device="cuda", dtype=dtype)
     want = results(mlp, x, "dense")
-    kernels = ["triton"] if num_experts * r <= MOST_COLUMNS else []
-    for method in ("blocks", "sorted", "gather", "auto", *kernels):
+    for method in ("blocks", "sorted", "gather", "auto"):
         for got, expected in zip(results(mlp, x, method), want, strict=True):
             scale = expected.abs().max()
             assert (got - expected).abs().max() <= tolerance * scale
 
 
-@pytest.mark.parametrize(
-    "num_experts, r, method",
-    [
-        (n, r, method)
-        for n, r in [(8, 8), (16, 16)]
-        for method in ["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
-    ]
-    + [(8, 8, "triton")],
-)
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
+@pytest.mark.parametrize("num_experts, r", [(8, 8), (16, 16)])
 @pytest.mark.parametrize("mixing", ["output", "projection"])
 @pytest.mark.parametrize("tokens", [1, 200])
 def test_the_layer_never_waits_for_the_device(mixing: str, tokens: int, num_experts: int, r: int, method: str):

@@ -9,10 +9,8 @@ import torch
 from test_dispatch import make
 from torch import nn
 
-from moe_peft.adapter import fused, mixing
 from moe_peft.adapter.ffn import FFNLayout
-from moe_peft.adapter.fused import Fused
-from moe_peft.adapter.mixing import PairInputs, mixed_hidden, updated_hidden
+from moe_peft.adapter.mixing import PairInputs, mixed_hidden
 
 T, N, R, F, SCALING = 11, 5, 4, 6, 0.7
 LAYOUTS = {
@@ -171,76 +169,3 @@ def test_dropout_is_on_the_input_of_the_down_experts_alone(k):
 def test_terms_in_one_tuple_and_back():
     terms = PairInputs((1, 2), (3, None), (5, None))
     assert terms.flat() == (1, 2, 3, None, 5, None) and PairInputs.of(terms.flat()) == terms
-
-
-# --- the way of the kernels, without them ---------------------------------------------------------------------------
-
-
-def plain_run(G, U, H, B, gates, A_down, act):
-    """What `fused._run` is told to compute, from pairs [P, n·r] and [n, r, f] matrices."""
-    gate, up = (
-        None if M is None else M.repeat_interleave(gates.shape[1], 0) + (0 if h is None else h @ b.flatten(0, 1))
-        for M, h, b in zip((G, U), H, B, strict=True)
-    )
-    a = act(gate) if up is None else act(gate) * up
-    z = (a.view(*gates.shape, -1) * gates.unsqueeze(-1)).sum(1)
-    return z, None if A_down is None else a @ A_down.flatten(0, 1).T
-
-
-def fused_case(*arguments, **own):
-    case = Case(*arguments, **own)
-    given = case.dispatch
-    case.dispatch = Fused(given.experts, given.gates, N, SCALING, all_columns=True)
-    return case
-
-
-@pytest.mark.parametrize(("low", "down"), [(True, True), (False, True), (True, False)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels_get_what_they_need_for_pairs(layout, low, down, monkeypatch):
-    monkeypatch.setattr(fused, "_run", plain_run)
-    case = fused_case(layout, 2, low=low, down=down)
-    (z, found), (expected, of_parts) = case.ours(), case.by_hand()
-    close(z, expected)
-    assert (found is None) == (not down)
-    if down:
-        (of_pairs,) = found
-        close(of_pairs, of_parts[0])
-        with pytest.raises(ValueError, match="no kernels with dropout on the down projection's experts"):
-            case.ours(0.5)
-    else:
-        close(case.ours(0.5)[0], expected)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels_get_what_they_need_for_updates(layout, monkeypatch):
-    monkeypatch.setattr(fused, "_run", plain_run)
-    case = fused_case(layout, 2)
-    names, widths = case.layout.inputs, [pre.shape[1] for pre in case.pre]
-    all_updates = {
-        name: (random(T, N * R, seed=40 + i), random(N, R, width, seed=50 + i))
-        for i, (name, width) in enumerate(zip(names, widths, strict=True))
-    }
-    for some in ([*names], [names[-1]], []):
-        updates = {name: all_updates[name] for name in some}
-        found = updated_hidden(case.dispatch, case.layout, SimpleNamespace(act=case.act), case.pre, updates)
-        pre = [
-            of + (updates[name][0] @ updates[name][1].flatten(0, 1) if name in updates else 0)
-            for name, of in zip(names, case.pre, strict=True)
-        ]
-        gate, up = case.layout.split(pre)
-        close(found, case.act(gate) if up is None else case.act(gate) * up)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_gradients_take_our_backward_and_other_passes_do_without(k, monkeypatch):
-    case = Case("gated", k, down=False)
-    inputs = [
-        PairInputs(case.pre, [h[part.pair_tokens(), part.pair_experts()] for h in case.h], case.B)
-        for part in case.dispatch.parts
-    ]
-    arguments = (case.dispatch, case.layout, SimpleNamespace(act=case.act), inputs, None)
-    z, low = mixed_hidden(*arguments)
-    assert low is None and z.grad_fn.name() == "_MixedHiddenBackward" and z.grad_fn.keep == (k <= 2)
-    monkeypatch.setattr(mixing, "_MixedHidden", None)
-    with torch.no_grad():
-        close(mixed_hidden(*arguments)[0], z.detach())

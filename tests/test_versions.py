@@ -17,10 +17,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
-TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "trainer.py")
+TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli")
 EVAL = ("evaluation",)  # the extra `eval` too
 DEEPSPEED = ("sharding.py",)  # and this the extra `deepspeed`, once a model is divided by it
-KERNELS = ("kernels.py",)  # and this the extra `kernels`
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:
@@ -48,7 +47,7 @@ FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "moe_peft").rglob("*.p
 def test_what_a_file_imports_is_declared(path: Path):
     extras = [
         EXTRAS[name]
-        for name, parts in (("train", TRAIN), ("eval", EVAL), ("deepspeed", DEEPSPEED), ("kernels", KERNELS))
+        for name, parts in (("train", TRAIN), ("eval", EVAL), ("deepspeed", DEEPSPEED))
         if path.parts[1] in parts or path.name in parts
     ]
     allowed = declared(PROJECT["dependencies"], *extras)

@@ -9,9 +9,6 @@ and batch:
     blocks         blocks of one expert each       blocks of one expert each
     sorted         torch's grouped products        torch's grouped products
     gather         a copy of each pair's matrices  a copy of each pair's matrices
-    triton         all experts' columns, masked    kernels, which also compute the activation
-
-"triton" is only computed where it is pinned: no measurement on a GPU has shown yet where it is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from typing import Literal
 import torch
 
 from .dispatch import Dense, Dispatch, Gather
-from .fused import Fused, refusal, why_not_triton
 from .sorting import Blocks, InParts, Sorted
 
 # With at most this many columns n·r, one product of the tokens with all experts is cheaper than products pair by pair.
@@ -34,7 +30,7 @@ FEW_PAIRS = 32
 # With at most this many pairs, copying their experts' matrices is cheaper than even narrow products with all experts.
 VERY_FEW_PAIRS = 4
 
-Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted", "triton"]
+Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
 # A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
 _METHODS: dict[str, Callable[..., Dispatch]] = {
     "dense": partial(Dense, all_columns=True),
@@ -43,7 +39,6 @@ _METHODS: dict[str, Callable[..., Dispatch]] = {
     "gather": Gather,
     "dense-blocks": partial(InParts, Blocks, all_columns=True),
     "dense-sorted": partial(InParts, Sorted, all_columns=True),
-    "triton": partial(Fused, all_columns=True),
 }
 _pinned: Method = "auto"
 
@@ -56,10 +51,9 @@ def pin_dispatch(method: Method) -> Iterator[None]:
     `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks, batched
     products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: a copy of the expert's
     matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's input or output is
-    multiplied, blocks or sorted for the hidden activations of mixing "output". `"triton"`: dense as well, and Triton
-    kernels for the hidden activations of both mixings (on a GPU, up to 128 columns n·r). `"auto"` (the default): chosen
-    by measured crossover points. All methods agree up to rounding. Pin one for `torch.compile` with varying lengths, or
-    to compare methods.
+    multiplied, blocks or sorted for the hidden activations of mixing "output". `"auto"` (the default): chosen by
+    measured crossover points. All methods agree up to rounding. Pin one for `torch.compile` with varying lengths, or to
+    compare methods.
 
     Raises:
         ValueError: there is no such method.
@@ -97,15 +91,13 @@ def choose_method(
         unit: a common divisor of the rank and all widths.
 
     Raises:
-        ValueError: the method that is pinned cannot compute these sizes: torch has no grouped product or we no kernel.
+        ValueError: the method that is pinned cannot compute these sizes: torch has no grouped product for them.
     """
     if _pinned != "auto":
         if _pinned.endswith("sorted") and not _has_grouped_mm(unit, dtype):
             raise ValueError(
                 f"pin_dispatch({_pinned!r}): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
             )
-        if _pinned == "triton" and (reason := why_not_triton(num_experts * r, dtype, device)):
-            raise refusal(reason)
         return _pinned
     narrow = num_experts * r <= DENSE_COLUMNS
     if narrow and not mixes_outputs:

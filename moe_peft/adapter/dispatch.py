@@ -34,9 +34,6 @@ from torch.autograd.function import once_differentiable
 
 from ..contexts import without_autocast
 
-# What belongs to an activation's input and what to its factor, where a projection has experts.
-Both = tuple[torch.Tensor | None, torch.Tensor | None]
-
 
 class Dispatch:
     """

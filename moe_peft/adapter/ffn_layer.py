@@ -20,9 +20,8 @@ from ..contexts import without_autocast
 from .config import ExpertSpec
 from .dispatch import Dispatch
 from .ffn import FFNLayout
-from .fused import Fused
 from .layer import MoELoraLayer, MoELoraLinear, Weights, in_shape, linear_features, may_overwrite
-from .mixing import PairInputs, mixed_hidden, updated_hidden
+from .mixing import PairInputs, mixed_hidden
 
 
 class _Branch(NamedTuple):
@@ -116,9 +115,6 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         # 2b. Mixing "projection" (and a single expert): `Wx + s Σ g_i B_i A_i x` on each projection, then the
         #     activation, once per token.
         names = [name for name in layout.inputs if name in weights]
-        if isinstance(dispatch, Fused) and not mixes_outputs:
-            z_TF = self._updated_hidden(adapter_name, dispatch, weights, names, x_TD, pre)
-            return _Branch(z_TF, dispatch, weights, mixes_outputs)
         if dispatch is None or not mixes_outputs:
             base = dict(zip(layout.inputs, pre, strict=True))
             updated = self._updated(adapter_name, dispatch, weights, x_TD, base, in_place)
@@ -141,22 +137,6 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
             dropout = self.moe_lora_spec[adapter_name].lora_dropout if self.training else 0.0
             z_TF, low_down = mixed_hidden(dispatch, layout, self.base_layer, inputs, A_down, dropout)
         return _Branch(z_TF, dispatch, weights, mixes_outputs, low_down)
-
-    def _updated_hidden(
-        self,
-        adapter_name: str,
-        dispatch: Fused,
-        weights: Weights,
-        names: list[str],
-        x_TD: torch.Tensor,
-        pre: list[torch.Tensor],
-    ) -> torch.Tensor:
-        """Step 2b in one kernel, which adds the updates and applies the activation."""
-        x, A, B = self._factors(adapter_name, weights, names, x_TD, pre[0].dtype)
-        with without_autocast(x_TD):
-            H = map(dispatch.weighted_columns, x, A)
-            updates = dict(zip(names, zip(H, B, strict=True), strict=True))
-            return updated_hidden(dispatch, self.layout, self.base_layer, pre, updates)
 
     def _after_down(self, adapter_name: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
         """Step 4: add an adapter's change to the down projection's output."""

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .dispatch import Both, Dispatch, without_autocast_once
+from .dispatch import Dispatch, without_autocast_once
 from .ffn import FFNLayout
-from .fused import Fused, refusal
 
 
 class PairInputs(NamedTuple):
@@ -68,11 +67,6 @@ def mixed_hidden(
         `z = Σ_i g_i a_i` [T, f], and `A_down a` of the pairs of each part [P, r] (not yet weighted), or None.
     """
     act = layout.activation(ffn)
-    if isinstance(dispatch, Fused):
-        if dropout and A_down is not None:
-            raise refusal("there are no kernels with dropout on the down projection's experts")
-        z_TF, low_of_all = dispatch.of_pairs(*_halves(layout, *inputs[0]), A_down, act)
-        return z_TF, None if low_of_all is None else [low_of_all]
     keep = dispatch.k <= 2
     totals: list[torch.Tensor] = []
     low: list[torch.Tensor] = []
@@ -88,33 +82,6 @@ def mixed_hidden(
         totals = [totals[0].add_(z_TF) if totals else z_TF]
         low.append(low_PR)
     return totals[0], (None if A_down is None else low)
-
-
-def updated_hidden(
-    dispatch: Fused,
-    layout: FFNLayout,
-    ffn: nn.Module,
-    pre: Sequence[torch.Tensor],
-    updates: dict[str, tuple[torch.Tensor, torch.Tensor]],
-) -> torch.Tensor:
-    """
-    The hidden activation [T, f] of mixing "projection" by kernels, from the base's outputs [T, f'] and, by input
-    projection, the weighted low-rank inputs [T, n·r] and the second matrices [n, r, f'] of the update.
-    """
-    H, B = zip(*(updates.get(name, (None, None)) for name in layout.inputs), strict=True)
-    return dispatch.of_updated(*_halves(layout, pre, H, B), layout.activation(ffn))
-
-
-def _halves(
-    layout: FFNLayout, pre: Sequence[Any], h: Sequence[Any], B: Sequence[Any]
-) -> tuple[torch.Tensor, torch.Tensor | None, Both, Both]:
-    """The base's G and U [T, f], and the low-rank inputs and second matrices of their updates, as pairs for (G, U)."""
-    G, U = layout.split(pre)
-    if U is None:
-        return G, None, (h[0], None), (B[0], None)
-    if layout.fused:
-        return G, U, (h[0], h[0]), (None, None) if B[0] is None else layout.split(B)
-    return G, U, (h[0], h[1]), (B[0], B[1])
 
 
 def _activate(layout: FFNLayout, act: Any, pairs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,6 @@
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
 # make check  sets up and runs the linters, the type checker and the check of imports
 # make docs   sets up and builds the documentation in .cache/site
-# make mutants  sets up mutmut as well, and changes the core to see whether the tests notice; MODULE=… changes one file
 # make bench  sets up and runs the benchmarks (half an hour on two idle cores)
 
 VENV ?= .venv
@@ -14,7 +13,7 @@ RUN := $(VENV)/bin/python
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
 
-.PHONY: setup demo test test-lowest test-engines fuzz check format docs bench mutants clean
+.PHONY: setup demo test test-lowest test-engines fuzz check format docs bench clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -27,7 +26,7 @@ demo: setup
 
 # One thread per worker: several workers with several threads each would wait for one another.
 test: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --ignore tests/test_engines.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --ignore tests/training/test_engines.py
 
 $(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
 	$(LOWEST_PYTHON) -m venv --clear $(LOWEST)
@@ -36,17 +35,18 @@ $(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
 
 # What other packages' versions decide: their private names, training, files, quantized bases, and UpIT as a whole.
 test-lowest: $(LOWEST)/.ready
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n 2 --dist worksteal $(addprefix tests/test_, \
-		versions.py compat.py lifecycle.py protocol.py trainer.py router_losses.py native_export.py serving.py cli.py \
-		upit_config.py upit_pipeline.py::test_result_is_an_adapter_like_any_other)
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n 2 --dist worksteal $(addprefix tests/, \
+		test_versions.py utils/test_compat.py adapter/test_lifecycle.py adapter/test_router_outputs.py \
+		training/test_sft_trainer.py training/test_router_losses.py native/test_export.py native/test_serving.py \
+		cli/test_main.py upit/test_recipe.py upit/test_pipeline.py::test_result_is_an_adapter_like_any_other)
 
 # Minutes of training in two processes, with DeepSpeed, which would make every import of the other tests slower.
 test-engines: setup
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/test_engines.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/training/test_engines.py
 
 fuzz: setup
-	FUZZ=long OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/test_fuzz.py
+	FUZZ=long OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/cli/test_fuzz.py
 
 check: setup
 	$(RUN) -m ruff format --check .
@@ -64,11 +64,6 @@ docs: setup
 bench: setup
 	$(RUN) -m benchmarks.adapter
 	$(RUN) -m benchmarks.dispatch
-
-# An hour or two on one core. A run that is stopped goes on where it was: everything is in .cache/mutants.
-mutants: setup
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[mutants]'
-	$(RUN) -m benchmarks.mutants $(MODULE)
 
 clean:
 	rm -rf $(VENV) $(LOWEST) .cache .pytest_cache .mypy_cache .ruff_cache

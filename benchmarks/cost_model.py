@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from trl import SFTConfig
 
-from moe_peft.training import planning
+from moe_peft.training import estimate as planning
 
 from .adapter import METHODS, Case, time_ratios
 

@@ -13,7 +13,7 @@ import argparse
 
 import torch
 
-from moe_peft.analysis.record import TOKEN_CLASSES, record_routing
+from moe_peft.analysis.recorder import TOKEN_CLASSES, record_routing
 
 from .adapter import Case, train_step
 from .timing import interleave, ratio

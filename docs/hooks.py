@@ -8,7 +8,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
-LINKED = ("SECURITY.md", "benchmarks/results/*.md", "benchmarks/results/*.png", "recipes/*/*.md")
+LINKED = (
+    "SECURITY.md",
+    "benchmarks/results/*.md",
+    "studies/results/*.md",
+    "studies/results/*.png",
+    "compatibility/results/*.md",
+    "recipes/*/*.md",
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

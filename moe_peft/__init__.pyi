@@ -1,18 +1,17 @@
-from .adapter.choosing import pin_dispatch
 from .adapter.config import MoELoraConfig
-from .adapter.convert import expert_to_lora, lora_to_moe
-from .adapter.ffn import FFNLayout, register_ffn_layout
+from .adapter.dispatch import pin_dispatch
+from .adapter.ffn_layout import FFNLayout, register_ffn_layout
+from .adapter.lora_conversion import expert_to_lora, lora_to_moe
 from .adapter.model import MoELoraModel
-from .analysis.callback import LoadCallback
-from .analysis.record import record_routing
-from .cards import write_model_card
-from .models.attention_routers import fold_routers, init_attention_routers
+from .analysis.load_callback import LoadCallback
+from .analysis.recorder import record_routing
+from .models.attention_init import fold_routers, init_attention_routers
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
 from .pruning.prune import prune_experts
-from .training.dpo import MoEDPOConfig, MoEDPOTrainer
 from .training.router_losses import RouterLossConfig, RouterLossesMixin
-from .training.sft import MoESFTConfig, MoESFTTrainer
+from .training.trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
+from .utils.model_card import write_model_card
 
 __version__: str
 

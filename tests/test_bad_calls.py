@@ -16,15 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_llama
 from datasets import Dataset
-from native_case import IDS, adapter, dense_model, saved
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from test_steering import NATIVE
 from torch import nn
 from trl import DPOConfig, SFTConfig
 
-from benchmarks.words import word_tokenizer
 from moe_peft import (
     FFNLayout,
     LoadCallback,
@@ -48,10 +44,9 @@ from moe_peft import (
 )
 from moe_peft.analysis import RoutingStatistics, classify_tokens
 from moe_peft.analysis.inspect import inspect_model
-from moe_peft.analysis.report import write_report
+from moe_peft.analysis.routing_report import write_report
 from moe_peft.evaluation import TaskSettings, evaluate_model, read_scores
 from moe_peft.evaluation.harness import Harness
-from moe_peft.merging import dare_merge, expand
 from moe_peft.native import UpcycleConfig, export_adapter, load_routers, upcycle, verify_export
 from moe_peft.routing import (
     RouterSettings,
@@ -67,9 +62,14 @@ from moe_peft.routing import (
     top_k_gates,
     z_losses,
 )
-from moe_peft.training.calibration import calibration_batches
+from moe_peft.training.preparation import calibration_batches
 from moe_peft.upit import UpIT, expand_experts, init_router, post_train, prepare_experts
 from moe_peft.upit.buckets import draw_seeds, label_buckets, perplexity_buckets, random_buckets
+from moe_peft.utils.expert_merging import dare_merge, expand
+from tests.helpers.models import tiny_llama
+from tests.helpers.native_case import IDS, adapter, dense_model, saved
+from tests.helpers.words import word_tokenizer
+from tests.models.test_steering import NATIVE
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**9
 WHOLE = ["8", True, 2.0, NAN, INF, -1, 0, None, [1], HUGE]

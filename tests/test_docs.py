@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import tiny_llama
+
+from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[1]
 README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))

@@ -15,7 +15,8 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from warm import run_module
+
+from tests.helpers.warm import run_module
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,9 +17,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
-from conftest import tiny_llama
 from datasets import Dataset
-from shapes import LLAMA_8B, QWEN_8B
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,11 +30,13 @@ from transformers import (
 )
 
 from moe_peft.cli import main
-from moe_peft.models.attention_routers import attention_gates
+from moe_peft.models.attention_init import attention_gates
 from moe_peft.native.upcycle import upcycled_config
 from moe_peft.upit import load_recipe
 from moe_peft.upit.pipeline import UpIT
-from moe_peft.upit.plan import plan
+from moe_peft.upit.summary import plan
+from tests.helpers.models import tiny_llama
+from tests.helpers.shapes import LLAMA_8B, QWEN_8B
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ALL = sorted(path for folder in ("upit", "upcycling") for path in (RECIPES / folder).glob("*.yaml"))

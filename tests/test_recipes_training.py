@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from shapes import LLAMA_8B, QWEN_8B
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from moe_peft.cli import main
 from moe_peft.native import UpcycleConfig
 from moe_peft.native.upcycle import upcycled_config
+from tests.helpers.shapes import LLAMA_8B, QWEN_8B
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path for command in ("sft", "dpo") for path in (ROOT / "recipes" / command).glob("*.yaml"))

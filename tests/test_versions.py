@@ -19,7 +19,7 @@ DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
 TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli")
 EVAL = ("evaluation",)  # the extra `eval` too
-DEEPSPEED = ("sharding.py",)  # and this the extra `deepspeed`, once a model is divided by it
+DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is divided by it
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:

@@ -7,8 +7,10 @@ from typing import Any, Literal, get_args
 
 from peft import PeftConfig, PeftType
 
-from ..cards import write_model_card
-from ..checks import (
+from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
+from ..utils.compat import private
+from ..utils.model_card import write_model_card
+from ..utils.validation import (
     COUNT,
     EXPERTS,
     FLAG,
@@ -24,8 +26,6 @@ from ..checks import (
     shown,
     within,
 )
-from ..compat import private
-from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 
@@ -298,7 +298,7 @@ class MoELoraConfig(PeftConfig):
         return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the config, and the adapter's model card beside it, see `moe_peft.cards.write_model_card`."""
+        """Save the config, and the adapter's model card beside it, see `moe_peft.utils.model_card.write_model_card`."""
         super().save_pretrained(save_directory, **kwargs)
         write_model_card(save_directory)
 

@@ -20,19 +20,36 @@ columns, and mask those of other experts, or go pair by pair. Products of pairs 
 keep pairs in the order of (token, slot); those in `sorting.py` sort them, and `choosing.py` chooses.
 
 Legend: T tokens, n experts, k slots, P = T·k pairs, r rank, m a width (in or out features).
+
+Methods that sort pairs by their expert (maps and legend: `dispatch.py`; j is the number of slots in a part).
+
+How the experts of a batch are computed (see `dispatch.py` for the legend). `choose_method` decides once for each layer
+and batch:
+
+    method         products of tokens              products of pairs (hidden part of mixing "output")
+    dense          all experts' columns, masked    all experts' columns, masked
+    dense-blocks   all experts' columns, masked    blocks of one expert each
+    dense-sorted   all experts' columns, masked    torch's grouped products
+    blocks         blocks of one expert each       blocks of one expert each
+    sorted         torch's grouped products        torch's grouped products
+    gather         a copy of each pair's matrices  a copy of each pair's matrices
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..contexts import without_autocast
+from ..utils.torch_contexts import without_autocast
+
+# --- dispatch --------------------------------------------------------------------------------------------------------
 
 
 class Dispatch:
@@ -303,3 +320,317 @@ class _ExpandCollect(torch.autograd.Function):
         h_PR, B = ctx.saved_tensors
         d_PM = part.spread(d_TM)
         return None, d_TM, part.shrink(d_PM, B), (part.outer(h_PR, d_PM) if ctx.needs_input_grad[3] else None)
+
+
+# --- sorting ---------------------------------------------------------------------------------------------------------
+
+# Slots per part. Two cover the usual top_k in one part; more would need more memory than plain LoRA of the same rank.
+PART_SLOTS = 2
+
+
+class _Part(Dispatch):
+    """Some slots with pairs in another order: `_rows` [T, j] of each token's pairs, `_tokens` [P] of each row."""
+
+    _rows: torch.Tensor
+    _tokens: torch.Tensor
+
+    def to_slots(self, values_P: torch.Tensor) -> torch.Tensor:
+        return values_P.index_select(0, self._rows.flatten()).view_as(self._rows)
+
+    def pair_tokens(self) -> torch.Tensor:
+        return self._tokens
+
+    def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _Spread.apply(x_TM, self._tokens, self._rows)
+        return x_TM.index_select(0, self._tokens)
+
+    def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _Collect.apply(y_PM, self.gates if gated else None, self.pair_gates(), self._tokens, self._rows)
+        # A gather, the gates and the sum in one pass.
+        return F.embedding_bag(self._rows, y_PM, mode="sum", per_sample_weights=self.gates if gated else None)
+
+
+# What a compiler gets to fuse. It would derive indexed sums as their backward, whose writes collide; these are gathers.
+
+
+class _Spread(torch.autograd.Function):
+    """`x[tokens]`; the backward sums the rows of each token, because padding has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TM: torch.Tensor, tokens_P: torch.Tensor, rows_TJ: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows_TJ)
+        return x_TM.index_select(0, tokens_P)
+
+    @staticmethod
+    def backward(ctx: Any, d_PM: torch.Tensor) -> Any:
+        (rows_TJ,) = ctx.saved_tensors
+        return _of_slots(d_PM, rows_TJ).sum(1), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The sum of each token's rows, with gates [T, j] or without; `gates_P1` are the same by row, 0 for padding."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_PM: torch.Tensor,
+        gates_TJ: torch.Tensor | None,
+        gates_P1: torch.Tensor,
+        tokens_P: torch.Tensor,
+        rows_TJ: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.gated = gates_TJ is not None
+        ctx.save_for_backward(y_PM, gates_P1, tokens_P, rows_TJ)
+        y_TJM = _of_slots(y_PM, rows_TJ)
+        return (y_TJM if gates_TJ is None else y_TJM * gates_TJ.unsqueeze(-1)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, d_TM: torch.Tensor) -> Any:
+        y_PM, gates_P1, tokens_P, rows_TJ = ctx.saved_tensors
+        d_PM = d_TM.index_select(0, tokens_P)
+        if not ctx.gated:
+            return d_PM, None, None, None, None
+        d_gates_TJ = (_of_slots(y_PM, rows_TJ) * d_TM.unsqueeze(1)).sum(-1)
+        return d_PM * gates_P1, d_gates_TJ, None, None, None
+
+
+def _of_slots(y_PM: torch.Tensor, rows_TJ: torch.Tensor) -> torch.Tensor:
+    """The rows of each token's pairs, [P, m] → [T, j, m]."""
+    return y_PM.index_select(0, rows_TJ.flatten()).view(*rows_TJ.shape, y_PM.shape[1])
+
+
+class Blocks(_Part):
+    """
+    Sorts pairs by their expert and pads them to blocks of one expert each, for batched products.
+
+    The number of blocks depends on the sizes alone, not on the routing, and any dtype and width is supported. Padding
+    rows are copies of a pair of their block's expert with gate 0, so they affect neither outputs nor gradients. (With
+    another token, the expert could overflow, and 0 times infinity is NaN.)
+    """
+
+    def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
+        super().__init__(experts_TJ, gates_TJ, num_experts, scaling)
+        pairs, n, device = experts_TJ.numel(), num_experts, experts_TJ.device
+        self._size = size = _block_size(pairs, n)
+        blocks = (pairs + n * (size - 1)) // size  # enough for the worst routing
+        sorted_P, order_P = experts_TJ.flatten().sort(stable=True)
+        edges_N = torch.searchsorted(sorted_P, torch.arange(n + 1, device=device))
+        blocks_N = (edges_N.diff() + size - 1) // size
+        ends_N = blocks_N.cumsum(0)  # after each expert's last block
+        self._first_blocks = ends_N - blocks_N
+        shift_N = self._first_blocks * size - edges_N[:-1]
+        sorted_rows_P = torch.arange(pairs, device=device) + shift_N.index_select(0, sorted_P)
+        rows_P = torch.empty_like(order_P).scatter_(0, order_P, sorted_rows_P)
+        self._rows = rows_P.view(experts_TJ.shape)
+        self._block_range = torch.arange(blocks, device=device)
+        block_experts = torch.searchsorted(ends_N, self._block_range, right=True)
+        self._block_experts = torch.minimum(block_experts, sorted_P[-1:])  # left over: more of the last expert's
+        tokens_P = order_P // self.k
+        padding_P = tokens_P.index_select(0, edges_N.index_select(0, self._block_experts)).repeat_interleave(size)
+        self._tokens = padding_P.scatter(0, sorted_rows_P, tokens_P)
+        self._gates = gates_TJ.new_zeros(blocks * size).scatter(0, rows_P, gates_TJ.flatten())
+
+    def pair_gates(self) -> torch.Tensor:
+        return self._gates.unsqueeze(1)
+
+    def pair_experts(self) -> torch.Tensor:
+        return self._block_experts.repeat_interleave(self._size)
+
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        # A yᵀ and not y Aᵀ: a product with few rows is faster than one with few columns.
+        h_BRS = torch.bmm(self._own(A), self._blocks(y_PM).transpose(1, 2))
+        return h_BRS.transpose(1, 2).flatten(0, 1)
+
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+        if onto_PM is None:
+            return torch.bmm(self._blocks(h_PR), self._own(B)).flatten(0, 1)
+        self._blocks(onto_PM).baddbmm_(self._blocks(h_PR), self._own(B))
+        return onto_PM
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+        products = torch.bmm(self._blocks(h_PR).transpose(1, 2), self._blocks(y_PM))
+        # An expert's blocks are contiguous. Unlike `index_add`, this gives the same bits in every run on a GPU.
+        sums = F.embedding_bag(self._block_range, products.flatten(1), self._first_blocks, mode="sum")
+        return sums.view(self.n, *products.shape[1:])
+
+    def _blocks(self, y_PM: torch.Tensor) -> torch.Tensor:
+        return y_PM.view(self._block_experts.shape[0], self._size, y_PM.shape[1])
+
+    def _own(self, A: torch.Tensor) -> torch.Tensor:
+        return A.index_select(0, self._block_experts)
+
+
+def _block_size(pairs: int, num_experts: int) -> int:
+    """A power of two from 8 to 128: padding adds about an eighth for many pairs, up to a half for few per expert."""
+    size = 8 if pairs < 32 * num_experts else 16
+    while size < 128 and 16 * size * num_experts <= pairs:
+        size *= 2
+    return size
+
+
+class Sorted(_Part):
+    """Sorts pairs by their expert for grouped products: no padding, but not for all sizes (see `choosing.py`)."""
+
+    def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
+        super().__init__(experts_TJ, gates_TJ, num_experts, scaling)
+        self._experts, self._order = experts_TJ.flatten().sort(stable=True)
+        positions = torch.arange(self._order.numel(), device=experts_TJ.device)
+        self._rows = torch.empty_like(self._order).scatter_(0, self._order, positions).view(experts_TJ.shape)
+        self._tokens = self._order // self.k
+        experts = torch.arange(num_experts, device=experts_TJ.device)
+        self._ends = torch.searchsorted(self._experts, experts, right=True).to(torch.int32)
+
+    def pair_gates(self) -> torch.Tensor:
+        return self.gates.flatten().index_select(0, self._order).unsqueeze(1)
+
+    def pair_experts(self) -> torch.Tensor:
+        return self._experts
+
+    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(y_PM, A.transpose(1, 2), offs=self._ends)
+
+    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+        y_PM = F.grouped_mm(h_PR, B, offs=self._ends)
+        return y_PM if onto_PM is None else onto_PM.add_(y_PM)
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(h_PR.T, y_PM, offs=self._ends)
+
+
+class InParts(Dispatch):
+    """Several parts of `PART_SLOTS` slots each."""
+
+    def __init__(
+        self,
+        part: type[_Part],
+        experts_TK: torch.Tensor,
+        gates_TK: torch.Tensor,
+        num_experts: int,
+        scaling: float,
+        all_columns: bool = False,
+    ) -> None:
+        super().__init__(experts_TK, gates_TK, num_experts, scaling, all_columns)
+        slots = zip(experts_TK.split(PART_SLOTS, dim=1), gates_TK.split(PART_SLOTS, dim=1), strict=True)
+        self._parts = [part(experts_TJ, gates_TJ, num_experts, scaling) for experts_TJ, gates_TJ in slots]
+
+    @property
+    def parts(self) -> Sequence[Dispatch]:
+        return self._parts
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+# With at most this many columns n·r, one product of the tokens with all experts is cheaper than products pair by pair.
+DENSE_COLUMNS = 128
+# With at most this many pairs (decoding), sorting costs more than it saves.
+FEW_PAIRS = 32
+# With at most this many pairs, copying their experts' matrices is cheaper than even narrow products with all experts.
+VERY_FEW_PAIRS = 4
+
+Method = Literal["auto", "dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"]
+# A name describes how products of pairs are computed and whether products of tokens use all columns ("dense").
+_METHODS: dict[str, Callable[..., Dispatch]] = {
+    "dense": partial(Dense, all_columns=True),
+    "blocks": partial(InParts, Blocks),
+    "sorted": partial(InParts, Sorted),
+    "gather": Gather,
+    "dense-blocks": partial(InParts, Blocks, all_columns=True),
+    "dense-sorted": partial(InParts, Sorted, all_columns=True),
+}
+_pinned: Method = "auto"
+
+
+@contextmanager
+def pin_dispatch(method: Method) -> Iterator[None]:
+    """
+    Inside the block, compute the experts by one fixed method, whatever the number of tokens.
+
+    `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks, batched
+    products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: a copy of the expert's
+    matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's input or output is
+    multiplied, blocks or sorted for the hidden activations of mixing "output". `"auto"` (the default): chosen by
+    measured crossover points. All methods agree up to rounding. Pin one for `torch.compile` with varying lengths, or to
+    compare methods.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    global _pinned
+    if method not in ("auto", *_METHODS):
+        raise ValueError(f"pin_dispatch: method={method!r}: use one of {['auto', *_METHODS]}")
+    before, _pinned = _pinned, method
+    try:
+        yield
+    finally:
+        _pinned = before
+
+
+def choose_method(
+    tokens: int,
+    k: int,
+    num_experts: int,
+    r: int,
+    unit: int,
+    dtype: torch.dtype,
+    mixes_outputs: bool,
+    device: torch.device,
+) -> Method:
+    """
+    The fastest method for a batch, by the crossover points that `benchmarks/dispatch.py` measures. All decisions are
+    made here.
+
+    Mixing "projection" never needs the rows of single pairs (`update`), so products with all experts are fastest as
+    long as they are narrow. With mixing "output", copies of the experts are fastest for few pairs (decoding), and
+    blocks for many. Where an expert gets so few tokens that blocks would be mostly padding, the grouped products of a
+    GPU are fastest (on a CPU they loop over the experts).
+
+    Args:
+        unit: a common divisor of the rank and all widths.
+
+    Raises:
+        ValueError: the method that is pinned cannot compute these sizes: torch has no grouped product for them.
+    """
+    if _pinned != "auto":
+        if _pinned.endswith("sorted") and not _has_grouped_mm(unit, dtype):
+            raise ValueError(
+                f"pin_dispatch({_pinned!r}): torch has no grouped product for rows of {unit} {dtype}; use 'blocks'"
+            )
+        return _pinned
+    narrow = num_experts * r <= DENSE_COLUMNS
+    if narrow and not mixes_outputs:
+        return "dense"
+    if tokens * k <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
+        return "gather"
+    if tokens * k <= FEW_PAIRS:
+        return "dense"
+    if tokens < 32 * num_experts and device.type != "cpu" and _has_grouped_mm(unit, dtype):
+        return "dense-sorted" if narrow else "sorted"
+    return "dense-blocks" if narrow else "blocks"
+
+
+def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
+    """
+    Whether torch's grouped product supports these sizes. Rows must be a multiple of 16 bytes and not float64; under
+    torch.compile, its shape function requires bfloat16.
+    """
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
+    return known and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
+
+
+def make_dispatch(
+    experts_TK: torch.Tensor,
+    gates_TK: torch.Tensor,
+    num_experts: int,
+    r: int,
+    unit: int,
+    scaling: float,
+    mixes_outputs: bool,
+) -> Dispatch:
+    """The dispatch of a batch, by the method that suits its size or that `pin_dispatch` sets; dense without tokens."""
+    tokens, k = experts_TK.shape
+    method = choose_method(tokens, k, num_experts, r, unit, gates_TK.dtype, mixes_outputs, gates_TK.device)
+    if not tokens:  # what batched and grouped products do without rows depends on the device
+        method = "dense"
+    return _METHODS[method](experts_TK, gates_TK, num_experts, scaling)

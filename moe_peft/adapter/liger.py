@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import wrapt
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..compat import private
-from .layer import MoELoraLayer
+from ..utils.compat import private
 
 _BINDERS = "liger_kernel.transformers.monkey_patch"
 
@@ -57,7 +57,7 @@ def spare_layers(binders: Any) -> None:
     bind = private(_BINDERS, "_bind_method_to_module")
 
     def bind_elsewhere(module: nn.Module, method_name: str, new_method: Any) -> None:
-        if not isinstance(module, MoELoraLayer):
+        if not isinstance(module, BaseTunerLayer):
             bind(module, method_name, new_method)
 
     binders._bind_method_to_module = bind_elsewhere

@@ -14,16 +14,15 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
-from ..cards import TAGS
-from ..checks import ADAPTER_NAME, check
-from ..compat import private
 from ..routing.routers import Router, make_router
-from . import liger, protocol
-from .bases import find_ffns, is_encoder_decoder
+from ..utils.compat import private
+from ..utils.model_card import TAGS
+from ..utils.validation import ADAPTER_NAME, check
+from . import liger, router_outputs
+from .base_model import find_ffns, is_encoder_decoder
 from .config import ExpertSpec, MoELoraConfig
-from .ffn import FFNLayout, find_layout, probe_ffn
-from .ffn_layer import MoELoraFFN
-from .layer import MERGE_REFUSAL, MoELoraLayer, MoELoraLinear, linear_features
+from .ffn_layout import FFNLayout, find_layout, probe_ffn
+from .layers import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features
 
 _maybe_include_all_linear_layers = private("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
 
@@ -69,7 +68,7 @@ class MoELoraModel(BaseTuner):
         return peft_config  # `target_modules=None` is resolved by `_prepare_model`, which has the model
 
     def _prepare_model(self, peft_config: MoELoraConfig, model: nn.Module) -> None:
-        protocol.refuse_native_moe(model)
+        router_outputs.refuse_native_moe(model)
         liger.name_activations(model)
         if peft_config.target_modules is None:
             peft_config.target_modules = find_ffns(model)
@@ -121,8 +120,8 @@ class MoELoraModel(BaseTuner):
         check("MoELoraConfig", adapter_name=(adapter_name, ADAPTER_NAME))
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
-        protocol.install(model)
-        protocol.sync_config(model, self.peft_config)
+        router_outputs.install(model)
+        router_outputs.sync_config(model, self.peft_config)
         if hasattr(model, "add_model_tags"):  # what any trainer's model card gets
             cast(Any, model).add_model_tags(list(TAGS))
 
@@ -156,18 +155,18 @@ class MoELoraModel(BaseTuner):
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         super().set_adapter(adapter_name, inference_mode=inference_mode)
-        protocol.sync_config(self.model, self.peft_config)
+        router_outputs.sync_config(self.model, self.peft_config)
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         if not self.active_adapters and self.peft_config:
             # PEFT asks the first layer which adapter is active now; the deleted one may have been the only one there.
             self.set_adapter(sorted(self.peft_config)[0])
-        protocol.sync_config(self.model, self.peft_config)
+        router_outputs.sync_config(self.model, self.peft_config)
 
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
-        protocol.uninstall(model)
+        router_outputs.uninstall(model)
         _remove_tags(model)
         return model
 
@@ -312,7 +311,7 @@ def _remove_tags(model: Any) -> None:
 
 def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> ExpertSpec:
     """The settings of the module `name` of `model`."""
-    return config.expert_spec(name, protocol.text_config(model))
+    return config.expert_spec(name, router_outputs.text_config(model))
 
 
 def _ffn_layout(module: nn.Module) -> FFNLayout | None:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from jinja2 import Environment
 
-from ..merging import likeness
-from ..models.size import ModelSize
+from ..models.model_size import ModelSize
 from ..routing.statistics import HEALTHY_VARIATION, REMEDY
-from .record import RoutingStatistics
-from .report import write_figures
+from ..utils.expert_merging import likeness
+from .recorder import RoutingStatistics
+from .routing_report import write_figures
 from .token_classes import TOKEN_CLASSES
 
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}

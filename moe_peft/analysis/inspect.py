@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import tqdm
 
-from ..checks import COUNT, FLAG, FOLDER, PATH, TEXT, check, is_a, one_of
-from ..folders import held, writable
-from ..merging import likeness
-from ..models.size import ModelSize, expert_similarity, model_size
-from ..models.view import adapter_layers
+from ..models.introspection import adapter_layers
+from ..models.model_size import ModelSize, expert_similarity, model_size
 from ..routing.statistics import REMEDY
+from ..utils.expert_merging import likeness
+from ..utils.io import held, writable
+from ..utils.validation import COUNT, FLAG, FOLDER, PATH, TEXT, check, is_a, one_of
 from .figures import SUFFIXES
 from .html import BUSIEST, busiest, write_html
-from .loading import Rows, check_limits, describe, load, load_rows
-from .record import RoutingStatistics, record_routing
-from .report import REPORT, write_files
+from .inputs import Rows, check_limits, describe, load, load_rows
+from .recorder import RoutingStatistics, record_routing
+from .routing_report import REPORT, write_files
 from .token_classes import classify_tokens
 
 

@@ -7,7 +7,7 @@ import re
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..checks import COUNT, check, is_a
+from ..utils.validation import COUNT, check, is_a
 
 TOKEN_CLASSES = ("words", "digits", "operators", "brackets", "punctuation", "space", "other")
 _PATTERNS = (

@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from .. import __version__
-from .ending import ends_in_one_line
+from .errors import ends_in_one_line
 
 COMMANDS = {
     "sft": "fine-tune a MoE-LoRA adapter or a native MoE",

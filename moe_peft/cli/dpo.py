@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..training.dpo import MoEDPOConfig, MoEDPOTrainer
-from .options import Options, TrainingParser
+from ..training.trainers import MoEDPOConfig, MoEDPOTrainer
+from .arguments import Options, TrainingParser
 from .training import train_or_plan
 
 

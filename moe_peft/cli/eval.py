@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ..evaluation import TaskSettings, evaluate_model
-from ..sharding import leave_processes
-from .parsing import add_figures_option, add_weights_options, quantization
+from ..utils.distributed import leave_processes
+from .arguments import add_figures_option, add_weights_options, quantization
 
 
 def parser(prog: str) -> argparse.ArgumentParser:

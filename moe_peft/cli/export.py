@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from ..native import export_adapter, verify_export
-from ..native.verify import check_verifiable
-from ..reading import read_text
+from ..native.export import check_verifiable
+from ..utils.io import read_text
 
 
 def parser(prog: str) -> argparse.ArgumentParser:

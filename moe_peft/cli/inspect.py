@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..analysis.inspect import inspect_model
-from .parsing import add_data_options, add_figures_option, add_weights_options, parse_json, quantization
+from .arguments import add_data_options, add_figures_option, add_weights_options, parse_json, quantization
 
 
 def parser(prog: str) -> argparse.ArgumentParser:

@@ -7,10 +7,10 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from ..messages import one_line
 from ..pruning import Pruning, prune_experts
 from ..pruning.prune import MIN_LOAD
-from .parsing import add_data_options, read_json
+from ..utils.validation import one_line
+from .arguments import add_data_options, read_json
 
 
 def parser(prog: str) -> argparse.ArgumentParser:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..training.sft import MoESFTConfig, MoESFTTrainer
-from .options import Options, TrainingParser
+from ..training.trainers import MoESFTConfig, MoESFTTrainer
+from .arguments import Options, TrainingParser
 from .training import train_or_plan
 
 

@@ -1,9 +1,18 @@
-"""What the commands that train do with their options: load, plan, train stage by stage, save."""
+"""
+The stages of one training: the arguments of each, and checks of all before the first begins.
+
+Where a training that is told to resume goes on: which checkpoint, whether it fits, and whether it is the last.
+
+What the commands that train do with their options: load, plan, train stage by stage, save.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
@@ -14,34 +23,20 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from huggingface_hub import HfApi
-from peft import PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from rich.console import Console
 from rich.table import Table
-from transformers import set_seed
+from transformers import TrainerState, TrainingArguments, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import get_quantization_config
 
 from ..adapter.config import MoELoraConfig
-from ..cards import write_model_card
-from ..folders import held, writable
-from ..loading import (
-    changed_embeddings,
-    chat_template,
-    check_tokenizer,
-    empty_model,
-    read_config,
-    read_model,
-    read_tokenizer,
-)
-from ..messages import one_line
-from ..models.size import model_size
-from ..models.view import native_routers, router_parameters, router_sizes
-from ..reading import reading
-from ..sharding import in_first_process, leave_processes
-from ..training.arguments import check_answers, check_launched, check_packages, save_whole
-from ..training.continuing import claim
-from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, load_data
-from ..training.freezing import freeze_for_stage
-from ..training.planning import (
+from ..models.introspection import native_routers, router_parameters, router_sizes
+from ..models.model_size import model_size
+from ..routing.expert_map import label_text
+from ..training.checkpointing import claim, numbered_checkpoints
+from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
+from ..training.estimate import (
     Launch,
     Memory,
     base_dtype,
@@ -51,13 +46,237 @@ from ..training.planning import (
     steps_and_rows,
     training_line,
 )
-from ..training.rows import check_rows
-from ..training.tokenizing import rehearse
-from .options import Options
-from .resuming import check_same_adapter, found_checkpoint, is_done
-from .stages import check_stages, section, stages
+from ..training.labels import check_labels
+from ..training.preflight import check_answers, check_launched, check_packages, check_settings, check_value, save_whole
+from ..training.preparation import rehearse
+from ..training.router_losses import Stage, loss_coefficients
+from ..training.trainable import freeze_for_stage
+from ..training.trainers import experts_of_labels
+from ..utils.distributed import in_first_process, leave_processes
+from ..utils.io import held, opened, read_object, reading, writable
+from ..utils.loading import (
+    changed_embeddings,
+    chat_template,
+    check_tokenizer,
+    empty_model,
+    read_config,
+    read_model,
+    read_tokenizer,
+)
+from ..utils.model_card import write_model_card
+from ..utils.validation import choice_error, is_whole, one_line, shown, unknown_key
+from .arguments import Options
+
+# --- stages ----------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("moe_peft")
+_OF_ALL_STAGES = {
+    "training_stage": "the stage's name says this",
+    "output_dir": "it is the folder of the stage's name in output_dir",
+}
+
+
+def _has_labels_alone(training: Any) -> bool:
+    """
+    Whether labels supervise routers and nothing says when. Together with the language loss they did harm in
+    "Label-Supervised Routing in Upcycled Mixture of Experts", so two stages are the default.
+    """
+    if getattr(training, "expert_map", None) is None or training.router_label_loss_coef == 0:
+        return False
+    whenever = training.training_stage == "joint" and training.router_schedule == "constant"
+    return whenever and not training.router_label_mask
+
+
+def stages(options: Options) -> Iterator[Any]:
+    """
+    The arguments of each stage. With several, each has a folder of its own for its checkpoints.
+
+    Raises:
+        ValueError: an unknown stage, or a setting of one that is unknown or wrong.
+    """
+    given, training = options.run.stages, options.training
+    for f in dataclasses.fields(training):
+        if f.init:
+            check_value(f.name, getattr(training, f.name))
+    if given is None and _has_labels_alone(training):
+        given = ["routers", "rest"]
+        goes_on = str(training.resume_from_checkpoint).lower() in ("true", "1")
+        if goes_on and numbered_checkpoints(Path(str(training.output_dir))):
+            raise ValueError(
+                f"resume_from_checkpoint=True: {training.output_dir} has checkpoints of one training with all losses; "
+                f"move them to {training.output_dir}/joint and set stages=[joint], or choose another output_dir"
+            )
+        logger.info("expert_map: stages routers and rest, one after the other; for one training of all: stages=joint")
+    if given is None:
+        yield training
+        return
+    if not given:
+        raise ValueError(f"stages={given!r}: name at least one of {', '.join(Stage.__args__)}")  # type: ignore[attr-defined]
+    if training.training_stage != "joint":
+        raise ValueError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
+    if len(set(given)) < len(given):
+        raise ValueError(f"stages={given!r}: name each stage once")
+    checkpoint = training.resume_from_checkpoint
+    if len(given) > 1 and checkpoint is not None and str(checkpoint).lower() not in NO_PATH:
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r}: is of one of the stages {', '.join(given)}; use true, or "
+            "stages.<name>.resume_from_checkpoint"
+        )
+    names = {f.name for f in dataclasses.fields(training) if f.init}
+    for name, own in (given if isinstance(given, dict) else dict.fromkeys(given)).items():
+        if name not in Stage.__args__:  # type: ignore[attr-defined]
+            raise ValueError(choice_error("stages", name, Stage.__args__))  # type: ignore[attr-defined]
+        own = {} if own is None else own
+        if not isinstance(own, dict):
+            raise ValueError(f"stages.{name}={own!r}: must be a mapping of settings")
+        for key in own:
+            if key in _OF_ALL_STAGES:
+                raise ValueError(f"stages.{name}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
+            if key not in names:
+                raise ValueError(unknown_key(f"stages.{name}.{key}", names))
+        own = {**_resolved(own), **own}
+        check_settings(type(training), own, f"stages.{name}.")
+        settings = {key: getattr(training, key) for key in names}
+        folder = str(Path(str(training.output_dir)) / name)
+        try:
+            yield type(training)(**{**settings, "output_dir": folder, **own, "training_stage": name})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"stages.{name}: {one_line(error)}") from error
+
+
+def _resolved(own: dict[str, Any]) -> dict[str, Any]:
+    """What the arguments of all stages have set themselves, and a stage changes under another name."""
+    found: dict[str, Any] = {"bf16": False} if own.get("fp16") else {}
+    aliases = {name: name.replace("gradient_", "activation_") for name in own if name.startswith("gradient_checkpoint")}
+    known = {f.name for f in dataclasses.fields(TrainingArguments)}
+    return found | {new: own[old] for old, new in aliases.items() if new in known}
+
+
+def section(args: Any, found: Sequence[Any]) -> str:
+    """Before a setting's name in a message: the stage that has it, if there are several."""
+    return f"stages.{args.training_stage}." if len(found) > 1 else ""
+
+
+def check_stages(found: Sequence[Any], model: Any, data: Dataset, held_out: Dataset | None) -> None:
+    """
+    Raises:
+        ValueError: what the trainer of a stage would refuse, after the earlier ones had trained: labels without
+            experts, experts that the model lacks, or routers that the stage cannot train.
+    """
+    for args in found:
+        try:
+            loss_coefficients(model, args, type(args).__name__)
+            if getattr(args, "expert_map", None) is None:
+                continue
+            experts_of_labels(model, args)
+            for name, rows in {"train": data, "eval": held_out}.items():
+                if rows is not None:
+                    check_labels(rows, args.label_column, [label_text(label) for label in args.expert_map], name)
+        except ValueError as error:
+            raise ValueError(f"{section(args, found)[:-1]}: {error}") from error
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+_NO_CHECKPOINT = ("none", "false", "0")
+NO_PATH = ("true", "1", *_NO_CHECKPOINT)
+
+
+def found_checkpoint(args: Any) -> Path | None:
+    """
+    Where a stage goes on: `resume_from_checkpoint` is a checkpoint's folder, or true for the last one that is whole.
+
+    Raises:
+        ValueError: it is not whole, or none is.
+    """
+    given, refused = str(args.resume_from_checkpoint), None
+    if given.lower() in _NO_CHECKPOINT:
+        return None
+    if given.lower() not in NO_PATH:
+        _check_checkpoint(Path(given))
+        return Path(given)
+    for folder in reversed(numbered_checkpoints(Path(args.output_dir)).values()):
+        try:
+            _check_checkpoint(folder)
+        except ValueError as error:
+            refused = refused or error
+            continue
+        if refused is not None:
+            logger.warning("%s; going on from %s", refused, folder.name)
+        return folder
+    if refused is not None:
+        raise refused
+    return None
+
+
+def is_done(trainer: Any, checkpoint: Path) -> bool:
+    """
+    Whether a checkpoint has all steps of the training; then it is loaded. The trainer would take one more.
+
+    Raises:
+        ValueError: it has more, or cannot be loaded without training.
+    """
+    args, state = trainer.args, TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    if args.auto_find_batch_size and state.train_batch_size is not None:
+        trainer._train_batch_size = state.train_batch_size  # as the trainer does
+    steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
+    if state.global_step < steps:
+        return False
+    divided = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if steps < state.global_step or divided:
+        name, value = ("max_steps", steps) if args.max_steps > 0 else ("num_train_epochs", args.num_train_epochs)
+        raise ValueError(
+            f"{name}={value}: resume_from_checkpoint: {checkpoint} has {state.global_step} steps already; raise "
+            f"{name}, or start anew"
+        )
+    trainer._load_from_checkpoint(str(checkpoint))
+    trainer.state = state
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        trainer._load_best_model()
+    return True
+
+
+def check_same_adapter(checkpoint: Path, config: PeftConfig) -> None:
+    """
+    Raises:
+        ValueError: a setting of the adapter is not that of the checkpoint, of which only weights are read.
+    """
+    saved = read_object(checkpoint / "adapter_config.json")
+    given = json.loads(json.dumps(config.to_dict()))  # as it would be saved
+    own = MoELoraConfig.__dataclass_fields__.keys() - PeftConfig.__dataclass_fields__.keys()
+    for name in sorted(own & saved.keys()):
+        if _in_order(given[name]) != _in_order(saved[name]):
+            raise ValueError(
+                f"{name}={shown(given[name])}: resume_from_checkpoint: {checkpoint} was trained with "
+                f"{shown(saved[name])}; set that, or start anew"
+            )
+
+
+def _in_order(value: Any) -> Any:
+    """A setting; a list of one names modules or layers, in any order."""
+    return sorted(value, key=str) if isinstance(value, list) else value
+
+
+def _check_checkpoint(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: there is none, or a file of it is cut off.
+    """
+    what = f"resume_from_checkpoint: {folder}"
+    if not (folder / "trainer_state.json").is_file():
+        raise ValueError(f"{what}: has no trainer_state.json, so it is no whole checkpoint; remove it, or give another")
+    with reading(f"{what}: trainer_state.json", "remove the folder, to go on from the checkpoint before"):
+        state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        if not is_whole(state.global_step):
+            raise ValueError(f"global_step={state.global_step!r}: must be a whole number")
+    for path in sorted(folder.glob("*.safetensors")):
+        opened(path, what)
+    for path in sorted(folder.glob("*.pt*")):  # rng_state.pth, too
+        if not zipfile.is_zipfile(path):
+            raise ValueError(f"{what}: {path.name} is cut off; remove the folder, to go on from the checkpoint before")
+
+
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 def train_or_plan(options: Options, trainer: Any) -> None:

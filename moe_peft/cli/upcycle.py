@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
-from ..loading import read_tokenizer
 from ..native import UpcycleConfig, upcycle
+from ..utils.loading import read_tokenizer
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -45,9 +45,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _batches(options: argparse.Namespace) -> list[dict[str, Any]]:
     try:
-        from ..training.calibration import calibration_batches
-        from ..training.data import load_data
-        from ..training.rows import check_rows
+        from ..training.data import check_rows, load_data
+        from ..training.preparation import calibration_batches
     except ImportError as error:
         raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
     data = load_data(options.calibration, "--calibration", None)

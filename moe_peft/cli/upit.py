@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from ..sharding import leave_processes
-from ..training.planning import STRATEGIES, planned_launch
-from ..upit.parsing import load_recipe
+from ..training.estimate import STRATEGIES, planned_launch
 from ..upit.pipeline import UpIT
+from ..upit.recipe import load_recipe
 from ..upit.summary import print_plan, print_summary
+from ..utils.distributed import leave_processes
 
 
 def parser(prog: str) -> argparse.ArgumentParser:

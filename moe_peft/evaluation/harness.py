@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 
-from ..checks import FLAG, PATH, TEXT, Rule, check, check_fields, is_a, is_number, is_whole, whole
-from ..messages import one_line
+from ..utils.validation import FLAG, PATH, TEXT, Rule, check, check_fields, is_a, is_number, is_whole, one_line, whole
 
 # Fields and what they may be; more is checked below.
 _RULES: dict[str, Rule] = {

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ..adapter.config import MoELoraConfig, unread_settings
-from ..checks import COUNT, SEED, check, is_a
 from ..routing.routers import ROUTERS, RouterSettings, make_router
-from .gate import RoutedGate, gate_rule, put_router, take_router
-from .view import base_model, native_routers, router_sizes, text_config
+from ..utils.validation import COUNT, SEED, check, is_a
+from .introspection import base_model, native_routers, router_sizes, text_config
+from .routed_gate import RoutedGate, gate_rule, put_router, take_router
 
 # Fields of a native MoE's config while routers are in the place of its gates: their settings, and what the gates did.
 CONFIG_FIELD = "moe_peft_router"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import Rule, check, is_whole
 from ..routing.gates import Steering, top_k_gates
-from .gate import RoutedGate
-from .view import active_routers, adapter_layers, native_routers, router_sizes
+from ..utils.validation import Rule, check, is_whole
+from .introspection import active_routers, adapter_layers, native_routers, router_sizes
+from .routed_gate import RoutedGate
 
 _EXPERTS = Rule(
     lambda v: isinstance(v, torch.Tensor) and v.dim() == 1 and not _is_inexact(v),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from transformers import PreTrainedConfig
 
-from .initialise import FFN
+from .expert_init import FFN
 
 # The FFN block of a layer, in every dense family of the table.
 DENSE_BLOCK = "model.layers.{layer}.mlp"

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..loading import empty_model
+from ..utils.loading import empty_model
 from .families import DenseFamily, MoEFamily, Refuse
 
 # Qwen2-MoE always has a shared expert. Where none is wanted, it has this width and computes zero.

@@ -1,25 +1,354 @@
-"""Dense checkpoints to a native MoE checkpoint, one tensor at a time."""
+"""
+The settings of upcycling.
+
+The tensors of an upcycled MoE, computed from dense models' as they are asked for.
+
+Sources: Sparse Upcycling (Komatsuzaki et al., 2023), Drop-Upcycling (arXiv 2502.19261) with its fine-grained and shared
+experts (appendix C.6), weight scaling (He et al., 2024), several checkpoints as experts (Branch-Train-MiX, UpIT).
+
+Dense checkpoints to a native MoE checkpoint, one tensor at a time.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
-from ..checks import FOLDER, PATH, Rule, check, is_a
-from ..loading import read_model
-from ..models.attention_routers import attention_gates
-from ..reading import reading
-from .config import UpcycleConfig
+from ..models.attention_init import attention_gates
+from ..utils.io import reading
+from ..utils.loading import read_model
+from ..utils.validation import (
+    COUNT,
+    EXPERTS,
+    FLAG,
+    FOLDER,
+    MOST,
+    PATH,
+    SEED,
+    SHARE,
+    TEXT,
+    Rule,
+    check,
+    check_fields,
+    is_a,
+    one_of,
+    whole,
+    within,
+)
+from .expert_init import (
+    FFN,
+    INITIALISATION_READS,
+    INITIALISATIONS,
+    ROUTER_READS,
+    ExpertInit,
+    RouterInit,
+    Split,
+    generator_for,
+    joined,
+    router_weight,
+    shard_indices,
+    zero_ffn,
+)
 from .families import MoEFamily, find_families
-from .moe_config import moe_config
-from .upcycled import Upcycled
-from .writing import DenseModel, open_dense, parse_dtype, parse_size, write_moe
+from .model_folder import DenseModel, open_dense, parse_dtype, parse_size, write_moe
+from .moe_config import EMPTY_SHARED, moe_config
+
+# --- config ----------------------------------------------------------------------------------------------------------
+
+# Fields and what they may be.
+_RULES: dict[str, Rule] = {
+    "num_experts granularity": EXPERTS,
+    "top_k": COUNT,
+    "num_shared_experts num_added_shared_experts": whole(0, MOST),
+    "router_num_heads": EXPERTS.or_none(),
+    "router_aux_loss_coef": within(0),
+    "noise_scale noise_std router_init_std": within(0, 1000),  # more would not be finite in half precision
+    "noise_share drop_rate": SHARE,
+    "shared_indices weight_scaling": FLAG,
+    "router_init": one_of(get_args(RouterInit)),
+    "fine_grained_split": one_of(get_args(Split)),
+    "family dtype router_weights": TEXT.or_none(),
+    "max_shard_size": TEXT,
+    "seed": SEED,
+}
+# Fields with choices → the settings that each choice reads.
+_READS = {"init": INITIALISATION_READS, "router_init": ROUTER_READS}
+
+
+@dataclass
+class UpcycleConfig:
+    """
+    How a dense model becomes a MoE.
+
+    Args:
+        num_experts: n, before they are split (`granularity`).
+        top_k: experts per token, before they are split.
+        family: the MoE's model type; None takes the one that fits.
+        init: initial values of the experts, see `ExpertInit`.
+        noise_scale, noise_std, noise_share, drop_rate, shared_indices: its settings.
+        granularity: m. Every expert is split into m fine-grained ones of f/m neurons, and m·top_k are active
+            (Drop-Upcycling, appendix C.6.1).
+        fine_grained_split: the neurons of a fine-grained expert. `"partition"`: the m parts of an expert are a random
+            partition of the FFN. They share their initial gate, so they are chosen together at first, and the function
+            is kept. `"independent"`: every fine-grained expert has f/m random neurons of its own and a gate of its own,
+            however gates are made (the paper's choice); the function is kept on average only.
+        num_shared_experts: k_s of the m·n fine-grained experts are always active, as one shared block of k_s·f/m
+            random neurons. m·n - k_s experts are routed and m·top_k - k_s of them are active, so that the active width
+            stays top_k·f (Drop-Upcycling, appendix C.6.2). Needs a family with a shared expert (Qwen2-MoE).
+        num_added_shared_experts: whole copies of the dense FFN that are always active *beside* all routed experts, as
+            one shared block; the active width grows by as many f. Not the paper's shared experts.
+        weight_scaling: scale up and down projections so that the active experts add up to the dense FFN. The shared
+            block's gate in a Qwen2-MoE, one half at first, is made up for in any case.
+        router_init: initial gates: `"normal"` N(0, std²), `"uniform"` with that standard deviation, `"zeros"` (all
+            experts tie; the parts of one are then not chosen together), `"given"`, or `"attention"`: what an attention
+            router folds into whose queries and keys are the dense model's (Router Upcycling, section 3.2).
+        router_init_std: std, the gates' standard deviation; of `"uniform"`, U(-√3·std, √3·std).
+        router_num_heads: for `"attention"`, m: routers that the attention's heads are grouped into. None: the largest
+            number that divides the number of gates and the attention's size (n itself, if it does).
+        router_weights: for `"given"`, a safetensors file with a tensor per layer, named "0", "1", …: [m·n, d], a gate
+            for each fine-grained expert, or, with the split `"partition"`, also [n, d].
+        router_aux_loss_coef: coefficient of the load-balancing loss in the MoE's config (Drop-Upcycling, A.4: 0.02).
+        dtype: of the weights; None keeps the model's.
+        max_shard_size: of the output's files.
+        seed: of everything random. The same seed gives the same bytes.
+
+    Raises:
+        ValueError: a field has a value that cannot work; the message names it and the remedy.
+    """
+
+    num_experts: int = field(default=8, metadata={"help": "Experts per layer."})
+    top_k: int = field(default=2, metadata={"help": "Experts per token."})
+    family: str | None = field(default=None, metadata={"help": "Model type of the MoE, e.g. mixtral."})
+    init: str = field(default="copy", metadata={"help": f"Initial experts: {', '.join(INITIALISATIONS)}."})
+    noise_scale: float = field(
+        default=0.01, metadata={"help": "noise: standard deviation, in multiples of the weight's."}
+    )
+    noise_std: float = field(default=0.02, metadata={"help": "random_noise: standard deviation."})
+    noise_share: float = field(default=0.5, metadata={"help": "random_noise: share of the weights that get noise."})
+    drop_rate: float = field(default=0.5, metadata={"help": "drop: share of the neurons that are drawn anew."})
+    shared_indices: bool = field(default=True, metadata={"help": "drop: the same neurons in gate, up and down."})
+    granularity: int = field(default=1, metadata={"help": "Fine-grained experts that each expert is split into."})
+    fine_grained_split: str = field(
+        default="partition",
+        metadata={"help": f"Neurons of fine-grained experts: {', '.join(Split.__args__)}."},  # type: ignore[attr-defined]
+    )
+    num_shared_experts: int = field(default=0, metadata={"help": "Fine-grained experts that are always active."})
+    num_added_shared_experts: int = field(
+        default=0, metadata={"help": "Whole FFNs that are always active, beside all routed experts."}
+    )
+    weight_scaling: bool = field(default=True, metadata={"help": "Keep the size of the FFN's output."})
+    router_init: str = field(default="normal", metadata={"help": f"Initial gates: {', '.join(RouterInit.__args__)}."})  # type: ignore[attr-defined]
+    router_init_std: float = field(default=0.02, metadata={"help": "Standard deviation of random gates."})
+    router_num_heads: int | None = field(default=None, metadata={"help": "attention: groups of heads (m)."})
+    router_weights: str | None = field(default=None, metadata={"help": "Safetensors file with the given gates."})
+    router_aux_loss_coef: float = field(default=0.02, metadata={"help": "Load-balancing loss coefficient."})
+    dtype: str | None = field(default=None, metadata={"help": "float32, bfloat16 or float16; default: the model's."})
+    max_shard_size: str = field(default="5GB", metadata={"help": "Size of the output's files."})
+    seed: int = field(default=0, metadata={"help": "Seed of everything random."})
+
+    def __post_init__(self) -> None:
+        check_fields("upcycle", self, {**_RULES, "init": one_of(INITIALISATIONS)})
+        parse_dtype(self.dtype, None, "upcycle")
+        parse_size(self.max_shard_size, "upcycle")
+        if self.top_k > self.num_experts:
+            self._refuse("top_k", f"use at most num_experts={self.num_experts}")
+        if self.num_shared_experts >= self.granularity * self.top_k:
+            self._refuse("num_shared_experts", f"use fewer than granularity·top_k={self.granularity * self.top_k}")
+        if self.num_shared_experts and self.num_added_shared_experts:
+            self._refuse("num_added_shared_experts", "use this or num_shared_experts")
+        whole = self.granularity == 1 and not self.num_shared_experts
+        if whole and self.fine_grained_split != type(self).fine_grained_split:
+            self._refuse("fine_grained_split", "granularity=1 splits no expert; set granularity, or leave it out")
+        if self.router_init == "given" and self.router_weights is None:
+            self._refuse("router_weights", "goes with router_init='given'")
+        for field_name, reads in _READS.items():
+            self._check_read(field_name, reads)
+
+    @property
+    def num_gates(self) -> int:
+        """Initial gates of a layer, before shared experts are left out: the parts of a partition have one together."""
+        return self.num_experts * (1 if self.fine_grained_split == "partition" else self.granularity)
+
+    def _check_read(self, of: str, reads: dict[str, tuple[str, ...]]) -> None:
+        """Refuse settings that the choice of a field does not read."""
+        chosen = getattr(self, of)
+        for name in dict.fromkeys(setting for settings in reads.values() for setting in settings):
+            changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            if changed and name not in reads.get(chosen, (name,)):
+                readers = " or ".join(repr(choice) for choice, settings in reads.items() if name in settings)
+                self._refuse(name, f"goes with {of}={readers}")
+
+    def _refuse(self, name: str, remedy: str) -> None:
+        raise ValueError(f"upcycle: {name}={getattr(self, name)!r}: {remedy}")
+
+
+# --- upcycled --------------------------------------------------------------------------------------------------------
+
+_THREADS = 4  # also the number of FFNs that may wait in memory
+
+
+class Upcycled:
+    """
+    A MoE's content: expert i comes from the i-th dense model (in turn, where there are fewer), the backbone is their
+    average.
+
+    Args:
+        sources: dense models of one architecture.
+        routers: layer → given gates [n, d] or [m·n, d]; None draws them as the config says.
+
+    Raises:
+        ValueError: given gates are missing in a layer, have another shape, or hold NaN or infinity.
+    """
+
+    def __init__(
+        self, sources: list[DenseModel], config: UpcycleConfig, routers: Mapping[int, torch.Tensor] | None
+    ) -> None:
+        self.sources, self.config, self.routers = sources, config, routers
+        self.init = ExpertInit(
+            config.init,  # type: ignore[arg-type]
+            config.noise_scale,
+            config.noise_std,
+            config.noise_share,
+            config.drop_rate,
+            config.shared_indices,
+        )
+        self._ahead: Iterator[FFN] = iter(())
+        self._ahead_at: int | None = None  # the layer whose experts come next in it
+        if routers is not None:
+            self._check_routers(routers)
+
+    def _check_routers(self, routers: Mapping[int, torch.Tensor]) -> None:
+        dense, c = self.sources[0].config, self.config
+        shapes = [(n, dense.hidden_size) for n in sorted({c.num_gates, c.num_experts * c.granularity})]
+        wanted = " or ".join(map(str, shapes))
+        if c.num_gates > c.num_experts:
+            wanted += f", a gate for each fine-grained expert with fine_grained_split={c.fine_grained_split!r},"
+        for layer, weight in routers.items():
+            if layer not in range(dense.num_hidden_layers):
+                raise ValueError(
+                    f"upcycle: router_weights: no layer {layer!r}; give 0 to {dense.num_hidden_layers - 1}"
+                )
+            if not (isinstance(weight, torch.Tensor) and weight.is_floating_point()):
+                raise ValueError(f"upcycle: router_weights: layer {layer} is no tensor of floats; give {wanted}")
+        for layer in range(dense.num_hidden_layers):
+            if layer in routers and not routers[layer].isfinite().all():
+                raise ValueError(f"upcycle: router_weights: layer {layer} holds NaN or infinity; give other ones")
+            if layer not in routers or tuple(routers[layer].shape) not in shapes:
+                has = f"shape {tuple(routers[layer].shape)}" if layer in routers else "no tensor"
+                raise ValueError(f"upcycle: router_weights: layer {layer} has {has}; give {wanted} for every layer")
+
+    def backbone(self, name: str) -> torch.Tensor:
+        if len(self.sources) == 1:
+            return self.sources[0].backbone(name)
+        total = self.sources[0].backbone(name).double()
+        for source in self.sources[1:]:
+            total += source.backbone(name)
+        return total / len(self.sources)
+
+    def router(self, layer: int) -> torch.Tensor:
+        c, d = self.config, self.sources[0].config.hidden_size
+        if self.routers is not None:
+            weight_ND = self.routers[layer]
+        else:
+            generator = generator_for(c.seed, layer, "router")
+            weight_ND = router_weight(c.router_init, c.num_gates, d, generator, c.router_init_std)  # type: ignore[arg-type]
+        parts = c.num_experts * c.granularity // len(weight_ND)
+        return weight_ND.repeat_interleave(parts, dim=0)[c.num_shared_experts :]
+
+    def experts(self, layer: int) -> Iterator[FFN]:
+        """The routed experts of a layer. Quickest for one layer after the other, as the next one's are begun early."""
+        c = self.config
+        ahead = self._ahead if self._ahead_at == layer else self._experts_from(layer)
+        self._ahead_at = None
+        yield from islice(ahead, c.num_experts * c.granularity - c.num_shared_experts)
+        self._ahead, self._ahead_at = ahead, layer + 1
+
+    def _experts_from(self, first: int) -> Iterator[FFN]:
+        """
+        All experts from a layer on, made by a few threads ahead of the writing: drawing random numbers takes longer
+        than writing them.
+        """
+        workers = min(_THREADS, os.cpu_count() or 1)
+        pending: deque[Future[FFN]] = deque()
+        with ThreadPoolExecutor(workers) as pool:
+            for layer in range(first, self.sources[0].config.num_hidden_layers):
+                for ffn, place in self._routed(layer):
+                    pending.append(pool.submit(self._expert, layer, ffn, place))
+                    if len(pending) > workers:
+                        yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+
+    def _routed(self, layer: int) -> Iterator[tuple[FFN, int]]:
+        """The dense FFN that each routed expert is made from, or the part of one, and its place among the m·n."""
+        c, m = self.config, self.config.granularity
+        for expert in range(c.num_experts):
+            if expert == 0 or len(self.sources) > 1:
+                ffn = self._source(expert).ffn(layer)
+            for place, index in enumerate(self._neurons(layer, expert, ffn.gate.shape[0]), expert * m):
+                if place >= c.num_shared_experts:  # the first ones are the shared block
+                    yield (ffn if m == 1 else ffn.neurons(index)), place
+
+    def _neurons(self, layer: int, expert: int, f: int) -> list[torch.Tensor]:
+        """The neurons of each of the m parts of an expert."""
+        c, m = self.config, self.config.granularity
+        if c.fine_grained_split == "partition":
+            return shard_indices(f, m, generator_for(c.seed, layer, expert, "shards"))
+        return [
+            torch.randperm(f, generator=generator_for(c.seed, layer, expert, "neurons", part))[: f // m]
+            for part in range(m)
+        ]
+
+    def _expert(self, layer: int, ffn: FFN, place: int) -> FFN:
+        c, m = self.config, self.config.granularity
+        made = self.init.make(ffn, place, c.num_experts * m, generator_for(c.seed, layer, place))
+        if not c.weight_scaling:
+            return made
+        # The active experts are k times as wide as the dense FFN, so each of their neurons should count 1/k. The gates
+        # of the m·k - k_s routed ones sum to 1. Added shared experts are the FFN again, once each.
+        return made.scaled((m * c.top_k - c.num_shared_experts) / c.top_k / (1 + c.num_added_shared_experts))
+
+    def shared(self, layer: int) -> FFN:
+        c = self.config
+        if c.num_added_shared_experts:
+            block = joined([self._source(i).ffn(layer) for i in range(c.num_added_shared_experts)])
+            factor = 1 / (1 + c.num_added_shared_experts)
+        elif c.num_shared_experts:
+            sampled = joined(list(self._sampled(layer)))
+            block = self.init.make(sampled, 0, 1, generator_for(c.seed, layer, "shared"))
+            factor = 1 / c.top_k
+        else:
+            return zero_ffn(EMPTY_SHARED, self.sources[0].config.hidden_size)
+        gate, up, down = block.scaled(factor if c.weight_scaling else 1.0)
+        return FFN(gate, up, 2 * down)  # its gate in a Qwen2-MoE is a sigmoid, which is one half at first
+
+    def _sampled(self, layer: int) -> Iterator[FFN]:
+        """
+        The neurons of the shared block: those of the first k_s parts of the experts' partitions. No neuron is in it
+        twice while it is no wider than the dense FFN.
+        """
+        c, m = self.config, self.config.granularity
+        for first in range(0, c.num_shared_experts, m):
+            expert = first // m
+            ffn = self._source(expert).ffn(layer)
+            parts = shard_indices(ffn.gate.shape[0], m, generator_for(c.seed, layer, expert, "shards"))
+            yield ffn.neurons(torch.cat(parts[: c.num_shared_experts - first]))
+
+    def _source(self, expert: int) -> DenseModel:
+        return self.sources[expert % len(self.sources)]
+
+
+# --- upcycle ---------------------------------------------------------------------------------------------------------
 
 # What models must have in common for their average to make sense.
 _SAME = (

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..analysis.loading import Rows
-from ..models.view import RoutedPass, observed_routing
+from ..analysis.inputs import Rows
+from ..models.introspection import RoutedPass, observed_routing
 from ..training.data import rows_of_labels
 from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from ..analysis.loading import check_limits, load, load_rows
-from ..cards import write_model_card
-from ..checks import FOLDER, PATH, TEXT, check
-from ..contexts import free_memory
-from ..merging import likeness
-from ..models.size import ModelSize
-from ..native.checkpoint import whole_folder
-from .folders import Folder, open_folder
+from ..analysis.inputs import check_limits, load, load_rows
+from ..models.model_size import ModelSize
+from ..native.safetensors_io import whole_folder
+from ..utils.expert_merging import likeness
+from ..utils.model_card import write_model_card
+from ..utils.torch_contexts import free_memory
+from ..utils.validation import FOLDER, PATH, TEXT, check
+from .expert_groups import Groups, LayerFacts, Rules, plan_layers, weights_of
 from .measure import Choices, losses_of
-from .plan import Groups, LayerFacts, Rules, plan_layers, weights_of
+from .routed_folders import Folder, open_folder
 
 REPORT = "pruning.json"
 MIN_LOAD = 0.01

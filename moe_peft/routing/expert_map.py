@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checks import COUNT, check
+from ..utils.validation import COUNT, check
 
 
 def label_text(label: Any) -> str:

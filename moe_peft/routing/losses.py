@@ -15,7 +15,7 @@ from typing import Literal, cast, get_args
 
 import torch
 
-from ..checks import check, one_of
+from ..utils.validation import check, one_of
 from .gates import check_top_k
 
 Scope = Literal["global", "layer"]

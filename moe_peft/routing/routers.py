@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..checks import COUNT, EXPERTS, check, one_of
-from ..contexts import evaluating, without_autocast
+from ..utils.torch_contexts import evaluating, without_autocast
+from ..utils.validation import COUNT, EXPERTS, check, one_of
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]

@@ -1,6 +1,5 @@
-from .dpo import MoEDPOConfig, MoEDPOTrainer
 from .router_losses import RouterLossConfig, RouterLossesMixin
-from .sft import MoESFTConfig, MoESFTTrainer
+from .trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
 
 __all__ = [
     "MoEDPOConfig",

@@ -1,4 +1,12 @@
 """
+The coefficients of the losses on routers, and whether a model's routers can be trained with them.
+
+The three-phase schedule: a cautious start, the main part, a cautious end.
+
+Gradient clipping that counts a parameter as often as the parameters that it stands for.
+
+What a trainer logs of its routers: means over all tokens since the last log, of all batches and processes.
+
 Losses on the routers for any TRL trainer, for a MoE-LoRA adapter or a native transformers MoE.
 
     class MoEDPOTrainer(RouterLossesMixin, DPOTrainer): ...
@@ -9,37 +17,196 @@ with a config that inherits from `RouterLossConfig` and `DPOConfig` in the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, make_dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from ..checks import FLAG, TEXT, Rule, check, check_fields, one_of, within
-from ..compat import loss_is_of_whole_step
-from ..models.steering import steered
-from ..models.view import (
+from ..models.introspection import (
     RoutedPass,
     active_routers,
+    adapter_layers,
     observed_routing,
     router_parameters,
     router_sizes,
     text_config,
 )
+from ..models.steering import steered
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
-from ..routing.statistics import compliance, counted_experts, entropies
-from .arguments import trains_adapter
-from .cards import ModelCardMixin
-from .clipping import WholeNormMixin
-from .coefficients import is_reentrant, loss_coefficients
-from .freezing import freeze_for_stage
+from ..routing.routers import Router
+from ..routing.statistics import compliance, counted_experts, entropies, load_health, load_verdicts
+from ..utils.compat import loss_is_of_whole_step
+from ..utils.validation import FLAG, TEXT, Rule, check, check_fields, one_of, within
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
-from .phases import phase_at, three_phase_scheduler
-from .router_log import RouterLog, Sum, token_sum
+from .preflight import trains_adapter
+from .trainable import freeze_for_stage
+from .training_card import ModelCardMixin
+
+# --- coefficients ----------------------------------------------------------------------------------------------------
+
+
+def loss_coefficients(model: Any, args: Any, caller: str) -> dict[str, float]:
+    """
+    The coefficient of each loss of `ROUTER_LOSSES`.
+
+    Args:
+        args: a config with the fields of `RouterLossConfig`.
+
+    Raises:
+        ValueError: the model's routers cannot be trained so; the message begins with `caller`.
+    """
+    if args.training_stage == "routers" and not router_parameters(model):
+        raise ValueError(f"{caller}: training_stage='routers': these routers have no parameters; use 'joint'")
+    found = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
+    constant = all(getattr(router, "by_token_id", False) for router in active_routers(model))
+    for name, loss in ROUTER_LOSSES.items():
+        wanted = not loss.needs_labels or getattr(args, "expert_map", None) is not None
+        if constant and wanted and found[name]:
+            raise ValueError(
+                f"{caller}: {coefficient_field(name)}={found[name]}: these routers go by token ids, "
+                "so the loss is a constant; set it to 0"
+            )
+    if found["aux"] is None:
+        found["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
+    if not adapter_layers(model) and is_reentrant(args) and any(found.values()):
+        raise ValueError(
+            f"{caller}: gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
+            "without gradients, which its losses on routers need; set it to False"
+        )
+    return found
+
+
+def is_reentrant(args: Any) -> bool:
+    """Whether layers run again inside the backward pass, without gradients in the first one."""
+    return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+
+
+# --- phases ----------------------------------------------------------------------------------------------------------
+
+PHASE_ENDS = (0.05, 0.75, 1.0)  # as shares of the steps
+LEARNING_RATE = (0.1, 1.0, 0.1)  # factors; those of the losses are in `routing.losses.ROUTER_LOSSES`
+
+
+def phase_at(step: int, steps: int) -> int:
+    """The phase (0, 1 or 2) that a step of `steps` belongs to."""
+    return next((i for i, end in enumerate(PHASE_ENDS) if step < end * steps), len(PHASE_ENDS) - 1)
+
+
+def three_phase_scheduler(optimizer: Optimizer, steps: int) -> LambdaLR:
+    """The learning rate schedule over `steps` optimizer steps."""
+    return LambdaLR(optimizer, partial(_rate, steps=steps))  # without a state, which resuming would restore
+
+
+def _rate(step: int, steps: int) -> float:
+    """The learning rate factor at a step."""
+    return LEARNING_RATE[phase_at(step, steps)]
+
+
+# --- clipping --------------------------------------------------------------------------------------------------------
+
+
+def multiplicities(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The parameters of routers that stand for several with equal gradients, and for how many (`Router.stands_for`)."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    return {getattr(router, name): count for router in routers for name, count in router.stands_for.items()}
+
+
+@contextmanager
+def whole_norm(model: nn.Module) -> Iterator[None]:
+    """Gradients whose norm is that of all the parameters that a model's stand for; undone afterwards, to rounding."""
+    counted = [(p.grad, count**0.5) for p, count in multiplicities(model).items() if p.grad is not None]
+    for grad, root in counted:
+        grad.mul_(root)
+    yield
+    for grad, root in counted:
+        grad.div_(root)
+
+
+class WholeNormMixin:
+    """Mixin for a Trainer: it clips by, and logs, the norm of `whole_norm`. DeepSpeed clips by itself, without it."""
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        with whole_norm(model):
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        with whole_norm(model) if grad_norm is None else nullcontext():  # None: nothing was clipped
+            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+
+
+# --- router log ------------------------------------------------------------------------------------------------------
+
+Sum = tuple[torch.Tensor, torch.Tensor]  # of values, and how many they are
+
+
+def token_sum(values_T: torch.Tensor, mask_T: torch.Tensor) -> Sum:
+    """Of the tokens that count."""
+    return (values_T * mask_T).sum(), mask_T.sum()
+
+
+class RouterLog:
+    """
+    Args:
+        trainer: a TRL trainer, which logs the means of the lists that it is given, and clears them then.
+        sizes: each router's n.
+    """
+
+    def __init__(self, trainer: Any, sizes: Sequence[int]) -> None:
+        self.trainer, self.sizes = trainer, sizes
+        self._sums: dict[tuple[bool, str], torch.Tensor] = {}  # in training or not, and name → since the last log
+
+    @torch.no_grad()
+    def note(self, noted: Mapping[str, Sum]) -> None:
+        """Values of one batch, by name."""
+        sums = torch.stack([torch.stack([part.detach().double() for part in pair]) for pair in noted.values()])
+        for name, (total, count) in zip(noted, self._since_the_last_log(noted, sums).tolist(), strict=True):
+            self._log[name] = [total / max(count, 1.0)]
+
+    @torch.no_grad()
+    def note_load(self, passes: Sequence[RoutedPass], mask_T: torch.Tensor) -> None:
+        """How evenly the experts were used."""
+        by_layer = zip(*(seen.chosen for seen in passes), strict=True)
+        counts_LN = torch.stack([
+            mask_T.double() @ torch.cat([chosen_TN.to(mask_T.device) for chosen_TN in of_layer]).double()
+            for of_layer in by_layer
+        ])  # fmt: skip
+        tokens_L1 = mask_T.double().sum().expand(len(counts_LN), 1)
+        sums = self._since_the_last_log(["load_cv"], torch.cat([counts_LN, tokens_L1], dim=1).unsqueeze(0))
+        health = load_health(sums[0, :, :-1], self.sizes)
+        self._log["load_cv"] = [health.coefficient_of_variation]
+        self._log["load_cv_by_chance"] = [health.by_chance]
+        self._log["dead_experts"] = [float(health.dead)]
+
+    def load_verdicts(self) -> list[str]:
+        """Those on the load in training, of the tokens that the last log was about or of those since then."""
+        sums = self._sums.get((True, "load_cv"))
+        return [] if sums is None else load_verdicts(sums[:, :-1], self.sizes, float(sums[0, -1]))
+
+    def _since_the_last_log(self, names: Iterable[str], sums: torch.Tensor) -> torch.Tensor:
+        """Sums of a batch, one per name, with those of other processes and of the batches before it."""
+        reduced = self.trainer.accelerator.reduce(sums, "sum").cpu()
+        for i, name in enumerate(names):
+            key = (self.trainer.model.training, name)
+            if name in self._log:
+                reduced[i] += self._sums[key]
+            self._sums[key] = reduced[i]
+        return reduced
+
+    @property
+    def _log(self) -> Any:
+        trainer = self.trainer
+        log = trainer._metrics if hasattr(trainer, "_metrics") else trainer._stored_metrics
+        return log["train" if trainer.model.training else "eval"]
+
+
+# --- router losses ---------------------------------------------------------------------------------------------------
 
 Stage = Literal["joint", "routers", "rest"]
 LabelTokens = Literal["all", "completion"]

@@ -15,11 +15,11 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from ..compat import private
-from ..contexts import evaluating, free_memory
+from ..models.introspection import base_model
 from ..models.steering import force_experts
-from ..models.view import base_model
-from ..sharding import gathered_as_it_runs, is_divided
+from ..utils.compat import private
+from ..utils.distributed import gathered_as_it_runs, is_divided
+from ..utils.torch_contexts import evaluating, free_memory
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")

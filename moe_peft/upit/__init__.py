@@ -1,11 +1,10 @@
 """UpIT: checkpoints of ordinary fine-tuning become the experts of a Mixture-of-Experts (arXiv 2410.01610)."""
 
 from .expand import expand_experts
-from .parsing import load_recipe, recipe_from_dict
 from .pipeline import UpIT
 from .post_train import post_train
 from .prepare import prepare_experts
-from .recipe import Recipe
+from .recipe import Recipe, load_recipe, recipe_from_dict
 from .router_init import init_router
 
 __all__ = [

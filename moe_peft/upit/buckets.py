@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ..checks import COUNT, EXPERTS, SEED, Rule, check, is_a, whole
-from ..messages import one_of
 from ..routing.expert_map import label_text, read_expert_map
 from ..training.data import check_label_column, drawn
+from ..utils.validation import COUNT, EXPERTS, SEED, Rule, check, choice_error, is_a, whole
 
 Buckets = list[list[int]]
 
@@ -219,7 +218,7 @@ def fill_buckets(
         ValueError: the rule is unknown, needs labels that the data lack, or cannot place an example.
     """
     if rule not in BUCKETS:
-        raise ValueError(f"{one_of('buckets', rule, BUCKETS)}, or leave this stage out")
+        raise ValueError(f"{choice_error('buckets', rule, BUCKETS)}, or leave this stage out")
     needs = BUCKETS[rule]
     if needs.needs_labels and (label_column is None or label_column not in seeds.column_names):
         raise ValueError(f"label_column={label_column!r}: buckets={rule!r} needs a column of labels in the data")

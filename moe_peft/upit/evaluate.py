@@ -1,12 +1,19 @@
-"""Held-out losses by domain, and where the tokens of each domain go."""
+"""
+Held-out losses by domain, and where the tokens of each domain go.
+
+The last stage, of both modes: what the result is worth, on held-out data and on tasks.
+"""
 
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -16,13 +23,23 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from ..analysis.record import RoutingStatistics, record_routing
+from ..analysis.figures import plot_shares
+from ..analysis.html import load_section, losses_section, shares_section, write_page
+from ..analysis.recorder import RoutingStatistics, record_routing
+from ..evaluation.harness import Harness
+from ..evaluation.results import Scores
+from ..models.introspection import adapter_layers, native_routers
 from ..models.steering import allow_experts
-from ..models.view import adapter_layers, native_routers
 from ..routing.expert_map import label_text
-from ..training.data import check_domains, check_label_column, rows_of_labels
+from ..training.data import check_domains, check_label_column, rows_of_labels, source_name
+from ..training.preparation import tokenized
 from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
-from ..training.tokenizing import tokenized
+from ..utils.loading import chat_template, check_template
+from .fingerprint import hash_file
+from .recipe import Recipe, as_dict, evaluate_tasks, load_harness, recorded_scores, task_files
+from .stages import TrainerStage
+
+# --- evaluate --------------------------------------------------------------------------------------------------------
 
 
 class Evaluation(NamedTuple):
@@ -100,3 +117,142 @@ def _gather(statistics: RoutingStatistics) -> None:
     if PartialState().num_processes > 1:
         statistics.counts = sum(gather_object([statistics.counts]))
         statistics.tokens = sum(gather_object([statistics.tokens]))
+
+
+# --- evaluation stage ------------------------------------------------------------------------------------------------
+
+
+class Evaluate(TrainerStage):
+    """Held-out losses by domain, where the tokens of each domain go, and tasks of lm-evaluation-harness."""
+
+    name = "evaluate"
+    inputs = ("model", "eval", "chat_template")
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.data.eval is not None or bool(recipe.evaluate.tasks)
+
+    @cached_property
+    def harness(self) -> Harness | None:
+        """The tasks; None if the recipe names none."""
+        settings = self.recipe.evaluate.settings
+        return None if settings is None else load_harness(settings)
+
+    @property
+    def _training(self) -> tuple[str, dict[str, Any]]:
+        """The stage that trains the result, and its own training arguments."""
+        name = "post_train" if self.recipe.facts.assembles else "prepare"
+        return name, getattr(self.recipe, name).sft
+
+    @property
+    def template(self) -> tuple[str, str | None]:
+        """That of the stage that trains the result."""
+        name, own = self._training
+        if "chat_template_path" in own:
+            return f"{name}.sft.chat_template_path", own["chat_template_path"]
+        return super().template
+
+    def examples(self) -> Dataset | None:
+        return self.context.eval_data
+
+    def example_arguments(self, folder: Path, **own: Any) -> SFTConfig:
+        """Examples are scored one by one."""
+        return self.arguments(folder, **{"packing": False, "padding_free": False, **own})
+
+    def arguments(self, folder: Path, **own: Any) -> SFTConfig:
+        return super().arguments(
+            folder, **{"chat_template_path": self.template[1], "eos_token": self._end_token, **own}
+        )
+
+    @property
+    def _end_token(self) -> str | None:
+        return {**self.sft, **self._training[1]}.get("eos_token")
+
+    def check(self) -> None:
+        _ = self.harness  # a wrong name should be known before the run
+        self._tokenizer()
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """
+        The tokenizer for tasks, with the chat template and the end token of the training.
+
+        Raises:
+            ValueError: tasks go through a chat template, and it has none, or none of that name.
+        """
+        tokenizer, asked = self.context.tokenizer, self.recipe.evaluate.apply_chat_template
+        field, path = self.template
+        tokenizer.chat_template = chat_template(path, field) or tokenizer.chat_template
+        tokenizer.eos_token = self._end_token or tokenizer.eos_token
+        if self.recipe.evaluate.tasks:
+            check_template(tokenizer, asked, "evaluate.apply_chat_template", "set sft.chat_template_path")
+        return tokenizer
+
+    def check_base(self) -> None:
+        plugin = self.arguments(self.folder).deepspeed_plugin
+        if self.harness is not None and plugin is not None and plugin.zero_stage == 3:
+            raise ValueError(
+                f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 divides the model; "
+                "leave them out, and run `moe-peft eval` on the result"
+            )
+
+    @abstractmethod
+    def load(self, folder: Path) -> tuple[PeftModel | PreTrainedModel, PreTrainedModel | None]:
+        """The trained model, and its base if the model does not hold that itself."""
+
+    @property
+    def label_mask(self) -> dict[str, list[int]] | None:
+        """The experts that tokens of a label may go to, if stage 4 trained with such a mask."""
+        return self.recipe.expert_map if self.recipe.masks_labels else None
+
+    def settings(self) -> dict[str, Any]:
+        section = as_dict(self.recipe.evaluate)
+        found = {key: value for key, value in super().settings().items() if key not in (*section, "seed")}
+        if self.label_mask is not None:
+            found["label_mask"] = self.label_mask
+        if self.recipe.evaluate.tasks:
+            files = task_files(self.recipe.evaluate, apart_from=self.context.root)
+            found |= {**section, "task_files": [hash_file(path) for path in files]}
+        return found
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        assert self.given.model is not None
+        args = self.arguments(folder)
+        model, base = self.load(self.given.model)
+        found = self._losses(args, folder, model, base)
+        if self.harness is not None:
+            found["tasks"] = evaluate_tasks(self.harness, model, self._tokenizer(), base)
+        return found
+
+    def _losses(
+        self, args: SFTConfig, folder: Path, model: PeftModel | PreTrainedModel, base: PreTrainedModel | None
+    ) -> dict[str, Any]:
+        """Held-out losses and routing, if there are held-out data."""
+        r, data = self.recipe, self.context.eval_data
+        if data is None:
+            return {}
+        found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base, self.label_mask)
+        if args.should_save:
+            self._write_page(found, folder)
+        shares = {domain: share.tolist() for domain, share in found.shares.items()}
+        return {"loss": found.losses, "shares": shares, "warnings": found.warnings}
+
+    def _write_page(self, found: Evaluation, folder: Path) -> None:
+        """`routing.png` and `report.html`: losses beside the base's, and routing."""
+        r, sections = self.recipe, [losses_section(found.losses)]
+        if found.shares:
+            plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
+            sections += [load_section(found.warnings), shares_section(found.shares, folder / "routing.png")]
+        lead = [
+            f"Base: {Path(r.model.name_or_path).name}",
+            f"Held-out data: {Path(str(source_name(r.data.eval))).name}",
+        ]
+        write_page(folder / "report.html", f"Result of the method {r.method}", lead, sections)
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return "routing.png, report.html" if metrics.get("shares") else "report.html" if "loss" in metrics else ""
+
+    def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
+        return metrics.get("loss")
+
+    def scores(self, metrics: dict[str, Any]) -> dict[str, Scores] | None:
+        return recorded_scores(metrics["tasks"]) if "tasks" in metrics else None

@@ -1,17 +1,31 @@
-"""Stage 2, expert expansion: merges LoRA adapter folders into further ones. No base model is needed."""
+"""
+Stage 2, expert expansion: merges LoRA adapter folders into further ones. No base model is needed.
+
+Stage 2 for experts that are whole models (UpIT, section 2.2, Algorithm 2): merges dense checkpoints into further ones.
+
+Checkpoints are read and written tensor by tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from peft import LoraConfig
+from transformers import AutoConfig
 
-from ..adapter.convert import lora_scalings
-from ..checks import EXPERTS, FOLDER, PATH, PATHS, SEED, check
-from ..loading import read_adapter_config, read_adapter_weights
-from ..merging import DROP_RATE, Descent, Expansion, Similarity, expand
-from .files import copy_adapter, own_folders, write_adapter
+from ..adapter.lora_conversion import lora_scalings
+from ..native.families import find_families
+from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS
+from ..native.safetensors_io import Checkpoint, ShardedWriter
+from ..utils.expert_merging import DROP_RATE, Descent, Expansion, Similarity, dare_tensor, expand
+from ..utils.loading import read_adapter_config, read_adapter_weights
+from ..utils.validation import EXPERTS, FOLDER, PATH, PATHS, SEED, check
+from .files import copy_adapter, link_model, own_folders, write_adapter
+
+# --- expand ----------------------------------------------------------------------------------------------------------
 
 
 def expand_experts(
@@ -26,7 +40,7 @@ def expand_experts(
     initial: str | Path | None = None,
 ) -> tuple[list[Path], list[Descent]]:
     """
-    Merge LoRA adapters into further ones until there are `num_experts` (see `moe_peft.merging.expand`).
+    Merge LoRA adapters into further ones until there are `num_experts` (see `moe_peft.utils.expert_merging.expand`).
 
     Args:
         experts: LoRA adapter folders, all of one configuration.
@@ -91,3 +105,77 @@ def _config(folder: str | Path) -> LoraConfig:
     if not isinstance(config, LoraConfig):
         raise ValueError(f"expand_experts: {folder} is not a LoRA adapter; give plain LoRA adapters")
     return config
+
+
+# --- expand checkpoints ----------------------------------------------------------------------------------------------
+
+
+class _Displacements(Mapping[str, torch.Tensor]):
+    """A checkpoint's FFN weights minus the base's, in float32, each computed when it is asked for."""
+
+    def __init__(self, folder: Path, base: Checkpoint, names: list[str]) -> None:
+        self.folder, self.own, self.base = folder, Checkpoint(folder, "expand_checkpoints"), base
+        self.names = names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.own.tensor(name).float() - self.base.tensor(name).float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def expand_checkpoints(
+    experts: Sequence[str | Path],
+    base: str | Path,
+    *,
+    output_dir: str | Path,
+    num_experts: int,
+    method: Expansion = "genetic",
+    drop_rate: float = 0.9,
+    seed: int = 0,
+) -> tuple[list[Path], list[Descent]]:
+    """
+    Merge dense checkpoints into further ones until there are `num_experts`. FFNs are merged by DARE of their
+    displacements from the base's, all other weights by averaging the parents'. The similarity of two experts is the
+    cosine of the displacements of all FFNs.
+
+    Args:
+        experts: model folders, fine-tuned from `base`.
+        output_dir: gets `experts/0` … `experts/n-1`, the given ones first.
+
+    Returns:
+        the n folders, and the descent of each new expert.
+
+    Raises:
+        ValueError: an expert is one of the folders that would be written.
+    """
+    folders = own_folders(Path(output_dir), num_experts, experts, "expand_checkpoints")
+    origin, config = Checkpoint(Path(base), "expand_checkpoints"), AutoConfig.from_pretrained(base)
+    names = sorted(find_families(config.model_type, None, "expand_checkpoints")[0].ffn_shapes(config))
+    given = [_Displacements(Path(folder), origin, names) for folder in experts]
+    made: list[Path] = []
+
+    def merge(a: Any, b: Any, alpha: float, rate: float, generator: torch.Generator) -> _Displacements:
+        folder = folders[len(given) + len(made)]
+        link_model(a.folder, folder, weights=False)
+        others = [name for name in a.own if name not in a.names and not name.endswith(NOT_WEIGHTS)]
+        plan = {name: (a.own.dtype(name), a.own.shape(name)) for name in (*a.names, *others)}
+        with ShardedWriter(folder, plan) as writer:
+            for name in a.names:
+                moved = dare_tensor(a[name], b[name], alpha, rate, generator)
+                writer.write(name, origin.tensor(name).float() + moved)
+            for name in others:
+                same = b.own.place(name, EMBEDDINGS if name == HEAD else None)  # a tied head may be stored or not
+                writer.write(name, (a.own.tensor(name).double() + b.own.tensor(same).double()) / 2)
+        made.append(folder)
+        return _Displacements(folder, origin, names)
+
+    for folder, target in zip(experts, folders, strict=False):
+        link_model(Path(folder), target)
+    descents = expand(
+        given, num_experts, method=method, similarity="values", drop_rate=drop_rate, seed=seed, merge=merge
+    )[1]
+    return folders, descents

@@ -15,27 +15,26 @@ from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
-from ..loading import empty_model
-from ..models.attention_routers import check_attention, fold_routers, init_attention_routers
+from ..models.attention_init import check_attention, fold_routers, init_attention_routers
+from ..models.introspection import router_parameters
+from ..models.model_size import model_size
 from ..models.native_routers import replace_routers
-from ..models.size import model_size
-from ..models.view import router_parameters
+from ..native.model_folder import copy_terms, open_dense
 from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
-from ..native.writing import copy_terms, open_dense
 from ..routing.routers import RouterSettings
-from ..training.calibration import calibration_batches
+from ..training.preparation import calibration_batches, tokenized
 from ..training.scoring import Collator, score_checkpoints
-from ..training.tokenizing import tokenized
+from ..utils.loading import empty_model
 from .buckets import fill_buckets
-from .dense_experts import init_expert_routers
-from .evaluation_stage import Evaluate
-from .expand_checkpoints import expand_checkpoints
+from .evaluate import Evaluate
+from .expand import expand_checkpoints
+from .expert_similarity import of_ffns
 from .files import expert_folders, finish_native, read_perplexity, write_buckets, write_perplexity, write_vectors
 from .inputs import load_checkpoint, load_config, load_empty, load_model, model_folder
-from .likeness import of_ffns
 from .post_train import post_train
-from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
-from .stages import STATE, Artefacts, Stage
+from .router_init import init_expert_routers
+from .stage_cache import STATE, Artefacts, Stage
+from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
 
 logger = logging.getLogger("moe_peft")
 

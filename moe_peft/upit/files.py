@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
-from ..native.checkpoint import Checkpoint, ShardedWriter
 from ..native.families import FAMILIES
-from ..native.writing import add_older_names
-from ..reading import read_object, reading
-from ..training.checkpoints import link_folder, link_weights
+from ..native.model_folder import add_older_names
+from ..native.safetensors_io import Checkpoint, ShardedWriter
+from ..training.checkpointing import link_folder, link_weights
+from ..utils.io import read_object, reading
 
 logger = logging.getLogger("moe_peft")
 

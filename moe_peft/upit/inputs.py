@@ -8,11 +8,11 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..adapter.ffn import find_layout
+from ..adapter.ffn_layout import find_layout
 from ..adapter.model import find_ffns
-from ..loading import check_tokenizer, empty_model, quantization_config, read_config, read_model, read_tokenizer
-from ..native.routed import read_routed_model
-from .sections import ModelSection
+from ..native.router_files import read_routed_model
+from ..utils.loading import check_tokenizer, empty_model, quantization_config, read_config, read_model, read_tokenizer
+from .recipe import ModelSection
 
 
 def load_model(section: ModelSection) -> PreTrainedModel:

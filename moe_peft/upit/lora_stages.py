@@ -13,22 +13,20 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 
 from ..adapter.config import MoELoraConfig
-from ..adapter.convert import determined_fields, lora_to_moe
-from ..loading import read_adapter_config
-from ..models.size import model_size
-from ..models.view import router_parameters
-from .evaluation_stage import Evaluate
+from ..adapter.lora_conversion import determined_fields, lora_to_moe
+from ..models.introspection import router_parameters
+from ..models.model_size import model_size
+from ..utils.loading import read_adapter_config
+from .evaluate import Evaluate
 from .expand import expand_experts
+from .expert_similarity import of_loras
 from .files import copy_adapter, write_buckets
 from .inputs import ffn_projections, load_empty, load_model
-from .likeness import of_loras
-from .own_updates import refuse_optimizer
-from .passthrough import FROM_EXPERTS
 from .post_train import post_train
-from .recipe import Recipe
-from .router_init import init_router
-from .shared_stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics, shared_out
-from .stages import Artefacts, Stage
+from .recipe import FROM_EXPERTS, Recipe
+from .router_init import init_router, refuse_optimizer
+from .stage_cache import Artefacts, Stage
+from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics, shared_out
 
 _ADAPTER = "adapter"
 

@@ -1,11 +1,19 @@
-"""The run of a recipe: UpIT and the methods it is compared with, all made of the same stages."""
+"""
+How much disk a run takes.
+
+Where trackers write what a stage's trainer reports.
+
+The run of a recipe: UpIT and the methods it is compared with, all made of the same stages.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,29 +24,79 @@ import torch
 import transformers
 import trl
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import parse_flag_from_env, patch_environment
 from datasets import Dataset
 from transformers.integrations import unset_hf_deepspeed_config
 
-from ..cards import write_model_card
-from ..checks import check, is_a
-from ..contexts import free_memory
-from ..folders import check_space, held, writable
-from ..loading import EMPTY_IN_OTHERS
-from ..sharding import in_first_process
-from ..training.arguments import check_answers, check_launched, check_packages, refuse_arguments
-from ..training.tokenizing import rehearse
+from ..training.estimate import base_dtype
+from ..training.preflight import check_answers, check_launched, check_packages, refuse_arguments
+from ..training.preparation import rehearse
+from ..utils.distributed import in_first_process
+from ..utils.io import check_space, held, writable
+from ..utils.loading import EMPTY_IN_OTHERS
+from ..utils.model_card import write_model_card
+from ..utils.torch_contexts import free_memory
+from ..utils.validation import check, is_a
+from .context import RunContext
 from .ffn_stages import FFN_STAGES
 from .files import publish, read_json, write_json
-from .hashing import damage, hash_folder
+from .fingerprint import damage, hash_folder
+from .inputs import load_empty
 from .lora_stages import LORA_STAGES
-from .places import check_places
 from .recipe import Recipe, as_dict
-from .run import RunContext
-from .shared_stages import TrainerStage, shared_out
-from .space import needed_space
-from .stages import MANIFEST, Artefacts, Stage, outlook, run_stage
-from .tracking import tracked
+from .stage_cache import MANIFEST, Artefacts, Stage, check_places, outlook, run_stage
+from .stages import Expand, PostTrain, Prepare, RouterInit, TrainerStage, TrainingStage, shared_out
+
+# --- space -----------------------------------------------------------------------------------------------------------
+
+
+def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
+    """
+    Bytes that some stages of a run write at most at the same time, an estimate: what they keep, and of the training
+    that keeps most two checkpoints, each with Adam's two moments.
+    """
+    empty = load_empty(recipe.model)
+    whole, each = 0, 4  # parameters beside the experts that a checkpoint holds, and bytes of one
+    if recipe.mode == "ffn":
+        whole, each = empty.num_parameters(), base_dtype(empty, recipe.model.dtype).itemsize
+    kept = passing = 0
+    for stage in stages:
+        if isinstance(stage, Expand) and whole:  # the given ones are linked
+            kept += (recipe.num_experts - recipe.given_experts()) * whole * each
+        if not isinstance(stage, TrainingStage):
+            continue
+        sizes = stage.sizes(empty)
+        weights = (whole + sizes.held) * each
+        if isinstance(stage, Prepare) and recipe.facts.assembles:
+            copies = stage.num_experts
+        else:
+            copies = recipe.num_experts if isinstance(stage, RouterInit) and whole else 1
+        kept += copies * weights
+        assembled = weights if isinstance(stage, PostTrain) and whole else 0  # what the training starts from
+        passing = max(passing, assembled + 2 * (weights + 8 * sizes.trained))
+    return kept + passing
+
+
+# --- tracking --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def tracked(root: Path, stage: str) -> Iterator[None]:
+    """
+    Inside this block, TensorBoard writes to `<root>/logs/<stage>`, which stays when the stage's state is removed, and
+    Weights & Biases makes one run, which belongs to the group of the whole run. Variables of the user's go first.
+    """
+    defaults = {"TENSORBOARD_LOGGING_DIR": str(root / "logs" / stage), "WANDB_RUN_GROUP": root.name}
+    with patch_environment(**{key: value for key, value in defaults.items() if key not in os.environ}):
+        try:
+            yield
+        finally:
+            wandb = sys.modules.get("wandb")
+            if wandb is not None and wandb.run is not None:
+                wandb.finish()
+
+
+# --- pipeline --------------------------------------------------------------------------------------------------------
 
 _FIGURE = "routing.png"
 MODES: dict[str, tuple[type[Stage], ...]] = {"lora": LORA_STAGES, "ffn": FFN_STAGES}

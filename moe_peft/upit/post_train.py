@@ -18,12 +18,12 @@ from transformers import (
 )
 from trl import SFTConfig
 
-from ..checks import FLAG, Rule, check
-from ..models.view import router_parameters
-from ..training.arguments import check_training, for_one_trainer
-from ..training.checkpoints import Trained, copy_result, train
-from ..training.freezing import unfreeze_stage
-from ..training.sft import MoESFTTrainer
+from ..models.introspection import router_parameters
+from ..training.checkpointing import Trained, copy_result, train
+from ..training.preflight import check_training, for_one_trainer
+from ..training.trainable import unfreeze_stage
+from ..training.trainers import MoESFTTrainer
+from ..utils.validation import FLAG, Rule, check
 
 _CALLBACKS = Rule(
     lambda v: isinstance(v, (list, tuple)) and all(isinstance(callback, TrainerCallback) for callback in v),

@@ -1,41 +1,466 @@
 """
+What single values of a recipe may be. YAML has truth values, numbers and texts: none is taken for another.
+
+The methods that a recipe can run: UpIT and what it is compared with, as facts that the stages ask for.
+
+The tasks of lm-evaluation-harness that a recipe names for its last stage.
+
+Sections of a recipe whose keys are fields of other configurations: which ones it may set, and why not the others.
+
+The sections of a recipe, one for each stage and for what all share. What a field means is said here, beside it.
+
+Unknown keys and wrong values are refused with the key, the value and what is allowed.
+
 The recipe of a run: one YAML file, one section per stage (`sections`). What a field means is said here, beside it.
 
 Unknown keys and wrong values are refused with the key, the value and what is allowed.
+
+Recipes from YAML files and dictionaries; what is wrong with them, in one line.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import field
-from typing import Annotated, Any
+import inspect
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from peft import PeftConfig, PeftModel
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
+from pydantic_core import PydanticCustomError
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl import SFTConfig
 
-from ..adapter.config import MoELoraConfig
-from ..messages import one_of
+from ..adapter.config import EXPERT_FIELDS, ExpertType, MoELoraConfig
+from ..evaluation.harness import Harness, TaskSettings
+from ..evaluation.results import Score, Scores, read_scores
 from ..models.native_routers import check_router
 from ..native.upcycle import UpcycleConfig
 from ..routing.expert_map import check_allowed, read_expert_map
 from ..routing.routers import ROUTERS, Router, RouterSettings
-from . import passthrough
+from ..training.preflight import check_settings
+from ..training.scoring import make_scorable
+from ..training.trainers import MoESFTConfig
+from ..utils.expert_merging import Expansion, Similarity
+from ..utils.io import read_text, read_yaml
+from ..utils.validation import PATH, TEXTS, check, choice_error, is_a, unknown_key
 from .buckets import BUCKETS, BucketRule
-from .methods import METHODS, Method
-from .objectives import OBJECTIVES
-from .sections import (
-    NONE,
-    STRICT,
-    DataSection,
-    ExpandSection,
-    ModelSection,
-    PostTrainSection,
-    PrepareSection,
-    RouterInitSection,
-    name_in,
+from .prepare import SELECTIONS
+from .router_init import OBJECTIVES
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _printable(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise PydanticCustomError("text", "must be a text of printable characters")
+    return text
+
+
+Integer = Annotated[int, Strict()]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict(), AfterValidator(_printable)]
+Texts = Annotated[list[Text], Field(min_length=1)]
+Count = Annotated[Integer, Field(ge=1, le=2**31 - 1)]
+Experts = Annotated[Integer, Field(ge=1, le=4096)]
+Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
+
+
+# --- methods ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    What a method does.
+
+    Args:
+        prepares: stage 1 trains what the experts are made of. Otherwise they are new LoRAs or copies of the base's
+            FFNs, and the whole budget is stage 4's.
+        assembles: the result is a MoE. Otherwise it is what stage 1 trained, with the whole budget.
+        copies: every expert is a copy of stage 1's last checkpoint. Otherwise several checkpoints become experts.
+        initialises_routers: stage 3 runs.
+        trains_experts: stage 4 trains more than the routers.
+        expert_type: what the experts of the mode `lora` are, as `MoELoraConfig.expert_type`.
+    """
+
+    prepares: bool = True
+    assembles: bool = True
+    copies: bool = False
+    initialises_routers: bool = False
+    trains_experts: bool = True
+    expert_type: ExpertType = "lora"
+
+    @property
+    def specialises(self) -> bool:
+        """Whether the experts differ: they come from several checkpoints, and expansion adds those that are missing."""
+        return self.prepares and self.assembles and not self.copies
+
+
+_DENSE = Method(assembles=False)
+_FRESH = Method(prepares=False)
+_COPIES = Method(copies=True)
+_UPIT = Method(initialises_routers=True)
+_SELF_MOE = Method(trains_experts=False)
+_PESC = Method(prepares=False, expert_type="bottleneck")
+
+# Mode → name → method. A mode says what an expert is: LoRA matrices, or a whole FFN.
+METHODS: dict[str, dict[str, Method]] = {
+    "lora": {
+        "lora": _DENSE,
+        "loramoe_pt": _FRESH,
+        "loramoe_sft": _COPIES,
+        "upit": _UPIT,
+        "self_moe": _SELF_MOE,
+        "pesc": _PESC,
+    },
+    "ffn": {"sft": _DENSE, "upcycle_pt": _FRESH, "upcycle_sft": _COPIES, "upit": _UPIT, "self_moe": _SELF_MOE},
+}
+
+# Mode → training arguments that the method rests on, for all stages; a recipe's `sft` overrides them. Rates and context
+# are the paper's (section 3.1), and so is the constant rate: checkpoints of a rate that falls to zero hardly differ.
+TRAINING: dict[str, dict[str, Any]] = {
+    mode: {"learning_rate": rate, "lr_scheduler_type": "constant", "max_length": 2048}
+    for mode, rate in (("lora", 2e-4), ("ffn", 2e-5))
+}
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+@validated(config=ConfigDict(extra="forbid", frozen=True))
+class EvaluateSection:
+    """Tasks for the result and for its base, beside the held-out losses on `data.eval`."""
+
+    # Tasks, groups or tags of the harness, patterns, or YAML files.
+    tasks: list[Text] = field(default_factory=list)
+    # A folder with further tasks, and their data.
+    include_path: Text | None = None
+    # Examples in the context; null: as each task says.
+    num_fewshot: Annotated[Integer, Field(ge=0)] | None = None
+    # Requests per forward pass, or auto.
+    batch_size: Integer | Text = 8
+    # Examples per task, or below 1 their share; null: all.
+    limit: Annotated[Number, Field(gt=0)] | None = None
+    # True puts prompts into the tokenizer's chat template; a name chooses one of several.
+    apply_chat_template: Flag | Text = False
+
+    @property
+    def settings(self) -> TaskSettings | None:
+        """
+        None without tasks.
+
+        Raises:
+            ValueError: a wrong value.
+        """
+        if not self.tasks:
+            for f in fields(self):
+                value = getattr(self, f.name)
+                if f.name != "tasks" and value != f.default:
+                    raise ValueError(f"evaluate.{f.name}={value!r}: is of evaluate.tasks, which are none; leave it out")
+            return None
+        try:
+            return TaskSettings(**{**asdict(self), "tasks": tuple(self.tasks)})
+        except ValueError as error:
+            raise ValueError(f"evaluate.{error}") from error
+
+
+def load_harness(settings: TaskSettings) -> Harness:
+    """
+    Raises:
+        ValueError: a task is unknown or cannot be loaded.
+    """
+    try:
+        return Harness(settings)
+    except ValueError as error:
+        raise ValueError(f"evaluate.{error}") from error
+
+
+def task_files(section: EvaluateSection, apart_from: Path) -> list[Path]:
+    """
+    The files that say what the tasks are, as far as the recipe names them: YAML files, and all in `include_path`.
+
+    Args:
+        apart_from: a folder that does not count, the run's own.
+    """
+    named = [Path(task) for task in section.tasks if Path(task).is_file()]
+    inside = sorted(Path(section.include_path).rglob("*")) if section.include_path else []
+    inside = [path for path in inside if path.is_file() and "__pycache__" not in path.parts]
+    return [*named, *(path for path in inside if not path.resolve().is_relative_to(apart_from.resolve()))]
+
+
+def evaluate_tasks(
+    harness: Harness,
+    model: PeftModel | PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase,
+    base: PreTrainedModel | None = None,
+) -> dict[str, list[dict[str, Any]]]:
+    """
+    The scores of the base and of the adapted model, for the record; empty in all processes but the main one.
+
+    Args:
+        base: the model to compare with; None takes the model without its adapter.
+    """
+    make_scorable(model)
+    found = {"adapted": harness.run(model, processing_class)}
+    if base is None:
+        with model.disable_adapter():
+            found["base"] = harness.run(model, processing_class)
+    else:
+        make_scorable(base)
+        found["base"] = harness.run(base, processing_class)
+    scores = {name: read_scores(found[name]) if found[name] else {} for name in ("base", "adapted")}
+    return {name: [score._asdict() for score in of.values()] for name, of in scores.items()}
+
+
+def recorded_scores(recorded: dict[str, list[dict[str, Any]]]) -> dict[str, Scores]:
+    """What `evaluate_tasks` found, from the record."""
+    every = {name: [Score(**values) for values in of] for name, of in recorded.items()}
+    return {name: {(score.task, score.metric): score for score in of} for name, of in every.items()}
+
+
+# --- passthrough -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Passthrough:
+    """
+    The keys of one section.
+
+    Args:
+        fields: all fields of the configuration that gets them.
+        decided: field → what to do instead, for fields that the recipe decides.
+        documented: where the fields are documented, if they are too many to list.
+        arguments: the class of training arguments that the fields are of; other configurations check their values.
+    """
+
+    fields: frozenset[str]
+    decided: Mapping[str, str]
+    documented: str | None = None
+    arguments: type | None = None
+
+    def check(self, path: str, settings: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: a key is no field, or the recipe decides it; or a value cannot be.
+        """
+        for key in settings:
+            if key in self.decided:
+                raise ValueError(f"{path}.{key}: {self.decided[key]}")
+            if key not in self.fields:
+                raise ValueError(unknown_key(f"{path}.{key}", self.fields - self.decided.keys(), self.documented))
+        if self.arguments is not None:
+            check_settings(self.arguments, settings, f"{path}.")
+
+
+def _names(configuration: Any) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(configuration))
+
+
+def _for_each(fields: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(fields.split(), reason)
+
+
+ADAPTER = Passthrough(
+    _names(MoELoraConfig),
+    {
+        **dict.fromkeys(_names(PeftConfig), "PEFT sets this"),
+        "num_experts": "set the recipe's num_experts",
+        "expert_type": "the method decides this; `method: pesc` has bottleneck experts",
+        **_for_each(
+            "target_modules exclude_modules layers_to_transform layers_pattern",
+            "a recipe adapts the FFNs of all layers; choose their projections with target_projections",
+        ),
+        **_for_each(
+            "num_experts_pattern rank_pattern alpha_pattern", "the experts of a recipe are alike in all layers"
+        ),
+        "modules_to_save": "an expert cannot hold whole modules; leave it out",
+    },
 )
-from .tasks import EvaluateSection
-from .values import Experts, Number, Seed, Text
+# What `lora_to_moe` reads off the LoRA adapters that it stacks; their values are given, so they need no initial ones.
+FROM_EXPERTS = frozenset(EXPERT_FIELDS)
+# What has no meaning for other experts than LoRAs, or than bottlenecks, and would be refused.
+OF_LORAS = frozenset({"mixing", "target_projections"})
+OF_BOTTLENECKS = frozenset({"bottleneck_size"})
+
+ROUTER = Passthrough(_names(RouterSettings), {"attention_size": "it follows from the model"})
+MOE = Passthrough(
+    _names(UpcycleConfig),
+    {
+        "num_experts": "set the recipe's num_experts",
+        "router_weights": "stage 3 makes the routers; `router_init` says how",
+        "seed": "set post_train.seed",
+    },
+)
+
+_BUDGET = "the recipe's budget and resuming decide this; use num_train_epochs, prepare_share and seed"
+SFT = Passthrough(
+    _names(SFTConfig),
+    {
+        **_for_each(
+            "output_dir max_steps num_train_epochs save_strategy save_total_limit save_only_model seed data_seed "
+            "resume_from_checkpoint load_best_model_at_end remove_unused_columns train_sampling_strategy "
+            "auto_find_batch_size",
+            _BUDGET,
+        ),
+        "router_aux_loss_coef": (
+            "set adapter.router_aux_loss_coef in the mode 'lora', moe.router_aux_loss_coef in the mode 'ffn'"
+        ),
+        "model_init_kwargs": "set the fields of the section `model`",
+        **_for_each(
+            "eval_strategy eval_on_start eval_steps eval_delay do_eval",
+            "stages have no evaluation data; the section `evaluate` says what is measured",
+        ),
+        **_for_each(
+            "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision",
+            "push the result's folder when the run is done",
+        ),
+        "trust_remote_code": "code that comes with a model or with data is never run; leave it out",
+    },
+    documented="TRL's SFTConfig",
+    arguments=SFTConfig,
+)
+
+# Stage 4 also takes the routers' losses.
+POST_TRAIN = Passthrough(
+    SFT.fields | _names(MoESFTConfig),
+    {
+        **SFT.decided,
+        "label_column": "set data.label_column",
+        "training_stage": "set post_train.train_experts",
+    },
+    documented="TRL's SFTConfig and moe_peft's MoESFTConfig",
+    arguments=MoESFTConfig,
+)
+
+QUANTIZATION = Passthrough(frozenset(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}, {})
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+NONE = "none"  # leaves a stage out
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+def name_in(table: Collection[str], *others: str) -> AfterValidator:
+    """A name in a table, as the table is when a recipe is read: what users add to it is known at once."""
+
+    def check(name: str) -> str:
+        if name not in table and name not in others:
+            raise PydanticCustomError("name", "must be one of {known}", {"known": ", ".join([*table, *others])})
+        return name
+
+    return AfterValidator(check)
+
+
+@validated(config=STRICT)
+class ModelSection:
+    """The base model."""
+
+    name_or_path: Text
+    revision: Text | None = None
+    dtype: Annotated[Text, name_in(_DTYPES)] = "auto"  # the config's; in the mode `ffn` float32
+    attn_implementation: Text | None = None
+    # Fields of transformers' BitsAndBytesConfig, e.g. {load_in_4bit: true}.
+    quantization: dict[str, Any] | None = None
+
+
+@validated(config=STRICT)
+class DataSection:
+    """Training and held-out data: a .json, .jsonl, .csv or .parquet file, or arguments of `datasets.load_dataset`."""
+
+    train: Text | dict[str, Any]
+    eval: Text | dict[str, Any] | None = None
+    # A column whose values are the examples' domains: for results by domain, label buckets, `order: blocks`.
+    label_column: Text | None = None
+
+
+@validated(config=STRICT)
+class PrepareSection:
+    """Stage 1: ordinary fine-tuning, of LoRAs or all weights, whose checkpoints become experts."""
+
+    # Experts to take from checkpoints; `num_experts` of the recipe if null.
+    num_experts: Experts | None = None
+    # Checkpoints at equal intervals. If null: as many as experts for `uniform`, else twice as many.
+    num_checkpoints: Experts | None = None
+    # Which checkpoints become experts: a name in `SELECTIONS`.
+    selection: Annotated[Text, name_in(SELECTIONS)] = "back_half"
+    # Experts that exist already: LoRA adapter folders, or in the mode `ffn` dense model folders, as `checkpoints`.
+    # This stage is then skipped and stage 4 gets the whole budget.
+    adapters: Texts | None = None
+    checkpoints: Texts | None = None
+    # `checkpoints`: different ones; `copies`: every expert is the last one (LoRAMoE-SFT, Upcycle-SFT).
+    experts: Literal["checkpoints", "copies"] = "checkpoints"
+    # `blocks`: the domains of `data.label_column` one after the other.
+    order: Literal["shuffled", "blocks"] = "shuffled"
+    seed: Seed | None = None
+    sft: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def given(self) -> list[str] | None:
+        """The folders of experts that exist already."""
+        return self.adapters if self.adapters is not None else self.checkpoints
+
+
+@validated(config=STRICT)
+class ExpandSection:
+    """Stage 2: makes further experts from those of stage 1."""
+
+    method: Expansion = "genetic"
+    # Null: `update` of LoRA experts; whole FFNs are compared by their `displacement` from the base model's.
+    similarity: Similarity | None = None
+    # Null: 0.2 for the values of LoRAs, 0.9 for the displacements of whole FFNs.
+    drop_rate: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    seed: Seed | None = None
+
+
+@validated(config=STRICT)
+class RouterInitSection:
+    """Stage 3: seed examples are given to experts; experts and routing vectors then learn from their buckets."""
+
+    # How seed examples are given to experts: a name in `BUCKETS`, or `none` to leave this stage out.
+    buckets: Annotated[Text, name_in(BUCKETS, NONE)] = "perplexity"
+    # What routing vectors learn: a name in `OBJECTIVES`.
+    objective: Annotated[Text, name_in(OBJECTIVES)] = "positive"
+    # Weight of the language-modelling loss; the routing loss has 1 - alpha.
+    alpha: Annotated[Number, Field(ge=0, le=1)] = 0.5
+    train_experts: Flag = True
+    # Share of the data in the seed set, which is drawn at random.
+    seed_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.01
+    # Passes of each expert over its bucket.
+    num_train_epochs: Count = 4
+    # True takes these examples from stage 4's, so that all methods see equal data; False adds them to the budget, as in
+    # the paper.
+    within_budget: Flag = False
+    # The most examples in a bucket, for the perplexity rules; null shares the seed set out evenly.
+    capacity: Count | None = None
+    # Label → experts (indices, or masks of 0 and 1), for `buckets: label`.
+    expert_map: dict[Text | Integer, list[Flag | Integer]] | None = None
+    seed: Seed | None = None
+    sft: dict[str, Any] = field(default_factory=dict)
+
+
+@validated(config=STRICT)
+class PostTrainSection:
+    """Stage 4: fine-tuning of the assembled MoE."""
+
+    # False trains the routers alone (Self-MoE).
+    train_experts: Flag = True
+    # Mode `ffn`: a router that is trained in the place of plain gates, such as {type: attention, num_heads: 8}: fields
+    # of MoELoraConfig without the prefix `router_`. The result has plain gates again, if it folds into such.
+    router: dict[str, Any] = field(default_factory=dict)
+    seed: Seed | None = None
+    sft: dict[str, Any] = field(default_factory=dict)
+
+
+# --- recipe ----------------------------------------------------------------------------------------------------------
 
 
 @validated(config=STRICT)
@@ -71,7 +496,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS[self.mode]:
-            raise ValueError(one_of("method", self.method, METHODS[self.mode]))
+            raise ValueError(choice_error("method", self.method, METHODS[self.mode]))
         self._check_passed_on()
         {"lora": self._check_lora, "ffn": self._check_ffn}[self.mode]()
         self._check_labels()
@@ -81,12 +506,12 @@ class Recipe:
 
     def _check_passed_on(self) -> None:
         """Keys that are fields of other configurations."""
-        passthrough.SFT.check("sft", self.sft)
-        passthrough.QUANTIZATION.check("model.quantization", self.model.quantization or {})
+        SFT.check("sft", self.sft)
+        QUANTIZATION.check("model.quantization", self.model.quantization or {})
         steps = {"sft.save_steps": self.sft.get("save_steps", 1)}
         for section in dataclasses.fields(self):
             own = getattr(getattr(self, section.name), "sft", {})
-            known = passthrough.POST_TRAIN if section.name == "post_train" else passthrough.SFT
+            known = POST_TRAIN if section.name == "post_train" else SFT
             known.check(f"{section.name}.sft", own)
             steps[f"{section.name}.sft.save_steps"] = own.get("save_steps", 1)
         for path, value in steps.items():
@@ -95,7 +520,7 @@ class Recipe:
     def _check_lora(self) -> None:
         _require_no_keys("moe", self.moe, "lora", "adapter")
         _require_no_keys("post_train.router", self.post_train.router, "lora", "adapter")
-        passthrough.ADAPTER.check("adapter", self.adapter)
+        ADAPTER.check("adapter", self.adapter)
         given = self.prepare.checkpoints
         _require("prepare.checkpoints", given, given is None, "null in the mode 'lora'; use prepare.adapters")
         config = self.moe_config()
@@ -119,7 +544,7 @@ class Recipe:
         half = f"another with model.dtype={self.model.dtype!r}, as it computes in half precision alone"
         _require("model.attn_implementation", attention, not (exact and "flash" in (attention or "")), half)
         _require_no_keys("adapter", self.adapter, "ffn", "moe")
-        passthrough.MOE.check("moe", self.moe)
+        MOE.check("moe", self.moe)
         init, given = self.moe.get("init"), self.prepare.adapters
         objective, similarity = self.router_init.objective, self.expand.similarity
         apart = [name for name, other in OBJECTIVES.items() if other.own_logit_only]
@@ -160,7 +585,7 @@ class Recipe:
         given = self.post_train.router
         if not given:
             return
-        passthrough.ROUTER.check("post_train.router", given)
+        ROUTER.check("post_train.router", given)
         _require("post_train.router", given, self.facts.assembles, f"left out: the method {self.method!r} has no gates")
         plain = "left out: stage 3 trains plain gates; or set router_init.buckets=none"
         _require("post_train.router", given, not self.initialises_routers, plain)
@@ -294,7 +719,7 @@ class Recipe:
     def moe_config(self) -> MoELoraConfig:
         """The MoE adapter's configuration."""
         kind = self.facts.expert_type
-        others = passthrough.OF_BOTTLENECKS if kind == "lora" else passthrough.OF_LORAS  # it may serve several methods
+        others = OF_BOTTLENECKS if kind == "lora" else OF_LORAS  # it may serve several methods
         settings = {key: value for key, value in self.adapter.items() if key not in others}
         return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", expert_type=kind, **settings)
 
@@ -333,3 +758,70 @@ def _require(path: str, value: Any, good: bool, allowed: str) -> None:
 def _require_no_keys(section: str, keys: dict[str, Any], mode: str, other: str) -> None:
     for key in keys:
         raise ValueError(f"{section}.{key}: unknown key in the mode {mode!r}, which has the section `{other}` instead")
+
+
+# --- parsing ---------------------------------------------------------------------------------------------------------
+
+# Path of a section → its class.
+_SECTIONS: dict[str, Any] = {
+    "": Recipe,
+    **{name: kind for name, kind in typing.get_type_hints(Recipe).items() if dataclasses.is_dataclass(kind)},
+}
+_KEYS = {f.name for section in _SECTIONS.values() for f in dataclasses.fields(section)}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """
+    Read a recipe.
+
+    Args:
+        overrides: `key=value` with a dotted key and a YAML value, e.g. `post_train.sft.learning_rate=1e-4`.
+
+    Raises:
+        ValueError: no such file, an unknown key or a wrong value.
+    """
+    check("load_recipe", path=(path, PATH), overrides=(overrides, TEXTS))
+    settings = read_yaml(read_text(path), path)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: a recipe is a mapping of keys to values")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"{override!r}: an override is key=value")
+        *parents, last = key.split(".")
+        section = settings
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ValueError(f"{override!r}: {parent!r} is not a section")
+        section[last] = read_yaml(value, repr(override))
+    return recipe_from_dict(settings)
+
+
+def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
+    """
+    A recipe from nested dictionaries.
+
+    Raises:
+        ValueError: an unknown key or a wrong value; the message is one line.
+    """
+    check("recipe_from_dict", settings=(settings, is_a(Mapping, remedy="give a dictionary of keys to values")))
+    try:
+        return TypeAdapter(Recipe).validate_python(dict(settings))
+    except ValidationError as error:
+        raise ValueError(_explain(error.errors()[0])) from None
+
+
+def _explain(error: Any) -> str:
+    """One error of pydantic's as field, value and what is allowed."""
+    if error["type"] == "value_error":  # of a check of ours, which names the field itself
+        return error["msg"].removeprefix("Value error, ")
+    if error["type"] == "unexpected_keyword_argument":
+        *parents, key = map(str, error["loc"])
+        known = {f.name for f in dataclasses.fields(_SECTIONS[".".join(parents)])}
+        return unknown_key(".".join((*parents, key)), known)
+    path = ".".join(str(part) for part in error["loc"] if part in _KEYS) or "recipe"
+    if error["type"] == "missing":
+        return f"{path}: {error['msg']}"
+    allowed = error["msg"].replace("Input should be", "must be").replace("List should have", "must have")
+    return f"{path}={error['input']!r}: {allowed}"

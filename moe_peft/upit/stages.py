@@ -1,364 +1,380 @@
-"""Stages, each done once: a killed one goes on, a changed one is done again, and so is what follows it."""
+"""What the training stages of both modes have in common: data, training arguments, and what the plan asks for."""
 
 from __future__ import annotations
 
-import json
-import logging
-import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import math
+from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PreTrainedModel
+from trl import SFTConfig
 
-from ..evaluation.scores import Scores
-from ..messages import one_line
-from .files import read_json, write_json
-from .hashing import damage, hash_folder, hash_json
-from .recipe import Recipe, as_dict
-from .run import RunContext
+from ..models.model_size import ModelSize
+from ..training.checkpointing import Trained, copy_result
+from ..training.data import in_blocks, source_name
+from ..training.estimate import steps_in_epoch
+from ..training.labels import unknown_labels
+from ..training.trainers import MoESFTConfig, check_padding
+from ..utils.model_card import write_model_card
+from ..utils.validation import one_line
+from .buckets import Seeds, draw_seeds
+from .files import expert_folders
+from .fingerprint import hash_template
+from .inputs import load_model
+from .prepare import chosen_steps, prepare_experts
+from .recipe import TRAINING, Recipe
+from .router_init import refuse_losses
+from .stage_cache import STATE, Artefacts, Stage
 
-logger = logging.getLogger("moe_peft")
-
-MANIFEST = "manifest.json"
-STATE = "state"  # what a stage needs only until it is done
-_IDENTITY, _RECORD = "identity.json", "stage.json"
-# Training arguments that do not decide a result: what is shown, logged and saved on the way, and how rows are loaded.
-_INCIDENTAL = {
-    "report_to", "run_name", "project", "trackio_space_id", "log_level", "log_level_replica", "log_on_each_node",
-    "logging_dir", "logging_strategy", "logging_first_step", "logging_steps", "logging_nan_inf_filter", "disable_tqdm",
-    "include_num_input_tokens_seen", "include_tokens_per_second", "skip_memory_metrics", "save_steps",
-    "save_on_each_node", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
-    "torch_empty_cache_steps", "ddp_timeout", "hub_model_id", "hub_token", "hub_private_repo",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Artefacts:
-    """
-    What stages hand on to later ones.
-
-    Args:
-        experts: folders of the experts: LoRA adapters, or in the mode `ffn` dense models.
-        initial: the LoRA adapter from which the experts were trained.
-        routers: the adapter whose routers are initialised, or in the mode `ffn` the file of routing vectors.
-        model: the trained adapter or model.
-    """
-
-    experts: tuple[Path, ...] = ()
-    initial: Path | None = None
-    routers: Path | None = None
-    model: Path | None = None
+_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")  # rows of one process
 
 
-class Stage(ABC):
-    """
-    One stage of a run.
+class TrainerStage(Stage):
+    """A stage that makes a trainer."""
 
-    Args:
-        context: the run.
-        given: what the stages before it hand on.
-    """
-
-    name: ClassVar[str]  # of its folder and of its section in the recipe
-    seed_offset: ClassVar[int] = 0  # from the recipe's seed, where the section has none
-    inputs: ClassVar[tuple[str, ...]] = ("model", "train", "adapters", "chat_template")  # whose hashes identify it
-
-    def __init__(self, context: RunContext, given: Artefacts) -> None:
-        self.context, self.recipe, self.given = context, context.recipe, given
-
-    @classmethod
-    @abstractmethod
-    def wanted(cls, recipe: Recipe) -> bool:
-        """Whether the stage is part of a recipe's run."""
-
-    @abstractmethod
-    def run(self, folder: Path) -> dict[str, Any]:
-        """
-        Do the work.
-
-        Args:
-            folder: to write to; its `state` is kept when a run is stopped.
-
-        Returns:
-            metrics, for the record.
-        """
+    config: ClassVar[type[SFTConfig]] = SFTConfig  # of its training arguments
 
     @property
-    def result(self) -> Artefacts:
-        """What there is for later stages when this one is done."""
-        return self.given
+    def sft(self) -> dict[str, Any]:
+        """The method's training arguments, overridden by the recipe's and these by the stage's own."""
+        method, given = TRAINING[self.recipe.mode], {**self.recipe.sft, **self._own}
+        if "max_length" not in given and self.context.positions is not None:
+            given["max_length"] = min(method["max_length"], self.context.positions)
+        return {**method, **given}
 
-    def check(self) -> None:  # noqa: B027  (most stages have nothing to check)
+    @property
+    def _own(self) -> dict[str, Any]:
+        return getattr(self.section, "sft", {})
+
+    def field(self, name: str) -> str:
+        """The path in the recipe of one of its training arguments."""
+        return f"{self.name + '.' if name in self._own else ''}sft.{name}"
+
+    def check_length(self) -> None:
+        """Raise if examples may be longer than what the base takes."""
+        length, most = self.sft["max_length"], self.context.positions
+        if most is not None and (length is None or (isinstance(length, int) and length > most)):
+            raise ValueError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
+
+    def arguments(self, folder: Path, **own: Any) -> SFTConfig:
         """
-        Before any stage runs, and for a plan.
+        The training arguments: the recipe's, then the stage's, then what the pipeline decides.
 
         Raises:
-            ValueError: the recipe does not fit the data.
+            ValueError: the recipe's are not what `SFTConfig` takes.
         """
+        settings = {
+            "report_to": "none",
+            "run_name": f"{self.context.root.resolve().name}-{self.name}",
+            **self.sft,
+            **own,
+        }
+        # The last part of the path becomes the title of the model card.
+        output_dir = str(folder / STATE / self.context.root.resolve().name)
+        try:
+            return self.config(
+                output_dir=output_dir, save_strategy="no", seed=self.seed, data_seed=self.seed, **settings
+            )
+        except (ValueError, TypeError, ImportError) as error:
+            raise ValueError(f"{self.name}.sft: {one_line(error)}") from error
 
-    def check_base(self) -> None:  # noqa: B027
+    def settings(self) -> dict[str, Any]:
+        experts = "copies" if self.recipe.copies else "checkpoints"
+        return {**super().settings(), "sft": self.sft, "adapter": self.recipe.adapter, "experts": experts}
+
+    def identity(self) -> dict[str, Any]:
+        found, path = super().identity(), self.template[1]
+        if path != self.recipe.sft.get("chat_template_path"):
+            found["inputs"]["chat_template"] = hash_template(path)
+        return found
+
+    @property
+    def template(self) -> tuple[str, str | None]:
+        """The field that names its chat template, and what it names."""
+        return self.field("chat_template_path"), self.sft.get("chat_template_path")
+
+    def examples(self) -> Dataset | None:
+        """What its trainer gets."""
+        return self.context.train_data
+
+    def example_arguments(self, folder: Path, **own: Any) -> SFTConfig:
+        """The training arguments that say how its examples are prepared."""
+        return self.arguments(folder, **own)
+
+
+class Sizes(NamedTuple):
+    """Parameters in memory beside the base's, those that are trained, and the MoE's size if that is what is trained."""
+
+    held: int
+    trained: int
+    moe: ModelSize | None = None
+
+
+class TrainingStage(TrainerStage):
+    """A stage that trains, and so has a share of the budget."""
+
+    @property
+    @abstractmethod
+    def epochs(self) -> float:
+        """Passes over the training data that it takes."""
+
+    @abstractmethod
+    def sizes(self, model: PreTrainedModel) -> Sizes:
         """
-        Before any stage runs; may read weights.
+        What it will hold in memory.
+
+        Args:
+            model: the base, without weights.
 
         Raises:
             ValueError: the recipe does not fit the base.
         """
 
-    def likeness(self, folder: Path) -> dict[str, Any]:
-        """How alike the experts are that it wrote to `folder`, for the record; nothing if it wrote none."""
-        return {}
+    def write_card(self, folder: Path) -> None:
+        """The model card of the result."""
+        r = self.recipe
+        data = source_name(r.data.train)
+        made = f"`moe-peft upit`, method `{r.method}`"
+        write_model_card(folder, base=r.model.name_or_path, made=made, datasets=[data] if data else [])
 
-    def describe(self, metrics: dict[str, Any]) -> str:
-        """What it made, in a few words."""
-        return ""
+    def steps(self, rows: int, processes: int) -> int:
+        """Optimizer steps for `rows` training rows."""
+        return self._steps(self.epochs, rows, processes)
 
-    def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
-        """Held-out losses by model and domain, if it measured them."""
-        return None
+    def _steps(self, epochs: float, rows: int, processes: int) -> int:
+        batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
+        drop_last = bool(self.sft.get("dataloader_drop_last"))
+        if drop_last and rows < batch * processes:
+            raise ValueError(
+                f"{self.name}.sft.dataloader_drop_last=True: {rows} rows fill no batch of {batch * processes}; lower "
+                "per_device_train_batch_size, or leave it out"
+            )
+        return math.ceil(epochs * steps_in_epoch(rows, batch * processes, accumulated, drop_last)[0])
 
-    def scores(self, metrics: dict[str, Any]) -> dict[str, Scores] | None:
-        """Scores on tasks by model, if it measured them."""
-        return None
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "epochs": self.epochs}
+
+
+class Prepare(TrainingStage):
+    """Stage 1: fine-tuning whose checkpoints become experts, or whose last one is the result."""
+
+    name = "prepare"
+    output: ClassVar[str]  # the folder of the result
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.prepares
 
     @property
-    def folder(self) -> Path:
-        return self.context.root / self.name
-
-    @property
-    def section(self) -> Any:
-        """Its section of the recipe, if it has one."""
-        return getattr(self.recipe, self.name, None)
-
-    @property
-    def seed(self) -> int:
-        own = getattr(self.section, "seed", None)
-        return self.recipe.seed + self.seed_offset if own is None else own
+    def epochs(self) -> float:
+        return self.context.budget.prepare
 
     @property
     def num_experts(self) -> int:
-        """The experts that there are when it is done."""
-        return self.recipe.num_experts
+        return self.recipe.given_experts()
+
+    @property
+    def result(self) -> Artefacts:
+        if not self.recipe.facts.assembles:
+            return replace(self.given, model=self.folder / self.output)
+        experts = expert_folders(self.folder, self._selection()[0])
+        return replace(self.given, experts=shared_out(self.recipe, experts))
+
+    def check(self) -> None:
+        if self._blocks and self.sft.get("packing") and self.sft.get("packing_strategy") != "wrapped":
+            raise ValueError(
+                "prepare.order='blocks': sft.packing=True puts rows of several domains together; set prepare.sft."
+                "packing=false, or packing_strategy=wrapped"
+            )
+        if not self.sft.get("packing"):  # which makes fewer rows, how many is not known yet
+            self.steps(len(self.context.train_data), PartialState().num_processes)
+
+    def steps(self, rows: int, processes: int) -> int:
+        if self._blocks:
+            steps = self._steps(1.0, round(self.epochs * rows), processes)
+        else:
+            steps = super().steps(rows, processes)
+        chosen_steps(steps, *self._selection())  # a choice that cannot be made should be known before the run
+        return steps
+
+    def lora_config(self, model: PreTrainedModel) -> LoraConfig | None:
+        """What is trained; None trains all weights."""
+        return None
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        data, order = self._data()
+        args = self.arguments(folder, **order)  # before the model, which ZeRO-3 then divides
+        model = load_model(self.recipe.model)
+        num_experts, num_checkpoints, selection = self._selection()
+        prepared = prepare_experts(
+            model,
+            data,
+            args,
+            self.lora_config(model),
+            self.context.tokenizer,
+            output_dir=folder,
+            num_experts=num_experts,
+            num_checkpoints=num_checkpoints,
+            selection=selection,
+        )
+        if not self.recipe.facts.assembles and PartialState().is_main_process:
+            copy_result(prepared.trained.last, folder / self.output)
+            self.write_card(folder / self.output)
+        PartialState().wait_for_everyone()
+        return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return f"experts from steps {', '.join(map(str, metrics['checkpoint_steps']))}"
+
+    def _selection(self) -> tuple[int, int | None, str]:
+        """How many experts, from how many checkpoints, chosen how."""
+        if not self.recipe.facts.assembles or self.recipe.copies:
+            return 1, 1, "uniform"
+        section = self.recipe.prepare
+        return self.recipe.given_experts(), section.num_checkpoints, section.selection
+
+    @property
+    def _blocks(self) -> bool:
+        """Whether it takes one pass over rows that are repeated domain by domain, and not several over all."""
+        return self.recipe.prepare.order == "blocks"
+
+    def _data(self) -> tuple[Dataset, dict[str, Any]]:
+        """The data, and the training arguments that follow from their order."""
+        data = self.context.train_data
+        if not self._blocks:
+            return data, {"num_train_epochs": self.epochs}
+        data = in_blocks(data, str(self.recipe.data.label_column), self.epochs, self.seed)
+        return data, {"num_train_epochs": 1.0, "train_sampling_strategy": "sequential"}
+
+
+class Expand(Stage):
+    """Stage 2: further experts are merged from those of stage 1."""
+
+    name = "expand"
+    seed_offset = 1
+    inputs = ("model", "adapters")
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.expands
+
+    @property
+    def result(self) -> Artefacts:
+        return replace(self.given, experts=tuple(expert_folders(self.folder, self.recipe.num_experts)))
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
+
+
+class RouterInit(TrainingStage):
+    """Stage 3: seed examples are given to experts, which learn from them with their routing vectors."""
+
+    name = "router_init"
+    seed_offset = 2
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.initialises_routers
+
+    @property
+    def epochs(self) -> float:
+        return self.context.budget.router_init
+
+    def check(self) -> None:
+        sft = self.sft
+        refuse_losses(sft.get("loss_type", "nll"), sft.get("label_smoothing_factor", 0.0))
+        rule, r = self.recipe.bucket_rule, self.recipe
+        if rule is not None and rule.needs_labels and not rule.needs_perplexities:
+            labels = self.context.train_data[r.data.label_column]
+            rule.fill(Seeds(len(labels), r.num_experts, self.seed, labels=labels, expert_map=r.router_init.expert_map))
 
     def settings(self) -> dict[str, Any]:
-        """The settings that decide its result."""
-        return {} if self.section is None else {**as_dict(self.section), "seed": self.seed}
+        found = super().settings()
+        found.pop("within_budget")  # decides stage 4's share only
+        return found
 
-    def identity(self) -> dict[str, Any]:
-        """Everything that decides its result. Earlier stages' files are inputs, so a change is passed on."""
-        r = self.recipe
-        base = Path(r.model.name_or_path)
-        settings = {
-            **self.settings(),
-            "mode": r.mode,
-            "method": r.method,
-            "num_experts": self.num_experts,
-            "label_column": r.data.label_column,
-        }
-        found = {
-            "settings": settings,
-            "processes": PartialState().num_processes,
-            "model": as_dict(r.model) | ({"name_or_path": str(base.resolve())} if base.is_dir() else {}),
-            "inputs": {key: self.context.hashes[key] for key in self.inputs},
-            "earlier_stages": {name: hash_json(record["files"]) for name, record in self.context.records.items()},
-        }
-        return json.loads(json.dumps(found, default=str))  # as it will be read again
+    def seed_data(self) -> Dataset:
+        """The seed set."""
+        data = self.context.train_data
+        return draw_seeds(data, self.recipe.seed_count(len(data)), self.seed)
 
+    def examples(self) -> Dataset:
+        return self.seed_data()
 
-def run_stage(root: Path, stage: Stage, redo: bool = False, place: str = "") -> dict[str, Any]:
-    """
-    Do a stage unless it is done already, and return its record: identity, metrics, hashes of its files.
+    def example_arguments(self, folder: Path, **own: Any) -> SFTConfig:
+        """The training arguments for passes over the seed set."""
+        epochs = self.recipe.router_init.num_train_epochs
+        return self.arguments(folder, **{"num_train_epochs": epochs, "packing": False, "padding_free": False, **own})
 
-    The work is done in `<name>.partial`, which is renamed when it is whole.
+    def steps(self, rows: int, processes: int) -> int:
+        """Those of one expert's own training; in the mode `lora` all experts take them at once."""
+        batch = processes * math.prod(self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
+        bucket = -(-self.recipe.bucketed(rows) // self.recipe.num_experts)
+        return self.recipe.router_init.num_train_epochs * -(-bucket // batch)
 
-    Args:
-        redo: whether a stage that is done, but with other settings or inputs, may be removed and done again.
-        place: which of how many it is, for the log.
-
-    Raises:
-        ValueError: it would have to be, and may not.
-    """
-    folder, partial = root / stage.name, root / f"{stage.name}.partial"
-    identity = stage.identity()
-    main = PartialState().is_main_process
-    done = _finished(folder, stage.name)
-    if done is not None and _same_result(done["identity"], identity):
-        if main:
-            logger.info("%s: done already", stage.name)
-            _remove(partial)  # of a change that was taken back
-        return done
-    if done is not None and not redo:
-        change = _difference(_decisive(done["identity"]), _decisive(identity))
-        raise ValueError(
-            f"{folder} is done, but this recipe differs: {change}; "
-            "take the change back, choose another output_dir, or do this stage and those after it again with --redo "
-            "(in Python run(redo=True))"
-        )
-    whole = _record(partial)
-    begun = _intact(partial / _IDENTITY, "settings") or (whole and whole["identity"])
-    goes_on = begun is not None and _decisive(begun) == _decisive(identity)
-    PartialState().wait_for_everyone()  # all have read before anything is removed
-    if main:
-        if done is not None:
-            logger.warning("%s: done again, as it changed: %s", stage.name, _difference(done["identity"], identity))
-        if begun is not None and not goes_on:
-            logger.warning("%s: begun anew, as it changed: %s", stage.name, _difference(begun, identity))
-        elif goes_on and whole is None:
-            logger.info("%s: going on", stage.name)
-        _begin(partial, identity, anew=not goes_on, whole=whole is not None)
-    PartialState().wait_for_everyone()
-    if whole is None or not goes_on:
-        if main:
-            logger.info("%s: running%s", stage.name, place and f" ({place})")
-        _work(stage, partial, identity)
-    if main:
-        shutil.rmtree(partial / STATE, ignore_errors=True)
-        (partial / _IDENTITY).unlink(missing_ok=True)  # the record has it
-        _keep_foreign(folder, partial)
-        _remove(folder)  # only now: a stage that cannot be done again leaves the former one
-        partial.rename(folder)
-    PartialState().wait_for_everyone()
-    record = _record(folder)
-    assert record is not None
-    return record
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
 
 
-def _work(stage: Stage, partial: Path, identity: dict[str, Any]) -> None:
-    """Let the stage write its files, and add the record of them."""
-    main = PartialState().is_main_process
-    try:
-        metrics = stage.run(partial)
-    except ValueError:
-        if main and [path.name for path in partial.rglob("*") if path.is_file()] == [_IDENTITY]:
-            shutil.rmtree(partial)  # it was refused before it made anything
-        raise
-    PartialState().wait_for_everyone()
-    # In every process, because those that wait for long time out.
-    metrics = {**metrics, **stage.likeness(partial)}
-    PartialState().wait_for_everyone()  # all have read the files before the folder gets its name
-    if main:
-        files = hash_folder(partial, lambda name: name.parts[0] in (STATE, _IDENTITY))
-        record = json.loads(json.dumps({"identity": identity, "metrics": metrics, "files": files}, default=str))
-        write_json(partial / _RECORD, {**record, "digest": hash_json(record)})
+class PostTrain(TrainingStage):
+    """Stage 4: the assembled MoE is fine-tuned."""
+
+    name = "post_train"
+    seed_offset = 3
+    config = MoESFTConfig
+    output: ClassVar[str]  # the folder of the result
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.facts.assembles
+
+    @property
+    def epochs(self) -> float:
+        return self.context.budget.post_train
+
+    @property
+    def result(self) -> Artefacts:
+        return replace(self.given, model=self.folder / self.output)
+
+    def arguments(self, folder: Path, **own: Any) -> SFTConfig:
+        if "expert_map" in self.sft:
+            own["label_column"] = self.recipe.data.label_column
+        return super().arguments(folder, **own)
+
+    def settings(self) -> dict[str, Any]:
+        found = super().settings()
+        return found if found["router"] else {name: value for name, value in found.items() if name != "router"}
+
+    def check(self) -> None:
+        r, sft = self.recipe, self.sft
+        packed = bool(sft.get("packing") or sft.get("padding_free"))
+        check_padding("post_train.sft.", sft.get("pad_to_multiple_of"), packed and "expert_map" not in sft)
+        if not sft.get("packing"):
+            self.steps(len(self.context.train_data), PartialState().num_processes)
+        column, known = r.data.label_column, r.expert_map
+        if known is None or column is None:
+            return
+        # Without a mask, held-out data may have other domains.
+        held_out = self.context.eval_data if r.masks_labels else None
+        for name, data in (("data.train", self.context.train_data), ("data.eval", held_out)):
+            unknown = unknown_labels(data, column, known) if data is not None else []
+            if unknown:
+                raise ValueError(f"post_train.sft.expert_map: no experts for the labels {unknown} of {name}; add them")
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return "the MoE"
 
 
-def _finished(folder: Path, name: str) -> dict[str, Any] | None:
-    """The record of a finished stage; None if there is none, or if its files are not what it says."""
-    found: list[Any] = [None, None]
-    if PartialState().is_main_process and folder.is_dir():
-        found[0] = _record(folder)
-        found[1] = _RECORD if found[0] is None else damage(folder, found[0]["files"])
-        if found[1] is not None:
-            logger.warning("%s: %s is damaged or missing; the stage is done again", name, folder / found[1])
-    if PartialState().num_processes > 1:
-        broadcast_object_list(found)
-    return found[0] if found[1] is None else None
+def shared_out(recipe: Recipe, experts: list[Path]) -> tuple[Path, ...]:
+    """The experts that a MoE is assembled from, where those of stage 1 are `experts`: all, or copies of the last."""
+    return (experts[-1],) * recipe.num_experts if recipe.copies and experts else tuple(experts)
 
 
-def _keep_foreign(folder: Path, partial: Path) -> None:
-    """
-    What no run wrote in a stage's former folder, in its new one, too: the former one goes only then, and stays where
-    the run is stopped and the change taken back.
-    """
-    former, new = _record(folder), _record(partial)
-    written = {_RECORD, _IDENTITY, *(former or {"files": {}})["files"], *(new or {"files": {}})["files"]}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if (path.is_dir() and not path.is_symlink()) or str(name) in written or name.parts[0] == STATE:
-            continue
-        target = partial / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
-        shutil.copy2(path, target, follow_symlinks=False)
-
-
-def _record(folder: Path) -> dict[str, Any] | None:
-    """The record of what was done in a folder, if it is there and not damaged."""
-    found = _intact(folder / _RECORD, "identity", "metrics", "files")
-    if found is None or not isinstance(found["identity"].get("settings"), dict):
-        return None
-    digest = found.pop("digest", None)  # earlier versions wrote none
-    return found if digest in (None, hash_json(found)) else None
-
-
-def _intact(path: Path, *sections: str) -> dict[str, Any] | None:
-    """A JSON file, if it is there and has these sections, each an object."""
-    with suppress(ValueError):
-        found = read_json(path)
-        if found is not None and all(isinstance(found.get(section), dict) for section in sections):
-            return found
-    return None
-
-
-def is_run(root: Path) -> bool:
-    """
-    Whether a run has worked in a folder: it leaves a manifest, or a stage with a record or the begin of one. Others
-    write manifests, too.
-    """
-    left = (f"*/{_RECORD}", f"*/{_IDENTITY}")
-    begun = any(path.is_file() for pattern in left for path in root.glob(pattern))
-    return begun or _intact(root / MANIFEST, "recipe", "stages") is not None
-
-
-def outlook(stages: Sequence[Stage]) -> dict[str, str]:
-    """What a run would do with each of its stages, by name: nothing, go on, begin, or do it again and why."""
-    found: dict[str, str] = {}
-    for stage in stages:
-        done, earlier = _record(stage.folder), [name for name, what in found.items() if what != "done"]
-        if done is None:
-            found[stage.name] = "goes on" if stage.folder.with_name(f"{stage.name}.partial").exists() else "to do"
-            continue
-        identity = stage.identity()
-        if _same_result(done["identity"], identity):
-            found[stage.name] = f"again, if the result of {earlier[-1]} changes" if earlier else "done"
-        else:
-            found[stage.name] = f"again: {_difference(_decisive(done['identity']), _decisive(identity))}"
-        stage.context.records[stage.name] = done
-    return found
-
-
-def _same_result(done: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether a finished stage serves. How many processes made it matters only for going on with a half-done one."""
-    return {**_decisive(done), "processes": None} == {**_decisive(wanted), "processes": None}
-
-
-def _decisive(identity: dict[str, Any]) -> dict[str, Any]:
-    """An identity without the training arguments that do not decide a result."""
-    settings = identity["settings"]
-    if "sft" not in settings:
-        return identity
-    sft = {key: value for key, value in settings["sft"].items() if key not in _INCIDENTAL}
-    return {**identity, "settings": {**settings, "sft": sft}}
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder under another name, so that what a kill leaves of it is not taken for the whole."""
-    removed = folder.with_name(f"{folder.name}.removed")
-    shutil.rmtree(removed, ignore_errors=True)
-    if folder.exists():
-        folder.rename(removed)
-        shutil.rmtree(removed)
-
-
-def _begin(partial: Path, identity: dict[str, Any], *, anew: bool, whole: bool) -> None:
-    """Make room for a stage's files. One that goes on keeps its state; one that is whole keeps all."""
-    if anew:
-        _remove(partial)
-        partial.mkdir(parents=True)
-        write_json(partial / _IDENTITY, identity)
-    elif not whole:
-        for path in partial.iterdir():
-            if path.name not in (STATE, _IDENTITY):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _difference(before: Any, after: Any, path: str = "") -> str:
-    """The settings that differ, with both values."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-        return "; ".join(_difference(before.get(key), after.get(key), f"{path}.{key}".lstrip(".")) for key in keys)
-    return f"{path} {one_line(before, 40)} → {one_line(after, 40)}"
+def metrics(trained: Trained) -> dict[str, Any]:
+    """What a stage's record holds of a training."""
+    return {**trained.metrics(), "history": trained.history}

@@ -1,0 +1,117 @@
+"""What a base model is made of: its FFNs, parts of it that are no language model, and routed experts of its own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .ffn_layout import find_layout, layout_in_layer
+from .layers import MoELoraFFN
+
+logger = logging.getLogger(__name__)
+
+
+def find_ffns(model: nn.Module) -> set[str]:
+    """
+    Every FFN of the language model, as a set of name endings that match nothing else (usually `{"mlp"}`). Where no
+    block holds them, but decoder layers hold an FFN's parts (OPT), the linears of these FFNs instead.
+
+    Raises:
+        ValueError: there is neither, or the model is an encoder-decoder.
+    """
+    if is_encoder_decoder(model):
+        raise ValueError(
+            f"MoELoraConfig: target_modules=None: {type(model).__name__} is an encoder-decoder, and this finds "
+            "the FFNs of causal language models; name linears, or start from a decoder-only model"
+        )
+    found = [name for name, module in _language_modules(model) if _is_ffn(module)]
+    if not found:
+        found = _linears_of_ffns(model)
+    if not found:
+        raise ValueError(
+            "MoELoraConfig: target_modules=None: no FFN block of a known layout in "
+            f"{type(model).__name__}; name the modules, or call moe_peft.register_ffn_layout first"
+        )
+    endings = {name.rsplit(".", 1)[-1] for name in found}
+    matched = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in endings]
+    return endings if set(matched) == set(found) else set(found)
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _is_ffn(module: nn.Module) -> bool:
+    return isinstance(module, MoELoraFFN) or find_layout(module) is not None
+
+
+def _linears_of_ffns(model: nn.Module) -> list[str]:
+    """The linears of FFNs whose parts stand in the decoder layers themselves."""
+    found = []
+    for name, module in _language_modules(model):
+        layout = layout_in_layer(module)
+        if layout is not None:
+            found += [f"{name}.{projection}" for projection in layout.projections]
+    if found:
+        _tell_linears(type(model).__name__, ", ".join(sorted({name.rsplit(".", 1)[-1] for name in found})))
+    return found
+
+
+@functools.cache  # once per kind of model
+def _tell_linears(model: str, linears: str) -> None:
+    logger.warning(
+        f"{model}: decoder layers hold the parts of their FFNs, so each of {linears} gets experts and a router of its "
+        "own (mixing 'projection')"
+    )
+
+
+def _language_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Named modules, without those of vision or audio towers."""
+    config = getattr(model, "config", None)
+    inside = set(model.modules())
+    if config is not None and hasattr(config, "get_text_config") and config.get_text_config() is not config:
+        inside = set(cast(Any, model).get_decoder().modules())
+    for tower in _towers(model):
+        inside -= set(tower.modules())
+    for name, module in model.named_modules():
+        if module in inside and ".base_layer" not in name:
+            yield name, module
+
+
+def _towers(model: nn.Module) -> Iterator[nn.Module]:
+    """The models inside `model` that have its config for images or audio (in Phi-4 they lie in the decoder)."""
+    config = getattr(model, "config", None)
+    names = [name for name in getattr(config, "sub_configs", {}) if "vision" in name or "audio" in name]
+    kinds = tuple(type(getattr(config, name)) for name in names if getattr(config, name, None) is not None)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module is not model and isinstance(module.config, kinds):
+            yield module
+
+
+def has_routed_experts(model: nn.Module) -> bool:
+    """
+    Whether a model has routed experts. Its config does not tell: dense models may have the config of a MoE (Jamba,
+    Llama 4), and MoEs name the fields as they like.
+    """
+    routers = tuple(found for module in model.modules() for found in recorded_routers(module))
+    return any(isinstance(m, routers) or _holds_experts(m) for m in model.modules())
+
+
+def recorded_routers(module: nn.Module) -> tuple[type, ...]:
+    """The classes of the routers whose logits a transformers model records."""
+    recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or []
+    recorders: list[Any] = recorded if isinstance(recorded, list) else [recorded]
+    return tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)  # a class alone is allowed, too
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Whether a block has several experts by that name, as a list of modules or stacked in tensors [n, …, …]."""
+    experts = getattr(module, "experts", None)
+    if isinstance(experts, nn.ModuleList):
+        return len(experts) > 1
+    return isinstance(experts, nn.Module) and any(p.dim() > 2 and len(p) > 1 for p in experts.parameters())

@@ -1,0 +1,196 @@
+"""FFN layouts: how a block of a dense model is decomposed into projections and an activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..utils.distributed import gathered
+from ..utils.torch_contexts import evaluating
+from ..utils.validation import FLAG, TEXT, check, check_fields, is_a
+from .liger import plain_forward
+
+
+@dataclass(frozen=True)
+class FFNLayout:
+    """
+    Names of the parts of an FFN block whose forward is `down(act(gate(x)) * up(x))`, `down(act(up(x)))`, or, with
+    `fused=True`, `down(act(g) * u)` where `g, u = up(x).chunk(2)`.
+
+    Args:
+        up: the projection d → f (d → 2f, gate first, when `fused`).
+        down: the projection f → d.
+        act: the activation, a module or a function; `"F.silu"` is torch's function, for blocks that call it.
+        gate: the gate projection d → f, if it is separate.
+        fused: whether `up` computes gate and up in one product.
+        dropout: the dropout on the block's output, a module or a probability.
+        residual: whether the block takes a second argument, which it adds to its output after the dropout (BLOOM, MPT).
+    """
+
+    up: str
+    down: str
+    act: str
+    gate: str | None = None
+    fused: bool = False
+    dropout: str | None = None
+    residual: bool = False
+
+    def __post_init__(self) -> None:
+        act = self.act.removeprefix("F.") if isinstance(self.act, str) else ""
+        rules = {
+            "up down act": TEXT,
+            "gate dropout": TEXT.or_none(),
+            "fused residual": FLAG,
+        }
+        check_fields("FFNLayout", self, rules)
+        if act != self.act and not hasattr(F, act):
+            raise ValueError(f"FFNLayout: act={self.act!r}: torch.nn.functional has no such function")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The projections that read the block's input."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return (*self.inputs, self.down)
+
+    def matches(self, module: nn.Module) -> bool:
+        """
+        Whether `module` has every part that the layout names, and the projections' sizes agree. Where the activation is
+        torch's function, the projections must be the only parts: an activation of another name would be another one.
+        """
+        parts = [*self.projections, *(part for part in (self.act, self.dropout) if part and not part.startswith("F."))]
+        if not all(hasattr(module, part) for part in parts):
+            return False
+        if self.act.startswith("F.") and {name for name, _ in module.named_children()} != set(self.projections):
+            return False
+        f = getattr(getattr(module, self.down), "in_features", None)
+        out = getattr(getattr(module, self.up), "out_features", None)
+        return f is None or out is None or out == (2 * f if self.fused else f)
+
+    def split(self, pre: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The activation's input and, in gated FFNs, the factor of its output, from the outputs of `inputs`."""
+        if self.fused:
+            gate, up = pre[0].chunk(2, dim=-1)
+            return gate, up
+        return pre[0], (pre[1] if len(pre) == 2 else None)
+
+    def join(self, gate: torch.Tensor, up: torch.Tensor | None) -> list[torch.Tensor]:
+        """The inverse of `split`."""
+        if up is None:
+            return [gate]
+        return [torch.cat([gate, up], dim=-1)] if self.fused else [gate, up]
+
+    def activation(self, ffn: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The block's activation, as a function that does not change its input."""
+        if self.act.startswith("F."):
+            return getattr(F, self.act[2:])
+        act = getattr(ffn, self.act)
+        return (lambda x: act(x.clone())) if getattr(act, "inplace", False) else act
+
+    def hidden(self, ffn: nn.Module, pre: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The hidden activation [..., f] from the outputs of `inputs`."""
+        gate, up = self.split(pre)
+        activated = self.activation(ffn)(gate)
+        return activated if up is None else activated * up
+
+    def drop(self, ffn: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        """The block's dropout on its output [..., d]."""
+        if self.dropout is None:
+            return output
+        dropout = getattr(ffn, self.dropout)
+        if isinstance(dropout, nn.Module):
+            return dropout(output)
+        return F.dropout(output, p=dropout, training=ffn.training)
+
+    def block(self, forward: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """A block, or its forward, without a residual, [..., d] to [..., d]."""
+        return forward(x, torch.zeros_like(x)) if self.residual else forward(x)
+
+
+# The first layout whose parts a module has is used, so a layout comes before those that name fewer of its parts.
+_LAYOUTS: list[FFNLayout] = [
+    FFNLayout(gate="gate_proj", up="up_proj", down="down_proj", act="act_fn"),  # Llama, Qwen, Gemma, OLMo2, Granite, …
+    FFNLayout(up="gate_up_proj", down="down_proj", act="activation_fn", fused=True),  # Phi-3, GLM
+    FFNLayout(up="c_fc", down="c_proj", act="act", dropout="dropout"),  # GPT-2
+    FFNLayout(up="c_fc", down="c_proj", act="act", dropout="residual_dropout"),  # StarCoder2
+    FFNLayout(up="dense_h_to_4h", down="dense_4h_to_h", act="act"),  # GPT-NeoX, Falcon
+    FFNLayout(up="fc1", down="fc2", act="activation_fn"),  # Phi
+    FFNLayout(up="fc1", down="fc2", act="activation_fn", fused=True),  # Moshi
+    FFNLayout(gate="gate_proj", up="up_proj", down="down_proj", act="activation_fn"),  # Llama 4's dense layers
+    FFNLayout(up="up_proj", down="down_proj", act="act_fn"),  # Nemotron
+    FFNLayout(up="up_proj", down="down_proj", act="act", dropout="hidden_dropout", residual=True),  # MPT
+    FFNLayout(
+        up="dense_h_to_4h", down="dense_4h_to_h", act="gelu_impl", dropout="hidden_dropout", residual=True
+    ),  # BLOOM
+    FFNLayout(up="fc_in", down="fc_out", act="act", dropout="dropout"),  # GPT-J, CodeGen
+    FFNLayout(up="Wi", down="Wo", act="act", fused=True),  # ModernBERT decoder
+    FFNLayout(up="input_linear", down="output_linear", act="activation", fused=True),  # GraniteMoeHybrid's shared MLP
+    FFNLayout(gate="w1", up="w3", down="w2", act="F.silu"),  # LFM2
+]
+
+
+def register_ffn_layout(layout: FFNLayout) -> None:
+    """Add a layout; it is tried before the built-in ones."""
+    check("register_ffn_layout", layout=(layout, is_a(FFNLayout)))
+    if layout not in _LAYOUTS:
+        _LAYOUTS.insert(0, layout)
+
+
+def find_layout(module: nn.Module) -> FFNLayout | None:
+    """The layout of an FFN block, or None if no registered layout names its parts."""
+    return None if isinstance(module, GradientCheckpointingLayer) else _layout_of_parts(module)
+
+
+def layout_in_layer(module: nn.Module) -> FFNLayout | None:
+    """The layout of the FFN whose parts stand in a decoder layer itself (OPT), or None. No module is that FFN."""
+    return _layout_of_parts(module) if isinstance(module, GradientCheckpointingLayer) else None
+
+
+def _layout_of_parts(module: nn.Module) -> FFNLayout | None:
+    return next((layout for layout in _LAYOUTS if layout.matches(module)), None)
+
+
+def dense_forward(layout: FFNLayout, ffn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The FFN computed from its parts, [..., d] to [..., d]."""
+    pre = [getattr(ffn, name)(x) for name in layout.inputs]
+    return layout.drop(ffn, getattr(ffn, layout.down)(layout.hidden(ffn, pre)))
+
+
+@torch.no_grad()
+def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """
+    Whether the layout computes what the block's own forward computes, on a few random tokens, and has every dropout
+    of the block.
+
+    Weights that ZeRO-3 has divided are gathered. Blocks whose weights are not available (on the meta device, or sharded
+    by FSDP2) cannot run, nor can those of Liger's classes on a CPU; they pass.
+    """
+    dropouts = [m for m in ffn.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    if any(m is not getattr(ffn, layout.dropout or "", None) for m in dropouts):
+        return False
+    if device.type == "meta" or any(_is_sharded(p) for p in ffn.parameters()):
+        return True
+    forward = plain_forward(ffn)
+    if forward is None:
+        return True
+    x = torch.randn(1, 4, in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    try:
+        with evaluating(ffn), gathered(ffn.parameters()):
+            own, ours = layout.block(forward, x), dense_forward(layout, ffn, x)
+    except TypeError:  # the block needs more arguments than its input
+        return False
+    if not isinstance(own, torch.Tensor) or own.shape != ours.shape:
+        return False
+    tolerance = max(1e-5, 8 * torch.finfo(own.dtype).eps)
+    return bool((own - ours).abs().max() <= tolerance * own.abs().max())
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "meta" or hasattr(parameter, "placements")

@@ -1,0 +1,373 @@
+"""Stacks plain PEFT LoRA adapters into a MoE adapter, and extracts an expert as a plain LoRA adapter."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from safetensors.torch import save_file
+from torch import nn
+
+from ..utils.compat import private
+from ..utils.loading import read_adapter_config, read_adapter_weights
+from ..utils.model_card import write_model_card
+from ..utils.validation import ADAPTER_NAME, FOLDER, PATH, TEXT, Rule, check, is_a, is_whole, shown, unknown_key
+from .config import EXPERT_FIELDS, MoELoraConfig
+from .ffn_layout import find_layout
+from .layers import MoELoraLayer, MoELoraLinear
+
+_get_pattern_key = private("peft.utils.other", "get_pattern_key")
+_PREFIX = "base_model.model."
+# Fields of a LoRA that an expert cannot have, with the value that means none of it.
+_PLAIN = {
+    "use_dora": False, "bias": "none", "lora_bias": False, "modules_to_save": None, "alora_invocation_tokens": None,
+}  # fmt: skip
+# Initial values by name that leave the base's weights as they are.
+_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
+
+
+def lora_rank(config: LoraConfig, module: str) -> int:
+    """r of one module of a plain LoRA, with `rank_pattern` applied."""
+    return config.rank_pattern.get(_get_pattern_key(config.rank_pattern.keys(), module), config.r)
+
+
+def lora_scaling(config: LoraConfig, module: str) -> float:
+    """The factor of one module's update B A in a plain LoRA, with `rank_pattern` and `alpha_pattern` applied."""
+    alpha = config.alpha_pattern.get(_get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
+    r = lora_rank(config, module)
+    return alpha / (r**0.5 if config.use_rslora else r)
+
+
+def lora_scalings(config: LoraConfig, names: Iterable[str]) -> dict[str, float]:
+    """`lora_scaling` by the names that the A matrices have in a saved adapter."""
+    modules = {name: name.removeprefix(_PREFIX).partition(".lora_A.")[0] for name in names if ".lora_A." in name}
+    return {name: lora_scaling(config, module) for name, module in modules.items()}
+
+
+@dataclass(frozen=True)
+class _Lora:
+    """One LoRA adapter: A [r, in], B [out, r] and the scaling of each linear module."""
+
+    name: str
+    config: LoraConfig
+    A: dict[str, torch.Tensor]
+    B: dict[str, torch.Tensor]
+
+
+_ADAPTERS = Rule(
+    lambda v: (
+        isinstance(v, (list, tuple)) and len(v) > 0 and all(PATH.allows(a) or isinstance(a, PeftModel) for a in v)
+    ),
+    "give at least one LoRA adapter, in a list of folders or models",
+)
+
+
+def lora_to_moe(
+    model: nn.Module,
+    adapters: Sequence[str | os.PathLike | PeftModel],
+    adapter_name: str = "default",
+    **settings: Any,
+) -> PeftModel:
+    """
+    Build a MoE adapter whose experts are the given plain LoRA adapters.
+
+    FFN projections become FFN experts; other linears, such as those of attention, get their own experts and router.
+    Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B, which an optimizer like
+    Adam then moves as far as any other; where they agree, A and B are kept bit for bit. A module that an adapter lacks
+    gets a zero update in its expert. Routers are newly initialised.
+
+    Args:
+        model: the base model, without adapters.
+        adapters: folders of saved LoRA adapters, or models holding one (its active adapter is taken).
+        adapter_name: the new adapter's name.
+        settings: further `MoELoraConfig` fields, such as `top_k`, `mixing`, `task_type`.
+
+    Returns:
+        The base model with the MoE adapter, trainable.
+
+    Raises:
+        ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter; or
+            `settings` has a field that the adapters determine.
+    """
+    for name in EXPERT_FIELDS:
+        if name in settings:
+            raise ValueError(f"lora_to_moe: {name}={shown(settings[name])}: the adapters determine this; leave it out")
+    known = {field.name for field in fields(MoELoraConfig)}
+    for name in settings.keys() - known:
+        raise ValueError(f"lora_to_moe: {unknown_key(name, known)}")
+    check(
+        "lora_to_moe",
+        model=(model, is_a(nn.Module, remedy="give the base model")),
+        adapters=(adapters, _ADAPTERS),
+        adapter_name=(adapter_name, ADAPTER_NAME),
+    )
+    if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
+        raise ValueError(
+            "lora_to_moe: model holds an adapter, whose update would count, too; give a base without, or unload() it"
+        )
+    loras, places = _read_loras(model, adapters)
+    settings.setdefault("task_type", loras[0].config.task_type)
+    settings.setdefault("revision", loras[0].config.revision)
+    settings.setdefault("top_k", min(2, len(loras)))
+    config = MoELoraConfig(num_experts=len(loras), **_determined(loras, places), **settings)
+    peft_model = get_peft_model(model, config, adapter_name=adapter_name)
+    _fill_experts(peft_model, adapter_name, loras, places)
+    return peft_model
+
+
+def determined_fields(
+    model: nn.Module, adapters: Sequence[str | os.PathLike]
+) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """
+    The fields of `lora_to_moe`'s config that adapters determine, without `num_experts`; and of each adapter, its
+    modules' scalings. The base may be on the meta device.
+
+    Raises:
+        ValueError: it cannot take them.
+    """
+    loras, places = _read_loras(model, adapters)
+    scalings = [{module: lora_scaling(lora.config, module) for module in lora.A} for lora in loras]
+    return _determined(loras, places), scalings
+
+
+def _determined(loras: Sequence[_Lora], places: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    r = max(A.shape[0] for lora in loras for A in lora.A.values())
+    projections = {projection for _, projection in places.values() if projection != "weight"}
+    return {
+        "r": r,
+        "lora_alpha": _scaling(loras) * r,
+        "target_modules": sorted({owner for owner, _ in places.values()}),
+        "target_projections": sorted(projections) or None,
+    }
+
+
+def _scaling(loras: Sequence[_Lora]) -> float:
+    """The scaling of all experts: the first module's of the first adapter."""
+    return lora_scaling(loras[0].config, next(iter(loras[0].A)))
+
+
+@torch.no_grad()
+def _fill_experts(
+    model: PeftModel, adapter_name: str, loras: Sequence[_Lora], places: dict[str, tuple[str, str]]
+) -> None:
+    """Fill expert i with LoRA i, padded with zeros. A difference in scaling is folded into B."""
+    layers = {name: m for name, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
+    for layer in layers.values():
+        for weights in layer.expert_parameters(adapter_name):
+            for weight in weights.values():
+                weight.zero_()
+    scaling = _scaling(loras)
+    for i, lora in enumerate(loras):
+        for module, A in lora.A.items():
+            owner, projection = places[module]
+            factor = lora_scaling(lora.config, module) / scaling
+            B = lora.B[module] if factor == 1 else lora.B[module] * factor
+            A_all, B_all = layers[owner].expert_parameters(adapter_name)
+            A_all[projection][i, : A.shape[0]] = A
+            B_all[projection][i, : A.shape[0]] = B.T
+
+
+def expert_to_lora(
+    model: PeftModel,
+    expert: int,
+    save_directory: str | os.PathLike | None = None,
+    adapter_name: str | None = None,
+) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """
+    Extract one expert of a MoE adapter as a plain LoRA adapter.
+
+    Modules with a single expert, which is always active, and those of `modules_to_save` are part of every expert's
+    LoRA.
+
+    Args:
+        model: the model with the MoE adapter.
+        expert: its index, from 0.
+        save_directory: a folder to write, which `PeftModel.from_pretrained` can load; it must not exist yet.
+        adapter_name: the MoE adapter; the active one if None.
+
+    Returns:
+        The LoRA's config and its state dict, with PEFT's key names.
+
+    Raises:
+        ValueError: the adapter has no such expert, or its experts are bottlenecks.
+        FileExistsError: `save_directory` already exists.
+    """
+    check(
+        "expert_to_lora",
+        model=(model, is_a(PeftModel)),
+        save_directory=(save_directory, FOLDER.or_none()),
+        adapter_name=(adapter_name, TEXT.or_none()),
+    )
+    adapter_name = model.active_adapter if adapter_name is None else adapter_name
+    source = model.peft_config.get(adapter_name)
+    if not isinstance(source, MoELoraConfig):
+        known = [name for name, config in model.peft_config.items() if isinstance(config, MoELoraConfig)]
+        raise ValueError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {known}")
+    if source.expert_type != "lora":
+        raise ValueError(
+            f"expert_to_lora: expert_type={source.expert_type!r}: such an expert has a non-linearity, which no LoRA "
+            "has; keep the whole adapter"
+        )
+    most = max([source.num_experts, *source.num_experts_pattern.values()])
+    if not is_whole(expert) or not 0 <= expert < most:
+        raise ValueError(f"expert_to_lora: expert={shown(expert)}: the adapter has experts 0 to {most - 1}")
+    state, ranks, alphas = _matrices_of(model, expert, adapter_name)
+    config = LoraConfig(
+        r=source.r,
+        lora_alpha=source.lora_alpha,
+        lora_dropout=source.lora_dropout,
+        use_rslora=source.use_rslora,
+        target_modules=_short_names(model, set(ranks)),
+        rank_pattern={name: r for name, r in ranks.items() if r != source.r},
+        alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != source.lora_alpha},
+        modules_to_save=source.modules_to_save,
+        task_type=source.task_type,
+        base_model_name_or_path=source.base_model_name_or_path,
+        revision=source.revision,
+        inference_mode=True,
+    )
+    if save_directory is not None:
+        _save_whole(Path(save_directory), config, state)
+    return config, state
+
+
+def _matrices_of(
+    model: PeftModel, expert: int, adapter_name: str
+) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, float]]:
+    """An expert's A and B and the modules saved whole, under PEFT's names, and by module their rank and alpha."""
+    state: dict[str, torch.Tensor] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for owner, layer in model.get_base_model().named_modules():
+        if isinstance(layer, ModulesToSaveWrapper) and adapter_name in layer.modules_to_save:
+            whole = layer.modules_to_save[adapter_name].state_dict()
+            state |= {f"{_PREFIX}{owner}.{name}": tensor.cpu().clone() for name, tensor in whole.items()}
+        if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
+            continue
+        spec = layer.moe_lora_spec[adapter_name]
+        if not 0 <= expert < spec.num_experts and spec.num_experts > 1:
+            raise ValueError(f"expert_to_lora: expert={expert}: {owner} has experts 0 to {spec.num_experts - 1}")
+        index = expert if spec.num_experts > 1 else 0
+        A_all, B_all = layer.expert_parameters(adapter_name)
+        for projection, A in A_all.items():
+            name = owner if isinstance(layer, MoELoraLinear) else f"{owner}.{projection}"
+            name = name.replace(".base_layer", "")
+            B = B_all[projection]
+            state[f"{_PREFIX}{name}.lora_A.weight"] = A[index].detach().cpu().clone()
+            state[f"{_PREFIX}{name}.lora_B.weight"] = B[index].detach().cpu().T.contiguous()
+            ranks[name], alphas[name] = spec.r, spec.lora_alpha
+    return state, ranks, alphas
+
+
+def _read_loras(
+    model: nn.Module, adapters: Sequence[str | os.PathLike | PeftModel]
+) -> tuple[list[_Lora], dict[str, tuple[str, str]]]:
+    """Adapters that fit the base model, and the place of each of their modules: its MoE layer and projection."""
+    loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
+    for lora in loras:
+        _check_fits(lora, model)
+    return loras, {module: _place(model, module) for lora in loras for module in lora.A}
+
+
+def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
+    """Read a LoRA adapter and check that it is a plain one."""
+    name = f"adapters[{index}]" if isinstance(source, PeftModel) else str(source)
+    if isinstance(source, PeftModel):
+        config = source.peft_config[source.active_adapter]
+    else:
+        config = read_adapter_config(source, f"lora_to_moe: {name}")
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
+    for field, plain in _PLAIN.items():
+        if getattr(config, field, plain) != plain:
+            raise ValueError(
+                f"lora_to_moe: {name}: {field}={getattr(config, field)!r}: an expert cannot have this; leave it out"
+            )
+    if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in _KEEP_THE_BASE:
+        raise ValueError(
+            f"lora_to_moe: {name}: init_lora_weights={config.init_lora_weights!r}: it is to be added to a base that "
+            "this has changed; save it for the plain base, with path_initial_model_for_weight_conversion"
+        )
+    if isinstance(source, PeftModel):
+        state = get_peft_model_state_dict(source, adapter_name=source.active_adapter)
+    else:
+        state = read_adapter_weights(source, f"lora_to_moe: {name}")
+    A: dict[str, torch.Tensor] = {}
+    B: dict[str, torch.Tensor] = {}
+    for field in ("r", "lora_alpha"):
+        value = getattr(config, field)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ValueError(f"lora_to_moe: {name}: {field}={value!r}: must be a number above 0")
+    for key, tensor in state.items():
+        module, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
+        if kind not in ("A.weight", "B.weight"):
+            raise ValueError(f"lora_to_moe: {name}: {key}: not a weight of a plain LoRA on a linear layer")
+        if not tensor.isfinite().all():
+            raise ValueError(f"lora_to_moe: {name}: {key} holds NaN or infinity; train the adapter again")
+        (A if kind == "A.weight" else B)[module] = tensor
+    lora = _Lora(name, config, A, B)
+    if not A or A.keys() != B.keys():
+        module = next(iter(A.keys() ^ B.keys()), "any module")
+        raise ValueError(f"lora_to_moe: {name}: lacks a matrix of {module}; save the adapter again")
+    for module in A:
+        ranks, stated = (A[module].shape[0], B[module].shape[-1]), lora_rank(config, module)
+        if ranks != (stated, stated):
+            raise ValueError(
+                f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {stated}; save the adapter again"
+            )
+    return lora
+
+
+def _check_fits(lora: _Lora, model: nn.Module) -> None:
+    modules = dict(model.named_modules())
+    for name, A in lora.A.items():
+        if name not in modules:
+            raise ValueError(
+                f"lora_to_moe: {lora.name}: the base model has no module {name!r}; was it trained on a different base?"
+            )
+        module = modules[name]
+        features = (getattr(module, "in_features", A.shape[1]), getattr(module, "out_features", lora.B[name].shape[0]))
+        if features != (A.shape[1], lora.B[name].shape[0]):
+            shape = (A.shape[1], lora.B[name].shape[0])
+            raise ValueError(
+                f"lora_to_moe: {lora.name}: {name} has in and out features {shape}, the base model's has {features}; "
+                "was it trained on a different base?"
+            )
+
+
+def _place(model: nn.Module, module: str) -> tuple[str, str]:
+    """The MoE layer that receives the LoRA of a linear module, and the projection's name in it."""
+    owner, _, projection = module.rpartition(".")
+    layout = find_layout(model.get_submodule(owner))
+    if layout is not None and projection in layout.projections:
+        return owner, projection
+    return module, "weight"
+
+
+def _short_names(model: PeftModel, names: set[str]) -> list[str]:
+    """The last parts of module names if they match no other module, else the full names."""
+    short = {name.rsplit(".", 1)[-1] for name in names}
+    every = {n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n}
+    matched = {name for name in every if name.rsplit(".", 1)[-1] in short}
+    return sorted(short if matched == names else names)
+
+
+def _save_whole(folder: Path, config: LoraConfig, state: dict[str, torch.Tensor]) -> None:
+    """Write an adapter folder under a temporary name and rename it when it is complete."""
+    if folder.exists():
+        raise FileExistsError(f"expert_to_lora: save_directory={str(folder)!r} exists; choose another name")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
+        whole = Path(parent) / folder.name
+        config.save_pretrained(str(whole))
+        write_model_card(whole, made="`moe_peft.expert_to_lora`: one expert of a MoE-LoRA adapter")
+        save_file(state, whole / "adapter_model.safetensors", metadata={"format": "pt"})
+        whole.rename(folder)

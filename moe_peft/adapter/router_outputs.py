@@ -1,0 +1,338 @@
+"""
+Gives an adapted model the config fields and outputs of transformers' MoE models.
+
+The model's config has `num_experts`, `num_experts_per_tok`, `output_router_logits` and `router_aux_loss_coef`. With
+`output_router_logits` the backbone's output has `router_logits`, a tuple of float32 [tokens, n], one per router in the
+order of the forward pass. TRL's trainers read these and add the balancing loss themselves. For all other code (the
+plain `Trainer`, a custom loop) the model adds it to `outputs.loss` and sets `outputs.aux_loss`, as a native MoE does.
+
+All of this is done by forward hooks that are module-level functions, so that models can be deep-copied and pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..routing.gates import pad_logits
+from ..routing.losses import balancing_loss
+from ..routing.statistics import counted_experts
+from .base_model import has_routed_experts, is_encoder_decoder
+from .layers import MoELoraLayer
+from .router_recorder import Collection, state
+
+CHOICES, ROUTERS = "_moe_lora_choices", "_moe_lora_routers"  # attributes of a backbone's output
+IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
+FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
+
+
+# --- the config's fields ------------------------------------------------------------------------------------------
+
+
+def refuse_native_moe(model: nn.Module) -> None:
+    """Raise if the model already has routed experts: the adapter would overwrite their config fields."""
+    if not _is_installed(model) and has_routed_experts(model):
+        kind = getattr(text_config(model), "model_type", type(model).__name__)
+        raise ValueError(
+            f"MoELoraConfig: the base model {kind!r} already has routed experts; adapt it with a plain LoraConfig, or "
+            "start from a dense model"
+        )
+
+
+def sync_config(model: nn.Module, configs: dict[str, Any]) -> None:
+    """
+    Set the model config's fields to those of the active adapters; put the base's own back if no router is left.
+
+    Values that a user or a trainer set (`output_router_logits`, `router_aux_loss_coef`) stay until other adapters are
+    active.
+    """
+    if not _is_installed(model) or _routers(model) == model.__dict__["_moe_lora_synced"]:
+        return
+    routers = model.__dict__["_moe_lora_synced"] = _routers(model)
+    config = text_config(model)
+    _ignore_at_inference(model, bool(routers))
+    if not routers:
+        _restore_fields(model)
+        return
+    config.num_experts = max(n for _, n, _ in routers)
+    config.num_experts_per_tok = routers[0][2]
+    config.router_aux_loss_coef = max(configs[name].router_aux_loss_coef for name, _, _ in routers)
+    config.output_router_logits = config.router_aux_loss_coef > 0
+
+
+def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
+    """(adapter, n, k) of every active router, in the model's order."""
+    return [
+        (name, layer.moe_lora_spec[name].num_experts, layer.moe_lora_spec[name].top_k)
+        for layer in model.__dict__["_moe_lora_layers"]
+        for name in layer.active_adapters
+        if name in layer.moe_lora_router
+    ]
+
+
+def _own_fields(config: Any) -> dict[str, Any]:
+    """
+    The values that a config has under the protocol's names: dense models of MoE families (Jamba, Llama 4) have some,
+    and may call them otherwise.
+    """
+    return {key: config.__dict__[key] for key in _keys(config) if key in config.__dict__}
+
+
+def _restore_fields(model: nn.Module) -> None:
+    config = text_config(model)
+    for key in _keys(config):
+        config.__dict__.pop(key, None)
+    config.__dict__.update(model.__dict__["_moe_lora_own_fields"])
+
+
+def _keys(config: Any) -> list[str]:
+    return [config.attribute_map.get(name, name) for name in FIELDS]
+
+
+def _ignore_at_inference(model: Any, ignored: bool) -> None:
+    """Have `Trainer` leave the outputs of `IGNORED` out of its predictions, or no longer."""
+    field = "keys_to_ignore_at_inference"
+    usual = getattr(type(model.config), field, ["past_key_values"])  # what `Trainer` takes, too
+    kept = [name for name in getattr(model.config, field, usual) if name not in IGNORED]
+    setattr(model.config, field, [*kept, *IGNORED] if ignored else kept)
+    if kept == usual and not ignored:
+        delattr(model.config, field)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of a model's language part; None if it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else None
+
+
+# --- the hooks ----------------------------------------------------------------------------------------------------
+
+
+def install(model: nn.Module) -> None:
+    """
+    Register the hooks on a transformers model, once, and note its layers. Other modules are left as they are.
+
+    Some causal LMs call only a part of their backbone (OPT its decoder), and some trainers call only the backbone. So
+    both model and backbone have hooks, and whichever runs first collects for both.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    model.__dict__["_moe_lora_layers"] = [m for m in model.modules() if isinstance(m, MoELoraLayer)]
+    if _is_installed(model):
+        return
+    model.__dict__["_moe_lora_synced"] = None
+    model.__dict__["_moe_lora_own_fields"] = _own_fields(text_config(model))
+    model.__dict__["_moe_lora_handles"] = [
+        handle
+        for module in dict.fromkeys((model, model.base_model))
+        for handle in (
+            module.register_forward_pre_hook(functools.partial(_begin, ours=_leave_to_us(module)), with_kwargs=True),
+            module.register_forward_hook(_end, with_kwargs=True, always_call=True),
+        )
+    ]
+
+
+def uninstall(model: nn.Module) -> None:
+    """Remove the hooks, and put the config's own fields back."""
+    if not _is_installed(model):
+        return
+    for handle in model.__dict__.pop("_moe_lora_handles"):
+        handle.remove()
+    _ignore_at_inference(model, False)
+    _restore_fields(model)
+    for name in ("layers", "synced", "own_fields"):
+        del model.__dict__[f"_moe_lora_{name}"]
+
+
+def _is_installed(model: nn.Module) -> bool:
+    return "_moe_lora_handles" in model.__dict__
+
+
+def _begin(module: nn.Module, args: tuple, kwargs: dict, ours: dict[str, bool]) -> tuple[tuple, dict]:
+    """Start a collection, unless the model around this backbone has already started one."""
+    outer = state.collection
+    # Neither calls itself, nor a backbone its model: a call was left by Ctrl-C, on which torch runs no hooks.
+    while outer is not None and (outer.owner is module or outer.owner is module.base_model):
+        outer = outer.outer
+    if outer is not None and module is getattr(outer.owner, "base_model", None):
+        # A dense backbone does not know the argument. A caller that passes it to the backbone alone, as `models.view`
+        # does, gets the backbone's router logits and leaves the outer model's output and loss as they are.
+        outer.enabled |= bool(kwargs.pop("output_router_logits", False))
+        return args, {**kwargs, **ours}
+    # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
+    sync_config(module, getattr(module, "peft_config", {}))
+    # TRL's fused forward reads the argument, too, and adds transformers' balancing loss, which is NaN for a batch of
+    # padding alone. So it is not asked for it, except under torch.compile: where that forward breaks the graph, the
+    # collection is lost.
+    config, fused = text_config(module), kwargs.get("fused_lm_head")
+    theirs = fused and torch.compiler.is_compiling()
+    asked = (kwargs.get if theirs else kwargs.pop)("output_router_logits", None)
+    # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
+    by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
+    enabled = by_config if asked is None else bool(asked)
+    if not theirs:
+        kwargs = {**kwargs, **({"output_router_logits": False} if fused else ours)}
+    both = getattr(config, "is_encoder_decoder", False)  # then a decoder's tokens are not `input_ids`
+    token_ids = None if both else _argument(module, "input_ids", args, kwargs)
+    state.collection = Collection(module, enabled, enabled, bool(asked), outer, token_ids)
+    return args, kwargs
+
+
+def _leave_to_us(module: nn.Module) -> dict[str, bool]:
+    """What keeps a dense model of a MoE family from looking for router logits, and from adding a loss of its own."""
+    records = "router_logits" in (getattr(module, "_can_record_outputs", None) or {})
+    knows = hasattr(type(text_config(module)), "output_router_logits")
+    return {"output_router_logits": False} if records or knows else {}
+
+
+def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    """Add the router logits to the output and, if the model computes a loss, the balancing loss."""
+    collection = state.collection
+    if collection is None or module not in (collection.owner, getattr(collection.owner, "base_model", None)):
+        return None
+    if module is collection.owner:
+        state.collection = collection.outer
+    wanted = collection.enabled if module is module.base_model else collection.attached
+    if output is None or not wanted:  # None: the forward raised
+        return None
+    n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
+    router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
+    if kwargs.get("fused_lm_head") and module is not module.base_model:
+        if output.get("aux_loss") is not None:
+            return None
+        output["aux_loss"] = output["loss"].new_zeros(())  # there may be no router; its class has no `router_logits`
+    elif isinstance(output, dict):
+        output = _with_router_logits(output, router_logits)
+        # No field: it is for `models.view` alone, and would otherwise be a part of every output that is taken apart.
+        output.__dict__[CHOICES] = tuple(collection.choices)
+        if not torch.compiler.is_compiling():
+            output.__dict__[ROUTERS] = tuple(collection.routers)
+    if router_logits is None:
+        return output
+    if _has_loss(module):
+        output = _with_aux_loss(module, args, kwargs, output, router_logits, collection)
+    forgotten = isinstance(output, dict) and output.get("loss") is None and not collection.explicit
+    if forgotten and module is collection.owner and module.training and any(x.requires_grad for x in router_logits):
+        _tell_unbalanced(type(module).__name__)
+    return output
+
+
+@torch.compiler.assume_constant_result  # runs while torch.compile traces, too
+def _tell_unbalanced(name: str) -> None:
+    """Warn of a trainer that computes its own loss from an output without one, and asked for no balancing loss."""
+    warnings.warn(
+        f"MoE-LoRA: {name} trains by a loss of its caller's, which lacks the balancing loss; add RouterLossesMixin to "
+        "the trainer (docs/training.md), or pass output_router_logits=True and add router_aux_loss_coef * aux_loss",
+        UserWarning,
+        stacklevel=1,  # one place, so that it is shown once
+    )
+
+
+def _with_router_logits(output: Any, router_logits: tuple[torch.Tensor, ...] | None) -> Any:
+    """The output in a class that has the field. It is the same object, as making one takes long beside a token."""
+    cls = _moe_output_class(type(output))
+    if torch.compiler.is_compiling():  # knows no change of a class
+        return cls(**{**output, "router_logits": router_logits})
+    output.__class__ = cls
+    if router_logits is not None:  # as in the constructor, which leaves out what is None
+        output["router_logits"] = router_logits
+    return output
+
+
+@torch.compiler.assume_constant_result
+def _moe_output_class(cls: Any) -> Any:
+    """
+    A dense model's output class with the added fields of a MoE's. Keys that are not fields would suffice for most
+    readers, but not for those that take outputs apart and rebuild them (DistributedDataParallel).
+    """
+    return _extended(cls)
+
+
+@functools.cache
+def _extended(cls: Any) -> Any:
+    missing = [name for name in ("router_logits", "aux_loss") if name not in {f.name for f in dataclasses.fields(cls)}]
+    if not missing:
+        return cls
+    fields = [(name, Any, None) for name in missing]
+    own = {"__module__": cls.__module__, "__reduce__": lambda output: (_rebuilt, (cls, dict(output)))}
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=own)
+
+
+def _rebuilt(cls: Any, items: dict[str, Any]) -> Any:
+    """An output from a pickle, which finds no class that was made here."""
+    return _extended(cls)(**items)
+
+
+def _has_loss(model: Any) -> bool:
+    """
+    Whether a model computes a language model's loss: whatever has a backbone, or a head of its own (Llama 4's causal
+    model does not name its backbone). Encoder-decoders have logits of two lengths, which do not make one loss.
+    """
+    if is_encoder_decoder(model):
+        return False
+    return model is not model.base_model or model.get_output_embeddings() is not None
+
+
+def _with_aux_loss(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    output: Any,
+    router_logits: tuple[torch.Tensor, ...],
+    collection: Collection,
+) -> Any:
+    is_dict = isinstance(output, dict)
+    loss = output.get("loss") if is_dict else None
+    if isinstance(output, tuple) and _argument(model, "labels", args, kwargs) is not None:
+        loss = output[0]
+    if loss is None and not (is_dict and collection.explicit):
+        return output
+    if len(lengths := {len(logits) for logits in router_logits}) > 1:
+        raise ValueError(
+            f"MoELoraConfig: router_aux_loss_coef: routers saw different numbers of tokens ({sorted(lengths)}), which "
+            "make no balancing loss; set it to 0, or target modules that read every token once"
+        )
+    config = text_config(model)
+    mask = _argument(model, "attention_mask", args, kwargs)
+    known = isinstance(mask, torch.Tensor) and mask.dim() == 2  # else packed, or no padding
+    if known:
+        mask = mask[:, -(len(router_logits[0]) // len(mask)) :]  # after a cache, whose tokens come first
+    k = config.num_experts_per_tok
+    chosen = counted_experts(collection.routers, router_logits, _ks(model, collection.routers, k))
+    sizes = [logits.shape[-1] for logits in collection.logits]
+    aux_loss = balancing_loss(router_logits, k, mask.flatten() if known else None, sizes=sizes, chosen=chosen)
+    if loss is not None:
+        loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
+    if not is_dict:
+        return (loss, *output[1:])
+    if loss is not None:
+        output["loss"] = loss
+    output["aux_loss"] = aux_loss
+    return output
+
+
+def _ks(model: nn.Module, routers: Sequence[nn.Module], k: int) -> list[int]:
+    """Active experts per token of each router: several active adapters may differ in that."""
+    if len({own for _, _, own in model.__dict__["_moe_lora_synced"]}) == 1:
+        return [k] * len(routers)
+    found = {
+        id(router): layer.moe_lora_spec[name].top_k
+        for layer in model.__dict__["_moe_lora_layers"]
+        for name, router in layer.moe_lora_router.items()
+    }
+    return [found[id(router)] for router in routers]
+
+
+def _argument(model: nn.Module, name: str, args: tuple, kwargs: dict) -> Any:
+    if name in kwargs or not args:
+        return kwargs.get(name)
+    names = [p for p in inspect.signature(type(model).forward).parameters if p != "self"]
+    return dict(zip(names, args, strict=False)).get(name)

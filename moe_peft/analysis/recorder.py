@@ -1,0 +1,316 @@
+"""
+Routing statistics, collected while a model runs.
+
+Legend: B rows, S positions, T = B·S tokens, L layers, n experts, D domains, C token classes, P position buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..models.introspection import RoutedPass, base_model, observed_routing, router_sizes, text_config
+from ..routing.expert_map import expert_masks, label_text, read_expert_map
+from ..routing.gates import pad_logits
+from ..routing.statistics import chosen_experts, load_doubt, load_health, load_verdicts
+from ..utils.validation import COUNT, FLAG, Rule, check, whole
+from .token_classes import TOKEN_CLASSES
+
+POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
+LINEAR_BUCKETS = 64  # of a given width
+
+
+_SIZES = Rule(
+    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(map(COUNT.allows, v)),
+    "give a list of the layers' numbers of experts",
+)
+_DOMAINS = Rule(
+    lambda v: (
+        isinstance(v, Sequence)
+        and not isinstance(v, str)
+        and 0 < len(v) == len({label_text(name) for name in v if isinstance(name, (str, int, float))})
+    ),
+    "give a list of different names",
+)
+_CLASSES = Rule(
+    lambda v: (
+        isinstance(v, torch.Tensor)
+        and v.dtype == torch.int64
+        and v.dim() == 1
+        and 0 <= int(v.min()) <= int(v.max()) < len(TOKEN_CLASSES)
+    ),
+    "give what classify_tokens returns, int64 [V]",
+)
+
+
+class RoutingStatistics:
+    """
+    Sums over all tokens seen; memory does not grow with the number of tokens.
+
+    Assignments are what routers did: slots with a gate of 0 do not count (a threshold or a capacity left the expert
+    out), and forced or masked routing counts as it happened. Compliance is what routers wanted: the probability that
+    their logits give to the experts of the token's domain, without steering.
+
+    Args:
+        sizes: experts of each layer.
+        k: experts per token.
+        domains: the names of the D domains.
+        expert_map: domain → experts that should serve it, for compliance; see `read_expert_map`.
+        token_classes: the class (index into `TOKEN_CLASSES`) of every token of the vocabulary, [V].
+        position_width: compliance by position has 64 buckets of this many tokens, and the last has all further ones;
+            None: 16 buckets of doubling width, which begin at 0, 1, 3, 7, ….
+
+    Attributes:
+        counts: number of (token, slot) assignments, float64 [D, L, n].
+        tokens: number of tokens, [D].
+        coactivation: number of tokens that both experts serve, [L, n, n].
+        class_counts: number of assignments by token class, [C, L, n].
+        broken: whether a layer's logits were NaN or infinite, so that its numbers say nothing, bool [L].
+        domain_compliance_sums: sum of compliance by domain, layer and position bucket, [D, L, P].
+        domain_compliance_tokens: number of tokens by domain and position bucket, [D, P].
+
+    Raises:
+        ValueError: `expert_map` lacks a domain or has no valid form; `position_width` is not positive.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        k: int,
+        domains: Sequence[str] = ("all",),
+        expert_map: Mapping[str, Sequence[int]] | None = None,
+        token_classes: torch.Tensor | None = None,
+        position_width: int | None = None,
+    ) -> None:
+        check(
+            "RoutingStatistics",
+            sizes=(sizes, _SIZES),
+            domains=(domains, _DOMAINS),
+            token_classes=(token_classes, _CLASSES.or_none()),
+            position_width=(position_width, whole(1, 2**31).or_none()),
+        )
+        check("RoutingStatistics", k=(k, whole(1, max(sizes))))
+        L, n, D = len(sizes), max(sizes), len(domains)
+        self.sizes, self.k, self.domains = list(sizes), k, [label_text(domain) for domain in domains]
+        self.token_classes = token_classes
+        self.position_width = position_width
+        P = LINEAR_BUCKETS if position_width else POSITION_BUCKETS
+        self.allowed = None
+        if expert_map is not None:
+            known = read_expert_map(expert_map, n, "expert_map")
+            missing = [domain for domain in self.domains if domain not in known]
+            if missing:
+                raise ValueError(f"expert_map: no experts for the domains {missing}; add them")
+            self.allowed = expert_masks({domain: known[domain] for domain in self.domains}, n)
+        self.counts = torch.zeros(D, L, n, dtype=torch.float64)
+        self.tokens = torch.zeros(D, dtype=torch.float64)
+        self.coactivation = torch.zeros(L, n, n, dtype=torch.float64)
+        self.class_counts = torch.zeros(len(TOKEN_CLASSES), L, n, dtype=torch.float64)
+        self.broken = torch.zeros(L, dtype=torch.bool)
+        self.domain_compliance_sums = torch.zeros(D, L, P, dtype=torch.float64)
+        self.domain_compliance_tokens = torch.zeros(D, P, dtype=torch.float64)
+        self.current: Any = self.domains[0]  # of the next batch, or one for each of its rows
+
+    @torch.no_grad()
+    def update(
+        self,
+        router_logits: Sequence[torch.Tensor],
+        mask_BS: torch.Tensor,
+        ids_BS: torch.Tensor | None,
+        chosen: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """
+        Add a batch; `current` is its domain, or the list of its rows' domains.
+
+        Args:
+            router_logits: one [T, n] per layer.
+            mask_BS: 1 for real tokens. If the batch continues a cache, the mask is longer than S; its end is used.
+            ids_BS: the tokens, for token classes.
+            chosen: the experts that served each token, bool [T, n] per layer; None: the k with the largest logits.
+        """
+        if len(router_logits) != len(self.sizes) or mask_BS.dim() != 2 or len(router_logits[0]) % max(1, len(mask_BS)):
+            raise ValueError(
+                f"RoutingStatistics: {len(router_logits)} layers of logits, mask {list(mask_BS.shape)}: give logits of "
+                f"{len(self.sizes)} layers and a mask [B, S]"
+            )
+        first, n = router_logits[0].device, max(self.sizes)  # layers may be on different devices
+        broken = [(logits.isnan() | logits.isposinf()).any().to(first) for logits in router_logits]
+        self.broken |= torch.stack(broken).cpu()
+        logits_LTN = torch.stack([pad_logits(logits.detach().to(first).float(), n) for logits in router_logits])
+        if chosen is None:
+            chosen = [chosen_experts(logits_TN.topk(self.k, dim=-1).indices, None, n) for logits_TN in logits_LTN]
+        chosen_LTN = torch.stack(
+            [F.pad(of_layer.to(first), (0, n - of_layer.shape[-1])) for of_layer in chosen]
+        ).float()
+        rows, length = mask_BS.shape[0], logits_LTN.shape[1] // max(mask_BS.shape[0], 1)
+        start = mask_BS.shape[1] - length
+        weight_T = mask_BS[:, start:].flatten().float().to(first)
+        domain_T = self._domains_of(rows).to(first).repeat_interleave(length)
+        domain_TD = F.one_hot(domain_T, len(self.domains)).float() * weight_T.unsqueeze(1)
+        weighted_LTN = chosen_LTN * weight_T.unsqueeze(-1)
+        self.counts += torch.einsum("ltn,td->dln", chosen_LTN, domain_TD).double().cpu()
+        self.tokens += domain_TD.sum(0).double().cpu()
+        self.coactivation += torch.einsum("ltn,ltm->lnm", weighted_LTN, chosen_LTN).double().cpu()
+        if self.token_classes is not None and ids_BS is not None:
+            class_TC = F.one_hot(self.token_classes.to(first)[ids_BS.to(first).flatten()], len(TOKEN_CLASSES)).float()
+            self.class_counts += torch.einsum("ltn,tc->cln", weighted_LTN, class_TC).double().cpu()
+        if self.allowed is not None:
+            inside_LT = (logits_LTN.softmax(-1) * self.allowed.to(first)[domain_T]).sum(-1)
+            positions_T = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, start:].flatten().to(first)
+            bucket_TP = F.one_hot(self._buckets_of(positions_T), self.domain_compliance_tokens.shape[1]).float()
+            self.domain_compliance_sums += torch.einsum("lt,td,tp->dlp", inside_LT, domain_TD, bucket_TP).double().cpu()
+            self.domain_compliance_tokens += (domain_TD.T @ bucket_TP).double().cpu()
+
+    def _domains_of(self, rows: int) -> torch.Tensor:
+        """The index of each row's domain, [B]."""
+        several = isinstance(self.current, Sequence) and not isinstance(self.current, str)
+        names = list(self.current) if several else [self.current] * rows
+        if len(names) != rows:
+            raise ValueError(f"RoutingStatistics: current names {len(names)} domains, the batch has {rows} rows")
+        return torch.tensor([self._index(name) for name in names], dtype=torch.long)
+
+    def _index(self, domain: Any) -> int:
+        """The place of a domain, by its name."""
+        if label_text(domain) not in self.domains:
+            raise ValueError(f"RoutingStatistics: domain {domain!r}: no such domain; there is {self.domains}")
+        return self.domains.index(label_text(domain))
+
+    def _buckets_of(self, positions: torch.Tensor) -> torch.Tensor:
+        if self.position_width is not None:
+            return (positions // self.position_width).long().clamp(max=LINEAR_BUCKETS - 1)
+        return (positions + 1).float().log2().floor().long().clamp(max=POSITION_BUCKETS - 1)
+
+    @property
+    def position_starts(self) -> list[int]:
+        """The first position of each bucket, [P]."""
+        P = self.domain_compliance_tokens.shape[1]
+        return [p * self.position_width if self.position_width is not None else 2**p - 1 for p in range(P)]
+
+    @property
+    def compliance_sums(self) -> torch.Tensor:
+        """Sum of compliance by layer and position bucket, [L, P]."""
+        return self.domain_compliance_sums.sum(0)
+
+    @property
+    def compliance_tokens(self) -> torch.Tensor:
+        """Number of tokens by position bucket, [P]."""
+        return self.domain_compliance_tokens.sum(0)
+
+    def shares(self) -> dict[str, torch.Tensor]:
+        """Domain → each expert's share of its layer's assignments, [L, n]; only for domains with tokens."""
+        seen = [i for i in range(len(self.domains)) if self.tokens[i]]
+        return {self.domains[i]: self.counts[i] / self.counts[i].sum(1, keepdim=True).clamp(min=1) for i in seen}
+
+    def compliance(self) -> torch.Tensor:
+        """Mean compliance by layer and position bucket, over all domains, [L, P]; NaN for buckets without tokens."""
+        self._needs_map()
+        return self.compliance_sums / self.compliance_tokens
+
+    def compliance_by_domain(self) -> dict[str, torch.Tensor]:
+        """Domain → mean compliance by layer and position bucket, [L, P], as `compliance`; for domains with tokens."""
+        self._needs_map()
+        sums, tokens = self.domain_compliance_sums, self.domain_compliance_tokens
+        return {d: sums[i] / tokens[i] for i, d in enumerate(self.domains) if tokens[i].any()}
+
+    def mean_compliance(self, domain: str | None = None) -> float:
+        """Mean compliance over all tokens and layers; of one domain, if it is named. NaN without tokens."""
+        self._needs_map()
+        at = slice(None) if domain is None else self._index(domain)
+        tokens = self.domain_compliance_tokens[at].sum()
+        return float(self.domain_compliance_sums[at].sum() / tokens / len(self.sizes))
+
+    def chance(self) -> dict[str, float]:
+        """Domain → the compliance of routers that know nothing: its share of the experts, averaged over layers."""
+        self._needs_map()
+        assert self.allowed is not None
+        shares_DL = torch.stack([self.allowed[:, :n].double().mean(1) for n in self.sizes], dim=1)
+        return dict(zip(self.domains, shares_DL.mean(1).tolist(), strict=True))
+
+    def _needs_map(self) -> None:
+        if self.allowed is None:
+            raise ValueError("RoutingStatistics: compliance needs an expert_map")
+
+    def warnings(self) -> list[str]:
+        """One line for each layer whose load is not healthy, see `load_verdicts`."""
+        return load_verdicts(self.counts.sum(0), self.sizes, float(self.tokens.sum()))
+
+    def doubt(self) -> str:
+        """Why the absence of warnings says little, if there is too little data, see `load_doubt`."""
+        return load_doubt(self.counts.sum(0), self.sizes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All statistics as plain lists, ready for JSON."""
+        health = load_health(self.counts.sum(0), self.sizes)
+        return {
+            "experts": self.sizes,
+            "top_k": self.k,
+            "tokens": dict(zip(self.domains, self.tokens.tolist(), strict=True)),
+            "shares": {domain: share.tolist() for domain, share in self.shares().items()},
+            "load": vars(health),
+            "coactivation": self.coactivation.tolist(),
+            "token_classes": dict(zip(TOKEN_CLASSES, self.class_counts.tolist(), strict=True)),
+            "compliance": None,
+            "mean_compliance": None,
+            **({} if self.allowed is None else self._compliance_as_dict()),
+            "warnings": self.warnings(),
+        }
+
+    def _compliance_as_dict(self) -> dict[str, Any]:
+        """-1 stands for buckets without tokens."""
+        by_domain = self.compliance_by_domain()
+        return {
+            "compliance": self.compliance().nan_to_num(-1).tolist(),
+            "mean_compliance": self.mean_compliance() if by_domain else None,
+            "position_starts": self.position_starts,
+            "compliance_by_domain": {name: found.nan_to_num(-1).tolist() for name, found in by_domain.items()},
+            "mean_compliance_by_domain": {name: self.mean_compliance(name) for name in by_domain},
+            "chance": self.chance(),
+        }
+
+
+@contextmanager
+def record_routing(
+    model: Any,
+    domains: Sequence[str] = ("all",),
+    expert_map: Mapping[str, Sequence[int]] | None = None,
+    token_classes: torch.Tensor | None = None,
+    position_width: int | None = None,
+    training_only: bool = False,
+) -> Iterator[RoutingStatistics]:
+    """
+    Collect routing statistics of every forward pass inside the block. Nothing stays on the model afterwards.
+
+    Set `statistics.current` to the domain of the next batch, or to one domain per row.
+
+    Args:
+        model: a model with a MoE-LoRA adapter, or a native MoE.
+        domains: the names of the domains.
+        expert_map: domain → experts that should serve it, for compliance; indices or masks, see `read_expert_map`.
+        token_classes: the class of every token of the vocabulary, see `RoutingStatistics`.
+        position_width: compliance by position in buckets of this width, see `RoutingStatistics`.
+        training_only: leave out passes without gradients, as those of an evaluation or of a DPO trainer's reference.
+
+    Raises:
+        ValueError: the model has no router, or a domain has no experts in `expert_map`.
+    """
+    sizes = [n for n, _ in router_sizes(model, "record_routing")]
+    k = text_config(model).num_experts_per_tok
+    vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
+    if isinstance(token_classes, torch.Tensor) and len(token_classes) < vocabulary:
+        raise ValueError(
+            f"record_routing: token_classes has {len(token_classes)} entries, the vocabulary {vocabulary}: give "
+            "classify_tokens that size"
+        )
+    statistics = RoutingStatistics(sizes, k, domains, expert_map, token_classes, position_width)
+
+    def add(seen: RoutedPass) -> None:
+        if seen.trains or not training_only:
+            statistics.update(seen.router_logits, seen.mask, seen.input_ids, seen.chosen)
+
+    check("record_routing", training_only=(training_only, FLAG))
+    with observed_routing(model, add):
+        yield statistics

@@ -1,0 +1,224 @@
+"""
+Where reports are written: they replace an earlier report when they are whole, and nothing that is not one's.
+
+Routing statistics as files: tables and figures.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..utils.io import held, read_object
+from ..utils.validation import FOLDER, check, is_a, one_of
+from .figures import (
+    MOST_PANELS,
+    SUFFIXES,
+    plot_coactivation,
+    plot_compliance,
+    plot_load_over_time,
+    plot_shares,
+    plot_token_classes,
+)
+from .recorder import RoutingStatistics
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+class ReportFiles(NamedTuple):
+    """
+    The files of one kind of reports.
+
+    Args:
+        main: a JSON file that every report has.
+        keys: some of its keys, by which it is known.
+        others: the names of all other files that a report may have.
+    """
+
+    main: str
+    keys: frozenset[str]
+    others: frozenset[str]
+
+    def check(self, folder: Path, what: object) -> None:
+        """
+        Raises:
+            ValueError: a file that a report would replace is there, but no report.
+        """
+        there = [name for name in (self.main, *sorted(self.others)) if os.path.lexists(folder / name)]
+        with suppress(ValueError):
+            if there and self.keys <= read_object(folder / self.main).keys():
+                return
+        if there:
+            raise ValueError(f"{what}: {folder / there[0]} is there already, not of such a report; choose another")
+
+    @contextmanager
+    def replaced(self, folder: Path) -> Iterator[Path]:
+        """
+        A temporary folder to write a report into. When the block succeeds, its files replace those of an earlier
+        report, of which nothing stays. The folder is held.
+        """
+        partial = folder / ".report.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        partial.mkdir()
+        try:
+            yield partial
+            written = {path.name for path in partial.iterdir()}
+            for name in sorted(written, key=lambda name: name != self.main):  # by which all others are known
+                (partial / name).replace(folder / name)
+            for name in self.others - written:
+                (folder / name).unlink(missing_ok=True)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+_FIGURES = [
+    f"{kind}{suffix}" for kind in ("load", "coactivation", "token_classes", "compliance") for suffix in SUFFIXES
+]
+REPORT = ReportFiles(
+    "routing.json",
+    frozenset({"tokens", "shares", "coactivation"}),
+    frozenset({"load.csv", "compliance.csv", "report.html", *_FIGURES}),
+)
+
+
+def write_report(
+    statistics: RoutingStatistics, folder: str | Path, suffix: str = ".png", about: Mapping[str, Any] | None = None
+) -> list[Path]:
+    """
+    Write `routing.json` (everything), `load.csv` (share by domain, layer, expert), with an expert map `compliance.csv`
+    (by domain, layer and position), and the figures that the statistics allow: `load`, `coactivation`, `token_classes`,
+    `compliance`. Figures by domain show the 12 domains with the most tokens. They replace an earlier report's files,
+    `report.html` among them, when all are whole.
+
+    Args:
+        suffix: the figures' format: ".png", ".pdf" or ".svg".
+        about: what was measured; becomes `"about"` in `routing.json`.
+
+    Returns:
+        the paths of the files.
+
+    Raises:
+        ValueError: nothing was recorded, an argument is not what it should be, or the folder has files of these names
+            that are no report's; no file is written.
+    """
+    check(
+        "write_report",
+        statistics=(statistics, is_a(RoutingStatistics)),
+        folder=(folder, FOLDER),
+        suffix=(suffix, one_of(SUFFIXES)),
+        about=(about, is_a(Mapping, remedy="give a dict").or_none()),
+    )
+    if not statistics.tokens.any():
+        raise ValueError(
+            "write_report: statistics: no token was seen; run a model in record_routing, not on padding alone"
+        )
+    folder, what = Path(folder), f"write_report: folder={str(folder)!r}"
+    REPORT.check(folder, what)
+    with held(folder, what), REPORT.replaced(folder) as partial:
+        written = write_files(statistics, partial, suffix, about)
+    return [folder / path.name for path in written]
+
+
+def write_files(
+    statistics: RoutingStatistics, folder: Path, suffix: str, about: Mapping[str, Any] | None
+) -> list[Path]:
+    """The files of `write_report`; returns their paths."""
+    written = [folder / "routing.json", folder / "load.csv"]
+    written[0].write_text(
+        json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2, default=str) + "\n"
+    )
+    shares = statistics.shares()
+    rows: list[list[Any]] = []
+    for domain, share_LN in shares.items():
+        for layer, n in enumerate(statistics.sizes):
+            rows += [[domain, layer, expert, float(share_LN[layer, expert])] for expert in range(n)]
+    _write_csv(written[1], ["domain", "layer", "expert", "share"], rows)
+    if statistics.allowed is not None:
+        written.append(folder / "compliance.csv")
+        _write_compliance(statistics, written[-1])
+    return written + write_figures(statistics, folder, suffix)
+
+
+def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> list[Path]:
+    """The figures of `write_report`; returns their paths."""
+    written, largest, shares = [folder / f"load{suffix}"], _largest(statistics), statistics.shares()
+    plot_shares({domain: shares[domain] for domain in largest}, written[-1], "Where each domain's tokens go")
+    written.append(folder / f"coactivation{suffix}")
+    plot_coactivation(statistics.coactivation.sum(0), written[-1])
+    if statistics.class_counts.any():  # there are token classes, and ids were seen
+        written.append(folder / f"token_classes{suffix}")
+        plot_token_classes(statistics.class_counts.sum(1), written[-1])
+    if statistics.allowed is not None:
+        found = statistics.compliance_by_domain()
+        ordered = {domain: found[domain] for domain in largest}
+        written.append(folder / f"compliance{suffix}")
+        plot_compliance(ordered, written[-1], statistics.position_starts, statistics.chance())
+    return written
+
+
+def _write_compliance(statistics: RoutingStatistics, path: Path) -> None:
+    rows: list[list[Any]] = []
+    for domain, found_LP in statistics.compliance_by_domain().items():
+        tokens_P = statistics.domain_compliance_tokens[statistics.domains.index(domain)]
+        for p, (start, tokens) in enumerate(zip(statistics.position_starts, tokens_P.tolist(), strict=True)):
+            if tokens:
+                rows += [[domain, layer, start, int(tokens), float(of_P[p])] for layer, of_P in enumerate(found_LP)]
+    _write_csv(path, ["domain", "layer", "position", "tokens", "compliance"], rows)
+
+
+def _write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def _largest(statistics: RoutingStatistics) -> list[str]:
+    """The domains with tokens; those with the most come first where there are more than a figure shows."""
+    tokens = dict(zip(statistics.domains, statistics.tokens.tolist(), strict=True))
+    seen = [domain for domain, count in tokens.items() if count]
+    return seen if len(seen) <= MOST_PANELS else sorted(seen, key=lambda domain: -tokens[domain])
+
+
+def write_load_over_time(
+    steps: Sequence[int],
+    loads: Sequence[Sequence[float]],
+    verdicts: Sequence[Sequence[str]],
+    folder: Path,
+    suffix: str = ".png",
+) -> None:
+    """
+    Write `load.json` and the figure `load`: the experts' shares of assignments during training. They replace those that
+    are there when both are whole.
+
+    Args:
+        steps: the steps.
+        loads: each expert's share at each of the steps.
+        verdicts: the layers whose load was not healthy, at each of the steps.
+        folder: where to write the files.
+        suffix: the figure's format.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = {"steps": list(steps), "loads": list(loads), "warnings": list(verdicts)}
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+        Path(partial, "load.json").write_text(json.dumps(numbers) + "\n")
+        plot_load_over_time(steps, loads, Path(partial, f"load{suffix}"))
+        for name in ("load.json", f"load{suffix}"):
+            Path(partial, name).replace(folder / name)
+
+
+def read_load_over_time(folder: Path, until: int) -> tuple[list[int], list[list[float]], list[list[str]]]:
+    """The steps up to `until`, loads and verdicts that `write_load_over_time` wrote; none if it did not."""
+    with suppress(ValueError, KeyError, TypeError):
+        numbers = read_object(folder / "load.json")
+        found = list(zip(numbers["steps"], numbers["loads"], numbers["warnings"], strict=True))
+        steps, loads, verdicts = zip(*(point for point in found if point[0] <= until), strict=True)
+        return list(steps), list(loads), list(verdicts)
+    return [], [], []

@@ -1,0 +1,102 @@
+"""How a command ends that does not finish: with one line on stderr and an exit code, as shells know them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from ..utils.validation import out_of_memory
+
+INVALID = 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of safetensors and of torch.
+_FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed", "unexpected pos", "iostream error")
+_GOES_ON = {
+    "upit": "the same command goes on from the last checkpoint",
+    "sft": "--resume_from_checkpoint true goes on from the last checkpoint",
+    "dpo": "--resume_from_checkpoint true goes on from the last checkpoint",
+}
+_SMALLER = "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew"
+_NEEDS_LESS = {
+    "upit": "lower sft.per_device_train_batch_size or sft.max_length, or set model.quantization, and start anew",
+    "sft": _SMALLER,
+    "dpo": _SMALLER,
+    "eval": "lower --batch-size",
+    "inspect": "lower --batch-size or --max-length",
+    "prune": "lower --batch-size or --max-length",
+}
+
+
+class _Terminated(BaseException):
+    """SIGTERM."""
+
+
+@contextmanager
+def ends_in_one_line(command: str) -> Iterator[None]:
+    """
+    Invalid input ends a command with exit code 2, a file that cannot be read or written and a lack of memory with 1,
+    SIGINT with 130 and SIGTERM with 143. Anything else is a fault of ours and keeps its traceback.
+    """
+    remedy = _GOES_ON.get(command, "nothing half-written is left")
+    try:
+        with _terminable():
+            yield
+    except (ValueError, FileNotFoundError) as error:
+        _end(f"error: {error}", INVALID)
+    except KeyboardInterrupt:
+        _end(f"stopped: {remedy}", 128 + signal.SIGINT)
+    except _Terminated:
+        _end(f"terminated: {remedy}", 128 + signal.SIGTERM)
+    except Exception as error:
+        if any(map(_is_full_disk, _chain(error))):
+            _end(f"error: the disk is full; make room, then {remedy}", 1)
+        if any(map(out_of_memory, _chain(error))):
+            less = _NEEDS_LESS.get(command, "use a machine with more")
+            more = f"with more memory, {remedy}" if command in _GOES_ON else remedy
+            _end(f"error: out of memory; {less}; {more}", 1)
+        if isinstance(error, OSError) and error.filename is not None:
+            _end(f"error: {error.filename}: {error.strerror}", 1)
+        raise
+
+
+def _end(line: str, code: int) -> NoReturn:
+    if code in (INVALID, 1) or os.environ.get("RANK", "0") == "0":  # all processes get a signal, and one tells
+        print(" ".join(line.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return any(text in str(error) for text in _FULL_TEXTS)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Make an exception of SIGTERM, so that locks and half-written files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> Any:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

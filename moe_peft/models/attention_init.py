@@ -1,0 +1,452 @@
+"""
+Reads a model's attentions: where they are, their query projections, and their means on calibration data.
+
+Router Upcycling: initialises routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1), and
+folds them back into plain linear gates.
+
+Legend: H query heads of width w, d hidden size, m routers, n experts, d' = H·w/m the width of a router.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from ..adapter.layers import MoELoraFFN
+from ..routing.attention_heads import attention_weights, check_heads, fitting_heads
+from ..routing.routers import LinearRouter, Router, RouterSettings, folded_weight
+from ..utils.torch_contexts import evaluating
+from ..utils.validation import COUNT, TEXT, Rule, check
+from .introspection import adapter_layers, backbone, base_model, router_sizes, text_config
+from .native_routers import fold_native_routers, native_gates, replace_routers
+from .routed_gate import RoutedGate
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+_BATCHES = Rule(
+    lambda v: isinstance(v, Iterable) and not isinstance(v, (str, bytes, Mapping, torch.Tensor)),
+    "give a list of batches, or a data loader",
+)
+
+
+class AttentionMeans(NamedTuple):
+    """Means over all real tokens, float32."""
+
+    key_K: torch.Tensor  # of the key projection's output
+    input_D: torch.Tensor
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether its queries and keys can be read."""
+    return all(hasattr(module, name) for name in ("q_proj", "k_proj", "head_dim"))
+
+
+def attention_before(model: nn.Module, path: str) -> str:
+    """
+    The path of the attention in the layer that the FFN or gate at `path` belongs to.
+
+    Raises:
+        ValueError: there is none whose queries and keys can be read.
+    """
+    while path:
+        path = path.rpartition(".")[0]
+        found = [
+            (name, module)
+            for name, module in model.get_submodule(path).named_modules()
+            if hasattr(module, "q_proj") and hasattr(module, "k_proj")
+        ]
+        if len(found) == 1 and is_attention(found[0][1]):
+            return f"{path}.{found[0][0]}".lstrip(".")
+        if found:
+            break
+    raise no_attention(model)
+
+
+def no_attention(model: nn.Module) -> ValueError:
+    return ValueError(
+        f"init_attention_routers: {type(model).__name__} has no attention with q_proj, k_proj and head_dim before each "
+        "of its FFNs; use random routers"
+    )
+
+
+def query_weight(attention: Any) -> torch.Tensor:
+    """
+    The weight of the query projection [H·w, d], float32. For a quantized one it is computed from its outputs.
+
+    Raises:
+        ValueError: the projection returns more than queries.
+    """
+    linear = plain_linear(attention.q_proj)
+    weight_HD = _weight(linear)
+    if weight_HD.shape[0] != attention.config.num_attention_heads * int(attention.head_dim):
+        raise ValueError(
+            f"init_attention_routers: q_proj of {type(attention).__name__} returns more than queries; use random "
+            "routers"
+        )
+    return weight_HD
+
+
+def _weight(linear: Any) -> torch.Tensor:
+    if type(linear.weight) is nn.Parameter and linear.weight.is_floating_point():
+        return linear.weight.float()
+    bias = getattr(linear, "bias", None)
+    dtype = torch.float32 if bias is None else bias.dtype
+    unit_DD = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
+    with evaluating(linear):
+        columns_DH = linear(unit_DD).float()
+    return (columns_DH if bias is None else columns_DH - bias.float()).T
+
+
+def plain_linear(module: nn.Module) -> Any:
+    """The linear inside tuner layers."""
+    while isinstance(module, BaseTunerLayer):
+        module = module.get_base_layer()
+    return module
+
+
+_ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
+
+
+def attention_means(
+    model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]]
+) -> list[AttentionMeans]:
+    """
+    Means of each attention over all real tokens of the batches, with adapters disabled.
+
+    Raises:
+        ValueError: there are no tokens, or a batch lacks them, or they are not the model's.
+    """
+    keys: list[Any] = [0.0] * len(attentions)
+    inputs: list[Any] = [0.0] * len(attentions)
+    tokens: Any = 0.0
+    mask_BS1 = torch.ones(())
+
+    def adder(i: int) -> Any:
+        def hook(module: nn.Module, args: tuple, keys_BSK: torch.Tensor) -> None:
+            weights_BS1 = mask_BS1.to(keys_BSK.device)
+            keys[i] = keys[i] + (keys_BSK.double() * weights_BS1).sum(dim=(0, 1))
+            inputs[i] = inputs[i] + (args[0].double() * weights_BS1).sum(dim=(0, 1))
+
+        return hook
+
+    check("init_attention_routers", batches=(batches, _BATCHES))
+    vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
+    device = next(backbone(model).parameters()).device
+    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
+    handles = [plain_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
+    try:
+        for layer, _ in adapters:
+            layer._disable_adapters = True
+        for i, batch in enumerate(batches):
+            _check_batch(i, batch, vocabulary)
+            given = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
+            mask_BS1 = given.get("attention_mask", torch.ones_like(given["input_ids"])).unsqueeze(-1).double()
+            tokens = tokens + mask_BS1.sum()
+            with evaluating(model):
+                backbone(model)(**given, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, disabled in adapters:
+            layer._disable_adapters = disabled
+    if not tokens:
+        raise ValueError("init_attention_routers: batches: no tokens; give at least one batch of calibration data")
+    return [
+        AttentionMeans((key / tokens.to(key.device)).float(), (total / tokens.to(total.device)).float())
+        for key, total in zip(keys, inputs, strict=True)
+    ]
+
+
+def _check_batch(i: int, batch: Any, vocabulary: int) -> None:
+    """Raise if the model cannot run on a batch."""
+    ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    is_ids = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32)
+    if not (is_ids and ids.dim() == 2 and ids.numel() > 0):
+        raise ValueError(
+            f"init_attention_routers: batches[{i}]: no token ids; give a dict with input_ids, an integer tensor [B, S]"
+        )
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(
+            f"init_attention_routers: batches[{i}]: token ids {int(ids.min())} to {int(ids.max())}; the model has 0 to "
+            f"{vocabulary - 1}: use its own tokenizer"
+        )
+    places = batch.get("position_ids", ids)
+    if not isinstance(places, torch.Tensor) or places.shape != ids.shape:
+        raise ValueError(
+            f"init_attention_routers: batches[{i}]: position_ids: give a tensor {list(ids.shape)} as input_ids, or "
+            "leave it out"
+        )
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(
+            f"init_attention_routers: batches[{i}]: attention_mask: give a tensor of 0 and 1, {list(ids.shape)} as "
+            "input_ids, or leave it out"
+        )
+
+
+# --- attention routers -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def init_attention_routers(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    num_heads: int | None = None,
+    adapter_name: str | None = None,
+    dense: nn.Module | None = None,
+) -> None:
+    """
+    Initialise the routers from the attention of their layers. Queries come from the query projection, and one key per
+    expert from the mean keys on calibration data. Heads are grouped by the similarity of their mean keys.
+
+    Keys are the outputs of the key projection, before any norm or rotation, because the router's queries have neither.
+    The query projection may be quantized; its bias is ignored. Where experts would get the same key, as with query
+    heads that share a key head, the key is divided among them (`moe_peft.routing.attention_heads.share_keys`).
+
+    - Adapters with `router_type="attention"` get queries and keys. Those with a linear gate ("linear", "sigmoid", …)
+      get the linear gate that the mixture "sum" folds into.
+    - The gates of a native MoE become attention routers with the mixture "sum", which are trained in their place; see
+      `replace_routers`. Call that first for other settings, such as the mixture "max": routers that are in the gates'
+      place already are initialised like those of adapters. `fold_routers` turns what folds into plain gates again.
+
+    Args:
+        model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are disabled while the data runs.
+        batches: calibration data, as a data loader yields it: `input_ids` [B, S] and, if there is padding,
+            `attention_mask` [B, S].
+        num_heads: m, for routers that are not attention routers yet. None: n.
+        adapter_name: the adapter; the active one if None.
+        dense: for a native MoE, the dense model that it was upcycled from, whose attention is read instead. The paper's
+            keys are the dense model's; those of a MoE whose experts were perturbed (`drop`, `noise`) differ.
+
+    Raises:
+        ValueError: the model has no router, a router has no attention with `q_proj` and `k_proj` before it, the sizes
+            do not fit, or there is no data.
+    """
+    router_sizes(model, "init_attention_routers")
+    check("init_attention_routers", num_heads=(num_heads, COUNT.or_none()))
+    adapted = bool(adapter_layers(model))
+    if not adapted and adapter_name is not None:
+        raise ValueError(f"init_attention_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
+    places = _adapter_places(model, adapter_name) if adapted else _native_places(model)
+    paths = [attention_before(model, path) for path in places]
+    source = model if dense is None else dense
+    attentions = [_same_place(model, path, source) for path in paths]
+    sizes = [(place.heads(num_heads), place.num_experts) for place in places.values()]
+    weights = _weights(source, attentions, batches, sizes)
+    if any(place.router is None for place in places.values()):
+        replace_routers(model, RouterSettings("attention", num_heads=num_heads))
+        places = _native_places(model)
+    for place, (query_MWD, key_NCW) in zip(places.values(), weights, strict=True):
+        cast(Router, place.router).set_heads(query_MWD, key_NCW)
+
+
+@torch.no_grad()
+def attention_gates(
+    dense: nn.Module, batches: Iterable[Mapping[str, Any]], num_experts: int, num_heads: int | None = None
+) -> list[torch.Tensor]:
+    """
+    For each layer of a dense model, the linear gate [n, d] that an attention router with the mixture "sum" folds into.
+
+    Args:
+        dense: a dense model.
+        batches: see `init_attention_routers`.
+        num_experts: n.
+        num_heads: m, at most n. None: the largest that fits, see `fitting_heads`.
+
+    Raises:
+        ValueError: the model has layers whose queries and keys cannot be read, sizes do not fit, or there is no data.
+    """
+    attentions = _attentions(dense)
+    if num_heads is None:
+        heads = [fitting_heads(a.config.num_attention_heads, int(a.head_dim), num_experts) for a in attentions]
+    else:
+        heads = [_linear_heads(num_heads, num_experts)] * len(attentions)
+    sizes = [(m, num_experts) for m in heads]
+    weights = _weights(dense, attentions, batches, sizes)
+    return [folded_weight(query_MWD.double().sum(0), key_NCW.double()).cpu() for query_MWD, key_NCW in weights]
+
+
+def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = None, linear: bool = True) -> None:
+    """
+    Check, without weights, that the attention of a dense model initialises routers.
+
+    Args:
+        dense: a dense model, perhaps without weights.
+        num_heads: m; None: a number that fits.
+        linear: whether they are linear gates.
+
+    Raises:
+        ValueError: it does not.
+    """
+    attentions = _attentions(dense)
+    if num_heads is None:
+        return
+    m = _linear_heads(num_heads, num_experts) if linear else num_heads
+    for attention in attentions:
+        check_heads(attention.config.num_attention_heads, int(attention.head_dim), m, num_experts)
+
+
+def _attentions(dense: nn.Module) -> list[Any]:
+    """Those of all layers of a dense model."""
+    attentions = [module for module in base_model(dense).modules() if is_attention(module)]
+    if len(attentions) != text_config(dense).num_hidden_layers:
+        raise no_attention(dense)
+    return attentions
+
+
+def _weights(
+    model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]], sizes: list[tuple[int, int]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Queries [m, d', d] and keys [n, c, d'] from each attention; `sizes` holds (m, n)."""
+    means = attention_means(model, attentions, batches)
+    return [
+        attention_weights(query_weight(attention), mean.key_K, mean.input_D, int(attention.head_dim), m, n)
+        for attention, mean, (m, n) in zip(attentions, means, sizes, strict=True)
+    ]
+
+
+def _same_place(model: nn.Module, path: str, source: nn.Module) -> Any:
+    """The attention at the path of one of `model`'s, in `source`."""
+    attention = model.get_submodule(path)
+    if source is model:
+        return attention
+    path = next(name for name, module in base_model(model).named_modules() if module is attention)
+    try:
+        found: Any = base_model(source).get_submodule(path)
+    except AttributeError:
+        raise no_attention(source) from None
+    if not is_attention(found) or found.q_proj.weight.shape != cast(Any, attention).q_proj.weight.shape:
+        raise ValueError(
+            f"init_attention_routers: dense: {type(source).__name__} has no attention like that at {path!r}; give the "
+            "dense model that the MoE was made from"
+        )
+    return found
+
+
+@torch.no_grad()
+def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
+    """
+    Replace routers with equivalent linear gates: attention routers (mixture "sum", one key per expert), LocMoE's,
+    Switch's (without its capacity limit), and any other router that folds.
+
+    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates that `replace_routers`
+    or `init_attention_routers` replaced become the family's own again, so the model saves to a checkpoint that
+    transformers loads without this package. Linear gates stay as they are.
+
+    Args:
+        model: a model with a MoE-LoRA adapter, or a native MoE.
+        adapter_name: the adapter; the active one if None.
+
+    Raises:
+        ValueError: a router does not fold; the message says why, and nothing is changed.
+    """
+    router_sizes(model, "fold_routers")
+    if not adapter_layers(model):
+        if adapter_name is not None:
+            raise ValueError(f"fold_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
+        fold_native_routers(model)
+        return
+    name = _adapter(model, adapter_name, "fold_routers")
+    layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
+    specs = [layer.moe_lora_spec[name] for layer in layers]
+    weights = [
+        layer.router(name).fold(spec.top_k, spec.normalize_top_k) for layer, spec in zip(layers, specs, strict=True)
+    ]
+    for layer, spec, weight_ND in zip(layers, specs, weights, strict=True):
+        old = layer.router(name)
+        if old.linear_gate:
+            continue
+        expert = next(layer.moe_lora_A[name].parameters())
+        own = list(old.parameters()) or [expert]
+        trained = all(p.requires_grad for p in own)
+        settings = RouterSettings(jitter_noise=spec.router.jitter_noise)
+        layer.moe_lora_spec[name] = replace(spec, router=settings)
+        layer.put_router(name)
+        router = cast(LinearRouter, layer.router(name))
+        router.weight.data = weight_ND.to(expert.device, torch.float32)
+        router.requires_grad_(trained).train(old.training)
+    config = copy.copy(cast(Any, model).peft_config[name])  # another adapter may share the object
+    if not config.router_class.linear_gate:
+        for field in fields(RouterSettings):
+            if field.name not in ("jitter_noise", "attention_size"):
+                setattr(config, f"router_{field.name}", field.default)
+        cast(Any, model).peft_config[name] = config
+
+
+# --- the places in a model ------------------------------------------------------------------------------------------
+
+
+def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
+    """The adapter of that name; the active one if None."""
+    layers = adapter_layers(model)
+    known = {name for layer in layers for name in layer.moe_lora_router}
+    active = (name for layer in layers for name in layer.active_adapters if name in known)
+    check(caller, adapter_name=(adapter_name, TEXT.or_none()))
+    found = next(active, None) if adapter_name is None else adapter_name
+    if found not in known:
+        raise ValueError(
+            f"{caller}: adapter_name={adapter_name!r}: no such adapter with routers; there is {sorted(known)}"
+        )
+    return found
+
+
+class _Place(NamedTuple):
+    """A router; None stands for a native MoE's own gate, which becomes an attention router."""
+
+    router: Router | None
+    num_experts: int
+
+    def heads(self, num_heads: int | None) -> int:
+        """m; an attention router's own settings give it."""
+        if self.router is None:
+            return num_heads or self.num_experts
+        if self.router.needs_attention:
+            own = self.router.settings.num_heads or self.num_experts
+            if num_heads not in (None, own):
+                raise ValueError(
+                    f"init_attention_routers: num_heads={num_heads}: these attention routers have {own}; leave it out, "
+                    "or set router_num_heads when they are made"
+                )
+            return own
+        return _linear_heads(num_heads, self.num_experts)
+
+
+def _linear_heads(num_heads: int | None, n: int) -> int:
+    if (num_heads or n) > n:
+        raise ValueError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most num_experts={n}")
+    return num_heads or n
+
+
+def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, _Place]:
+    name = _adapter(model, adapter_name, "init_attention_routers")
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, MoELoraFFN)}
+    routers = {path: layer.router(name) for path, layer in layers.items() if name in layer.moe_lora_router}
+    if not routers:
+        raise ValueError(f"init_attention_routers: adapter {name!r} has no routers on FFNs; target FFN blocks")
+    return {path: _checked(path, _Place(router, router.num_experts)) for path, router in routers.items()}
+
+
+def _native_places(model: nn.Module) -> dict[str, _Place]:
+    gates = native_gates(model, "init_attention_routers")
+    sizes = router_sizes(model, "init_attention_routers")
+    return {
+        path: _checked(path, _Place(gate.moe_router if isinstance(gate, RoutedGate) else None, n))
+        for (path, gate), (n, _) in zip(gates.items(), sizes, strict=True)
+    }
+
+
+def _checked(path: str, place: _Place) -> _Place:
+    if place.router is not None and not place.router.takes_attention:
+        raise ValueError(
+            f"init_attention_routers: {path}: router_type={place.router.settings.type!r} cannot be initialised from an "
+            "attention; use 'attention', or a router with a linear gate"
+        )
+    return place

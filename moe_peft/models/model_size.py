@@ -1,0 +1,136 @@
+"""How large a routed model is, how much of it one token uses, and how alike its experts are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from ..adapter.layers import MoELoraLayer
+from ..routing.routers import AttentionRouter
+from ..utils.distributed import shape_of
+from ..utils.expert_merging import similarities, update_gram, value_gram
+from .introspection import adapter_layers, base_model, gate_size, native_routers
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """
+    Parameters and work of a model.
+
+    Args:
+        total: all parameters, shared ones once, those of adapters that are not active too.
+        active: parameters that serve a token: all but k of n experts in every MoE layer (at most k, where routers may
+            leave experts out), adapters that are not active left out. Embeddings count as a whole.
+        flops: floating-point operations of a forward pass per token: 2 for each active parameter of a matrix product,
+            the head's included. Left out are attention scores (they grow with the text), norms, activations, gates,
+            embeddings, and what an implementation computes for experts that were not chosen.
+    """
+
+    total: int
+    active: int
+    flops: int
+
+    def __str__(self) -> str:
+        share = f"{_short(self.active)} active per token ({self.active / max(self.total, 1):.0%})"
+        return f"{_short(self.total)} parameters, {share}, {_short(self.flops)}FLOP per token"
+
+
+def model_size(model: nn.Module) -> ModelSize:
+    """The size of a model with a MoE-LoRA adapter, of a native MoE, or of a dense model. 4-bit weights are unpacked."""
+    used = {id(p): share for p, share in _used_shares(model)}
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    attention = [m for m in model.modules() if isinstance(m, AttentionRouter) and m.settings.mixture == "max"]
+    repeats = {id(router.key): router.num_heads for router in attention}  # every query meets all keys
+    total, active, products = 0, Fraction(0), Fraction(0)
+    for parameter in model.parameters():
+        shape = _shape(parameter)
+        share = used.get(id(parameter), Fraction(1))
+        total += math.prod(shape)
+        active += math.prod(shape) * share
+        if len(shape) >= 2 and id(parameter) not in looked_up:
+            products += math.prod(shape) * share * repeats.get(id(parameter), 1)
+    head = base_model(model).get_output_embeddings() if hasattr(base_model(model), "get_output_embeddings") else None
+    if head is not None and id(getattr(head, "weight", None)) in looked_up:  # tied
+        products += math.prod(_shape(head.weight))
+    return ModelSize(total, int(active), int(2 * products))
+
+
+@torch.no_grad()
+def expert_similarity(model: nn.Module) -> torch.Tensor | None:
+    """
+    How alike a model's experts are over all layers, [n, n]: cosines of their updates s B A, in a native MoE of their
+    weights (which have a common origin after upcycling, so look at differences from 1). None without experts, or where
+    layers have different numbers of them.
+    """
+    grams = []
+    for layer in adapter_layers(model):
+        for name in layer.active_adapters:
+            if name in layer.moe_lora_router:
+                A_all, B_all = layer.expert_parameters(name)
+                s = layer.moe_lora_spec[name].scaling
+                grams += [s**2 * update_gram(A, B_all[projection]) for projection, A in A_all.items()]
+    if not grams:
+        grams = [value_gram(p.flatten(1)) for experts, n, _ in _blocks(model) for p in _stacked(experts, n)]
+    if not grams or len({len(gram) for gram in grams}) > 1:
+        return None
+    return similarities(torch.stack([gram.cpu() for gram in grams]).sum(0))
+
+
+def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
+    """The share of each parameter of experts and adapters that one token uses."""
+    for layer in (m for m in model.modules() if isinstance(m, MoELoraLayer)):
+        running = [] if layer.disable_adapters else layer.active_adapters
+        for part in layer.adapter_layer_names:
+            for name, module in getattr(layer, part).items():
+                spec = layer.moe_lora_spec[name]
+                of_experts = Fraction(min(spec.top_k, spec.num_experts), spec.num_experts)
+                share = Fraction(1) if part == "moe_lora_router" else of_experts
+                yield from ((p, share if name in running else Fraction(0)) for p in module.parameters())
+    for experts, n, k in _blocks(model):
+        yield from ((p, Fraction(k, n)) for p in experts.parameters())
+    for wrapper in (m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)):
+        running = [] if wrapper.disable_adapters else wrapper.active_adapters
+        saved = {name: module for name, module in wrapper.modules_to_save.items()}
+        idle = [module for name, module in saved.items() if name not in running]
+        if any(name in saved for name in running):
+            idle.append(wrapper.original_module)
+        yield from ((p, Fraction(0)) for module in idle for p in module.parameters())
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:
+    """The experts of every layer of a native MoE, n and k: what stands beside a router and has n of everything."""
+    routers = {router: gate_size(router) for router in native_routers(model)}
+    for block in model.modules():
+        children = list(block.children())
+        for router in (child for child in children if child in routers):
+            n, k = routers[router]
+            for child in children:
+                listed = isinstance(child, nn.ModuleList) and len(child) == n
+                if child is not router and (listed or _stacked(child, n)):
+                    yield child, n, k
+
+
+def _stacked(experts: nn.Module, n: int) -> list[nn.Parameter]:
+    """The matrices of n experts, [n, …, …] each."""
+    return [p for p in experts.parameters() if p.dim() == 3 and p.shape[0] == n]
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    """A parameter's shape, unpacked (bitsandbytes) and whole (DeepSpeed ZeRO-3)."""
+    packed = getattr(parameter, "quant_state", None)
+    return tuple(packed.shape) if packed is not None else tuple(shape_of(parameter))
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if number < 1000:
+            return f"{number:.3g} {unit}".rstrip() if not unit else f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} T"

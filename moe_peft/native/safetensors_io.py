@@ -1,0 +1,185 @@
+"""
+Checkpoints on disk, tensor by tensor: a lazy reader of safetensors, and a sharded writer that holds no more than the
+tensor it is given. Neither knows anything about models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from ..utils.io import INDEX, exclusive, made, opened, reading, weight_files, writable
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+}  # fmt: skip
+
+
+class Checkpoint:
+    """
+    The tensors of a model folder. They are read when asked for, and nothing is cached.
+
+    Args:
+        folder: has `model.safetensors`, or shards and their index.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be read.
+    """
+
+    def __init__(self, folder: Path, caller: str) -> None:
+        self.folder, self.caller = folder, caller
+        self.files = weight_files(folder, caller)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def place(self, name: str, other: str | None = None) -> str:
+        """
+        The name under which a tensor is stored, or `other` if that is, which holds the same.
+
+        Raises:
+            ValueError: neither is.
+        """
+        found = next((key for key in (name, other) if key in self.files), None)
+        if found is None:
+            raise ValueError(f"{self.caller}: {self.folder} has no tensor {name}; is the checkpoint complete?")
+        return found
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._read(name, "get_slice").get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        found = self._read(name, "get_slice").get_dtype()
+        for dtype, known in _NAMES.items():
+            if known == found:
+                return dtype
+        known = ", ".join(_NAMES.values())
+        raise ValueError(f"{self.caller}: {self.folder}: {name} is {found}; use a checkpoint of {known}")
+
+    def _read(self, name: str, method: str) -> Any:
+        file = opened(self.folder / self.files[name], self.caller)
+        with reading(f"{self.caller}: {self.folder / self.files[name]} lacks {name}, which its index names"):
+            return getattr(file, method)(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """
+        One tensor, read from disk at every call.
+
+        Raises:
+            ValueError: it cannot be read, or holds NaN or infinity.
+        """
+        tensor = self._read(name, "get_tensor")
+        if tensor.is_floating_point() and tensor.dtype not in _NAMES:
+            self.dtype(name)  # says what can be read
+        if not tensor.is_floating_point() or not tensor.sum(dtype=torch.float64).isfinite():
+            raise ValueError(
+                f"{self.caller}: {self.folder}: {name} holds NaN or infinity, or is not floating-point; use another "
+                "checkpoint"
+            )
+        return tensor
+
+
+class ShardedWriter:
+    """
+    Writes tensors to the safetensors files of a folder, whole or in parts and in any order, each straight to its place.
+
+    Args:
+        folder: must exist.
+        tensors: name → (dtype, shape) of everything that will be written. Shards follow this order.
+        max_shard_size: bytes.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, tuple[torch.dtype, torch.Size]], max_shard_size: int = 5 * 10**9
+    ) -> None:
+        self._left = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+        self._tensors = tensors
+        shards = split_state_dict_into_shards_factory(
+            self._left,
+            get_storage_size=lambda size: size,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        self._places: dict[str, tuple[Path, int]] = {}
+        for file, names in shards.filename_to_tensors.items():
+            self._begin(folder / file, names)
+        if shards.is_sharded:
+            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _begin(self, path: Path, names: list[str]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in names:
+            dtype, shape = self._tensors[name]
+            end = offset + self._left[name]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
+
+    def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
+        """
+        Write a tensor, or the part of it that begins at element `start`, converted to the planned dtype.
+
+        Raises:
+            ValueError: it is larger than what is left of its place, or its values overflow the dtype.
+        """
+        path, place = self._places[name]
+        dtype = self._tensors[name][0]
+        data = tensor.detach().to("cpu", dtype).contiguous().flatten()
+        if dtype == torch.float16 and tensor.dtype != torch.float16 and data.isinf().any():
+            raise ValueError(f"{name}: values up to {tensor.abs().max():.3g} overflow dtype float16; use bfloat16")
+        size = data.numel() * dtype.itemsize
+        if size > self._left[name]:
+            raise ValueError(
+                f"{name}: {tuple(tensor.shape)} is more than what is left of its place {tuple(self._tensors[name][1])}"
+            )
+        with path.open("r+b") as file:  # one at a time: a process may have few open, a model many
+            file.seek(place + start * dtype.itemsize)
+            file.write(data.view(torch.uint8).numpy().data)
+        self._left[name] -= size
+
+    def __enter__(self) -> ShardedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        missing = [name for name, left in self._left.items() if left]
+        if kind is None and missing:
+            raise RuntimeError(f"not completely written: {missing[:3]} and {max(0, len(missing) - 3)} more")
+
+
+@contextmanager
+def whole_folder(output_dir: Path, caller: str) -> Iterator[Path]:
+    """
+    A folder to fill. It gets its final name only when the block succeeds; the next run removes what a killed one left.
+
+    Raises:
+        ValueError: `output_dir` exists, or another process is filling it.
+    """
+    what = f"{caller}: output_dir={str(output_dir)!r}"
+    if output_dir.exists():
+        raise ValueError(f"{what} exists; choose another name, or remove it")
+    partial = writable(output_dir, what).with_name(f".{output_dir.name}.partial")
+    with made(partial.parent, what), exclusive(partial.with_suffix(".lock"), what):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield partial
+            partial.rename(output_dir)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

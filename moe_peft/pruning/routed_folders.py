@@ -1,0 +1,325 @@
+"""The folders that can be pruned: a MoE-LoRA adapter, or a native MoE."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import get_peft_model
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import nn
+
+from ..adapter.config import MoELoraConfig
+from ..adapter.layers import MoELoraLayer
+from ..models.model_size import ModelSize, model_size
+from ..models.native_routers import CONFIG_FIELD
+from ..native.export import read_adapter_config
+from ..native.families import FAMILIES
+from ..native.model_folder import HEAD, copy_companions
+from ..native.moe_config import backbone_shapes
+from ..native.safetensors_io import Checkpoint, ShardedWriter
+from ..routing.routers import make_router
+from ..utils.io import read_object
+from ..utils.loading import empty_model, read_adapter_weights, read_config
+from ..utils.validation import one_line
+from .expert_groups import Groups, kept_rows, kept_updates, mean, stacked, update_similarity, value_similarity
+
+_PREFIX, _ROUTER = "base_model.model.", "moe_lora_router."
+_SHARD = 5 * 10**9  # bytes
+
+
+class RoutedLayer(NamedTuple):
+    """A layer with a router: its name, n, k, and how many experts must stay."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    smallest: int
+
+
+class Folder(ABC):
+    """
+    What is pruned.
+
+    Args:
+        path: its folder.
+    """
+
+    same_size = False  # whether all layers must keep as many experts
+    layers: list[RoutedLayer]  # in the order of the routers in a forward pass
+    size: ModelSize
+    made_from: str | None  # the base, for the model card
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def similarity(self, layer: int) -> torch.Tensor:
+        """The cosines of a layer's experts, [n, n]."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """
+        Compare the tensors on disk with those that the config asks for.
+
+        Raises:
+            ValueError: one is missing, is too many, or has another shape.
+        """
+
+    @abstractmethod
+    def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
+        """
+        Write what is left to a folder.
+
+        Args:
+            groups: the groups of every layer.
+            weights: what the experts of each group count in their mean.
+
+        Raises:
+            ValueError: a router cannot lose experts.
+        """
+
+
+def open_folder(path: str | os.PathLike) -> Folder:
+    """
+    Raises:
+        ValueError: it is neither a MoE-LoRA adapter nor a native MoE of a known layout; or its base cannot be found.
+    """
+    path = Path(path)
+    if (path / "adapter_config.json").is_file():
+        return AdapterFolder(path)
+    if (path / "config.json").is_file():
+        return NativeFolder(path)
+    raise ValueError(f"prune: model={str(path)!r}: no adapter_config.json and no config.json; name a model's folder")
+
+
+class AdapterFolder(Folder):
+    """A MoE-LoRA adapter. Its layers may keep different numbers of experts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.config = read_adapter_config(path, "prune")
+        self.made_from = self.config.base_model_name_or_path
+        named = f"prune: {path}: base_model_name_or_path={self.made_from!r}"
+        if not self.made_from:
+            raise ValueError(f"{named}: it names no base; set it in adapter_config.json")
+        base = read_config(self.made_from, named, self.config.revision)
+        empty = empty_model(base, named)
+        with torch.device("meta"):
+            model = get_peft_model(empty, copy.deepcopy(self.config))
+        self.size, self.text_config = model_size(model), base.get_text_config()
+        self.expected = {
+            key: tensor.shape for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+        }
+        adapted = {
+            name.replace(".base_layer", ""): layer
+            for name, layer in model.get_base_model().named_modules()
+            if isinstance(layer, MoELoraLayer)
+        }
+        found = {name: layer for name, layer in adapted.items() if layer.moe_lora_router}
+        self.single = [name for name in adapted if name not in found]
+        self.specs = {name: next(iter(layer.moe_lora_spec.values())) for name, layer in found.items()}
+        self.widths = {name: layer.in_features for name, layer in found.items()}
+        self.bottlenecks = {name for name, layer in found.items() if "bottleneck" in _first(layer.moe_lora_A)}
+        takes_all = self.config.router_class.all_experts  # and so has no k that must stay
+        self.layers = [
+            RoutedLayer(name, spec.num_experts, spec.top_k, 2 if takes_all else max(2, spec.top_k))
+            for name, spec in self.specs.items()
+        ]
+        if not self.layers:
+            raise ValueError(f"prune: model={str(path)!r}: the adapter has no routers; there is nothing to prune")
+        if not self.config.router_class.expert_rows:
+            raise ValueError(
+                f"prune: router_type={self.config.router_type!r}: such a router has no parameters of single experts "
+                "that could go (expert_rows of its class)"
+            )
+        self.state = read_adapter_weights(path, f"prune: adapter {str(path)!r}")
+        self.check()
+        for key, tensor in self.state.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"prune: {path}: {key} holds NaN or infinity; save the adapter again")
+
+    def similarity(self, layer: int) -> torch.Tensor:
+        name = self.layers[layer].name
+        pairs = [(self.state[key], self.state[_other(key)]) for key in self._keys(name, "moe_lora_A.")]
+        if name in self.bottlenecks:  # their hidden units are compared one by one: there is a non-linearity in between
+            return value_similarity([tensor for pair in pairs for tensor in pair])
+        return update_similarity(pairs)
+
+    def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
+        config = self._pruned_config({layer.name: len(own) for layer, own in zip(self.layers, groups, strict=True)})
+        state = dict(self.state)
+        for layer, own, w in zip(self.layers, groups, weights, strict=True):
+            for key in self._keys(layer.name, "moe_lora_A."):
+                A, B = state[key], state[_other(key)]
+                if layer.name in self.bottlenecks:
+                    state[key], state[_other(key)] = kept_rows(A, own, w), kept_rows(B, own, w)
+                else:
+                    state[key], state[_other(key)] = kept_updates(A, B, own, w)
+            for name in self.config.router_class.expert_rows:
+                key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
+                state[key] = kept_rows(state[key], own, w)
+            self._check_router(layer.name, config, state)
+        copy_companions(self.path, folder)
+        save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "adapter_model.safetensors",
+                  metadata={"format": "pt"})  # fmt: skip
+        config.save_pretrained(str(folder))
+
+    def check(self) -> None:
+        found = {key: tensor.shape for key, tensor in self.state.items() if ".moe_lora_" in key or key in self.expected}
+        _check_shapes(self.path, found, self.expected)
+
+    def _keys(self, name: str, part: str) -> list[str]:
+        return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]
+
+    def _pruned_config(self, sizes: dict[str, int]) -> MoELoraConfig:
+        """The config with these numbers of experts."""
+        config = copy.deepcopy(self.config)
+        if config.num_experts > 1:
+            config.num_experts = Counter(sizes.values()).most_common(1)[0][0]
+        config.num_experts_pattern = {key: n for key, n in config.num_experts_pattern.items() if n == 1}
+        for name, of_size in config.router_class.sized.items():
+            fixed = {getattr(spec.router, name) or of_size(spec.num_experts) for spec in self.specs.values()}
+            if len(fixed) > 1:
+                raise ValueError(
+                    f"prune: router_{name}=None: it follows from the number of experts, in which layers differ; set it "
+                    "in adapter_config.json first"
+                )
+            setattr(config, f"router_{name}", fixed.pop())
+        config.__post_init__()
+        sizes = {**sizes, **dict.fromkeys(self.single, 1)}
+        own = {re.escape(name): n for name, n in sizes.items() if config.expert_spec(name).num_experts != n}
+        config.num_experts_pattern = {**own, **config.num_experts_pattern}
+        config.__post_init__()
+        return config
+
+    def _check_router(self, name: str, config: MoELoraConfig, state: dict[str, torch.Tensor]) -> None:
+        """Raise if the router of that many experts has other parameters."""
+        spec = config.expert_spec(name, self.text_config)
+        try:
+            with torch.device("meta"):
+                router = make_router(self.widths[name], spec.num_experts, spec.router)
+            start = f"{_PREFIX}{name}.{_ROUTER}"
+            wrong = [key for key, p in router.state_dict().items() if state[start + key].shape != p.shape]
+        except (ValueError, KeyError) as error:
+            wrong = [one_line(error)]
+        if wrong:
+            raise ValueError(
+                f"prune: {name}: router_type={config.router_type!r} cannot have {spec.num_experts} experts instead of "
+                f"{self.specs[name].num_experts} ({wrong[0]}); keep another number, or fold it first (fold_routers)"
+            )
+
+
+class NativeFolder(Folder):
+    """A native MoE of `FAMILIES`. All its layers keep as many experts."""
+
+    same_size = True
+    made_from = None
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.values: dict[str, Any] = read_object(path / "config.json")
+        kind = self.values.get("model_type")
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise ValueError(
+                f"prune: model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be"
+            )
+        if CONFIG_FIELD in self.values:
+            raise ValueError(
+                f"prune: model={str(path)!r}: other routers are in the place of its gates; fold them first"
+            )
+        self.family, self.config = FAMILIES[kind], read_config(path, f"prune: model={str(path)!r}")
+        self.tensors = Checkpoint(path, "prune")
+        if getattr(self.config, self.family.count) < 1:
+            raise ValueError(f"prune: model={str(path)!r}: {self.family.count}: the config says there are no experts")
+        self.size = model_size(empty_model(self.config, f"prune: model={str(path)!r}"))
+        n, k = getattr(self.config, self.family.count), self.config.num_experts_per_tok
+        self.places = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
+        self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.places]
+        self.check()
+        if not self.layers:
+            raise ValueError(f"prune: model={str(path)!r}: no layer has experts; there is nothing to prune")
+
+    def similarity(self, layer: int) -> torch.Tensor:
+        return value_similarity(self._stacked(layer, part) for part in range(len(self._names(layer, 0))))
+
+    def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
+        make: dict[str, Callable[[], torch.Tensor]] = {
+            name: partial(self.tensors.tensor, name) for name in self.tensors
+        }
+        m = len(groups[0])
+        rows: set[str] = set()
+        for layer, (own, w) in enumerate(zip(groups, weights, strict=True)):
+            names = self._names(layer, 0) if self.family.stacked else ()
+            for name in (self.family.router_name(self.places[layer]), *names):
+                make[name] = partial(self._rows, name, own, w)
+                rows.add(name)
+            if not self.family.stacked:
+                for i, (group, of_each) in enumerate(zip(own, w, strict=True)):
+                    for part, name in enumerate(self._names(layer, i)):
+                        make[name] = partial(self._mean, layer, part, group, of_each)
+                for expert in range(m, self.layers[layer].num_experts):
+                    for name in self._names(layer, expert):
+                        del make[name]
+        shapes = {name: self.tensors.shape(name) for name in make}
+        shapes |= {name: torch.Size((m, *shapes[name][1:])) for name in rows}
+        plan = {name: (self.tensors.dtype(name), shapes[name]) for name in make}
+        with ShardedWriter(folder, plan, _SHARD) as writer:
+            for name, made in make.items():
+                writer.write(name, made())
+        counts = {key: m for key in ("num_experts", "num_local_experts") if key in self.values}
+        (folder / "config.json").write_text(json.dumps({**self.values, **counts}, indent=2, sort_keys=True) + "\n")
+        copy_companions(self.path, folder)
+
+    def check(self) -> None:
+        expected = self.family.plan(self.config, backbone_shapes(self.config))
+        if self.config.tie_word_embeddings:
+            expected.pop(HEAD)
+        found = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith("rotary_emb.inv_freq")}
+        if self.config.tie_word_embeddings:
+            found.pop(HEAD, None)
+        _check_shapes(self.path, found, expected)
+
+    def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        return kept_rows(self.tensors.tensor(name), groups, weights)
+
+    def _mean(self, layer: int, part: int, group: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
+        return mean([self.tensors.tensor(self._names(layer, expert)[part]) for expert in group], weights)
+
+    def _names(self, layer: int, expert: int) -> tuple[str, ...]:
+        return self.family.expert_names(self.places[layer], expert)
+
+    def _stacked(self, layer: int, part: int) -> torch.Tensor:
+        """One of the tensors of all experts, [n, …]."""
+        if self.family.stacked:
+            return self.tensors.tensor(self._names(layer, 0)[part])
+        n = self.layers[layer].num_experts
+        return stacked(self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n))
+
+
+def _check_shapes(path: Path, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    for name in {**expected, **found}:
+        if found.get(name) != expected.get(name):
+            has, wants = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, expected))
+            raise ValueError(
+                f"prune: {path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
+                "it was saved with"
+            )
+
+
+def _first(modules: nn.ModuleDict) -> Any:
+    return next(iter(modules.values()))
+
+
+def _other(key: str) -> str:
+    return key.replace(".moe_lora_A.", ".moe_lora_B.")

@@ -1,0 +1,143 @@
+"""
+Prepares data sets as TRL does, without training.
+
+Batches of calibration data, as `init_attention_routers` and `upcycle` take them.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from transformers import IntervalStrategy, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer
+
+from ..utils.io import reading
+from ..utils.validation import COUNT, SEED, check, is_a
+from .data import drawn
+from .preflight import check_dataset, check_learnable, for_one_trainer
+from .scoring import Collator
+
+# --- tokenizing ------------------------------------------------------------------------------------------------------
+
+# What a trainer would do at once with arguments that are for a training: make a repository, a tracker, a handler of
+# signals. It makes the folder, too.
+_OF_TRAINING = {
+    "output_dir": tempfile.gettempdir(), "push_to_hub": False, "report_to": [], "enable_jit_checkpoint": False,
+    "activation_offloading": False, "use_liger_kernel": False, "fsdp": None, "_n_gpu": 1,
+    "eval_strategy": IntervalStrategy.NO, "load_best_model_at_end": False,
+    "router_aux_loss_coef": None,  # TRL refuses one for a dense model
+}  # fmt: skip
+
+
+def preparation(max_length: int) -> SFTConfig:
+    """Arguments for `tokenized` alone: examples by the tokenizer's own chat template, of at most so many tokens."""
+    return SFTConfig(
+        output_dir=tempfile.gettempdir(), bf16=False, max_length=max_length, report_to="none",
+        gradient_checkpointing=False, use_cpu=not torch.accelerator.is_available(),
+    )  # fmt: skip
+
+
+def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[Dataset, Collator]:
+    """
+    The examples as `SFTTrainer` would train on them (without those that have no tokens to learn), and the collator that
+    makes batches of them.
+
+    TRL's preparation is a method of its trainer, so this creates a trainer around a tiny model. It leaves the tokenizer
+    alone, of which a trainer may change the template and the tokens.
+    """
+    processing_class = copy.deepcopy(processing_class)
+    stand_in = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(processing_class), hidden_size=2, intermediate_size=2, num_hidden_layers=1,
+            num_attention_heads=1, num_key_value_heads=1,
+        )
+    )  # fmt: skip
+    args = copy.copy(for_one_trainer(args))
+    _ = args.device  # which counts the GPUs
+    for name, value in _OF_TRAINING.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
+    trainer = SFTTrainer(model=stand_in, args=args, train_dataset=dataset, processing_class=processing_class)
+    return trainer.train_dataset, trainer.data_collator
+
+
+_SAMPLE = 100  # examples that are rehearsed first
+
+
+def rehearse(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: SFTConfig, path: str) -> None:
+    """
+    Prepare some examples and make a batch of them, as a trainer would after the stages before it.
+
+    Args:
+        path: of the section that has the arguments, for messages.
+
+    Raises:
+        ValueError: arguments, tokenizer and examples do not fit together, or no example has a token to learn.
+    """
+    with reading(path), _without_bars():
+        for count in (min(_SAMPLE, len(dataset)), len(dataset)):
+            data, collator = tokenized(dataset.select(range(count)), processing_class, args)
+            if len(data):
+                collator([data[i] for i in range(min(2, len(data)))])
+                return
+    check_learnable(path, data, args)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+def calibration_batches(
+    dataset: Dataset,
+    processing_class: PreTrainedTokenizerBase,
+    max_examples: int = 256,
+    batch_size: int = 8,
+    max_length: int = 1024,
+    seed: int = 0,
+    args: SFTConfig | None = None,
+) -> list[dict[str, torch.Tensor]]:
+    """
+    Examples of a data set in a format that TRL accepts: `input_ids` and `attention_mask`, each [B, S]. They are drawn
+    at random, since a file may be sorted by domain.
+
+    Args:
+        max_examples: how many examples to use.
+        batch_size: B.
+        max_length: tokens per example; longer ones are truncated.
+        seed: of the draw.
+        args: how the examples are prepared: the chat template, the text field, and so on, but for packing, the length
+            and which tokens have a loss. None: with the tokenizer's template.
+    """
+    counts = {"max_examples": max_examples, "batch_size": batch_size, "max_length": max_length}
+    check(
+        "calibration_batches",
+        dataset=(dataset, is_a(Dataset)),
+        seed=(seed, SEED),
+        args=(args, is_a(SFTConfig).or_none()),
+        **{name: (value, COUNT) for name, value in counts.items()},
+    )
+    check_dataset("calibration_batches", dataset)
+    args = preparation(max_length) if args is None else copy.copy(args)
+    args.max_length, args.packing, args.padding_free = max_length, False, False
+    args.assistant_only_loss, args.completion_only_loss = False, False  # or rows without such a token would go
+    rows, collator = tokenized(drawn(dataset, max_examples, seed), processing_class, args)
+    batches = (
+        collator([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
+        for start in range(0, len(rows), batch_size)
+    )
+    return [{name: batch[name] for name in ("input_ids", "attention_mask")} for batch in batches]

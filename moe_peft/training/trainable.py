@@ -1,0 +1,69 @@
+"""What a training does not change: it freezes what a stage does not train, and tells an adapter's base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accelerate.utils import parse_flag_from_env
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+
+from ..utils.loading import EMPTY_IN_OTHERS
+
+_NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the next stage's trainer
+
+
+def unfreeze_stage(model: nn.Module, routers: Mapping[str, nn.Parameter]) -> None:
+    """Make trainable again what an earlier stage froze."""
+    before = model.__dict__.pop(_NOTE, None)
+    for name, parameter in model.named_parameters():
+        if before is not None and (name in before["names"] or (before["routers"] and name in routers)):
+            parameter.requires_grad_(True)
+
+
+def freeze_for_stage(
+    model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str, caller: str
+) -> list[nn.Parameter]:
+    """
+    Freeze the parameters that the stage does not train: for "routers" all but the routers, for "rest" the routers.
+    Parameters that an earlier stage froze become trainable again.
+
+    Args:
+        model: the model to train.
+        routers: the routers' parameters by name. They may have been re-created since the earlier stage.
+        stage: "joint", "routers" or "rest".
+        caller: the name that begins the error message.
+
+    Returns:
+        the frozen parameters.
+
+    Raises:
+        ValueError: nothing is left to train; the message begins with `caller`.
+    """
+    unfreeze_stage(model, routers)
+    frozen = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and stage != "joint" and (name in routers) == (stage == "rest")
+    }
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    if frozen:
+        names = frozen.keys() - routers.keys()
+        model.__dict__[_NOTE] = {"names": names, "routers": bool(frozen.keys() & routers.keys())}
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"{caller}: training_stage={stage!r}: nothing is left to train; unfreeze what it should train")
+    return list(frozen.values())
+
+
+def base_values(model: nn.Module) -> list[float]:
+    """
+    Some values of each parameter that adapters leave as it is; none of a model without adapters, or where a process may
+    not have them. New values of adapters may be others in each run.
+    """
+    prefixes = tuple({module.prefix for module in model.modules() if isinstance(module, BaseTuner)})
+    if not prefixes or parse_flag_from_env(EMPTY_IN_OTHERS):
+        return []
+    parts = ((name.split("."), p) for name, p in model.named_parameters())
+    base = [p for names, p in parts if not any(n.startswith((*prefixes, "modules_to_save")) for n in names)]
+    return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].double().tolist()]

@@ -1,0 +1,197 @@
+"""
+`MoESFTTrainer`: TRL's `SFTTrainer` with losses on the routers, for MoE-LoRA adapters and native transformers MoEs.
+
+Label-supervised routing: each example has a label (such as its domain), `expert_map` says which experts may serve it,
+and routers learn to choose among those, or are given no others to choose from.
+
+`MoEDPOTrainer`: TRL's `DPOTrainer` with losses on the routers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, pack_dataset
+
+from ..models.introspection import router_sizes
+from ..models.steering import common_size, fewest_allowed
+from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
+from ..utils.loading import changed_embeddings, read_config, read_tokenizer
+from ..utils.model_card import TAGS
+from ..utils.validation import TEXT, Rule, check, check_fields, is_a
+from .checkpointing import NativeResumeMixin
+from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
+from .preflight import check_answers, check_dataset, check_learnable, text_columns, trains_adapter
+from .router_losses import RouterLossConfig, RouterLossesMixin
+
+# --- sft -------------------------------------------------------------------------------------------------------------
+
+_EXPERT_MAP = Rule(
+    lambda v: isinstance(v, Mapping) and len(v) > 0 and all(isinstance(own, (list, tuple)) for own in v.values()),
+    "give a dict of label to a list of experts, e.g. {'math': [0, 1]}",
+)
+
+
+@dataclass
+class MoESFTConfig(RouterLossConfig, SFTConfig):
+    """
+    `SFTConfig` with the fields of `RouterLossConfig` and labels.
+
+    Args:
+        label_column: the column of the data that holds the labels.
+        expert_map: label → experts that may serve it: their indices, or masks with 0 or 1 for every expert (see
+            `moe_peft.routing.read_expert_map`). Labels are compared as text.
+
+    Raises:
+        ValueError: a field has a value that cannot work.
+    """
+
+    label_column: str | None = field(default=None, metadata={"help": "The data's label column."})
+    expert_map: dict[str, list[int]] | None = field(default=None, metadata={"help": "Label → experts."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields("MoESFTConfig", self, {"label_column": TEXT.or_none(), "expert_map": _EXPERT_MAP.or_none()})
+        if (self.label_column is None) != (self.expert_map is None):
+            raise ValueError(
+                f"MoESFTConfig: label_column={self.label_column!r}, expert_map={self.expert_map!r}: set both or neither"
+            )
+        if self.training_stage == "routers" and self.expert_map is None:
+            raise ValueError("MoESFTConfig: training_stage='routers' needs label_column and expert_map")
+
+
+class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
+    """
+    `SFTTrainer` with losses on the routers; see `MoESFTConfig` and `RouterLossesMixin`. A plain `SFTConfig` suffices if
+    no field of `MoESFTConfig` is needed.
+
+    Raises:
+        ValueError: the model has no routers; labels are missing or unknown; `expert_map` names experts that the model
+            lacks; an adapter would not fit its base with the tokens of `chat_template_path`.
+    """
+
+    _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, *TAGS]
+    data_collator: Any
+    _signature_columns: Any
+
+    def __init__(self, model: Any, args: SFTConfig | None = None, *positional: Any, **kwargs: Any) -> None:
+        check("MoESFTTrainer", args=(args, is_a(SFTConfig).or_none()))
+        dataset = kwargs.get("train_dataset", positional[1] if len(positional) > 1 else None)
+        check_dataset("MoESFTTrainer", dataset, () if kwargs.get("formatting_func") else text_columns(args))
+        args = _as_moe_config(args)
+        unmarked = bool(args.packing or args.padding_free) and args.label_column is None
+        check_padding("MoESFTTrainer: ", args.pad_to_multiple_of, unmarked)
+        check_answers("MoESFTTrainer: ", dataset, args.completion_only_loss, args.assistant_only_loss)
+        self._labels = [label_text(label) for label in args.expert_map or {}]
+        _check_template(model, args, (*positional, *kwargs.values()))
+        super().__init__(model, args, *positional, **kwargs)
+        check_learnable("MoESFTTrainer", self.train_dataset, args)
+        if args.expert_map is not None:
+            self._allowed = expert_masks(experts_of_labels(self.model, args), max(self._sizes))
+            self.data_collator = LabelCollator(self.data_collator)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        """TRL's preparation; before packing, each row's label is repeated for its tokens."""
+        common = (processing_class, formatting_func, dataset_name)
+        column = args.label_column
+        if column is None or COLUMN in dataset.column_names:
+            return super()._prepare_dataset(dataset, common[0], args, packing, *common[1:])
+        check_labels(dataset, column, self._labels, dataset_name)
+        unpacked = copy.copy(args)
+        if packing:
+            unpacked.max_length = None  # packing limits the length
+        dataset = super()._prepare_dataset(dataset, common[0], unpacked, False, *common[1:])
+        description = f"Labelling tokens of {dataset_name} dataset"
+        dataset = with_token_labels(dataset, column, self._labels, args.dataset_num_proc, description)
+        if packing:
+            dataset = dataset.select_columns(["input_ids", "labels", COLUMN])
+            dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
+        return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if self._labels and COLUMN not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, COLUMN]
+
+
+def _check_template(model: Any, args: MoESFTConfig, given: Sequence[Any]) -> None:
+    """Raise where another tokenizer's chat template would leave a MoE-LoRA adapter that does not fit its base."""
+    if args.chat_template_path is None or not trains_adapter((model, *given)):
+        return
+    config = read_config(model, f"MoESFTTrainer: model={model!r}") if isinstance(model, str) else model.config
+    tokenizer = next((one for one in given if isinstance(one, PreTrainedTokenizerBase)), None)
+    if tokenizer is None:  # TRL's choice then
+        tokenizer = read_tokenizer(config.name_or_path, "MoESFTTrainer: processing_class=None")
+    change = changed_embeddings(args.chat_template_path, "MoESFTTrainer: chat_template_path", tokenizer, config)
+    if change is not None:
+        raise ValueError(change)
+
+
+def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
+    """
+    Label → the indices of its experts in a model.
+
+    Raises:
+        ValueError: `expert_map` names experts that the model, or a layer, lacks; or a mask leaves a token too few.
+    """
+    sizes = [n for n, _ in router_sizes(model, "MoESFTTrainer")]
+    known = read_expert_map(args.expert_map or {}, max(sizes), "MoESFTTrainer: expert_map")
+    for label, experts in known.items():
+        if min(experts) >= min(sizes):
+            raise ValueError(
+                f"MoESFTTrainer: expert_map: {label!r} has experts {list(experts)}, of which a layer with "
+                f"{min(sizes)} has none; give it one of the first {min(sizes)}"
+            )
+    if args.router_label_mask:
+        caller = "MoESFTTrainer: router_label_mask=True"
+        common_size(model, caller)
+        check_allowed(known, fewest_allowed(model), caller)
+    return known
+
+
+def check_padding(caller: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:
+    """
+    Args:
+        unmarked: whether rows are packed, and no labels say which tokens are real.
+
+    Raises:
+        ValueError: routers would be trained on padding.
+    """
+    if pad_to_multiple_of and unmarked:
+        raise ValueError(
+            f"{caller}pad_to_multiple_of={pad_to_multiple_of}: nothing marks this padding in packed rows, so routers "
+            "would be trained on it; leave it out"
+        )
+
+
+def _as_moe_config(args: SFTConfig | None) -> MoESFTConfig:
+    """The trainer's config: a plain `SFTConfig` is converted, None gives the defaults."""
+    if args is None:
+        return MoESFTConfig()
+    if isinstance(args, MoESFTConfig):
+        return args
+    return MoESFTConfig(**{own.name: getattr(args, own.name) for own in fields(args) if own.init})
+
+
+# --- dpo -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MoEDPOConfig(RouterLossConfig, DPOConfig):
+    """`DPOConfig` with the fields of `RouterLossConfig`. Losses that need labels are skipped."""
+
+
+class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
+    """`DPOTrainer` with losses on the routers; see `MoEDPOConfig` and `RouterLossesMixin`."""
+
+    _tag_names: ClassVar[list[str]] = [*DPOTrainer._tag_names, *TAGS]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_dataset("MoEDPOTrainer", kwargs.get("train_dataset"), ["chosen"])
+        super().__init__(*args, **kwargs)

@@ -1,0 +1,87 @@
+"""Trainers whose folders have a model card that leads with loading, and says what the training was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import trl
+from huggingface_hub import ModelCard
+from peft import PeftModel
+
+from ..utils.model_card import write_model_card
+from .checkpointing import FiniteWeightsMixin
+
+logger = logging.getLogger("moe_peft")
+
+_MODELS = ("adapter_config.json", "config.json")
+
+
+class ModelCardMixin(FiniteWeightsMixin):
+    """Mixin for a TRL trainer: `save_model`, checkpoints and `push_to_hub` write the card of `write_model_card`."""
+
+    earlier_training: Sequence[str] = ()  # facts about the training before this trainer's, for the card
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            _set_aside_unreadable(folder / "README.md")
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            self._write_card(folder)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """
+        The card of `args.output_dir`, once a model has been saved there. TRL's own, in its place, would show code that
+        does not load an adapter. A card that somebody has edited keeps its text.
+
+        Args:
+            model_name: its title; None: the kind of model and its base.
+            dataset_name: the training data.
+            tags: further tags.
+        """
+        if self.is_world_process_zero():  # type: ignore[attr-defined]
+            tags = [tags] if isinstance(tags, str) else list(tags or [])
+            datasets = [] if dataset_name is None else [dataset_name]
+            self._write_card(Path(self.args.output_dir), title=model_name, datasets=datasets, tags=tags)
+
+    def _write_card(self, folder: Path, **own: Any) -> None:
+        if not any((folder / name).is_file() for name in _MODELS):
+            return  # TRL also asks for the card before a checkpoint is written
+        model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
+        base = None if isinstance(model, PeftModel) else model.config._name_or_path
+        tags = [*self._tag_names, *own.pop("tags", [])]  # type: ignore[attr-defined]
+        pushed = folder.resolve() == Path(self.args.output_dir).resolve()
+        repo = getattr(self, "hub_model_id", None) if pushed else None
+        write_model_card(folder, base=base, training=self.training_facts(), tags=tags, repo=repo, **own)
+
+    def training_facts(self) -> list[str]:
+        """What the training was, with `earlier_training` before it; nothing of its own before its first step."""
+        args, steps = self.args, self.state.global_step
+        if not steps:
+            return [*self.earlier_training]
+        schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        stage = getattr(args, "training_stage", "joint")
+        alone = "" if stage == "joint" else f", training_stage `{stage}`"
+        return [
+            *self.earlier_training,
+            f"`{type(self).__name__}` with TRL {trl.__version__}{alone}",
+            f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule}",
+        ]
+
+
+def _set_aside_unreadable(path: Path) -> None:
+    """PEFT reads the card of a folder before it saves an adapter there, and stops if it cannot."""
+    if not path.is_file():
+        return
+    try:
+        ModelCard.load(path)
+    except Exception as error:
+        aside = path.with_name(f"{path.name}.unreadable")
+        path.replace(aside)
+        logger.warning("%s: no model card that can be read, moved to %s: %s", path, aside, " ".join(str(error).split()))

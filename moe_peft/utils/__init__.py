@@ -1,0 +1,1 @@
+"""What every part of the package uses: validation, files, loading, versions, processes, model cards."""

@@ -1,0 +1,285 @@
+"""
+Pure functions on expert weights: similarity, DARE merge, expansion to more experts.
+
+An expert is a mapping of names to tensors, with the same names in every expert. LoRA experts have PEFT's names:
+`lora_A` [r, in] and `lora_B` [out, r] of each module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from .validation import EXPERTS, SEED, SHARE, Rule, check, is_a, one_of, within
+
+Expert = Mapping[str, torch.Tensor]
+Inner = Callable[[Expert, Expert], float]
+Merge = Callable[[Expert, Expert, float, float, torch.Generator], Expert]
+Similarity = Literal["update", "values", "displacement"]
+Expansion = Literal["genetic", "random", "none"]
+DROP_RATE = within(0, 1, below=True)
+_EXPERTS = Rule(
+    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(isinstance(expert, Mapping) for expert in v),
+    "give a list of experts, each a dict of name to tensor",
+)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """The origin of an expert that expansion made."""
+
+    expert: int
+    parents: tuple[int, int]
+    alpha: float  # weight of the first parent; the second has 1 - alpha
+    drop_rate: float
+    similarity: float | None  # of the parents; None if the pair was drawn at random
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def values_inner(a: Expert, b: Expert) -> float:
+    """Inner product of the flattened parameters, in float64."""
+    return sum(float(torch.dot(a[name].flatten().double(), b[name].flatten().double())) for name in sorted(a))
+
+
+def displacement_inner(initial: Expert) -> Inner:
+    """Inner product of the parameters' displacements from `initial`, in float64."""
+
+    def inner(a: Expert, b: Expert) -> float:
+        moved = ((a[name].double() - initial[name], b[name].double() - initial[name]) for name in sorted(a))
+        return sum(float((x * y).sum()) for x, y in moved)
+
+    return inner
+
+
+def update_inner(a: Expert, b: Expert, scaling: Mapping[str, float] | None = None) -> float:
+    """
+    Inner product of the LoRA updates s B A over all modules, in float64: Σ s² ⟨B_a A_a, B_b A_b⟩ = Σ s² sum((B_aᵀ B_b)
+    ∘ (A_a A_bᵀ)), which needs only r×r matrices, none of out×in.
+
+    Args:
+        scaling: each module's s by the name of its A; None: all have the same, and count as 1.
+    """
+    total = 0.0
+    for name in sorted(name for name in a if ".lora_A." in name):
+        name_B = name.replace(".lora_A.", ".lora_B.")
+        left_RR = a[name_B].double().T @ b[name_B].double()
+        right_RR = a[name].double() @ b[name].double().T
+        total += float((left_RR * right_RR).sum()) * (1 if scaling is None else scaling[name] ** 2)
+    return total
+
+
+def update_gram(A_NRI: torch.Tensor, B_NRO: torch.Tensor) -> torch.Tensor:
+    """
+    Inner products of the updates B A of one module's n LoRA experts, as `update_inner`, float64 [n, n].
+
+    Args:
+        A_NRI: [n, r, in].
+        B_NRO: [n, r, out], each expert's second matrix transposed.
+    """
+    n, r = A_NRI.shape[:2]
+    products = [x.flatten(0, 1).double() @ x.flatten(0, 1).double().T for x in (A_NRI, B_NRO)]
+    return (products[0] * products[1]).view(n, r, n, r).sum((1, 3))
+
+
+def value_gram(values_NM: torch.Tensor, chunk: int = 2**20) -> torch.Tensor:
+    """Inner products of n experts' values [n, m], float64 [n, n]; computed in chunks, as float64 takes more memory."""
+    return sum(
+        (part.double() @ part.double().T for part in values_NM.split(chunk, dim=1)),
+        torch.zeros(len(values_NM), len(values_NM), dtype=torch.float64, device=values_NM.device),
+    )
+
+
+def similarities(gram_NN: torch.Tensor) -> torch.Tensor:
+    """Cosines from inner products, [n, n]. An expert that is zero is similar to itself alone."""
+    norms_N = gram_NN.diagonal().sqrt()
+    cosines_NN = gram_NN / torch.outer(norms_N, norms_N)
+    return cosines_NN.nan_to_num(0.0, 0.0, 0.0).fill_diagonal_(1.0)
+
+
+class Likeness(NamedTuple):
+    """How alike two different experts are: the mean, the smallest and the largest cosine."""
+
+    mean: float
+    smallest: float
+    largest: float
+
+
+def likeness(cosines_NN: torch.Tensor | Sequence[Sequence[float]] | None) -> Likeness | None:
+    """The summary of cosines [n, n]; None if there are no two experts."""
+    if cosines_NN is None or len(cosines_NN) < 2:
+        return None
+    cosines_NN = torch.as_tensor(cosines_NN, dtype=torch.float64)
+    pairs = cosines_NN[torch.ones_like(cosines_NN, dtype=torch.bool).tril(-1)]
+    return Likeness(float(pairs.mean()), float(pairs.min()), float(pairs.max()))
+
+
+def dare_tensor(
+    a: torch.Tensor, b: torch.Tensor, alpha: float, drop_rate: float, generator: torch.Generator
+) -> torch.Tensor:
+    """`dare_merge` of one tensor, with its errors."""
+    parts = []
+    for weight, tensor in ((alpha, a), (1 - alpha, b)):
+        kept = torch.rand(tensor.shape, generator=generator) >= drop_rate
+        parts.append(tensor.float() * kept * (weight / (1 - drop_rate)))
+    merged = (parts[0] + parts[1]).to(a.dtype)
+    if not merged.isfinite().all():
+        raise ValueError(
+            f"dare_merge: drop_rate={drop_rate}: values divided by {1 - drop_rate:g} are not finite in {a.dtype}, or a "
+            "parent's are not; use a lower drop_rate, or mend the parent"
+        )
+    return merged
+
+
+def dare_merge(
+    a: Expert, b: Expert, alpha: float, drop_rate: float, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """
+    `DARE(α a, (1-α) b)`: every entry of each parent is dropped with probability `drop_rate` and the rest are divided by
+    `1 - drop_rate`; then both parents are added (Yu et al., 2024, as UpIT's Algorithm 2 uses it).
+
+    Args:
+        a: an expert.
+        b: an expert with the same names and shapes.
+        alpha: the weight of `a`, in [0, 1].
+        drop_rate: p, in [0, 1).
+        generator: a CPU generator; the only source of randomness.
+
+    Returns:
+        the new expert, in the dtypes of `a`.
+
+    Raises:
+        ValueError: a setting is out of range, the experts differ in names or shapes, or a value of a parent is not
+            finite, or a merged one overflows its dtype.
+    """
+    check(
+        "dare_merge",
+        a=(a, is_a(Mapping)),
+        b=(b, is_a(Mapping)),
+        alpha=(alpha, SHARE),
+        drop_rate=(drop_rate, DROP_RATE),
+        generator=(generator, is_a(torch.Generator)),
+    )
+    if {name: tensor.shape for name, tensor in a.items()} != {name: tensor.shape for name, tensor in b.items()}:
+        raise ValueError("dare_merge: a and b differ in names or shapes; give experts of the same modules")
+    return {name: dare_tensor(a[name], b[name], alpha, drop_rate, generator) for name in sorted(a)}
+
+
+def expand(
+    experts: Sequence[Expert],
+    num_experts: int,
+    *,
+    method: Expansion = "genetic",
+    similarity: Similarity = "update",
+    drop_rate: float = 0.2,
+    seed: int = 0,
+    initial: Expert | None = None,
+    scaling: Mapping[str, float] | None = None,
+    merge: Merge = dare_merge,
+) -> tuple[list[Expert], list[Descent]]:
+    """
+    Make more experts from the given ones (UpIT, Algorithm 2): merge the least similar pair of all experts so far by
+    DARE with random weights, until there are `num_experts`.
+
+    Each step computes similarities for the newest expert only.
+
+    Args:
+        experts: m ≥ 2 experts (m ≥ 1 if no more are needed).
+        num_experts: n ≥ m.
+        method: `"genetic"`: the least similar pair. `"random"`: a random pair. `"none"`: refuse to make any.
+        similarity: the cosine of `"update"` B A, of the parameters' `"values"`, or of their `"displacement"` from
+            `initial`.
+        drop_rate: DARE's p.
+        seed: the same seed gives the same experts, bit for bit.
+        initial: the LoRA from which training started, for `"displacement"`.
+        scaling: the factor of each module's update by the name of its A, for `"update"`; None: they are all alike.
+        merge: makes a new expert from two; replace it for experts that are not in memory.
+
+    Returns:
+        all n experts, the given ones first, and the descent of each new one.
+
+    Raises:
+        ValueError: a setting is out of range, the experts differ in names or shapes, or values are not finite.
+    """
+    check(
+        "expand",
+        experts=(experts, _EXPERTS),
+        num_experts=(num_experts, EXPERTS),
+        method=(method, one_of(get_args(Expansion))),
+        similarity=(similarity, one_of(get_args(Similarity))),
+        drop_rate=(drop_rate, DROP_RATE),
+        seed=(seed, SEED),
+        initial=(initial, is_a(Mapping, remedy="give a LoRA's tensors").or_none()),
+        scaling=(scaling, is_a(Mapping, remedy="give a factor for each module").or_none()),
+        merge=(merge, Rule(callable, "give a function")),
+    )
+    _check(experts, num_experts, method, similarity, initial)
+    family, descents = list(experts), list[Descent]()
+    generator = torch.Generator().manual_seed(seed)
+    of_updates: Inner = update_inner if scaling is None else partial(update_inner, scaling=scaling)
+    inner: Inner = {"update": of_updates, "values": values_inner}.get(similarity) or displacement_inner(initial or {})
+    gram: list[list[float]] = []
+    while len(family) < num_experts:
+        if method == "random":
+            j, k = sorted(torch.randperm(len(family), generator=generator)[:2].tolist())
+            likeness = None
+        else:
+            for i in range(len(gram), len(family)):
+                gram.append([inner(family[i], family[j]) for j in range(i + 1)])
+            likeness, j, k = min((_cosine(gram, j, k), j, k) for k in range(len(family)) for j in range(k))
+        alpha = float(torch.rand((), generator=generator))
+        family.append(merge(family[j], family[k], alpha, drop_rate, generator))
+        descents.append(Descent(len(family) - 1, (j, k), alpha, drop_rate, likeness))
+    return family, descents
+
+
+def _cosine(gram: list[list[float]], j: int, k: int) -> float:
+    norms = (gram[j][j] * gram[k][k]) ** 0.5
+    return gram[k][j] / norms if norms else 0.0  # a zero expert is similar to none
+
+
+def _check(
+    experts: Sequence[Expert],
+    num_experts: int,
+    method: Expansion,
+    similarity: Similarity,
+    initial: Expert | None,
+) -> None:
+    m = len(experts)
+    if not 1 <= m <= num_experts:
+        raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given; ask for that many or more")
+    if num_experts > m and (method == "none" or m < 2):
+        why = "method='none' makes none" if method == "none" else "expansion needs two parents"
+        raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given and {why}; give more experts")
+    if similarity == "displacement" and method == "genetic" and num_experts > m and initial is None:
+        raise ValueError("expand: similarity='displacement': the experts' initial values are unknown; use 'update'")
+    first = _facts("experts[0]", experts[0])
+    if not first:
+        raise ValueError("expand: experts[0]: it has no tensors; give adapters' state dicts")
+    if similarity == "update" and not any(".lora_A." in name for name in first) and method == "genetic":
+        raise ValueError("expand: similarity='update': the experts have no lora_A and lora_B; use 'values'")
+    others = {f"experts[{i}]": expert for i, expert in enumerate(experts)}
+    if initial is not None and similarity == "displacement":
+        others["initial"] = initial
+    for what, expert in others.items():
+        if _facts(what, expert) != first:
+            raise ValueError(
+                f"expand: {what} differs from experts[0] in names, shapes or dtypes; adapt the same modules"
+            )
+
+
+def _facts(what: str, expert: Expert) -> dict[str, tuple]:
+    """Shapes and dtypes of an expert's tensors, by name."""
+    found = {}
+    for name, tensor in expert.items():
+        if not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
+            raise ValueError(f"expand: {what}: {name} is no tensor of floats; give adapters' state dicts")
+        if not tensor.isfinite().all():
+            raise ValueError(f"expand: {what}: {name} holds NaN or infinity; train or save it again")
+        found[name] = (tensor.shape, tensor.dtype)
+    return found

@@ -1,0 +1,320 @@
+"""
+Opens the files that come from outside: text, YAML, JSON and safetensors; `loading` has adapters and models.
+
+Whatever is wrong with them, found here or inside a library that reads them, becomes a `ValueError` of one line that
+names the file and what to do. Weights are read from safetensors only: pickled ones could run code.
+
+Folders that are written to: checked before any work, and held by one process at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+from safetensors import safe_open
+
+from .validation import existing, one_line, out_of_memory, refuse_tilde
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt")
+_LARGEST_TEXT = 256 * 2**20  # bytes; tokenizers have tens of MiB
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+_LARGEST_YAML = 100_000  # values, each as often as aliases repeat it
+
+
+@contextmanager
+def reading(what: object, remedy: str = "") -> Iterator[None]:
+    """
+    Put what a library raises on one line that says what was read.
+
+    Args:
+        what: the field with its value, or the file.
+        remedy: what to do.
+
+    Raises:
+        ValueError: anything was raised but a lack of memory, which is no fault of what is read.
+    """
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        text = one_line(error, 160)
+        if not isinstance(error, (OSError, ValueError)) or not text:
+            text = f"{type(error).__name__}: {text}".rstrip(": ")
+        raise ValueError(f"{what}: {text}" + (f"; {remedy}" if remedy else "")) from error
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: str | os.PathLike, what: object = None) -> str:
+    """
+    A file in UTF-8, with or without a byte order mark.
+
+    Args:
+        what: the field and its value, for messages; None: the path.
+
+    Raises:
+        ValueError: there is no such file, it is too large for a text, or not UTF-8.
+    """
+    path, what = Path(path), what or path
+    try:
+        # A pipe that nobody fills would wait for ever; a shell's <(…) has this name.
+        if not path.is_file() and not str(path).startswith("/dev/fd/"):
+            raise ValueError(f"{what}: no such file" if not path.exists() else f"{what}: not a file")
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_TEXT + 1)
+    except OSError as error:
+        raise ValueError(f"{what}: {error.strerror}") from error
+    if len(data) > _LARGEST_TEXT:
+        raise ValueError(f"{what}: more than {_LARGEST_TEXT >> 20} MiB; is it the right file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
+
+
+def read_object(path: str | os.PathLike) -> dict[str, Any]:
+    """
+    A file with a JSON object.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    text = read_text(path)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON ({one_line(error, 80)}); write or download it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must be a JSON object, not {one_line(repr(found), 40)}")
+    return found
+
+
+class YamlLoader(yaml.SafeLoader):
+    """
+    Refuses keys that occur twice, of which YAML would silently take the last one, and numbers like 1:30 and 010, which
+    it would silently read in base 60 and 8. Reads numbers as YAML 1.2 does, which takes `1e-4` for one, too.
+    """
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        if node.tag in _NUMBERS and (":" in node.value or _OCTAL.fullmatch(node.value)):
+            base = 60 if ":" in node.value else 8
+            message = f"{node.value!r} is a number in base {base}; write it in base 10, or in quotes"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+        return super().construct_object(node, deep)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(text: str, source: object) -> Any:
+    """
+    A YAML text.
+
+    Args:
+        source: where it is from, for messages.
+
+    Raises:
+        ValueError: it is not YAML, names a key twice, or repeats aliases until it is very large.
+    """
+    try:
+        found = yaml.load(text, YamlLoader)
+        if _size(found) > _LARGEST_YAML:
+            raise ValueError("its aliases make it very large; write it out")
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
+    return found
+
+
+def _size(value: Any, sizes: dict[int, int] | None = None) -> int:
+    """How many values there are, each counted as often as aliases repeat it."""
+    sizes = {} if sizes is None else sizes
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in sizes:
+        sizes[id(value)] = _LARGEST_YAML + 1  # of one that contains itself
+        parts = value.values() if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(value)]
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path, what: object) -> dict[str, str]:
+    """
+    The tensors of a model folder: name → file.
+
+    Raises:
+        ValueError: the folder has no safetensors, or its index is wrong or names files that are missing or outside of
+            the folder.
+    """
+    if (folder / SINGLE).is_file():  # as transformers, which looks for an index after it
+        with opened(folder / SINGLE, what) as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    if (folder / INDEX).is_file():
+        files = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError(f"{what}: {folder / INDEX}: no weight_map of names and files; save the model again")
+        for file in sorted(set(files.values())):
+            if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file:
+                raise ValueError(f"{what}: {folder / INDEX} names {file!r}, which is not a file in its folder")
+            if not (folder / file).is_file():
+                raise ValueError(f"{what}: {folder} lacks {file}, which its index names; download or save it again")
+        return files
+    raise ValueError(f"{what}: {no_weights(folder, SINGLE)}")
+
+
+def check_weights(folder: Path, what: object) -> None:
+    """
+    Look at the safetensors files of a model folder, without reading the weights.
+
+    Raises:
+        ValueError: one is missing or cannot be read, or a tensor is in no file.
+    """
+    files = weight_files(folder, what)
+    for file in sorted(set(files.values())):
+        inside = set(opened(folder / file, what).keys())
+        lacking = [name for name, place in files.items() if place == file and name not in inside]
+        if lacking:
+            raise ValueError(f"{what}: {folder / file} lacks {lacking[0]}, which its index names; save the model again")
+
+
+def opened(path: Path, what: object) -> Any:
+    """
+    A safetensors file, whose header is checked against its length.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    with reading(f"{what}: {path} cannot be read", "download or save it again"):
+        return safe_open(path, framework="pt")
+
+
+def no_weights(folder: Path, wanted: str) -> str:
+    """The message for a folder without the file `wanted`."""
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        return (
+            f"{folder} has {pickled[0]}, but no {wanted}; only safetensors are read, because a pickled file can run "
+            "code: load it where you trust it and save it with save_pretrained"
+        )
+    return f"{folder} has no {wanted}; save the model with save_pretrained first"
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def writable(folder: str | os.PathLike, what: object) -> Path:
+    """
+    A folder that can be written to, or made. It is not made here.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    folder = Path(folder)
+    refuse_tilde(folder, what)
+    there = existing(folder)
+    if not there.is_dir():
+        raise ValueError(f"{what}: {there} is not a folder; choose another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{what}: {there} cannot be written to; choose another, or change its permissions")
+    return folder
+
+
+def check_space(folder: Path, needed: int, what: object) -> None:
+    """
+    Args:
+        needed: bytes, an estimate.
+
+    Raises:
+        ValueError: the disk has less.
+    """
+    there = existing(folder)
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ValueError(
+            f"{what}: {free / 2**30:.1f} GiB are free there, about {needed / 2**30:.1f} GiB are needed; free some, or "
+            "choose another"
+        )
+
+
+@contextmanager
+def exclusive(lock: Path, what: object) -> Iterator[None]:
+    """
+    Hold a lock, a file that is there as long. A process that died holds none.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    held = FileLock(lock, timeout=0)
+    try:
+        held.acquire()
+    except Timeout as error:
+        if not lock.exists():
+            raise ValueError(f"{what}: no file can be made in {lock.parent}; choose another") from error
+        raise ValueError(f"{what}: another process is writing it; wait for it, or choose another") from error
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        held.release()
+
+
+@contextmanager
+def made(folder: Path, what: object) -> Iterator[None]:
+    """
+    Make a folder and those above it. The ones that were not there before go again if nothing is put into them.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    there = existing(folder)
+    new = [place for place in (folder.absolute(), *folder.absolute().parents) if place not in (there, *there.parents)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{what}: no folder can be made in {there}: {error.strerror}; choose another") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # of a run that was refused; others have left something in it
+            for place in new:
+                place.rmdir()
+
+
+@contextmanager
+def held(folder: Path, what: object) -> Iterator[None]:
+    """
+    Make a folder, see `made`, and hold it for this process.
+
+    Raises:
+        ValueError: it cannot be made, or another process holds it.
+    """
+    with made(folder, what), exclusive(folder / ".lock", what):
+        yield

@@ -1,0 +1,362 @@
+"""
+Loads adapters, models and tokenizers through PEFT and transformers. Their files are checked first (see `reading`): no
+weights are loaded that are missing, not finite, or pickled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from huggingface_hub import hf_hub_download
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftType
+from peft.utils import load_peft_weights
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from .io import check_weights, no_weights, read_object, read_text, reading
+from .validation import choice_error, one_line, refuse_tilde, unknown_key
+
+EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_OWN_TYPE = "MOE_LORA"
+CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
+
+
+def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
+    """
+    An adapter's config: a folder's, or that of a name on the hub.
+
+    Args:
+        what: the field and its value, for messages.
+
+    Raises:
+        ValueError: there is none, or it is no adapter's.
+    """
+    if Path(folder).exists():
+        path = Path(folder, ADAPTER_CONFIG)
+        if not path.is_file():
+            raise ValueError(f"{what}: is not a folder with {ADAPTER_CONFIG}")
+        kind = read_object(path).get("peft_type")
+        if kind not in list(PeftType):
+            raise ValueError(
+                f"{what}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
+            )
+        _refuse_unknown(read_object(path), PeftType(kind), what)
+    with reading(what):
+        config = PeftConfig.from_pretrained(os.fspath(folder))
+    base = config.base_model_name_or_path
+    if not isinstance(base, (str, type(None))):
+        raise ValueError(f"{what}: {ADAPTER_CONFIG}: base_model_name_or_path={base!r}: must be a name or null")
+    return config
+
+
+def _refuse_unknown(saved: Mapping[str, Any], kind: PeftType, what: object) -> None:
+    """
+    Raises:
+        ValueError: a config of this package sets what this version does not know; PEFT would leave it out with a
+            warning, which is how it takes those of newer LoRAs.
+    """
+    known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
+    for name, value in saved.items() if kind.value == _OWN_TYPE else ():
+        if name not in known and name != "runtime_config" and value not in (None, False, "", 0, [], {}):
+            raise ValueError(
+                f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: this version of moe-peft-hf does not know it; install a "
+                "newer one"
+            )
+
+
+def read_adapter_weights(folder: str | os.PathLike, what: object) -> dict[str, torch.Tensor]:
+    """
+    An adapter's tensors, on the CPU: a folder's, or those of a name on the hub.
+
+    Raises:
+        ValueError: they are not there as safetensors, or cannot be read.
+    """
+    with reading(f"{what}: no {ADAPTER_WEIGHTS}; only safetensors are read"):
+        here = Path(folder)
+        if not here.exists():  # PEFT would take a pickled file of the hub
+            here = Path(hf_hub_download(os.fspath(folder), ADAPTER_WEIGHTS)).parent
+    if not (here / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"{what}: {no_weights(here, ADAPTER_WEIGHTS)}")
+    with reading(f"{what}: its weights cannot be read", "save the adapter again"):
+        found = load_peft_weights(os.fspath(here), device="cpu")
+    for key, tensor in found.items():
+        if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.dim() > 1):  # a salt is an integer
+            raise ValueError(f"{what}: {key} is {tensor.dtype}; save the adapter in float32, bfloat16 or float16")
+    return found
+
+
+def read_config(name: str | os.PathLike, what: object, revision: str | None = None) -> PreTrainedConfig:
+    """
+    A model's config, of a folder or a name on the hub.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    folder = Path(name)
+    refuse_tilde(name, what)
+    if folder.is_file():
+        raise ValueError(f"{what}: a file; name a model's folder")
+    if folder.is_dir():
+        if not (folder / CONFIG).exists():
+            raise ValueError(f"{what}: has no {CONFIG}; name a model's folder")
+        if not isinstance(read_object(folder / CONFIG).get("model_type"), str):
+            raise ValueError(f"{what}: {CONFIG} has no model_type; save the model with save_pretrained")
+    with reading(what if folder.is_dir() else f"{what}: neither a model folder nor a model of a reachable hub"):
+        config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
+    check_experts(config, what)
+    return config
+
+
+def empty_model(config: PreTrainedConfig, what: object) -> PreTrainedModel:
+    """
+    A model without weights, on the meta device.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    with reading(what), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def read_tokenizer(name: str | os.PathLike, what: object, revision: str | None = None) -> Any:
+    """
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    with reading(f"{what}: no tokenizer", "save the model's tokenizer in its folder"):
+        return AutoTokenizer.from_pretrained(os.fspath(name), revision=revision or "main")
+
+
+def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, what: object) -> None:
+    """
+    Raises:
+        ValueError: the tokenizer has more tokens than the model has embeddings, or none that ends a text.
+    """
+    if tokenizer.eos_token is None:
+        raise ValueError(f"{what}: its tokenizer has no eos_token; set it in tokenizer_config.json")
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if rows is not None and len(tokenizer) > rows:
+        raise ValueError(
+            f"{what}: its tokenizer has {len(tokenizer)} tokens, its embeddings have {rows} rows; use the tokenizer "
+            "that the model was trained with, or resize its embeddings and save it"
+        )
+
+
+def chat_template(path: str | None, field: str) -> str | None:
+    """
+    What `chat_template_path` names: a file's template, or that of another tokenizer. None if there is no path.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if path is None:
+        return None
+    what = f"{field}={path!r}"
+    if Path(path).is_file():
+        return read_text(path, what)
+    found = read_tokenizer(path, what).chat_template
+    if found is None:
+        raise ValueError(f"{what}: a tokenizer without a chat template; name another, or a file")
+    return found
+
+
+_ROWS = 64  # of which TRL gives embeddings a multiple
+
+
+def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: PreTrainedConfig) -> str | None:
+    """
+    Why an adapter's base cannot take what `chat_template_path` names; None if it can. With a tokenizer's template, TRL
+    takes its added tokens and its end token, and resizes the embeddings, which an adapter's folder does not hold.
+
+    Args:
+        tokenizer: the base's.
+        config: the base's.
+
+    Raises:
+        ValueError: there is no such tokenizer.
+    """
+    if path is None or Path(path).is_file():
+        return None
+    what = f"{field}={path!r}"
+    vocabulary = tokenizer.get_vocab()
+    tokens = [token.content for token in read_tokenizer(path, what).added_tokens_decoder.values()]
+    added = [token for token in tokens if token not in vocabulary]
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    resized = -(-(len(vocabulary) + len(added)) // _ROWS) * _ROWS
+    if not added and rows in (None, resized):
+        return None
+    why = f"adds {added[0]!r}" if added else f"gives {resized} rows to the embeddings, which have {rows}"
+    return f"{what}: its tokenizer {why}, and an adapter keeps its base's; name a .jinja file, and set eos_token"
+
+
+# Beginnings of fields that only one width reads; both leave modules out by llm_int8_skip_modules.
+_OF_4_BITS, _OF_8_BITS = ("bnb_4bit_",), ("llm_int8_threshold", "llm_int8_has_fp16_weight")
+
+
+def check_template(tokenizer: Any, asked: bool | str, what: str, remedy: str = "give it one") -> None:
+    """
+    Args:
+        asked: whether prompts go through a chat template; a text names one of several.
+        what: the field, for messages.
+        remedy: where there is none.
+
+    Raises:
+        ValueError: the tokenizer has none, or none of that name.
+    """
+    known = tokenizer.chat_template
+    if asked and known is None:
+        raise ValueError(f"{what}={asked!r}: the tokenizer has no chat template; {remedy}, or leave this out")
+    if isinstance(asked, str) and not (isinstance(known, dict) and asked in known):
+        named = f"has {', '.join(known)}" if isinstance(known, dict) else "has a single one, without a name"
+        raise ValueError(f"{what}={asked!r}: no such chat template: the tokenizer {named}; name that, or none")
+
+
+def check_experts(config: PreTrainedConfig, what: object) -> None:
+    """
+    Raises:
+        ValueError: a native MoE's config has no experts, or more for a token than there are.
+    """
+    config = config.get_text_config()
+    k = getattr(config, "num_experts_per_tok", None)
+    n = next((n for name in _COUNTS if (n := getattr(config, name, None)) is not None), None)
+    if type(k) is int and type(n) is int and n > 0 and not 1 <= k <= n:
+        raise ValueError(f"{what}: {CONFIG}: num_experts_per_tok={k}: must be from 1 to the number of experts, {n}")
+
+
+def quantization_config(fields: Mapping[str, Any], what: str) -> BitsAndBytesConfig:
+    """
+    The config, which itself takes unknown fields and no number of bits, and then does nothing.
+
+    Args:
+        what: the field that has them, with the sign that stands before its value.
+
+    Raises:
+        ValueError: one is unknown or wrong, or none says how many bits.
+    """
+    field = what.rstrip(" =")
+    known = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
+    for name in fields:
+        if name not in known:
+            raise ValueError(unknown_key(f"{field}.{name}", known, "transformers' BitsAndBytesConfig"))
+    if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+        raise ValueError(f"{what}{dict(fields)}: give load_in_4bit or load_in_8bit: true")
+    kind = fields.get("bnb_4bit_quant_type", "nf4")
+    if kind not in ("nf4", "fp4"):
+        raise ValueError(choice_error(f"{field}.bnb_4bit_quant_type", kind, ("nf4", "fp4")))
+    width, others = ("4", _OF_8_BITS) if fields.get("load_in_4bit") else ("8", _OF_4_BITS)
+    for name in fields:
+        if name.startswith(others):
+            raise ValueError(f"{field}.{name}={fields[name]!r}: load_in_{width}bit has no use for it; leave it out")
+    try:
+        return BitsAndBytesConfig(**fields)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{what}{dict(fields)}: {one_line(error)}") from error
+
+
+def read_model(
+    name: str | os.PathLike,
+    what: object,
+    *,
+    model_class: Any = AutoModelForCausalLM,
+    revision: str | None = None,
+    **own: Any,
+) -> PreTrainedModel:
+    """
+    A model with its weights, as `from_pretrained` loads them, but none is initialised because it is missing. A
+    quantized one is placed on this process's device, unless ZeRO-3 divides it.
+
+    Args:
+        name: a folder, or a name on the hub.
+        what: the field and its value, for messages.
+        own: further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: the model cannot be found or read, has no safetensors, lacks weights, or has some that are not
+            finite.
+    """
+    folder = Path(name)
+    if folder.exists():
+        read_config(folder, what)
+        refuse_adapter(folder, what)
+        check_weights(folder, what)
+    if own.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():
+        own.setdefault("device_map", {"": PartialState().device})
+    with reading(what):
+        model, info = model_class.from_pretrained(
+            os.fspath(name),
+            revision=revision or "main",
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **own,
+        )
+    _check_loaded(model, info, what)
+    return model
+
+
+def refuse_adapter(folder: Path, what: object) -> None:
+    """
+    Raises:
+        ValueError: a model's folder holds an adapter as well, which transformers would load with it.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{what}: {folder} holds an adapter beside the model, {ADAPTER_CONFIG}; move the adapter's files to "
+            "a folder of their own"
+        )
+
+
+def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object) -> None:
+    """
+    Raises:
+        ValueError: weights were missing, have another shape, or are not finite.
+    """
+    for key, own, wanted in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"{what}: {key} is {list(own)}, its config says {list(wanted)}; use the config it was saved with"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{what}: its files lack {missing[0]}{more}; download or save the model again")
+    own = model.state_dict().keys() if info["unexpected_keys"] else ()
+    weighted = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    for key in sorted(info["unexpected_keys"]):
+        owner, _, last = key.rpartition(".")
+        of_weight = last == "bias" or last.startswith("weight_")  # the second: scales of quantized weights
+        if owner in own or (owner in weighted and of_weight):
+            raise ValueError(
+                f"{what}: its files have {key}, of which its config says nothing; use the config it was saved with"
+            )
+        if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in own:  # not those of parts that this class leaves out
+            layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+            raise ValueError(
+                f"{what}: its files have {key}, its config says num_hidden_layers={layers}; use the config it was "
+                "saved with"
+            )
+    if parse_flag_from_env(EMPTY_IN_OTHERS):
+        return
+    for key, weight in model.named_parameters():
+        if weight.is_meta or weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            continue
+        if not weight.detach().isfinite().all():
+            raise ValueError(f"{what}: {key} holds NaN or infinity; use another checkpoint")

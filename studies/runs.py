@@ -1,0 +1,56 @@
+"""A study's finished runs, so that a study that was stopped continues where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Ledger:
+    """A study's finished runs as lines of one file, which several processes may add to and a repository can keep."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def records(self) -> list[dict[str, Any]]:
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def find(self, **wanted: Any) -> dict[str, Any] | None:
+        """The first run with these values."""
+        return next((r for r in self.records() if all(r[key] == value for key, value in wanted.items())), None)
+
+    def has(self, **wanted: Any) -> bool:
+        return self.find(**wanted) is not None
+
+    def add(self, record: dict[str, Any], note: str) -> None:
+        """Add a run, and print what it was and a note."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(_rounded(record)) + "\n")
+        what = ", ".join(str(value) for key, value in record.items() if key != "points")
+        print(f"{time.strftime('%H:%M:%S')} {what}: {note}", flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits: learning rates may be small."""
+    if isinstance(value, dict):
+        return {key: _rounded(of) for key, of in value.items()}
+    if isinstance(value, list):
+        return [_rounded(of) for of in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def start_workers(study: str, arguments: Sequence[str], workers: int) -> int:
+    """Run the study in several processes of one thread each, every one with its number; the greatest exit code."""
+    command = [sys.executable, "-m", f"studies.{study}", "run", *arguments, "--workers", str(workers), "--worker"]
+    kept = str(2**32)  # bytes that glibc does not give back: tensors of each step would fault their pages in anew
+    env = {"MALLOC_MMAP_THRESHOLD_": kept, "MALLOC_TRIM_THRESHOLD_": kept, **os.environ, "OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen([*command, str(worker)], env=env) for worker in range(workers)]
+    return max(process.wait() for process in started)

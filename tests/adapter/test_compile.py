@@ -1,0 +1,118 @@
+"""torch.compile and torch.export: the same results, in one graph."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import get_peft_model
+
+from moe_peft import MoELoraConfig, pin_dispatch
+from moe_peft.adapter.router_recorder import state
+from moe_peft.training.scoring import make_scorable
+from tests.helpers.models import tiny_llama
+
+IDS = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def model(mixing: str):
+    base = tiny_llama(layers=1)
+    torch.manual_seed(1)
+    return get_peft_model(base, MoELoraConfig(num_experts=4, r=4, mixing=mixing, init_lora_weights=False))
+
+
+@pytest.mark.parametrize("method", ["auto", "dense", "blocks", "gather", "dense-blocks"])
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_a_compiled_layer_has_no_graph_break_and_the_same_output_and_gradients(mixing: str, method: str):
+    layer = model(mixing).get_base_model().model.layers[0].mlp
+    x = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(2))
+    weights = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+
+    def run(function) -> tuple[torch.Tensor, ...]:
+        inputs = x.clone().requires_grad_()
+        output = function(inputs)
+        output.square().mean().backward()
+        gradients = [inputs.grad, *(p.grad.clone() for p in weights.values())]
+        layer.zero_grad()
+        return (output.detach(), *gradients)
+
+    with pin_dispatch(method):
+        expected = run(layer)
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for got, want in zip(run(compiled), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_a_compiled_model_is_one_graph_and_trains_with_the_same_loss_and_gradients(mixing: str):
+    plain = model(mixing).train()
+    batch = {"input_ids": IDS, "labels": IDS}
+    outputs = plain(**batch)
+    outputs.loss.backward()
+    expected = {n: p.grad.clone() for n, p in plain.named_parameters() if p.requires_grad}
+    torch._dynamo.reset()
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    for _ in range(2):  # the second pass runs the compiled code
+        plain.zero_grad()
+        again = compiled(**batch)
+        again.loss.backward()
+        torch.testing.assert_close(again.loss, outputs.loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(again.aux_loss, outputs.aux_loss, rtol=1e-5, atol=1e-6)
+        assert len(again.router_logits) == 1
+        torch.testing.assert_close(again.router_logits, outputs.router_logits, rtol=1e-4, atol=1e-5)
+    assert state.collection is None  # else later passes of this process would record into it
+    for name, want in expected.items():
+        got = dict(plain.named_parameters())[name].grad
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_compiled_model_follows_changes_of_its_config_and_adapters():
+    plain = model("output").eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    batch = {"input_ids": IDS, "labels": IDS}
+    with_loss = compiled(**batch)
+    plain.config.output_router_logits = False
+    without = compiled(**batch)
+    assert "router_logits" not in without and "aux_loss" not in without
+    balance = plain.config.router_aux_loss_coef * with_loss.aux_loss
+    torch.testing.assert_close(with_loss.loss, without.loss + balance)
+    with plain.disable_adapter():
+        torch.testing.assert_close(compiled(**batch).logits, tiny_llama(layers=1).eval()(**batch).logits)
+
+
+@pytest.mark.parametrize("asked", [{}, {"output_router_logits": True}], ids=["by the config", "asked for"])
+def test_trls_fused_head_has_the_balancing_loss_though_it_breaks_the_graph(asked):
+    plain = model("output").train()
+    make_scorable(plain)
+    batch = {"input_ids": IDS[:, :8], "labels": IDS[:, :8], "fused_lm_head": True, **asked}
+    expected = plain(**batch)
+    torch._dynamo.reset()
+    found = torch.compile(plain, backend="aot_eager")(**batch)
+    assert expected.aux_loss > 1
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+FRESH = """
+import sys, torch
+import transformers.modeling_outputs
+torch.manual_seed(0)
+outputs = torch.export.load(sys.argv[1]).module()(input_ids=torch.load(sys.argv[2]), use_cache=False)
+torch.save(outputs.logits, sys.argv[3])
+assert "moe_peft" not in sys.modules and list(outputs) == ["logits"]
+"""
+
+
+def test_an_exported_model_runs_without_this_package(tmp_path):
+    plain = model("output").eval()
+    program = torch.export.export(plain, (), {"input_ids": IDS, "use_cache": False})
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save(IDS, tmp_path / "ids.pt")
+    files = [str(tmp_path / name) for name in ("model.pt2", "ids.pt", "logits.pt")]
+    subprocess.run([sys.executable, "-c", FRESH, *files], check=True, capture_output=True)
+    torch.testing.assert_close(torch.load(files[2]), plain(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    assert "router_logits" in plain(input_ids=IDS)

@@ -1,0 +1,268 @@
+"""Plain LoRA adapters to experts and back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from moe_peft import MoELoraConfig, expert_to_lora, fold_routers, force_experts, lora_to_moe
+from tests.helpers.models import assert_close_to_scale, tiny_llama
+
+FFN = ["gate_proj", "up_proj", "down_proj"]
+IDS = torch.arange(3, 27).view(2, 12)
+
+
+def lora(seed: int, r: int = 4, lora_alpha: float = 8, targets=FFN, **kwargs) -> PeftModel:
+    base = tiny_llama()
+    torch.manual_seed(100 + seed)
+    config = LoraConfig(
+        r=r, lora_alpha=lora_alpha, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **kwargs
+    )
+    return get_peft_model(base, config).eval()
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / f"lora{i}" for i in range(3)]
+    for i, path in enumerate(paths):
+        lora(i).save_pretrained(path)
+    return paths
+
+
+def test_round_trip_from_folders_is_exact_to_the_bit(folders, tmp_path):
+    moe = lora_to_moe(tiny_llama(), folders)
+    moe.save_pretrained(tmp_path / "moe")
+    again = PeftModel.from_pretrained(tiny_llama(), tmp_path / "moe")
+    for i, folder in enumerate(folders):
+        expert_to_lora(again, i, tmp_path / f"out{i}")
+        before, after = (load_file(p / "adapter_model.safetensors") for p in (folder, tmp_path / f"out{i}"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        a, b = (json.loads((p / "adapter_config.json").read_text()) for p in (folder, tmp_path / f"out{i}"))
+        for field in ("r", "lora_alpha", "use_rslora", "task_type", "peft_type"):
+            assert a[field] == b[field]
+        assert sorted(a["target_modules"]) == sorted(b["target_modules"])
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_each_expert_alone_gives_its_loras_logits(mixing: str):
+    sources = [lora(i) for i in range(3)]
+    moe = lora_to_moe(tiny_llama(), sources, mixing=mixing, top_k=1).eval()
+    for i, source in enumerate(sources):
+        for name, module in moe.named_modules():
+            if name.endswith("moe_lora_router.default"):
+                force_expert(module, i)
+        assert_close_to_scale(moe(IDS).logits, source(IDS).logits)
+
+
+def force_expert(router: torch.nn.Module, i: int) -> None:
+    router._forward_hooks.clear()
+    n = router.weight.shape[0]
+    router.register_forward_hook(
+        lambda m, a, out: torch.full((out.shape[0], n), -50.0).index_fill(1, torch.tensor(i), 0)
+    )
+
+
+def test_an_extracted_expert_loads_where_moe_peft_is_not_imported(folders, tmp_path):
+    expert_to_lora(lora_to_moe(tiny_llama(), folders), 1, tmp_path / "out")
+    tiny_llama().save_pretrained(tmp_path / "base")
+    script = f"""
+import sys, torch
+sys.modules["moe_peft"] = None
+from transformers import AutoModelForCausalLM
+from peft import PeftModel
+base = AutoModelForCausalLM.from_pretrained({str(tmp_path / "base")!r})
+model = PeftModel.from_pretrained(base, {str(tmp_path / "out")!r}).eval()
+torch.save(model(torch.arange(3, 27).view(2, 12)).logits, {str(tmp_path / "logits.pt")!r})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert_close_to_scale(torch.load(tmp_path / "logits.pt"), lora(1)(IDS).logits)
+
+
+def test_the_revision_of_the_base_goes_with_it():
+    sources = [lora(0, revision="v2"), lora(1, revision="v2")]
+    moe = lora_to_moe(tiny_llama(), sources)
+    assert moe.peft_config["default"].revision == "v2" == expert_to_lora(moe, 0)[0].revision
+    assert lora_to_moe(tiny_llama(), sources, revision="v3").peft_config["default"].revision == "v3"
+
+
+def test_smaller_ranks_are_padded_and_other_scalings_are_taken_up():
+    sources = [lora(0, r=2, lora_alpha=2), lora(1, r=6, lora_alpha=3), lora(2, r=4, lora_alpha=12, use_rslora=True)]
+    moe = lora_to_moe(tiny_llama(), sources)
+    A, B = moe.get_base_model().model.layers[1].mlp.expert_parameters("default")
+    assert not any(part["up_proj"][0, 2:].any() or part["up_proj"][2, 4:].any() for part in (A, B))  # padding is zero
+    for i, source in enumerate(sources):
+        config, state = expert_to_lora(moe, i)
+        assert config.r == 6
+        got = get_peft_model(tiny_llama(), config).eval()
+        load(got, state)
+        assert_close_to_scale(got(IDS).logits, source(IDS).logits)
+
+
+def test_a_module_saved_whole_is_part_of_every_experts_lora(tmp_path):
+    torch.manual_seed(0)
+    config = MoELoraConfig(num_experts=3, r=2, init_lora_weights=False, modules_to_save=["lm_head"])
+    moe = get_peft_model(tiny_llama(), config).eval()
+    with torch.no_grad():
+        moe.get_base_model().lm_head.modules_to_save["default"].weight.add_(0.1)
+    expert_to_lora(moe, 1, tmp_path / "lora")
+    got = PeftModel.from_pretrained(tiny_llama(), tmp_path / "lora").eval()
+    with force_experts(moe, torch.tensor([1])):
+        expected = moe(IDS).logits
+    assert_close_to_scale(got(IDS).logits, expected)
+    assert (got(IDS).logits - tiny_llama().eval()(IDS).logits).abs().max() > 0.1
+
+
+def load(model: PeftModel, state: dict[str, torch.Tensor]) -> None:
+    from peft import set_peft_model_state_dict
+
+    result = set_peft_model_state_dict(model, state)
+    assert not result.unexpected_keys
+
+
+def test_adapters_on_other_modules_become_experts_there_and_zero_experts_elsewhere():
+    sources = [lora(0, targets=["up_proj", "q_proj"]), lora(1, targets=["up_proj", "down_proj"])]
+    moe = lora_to_moe(tiny_llama(), sources)
+    for i, source in enumerate(sources):
+        config, state = expert_to_lora(moe, i)
+        got = get_peft_model(tiny_llama(), config).eval()
+        load(got, state)
+        assert_close_to_scale(got(IDS).logits, source(IDS).logits)
+
+
+def test_single_expert_modules_are_part_of_every_expert():
+    torch.manual_seed(0)
+    config = MoELoraConfig(
+        num_experts=3,
+        r=4,
+        target_modules=["mlp", "q_proj"],
+        num_experts_pattern={"q_proj": 1},
+        rank_pattern={"q_proj": 2},
+        init_lora_weights=False,
+    )
+    moe = get_peft_model(tiny_llama(), config)
+    for i in range(3):
+        out, state = expert_to_lora(moe, i)
+        q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        attention = moe.get_base_model().model.layers[0].self_attn.q_proj
+        assert torch.equal(state[q], attention.moe_lora_A["default"]["weight"][0])
+        load(get_peft_model(tiny_llama(), out), state)
+
+
+PATTERNS = {
+    "rank_pattern": {"up_proj": 2, r"layers\.1\.mlp\.gate_proj": 6},
+    "alpha_pattern": {"down_proj": 3, r"layers\.0\.mlp\.up_proj": 20},
+}
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_patterns_of_loras_are_taken_up(use_rslora: bool):
+    sources = [lora(0, use_rslora=use_rslora, **PATTERNS), lora(1, use_rslora=not use_rslora)]
+    moe = lora_to_moe(tiny_llama(), sources).eval()
+    for i, source in enumerate(sources):
+        with torch.no_grad(), force_experts(moe, torch.tensor([i, i])):
+            assert_close_to_scale(moe(IDS).logits, source(IDS).logits)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_patterns_of_a_moe_are_those_of_its_loras(use_rslora: bool):
+    base = tiny_llama()
+    base.name_or_path = "some/base"
+    config = MoELoraConfig(
+        num_experts=3,
+        r=4,
+        lora_alpha=6,
+        lora_dropout=0.25,
+        use_rslora=use_rslora,
+        target_modules=["mlp", "q_proj"],
+        num_experts_pattern={"q_proj": 1},
+        rank_pattern={"q_proj": 3, r"layers\.1\.mlp": 2},
+        alpha_pattern={"q_proj": 5, r"layers\.0\.mlp": 10},
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    moe = get_peft_model(base, config).eval()
+    for i in range(3):
+        out, state = expert_to_lora(moe, i)
+        assert (out.lora_dropout, out.task_type, out.base_model_name_or_path) == (0.25, "CAUSAL_LM", "some/base")
+        got = get_peft_model(tiny_llama(), out).eval()
+        load(got, state)
+        with torch.no_grad(), force_experts(moe, torch.tensor([i, i])):
+            assert_close_to_scale(moe(IDS).logits, got(IDS).logits)
+
+
+def test_target_modules_name_what_the_expert_has_and_nothing_else():
+    for layers, names in ((None, {*FFN}), ([1], {f"model.layers.1.mlp.{name}" for name in FFN})):
+        moe = get_peft_model(tiny_llama(), MoELoraConfig(target_modules=["mlp"], layers_to_transform=layers))
+        assert set(expert_to_lora(moe, 0)[0].target_modules) == names
+
+
+@pytest.mark.parametrize("expert", [-1, 3])
+def test_wrong_expert_index_names_the_range(expert, folders):
+    with pytest.raises(ValueError, match=rf"expert={expert}: the adapter has experts 0 to 2"):
+        expert_to_lora(lora_to_moe(tiny_llama(), folders), expert)
+
+
+def test_a_base_that_holds_an_adapter_is_refused(folders):
+    """Its update would be added to that of the expert which it became."""
+    base = tiny_llama()
+    lora = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    for adapters in ([lora], folders):
+        with pytest.raises(ValueError, match=r"lora_to_moe: model holds an adapter, .*; give a base without"):
+            lora_to_moe(base, adapters)
+    assert lora_to_moe(lora.unload(), folders).active_adapter == "default"
+
+
+@pytest.mark.parametrize("name", [["default"], 3])
+def test_an_adapter_is_named_by_a_text(name, folders):
+    model = lora_to_moe(tiny_llama(), folders)
+    for call in (lambda: expert_to_lora(model, 0, adapter_name=name), lambda: fold_routers(model, adapter_name=name)):
+        with pytest.raises(ValueError, match="adapter_name="):
+            call()
+
+
+def test_an_existing_folder_is_not_overwritten(folders):
+    with pytest.raises(FileExistsError, match="exists; choose another name"):
+        expert_to_lora(lora_to_moe(tiny_llama(), folders), 0, folders[0])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+    ],
+)
+def test_adapters_that_are_no_plain_lora_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        lora_to_moe(tiny_llama(), [lora(0, **kwargs)])
+
+
+def test_bad_inputs_are_one_clear_line_and_leave_the_base_alone(folders, tmp_path):
+    def refused(base, adapters, message, **settings):
+        keys = list(base.state_dict())
+        with pytest.raises(ValueError, match=message) as error:
+            lora_to_moe(base, adapters, **settings)
+        assert "\n" not in str(error.value).split("(")[0]
+        assert list(base.state_dict()) == keys
+
+    refused(tiny_llama(), folders, "num_experts=5: the adapters determine this", num_experts=5)
+    refused(tiny_llama(), [], "at least one")
+    refused(tiny_llama(hidden=32), folders, "trained on a different base")
+    refused(tiny_llama(layers=1), folders, "no module 'model.layers.1")
+    refused(tiny_llama(head_dim=8), [lora(0, targets=["q_proj"])], r"q_proj has .* \(64, 64\), the base .* \(64, 32\)")
+    state = load_file(folders[1] / "adapter_model.safetensors")
+    state[next(iter(state))][0, 0] = float("nan")
+    save_file(state, folders[1] / "adapter_model.safetensors")
+    refused(tiny_llama(), folders, "NaN")
+    data = (folders[0] / "adapter_model.safetensors").read_bytes()
+    (folders[0] / "adapter_model.safetensors").write_bytes(data[: len(data) // 2])
+    refused(tiny_llama(), folders, "cannot be read")

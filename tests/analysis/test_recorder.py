@@ -1,0 +1,285 @@
+"""Routing statistics against a plain loop; reports as files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from moe_peft.analysis import TOKEN_CLASSES, classify_tokens, record_routing
+from moe_peft.analysis import routing_report as report
+from moe_peft.analysis.figures import plot_compliance, plot_expert_scores, plot_load_over_time, plot_shares
+from moe_peft.analysis.html import busiest, shares_section
+from moe_peft.analysis.load_callback import LoadCallback
+from moe_peft.cli import main
+from tests.helpers.models import tiny_llama
+from tests.helpers.upit_case import rows
+from tests.models.test_steering import KINDS, K, N, adapter, ids, make
+from tests.training.test_sft_trainer import EXPERTS, arguments, make_model
+
+DOMAINS = ["code", "prose"]
+MAP = {"code": [0, 1, 2], "prose": [3, 5]}
+
+
+def mask():
+    return torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_are_those_of_a_plain_loop(kind):
+    model = make(kind)
+    classes = torch.arange(64) % 3
+    labels = ["prose", "code", "prose"]
+    with torch.no_grad():
+        with record_routing(model, DOMAINS, MAP, classes) as statistics:
+            statistics.current = labels
+            model(input_ids=ids(), attention_mask=mask())
+            statistics.current = "code"
+            model(input_ids=ids() + 1, attention_mask=mask())
+        batches = [(ids(), labels), (ids() + 1, ["code"] * 3)]
+        counts, tokens = torch.zeros(2, 2, N), torch.zeros(2)
+        pairs, by_class = torch.zeros(2, N, N), torch.zeros(len(TOKEN_CLASSES), 2, N)
+        inside: dict = {}
+        for batch, domains in batches:
+            outputs = model(input_ids=batch, attention_mask=mask(), output_router_logits=True)
+            for layer, logits in enumerate(outputs.router_logits):
+                for row in range(3):
+                    position = -1
+                    for s in range(7):
+                        if not mask()[row, s]:
+                            continue
+                        position += 1
+                        token = logits[row * 7 + s].float()
+                        chosen = token.topk(K).indices.tolist()
+                        domain = DOMAINS.index(domains[row])
+                        tokens[domain] += layer == 0
+                        for i in chosen:
+                            counts[domain, layer, i] += 1
+                            by_class[classes[batch[row, s]], layer, i] += 1
+                            for j in chosen:
+                                pairs[layer, i, j] += 1
+                        bucket = {0: 0, 1: 1, 2: 1}.get(position, 2)
+                        p = token.softmax(-1)[MAP[domains[row]]].sum()
+                        inside.setdefault((layer, bucket), []).append(p)
+    torch.testing.assert_close(statistics.counts, counts.double())
+    torch.testing.assert_close(statistics.tokens, tokens.double())
+    torch.testing.assert_close(statistics.coactivation, pairs.double())
+    torch.testing.assert_close(statistics.class_counts, by_class.double())
+    compliance = statistics.compliance()
+    assert compliance[:, 3:].isnan().all()
+    for (layer, bucket), values in inside.items():
+        assert compliance[layer, bucket].item() == pytest.approx(torch.stack(values).mean().item(), rel=1e-4)
+    every = torch.stack([value for values in inside.values() for value in values])
+    assert statistics.mean_compliance() == pytest.approx(every.mean().item(), rel=1e-4)
+
+
+def test_nothing_stays_on_the_model_and_memory_does_not_grow():
+    model = make("adapter")
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    enabled = model.config.output_router_logits = False
+    with torch.no_grad(), record_routing(model) as statistics:
+        sizes = []
+        for _ in range(3):
+            model(input_ids=ids())
+            tensors = [value for value in vars(statistics).values() if isinstance(value, torch.Tensor)]
+            sizes.append(sum(tensor.numel() for tensor in tensors))
+        assert len(set(sizes)) == 1
+        assert not any(isinstance(value, list) and len(value) > 6 for value in vars(statistics).values())
+    assert statistics.tokens.item() == 3 * 21
+    assert model.config.output_router_logits is enabled
+    assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_generation_counts_every_token_once():
+    model = make("adapter")
+    padded = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], [1] * 7])
+    with record_routing(model, ["all"], {"all": [0]}) as statistics:
+        model.generate(input_ids=ids(), attention_mask=padded, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert statistics.tokens.item() == 7 + 4 + 7 + 3 * 4  # the last token is not run through the model
+    assert (
+        statistics.compliance_tokens[3].item() == 2 * 4 + 1
+    )  # positions 7 to 14: of the unpadded rows 4, of the other 1
+
+
+def test_collapse_is_told():
+    model = make("adapter")
+    with torch.no_grad():
+        for layer in model.get_base_model().model.layers:
+            layer.mlp.moe_lora_router["default"].weight.zero_()  # ties: always the same two
+        with record_routing(model) as statistics:
+            model(input_ids=ids())
+    assert any("4 of 6 experts get less than 1 %" in warning for warning in statistics.warnings())
+    assert all(": collapsed: experts " in warning for warning in statistics.warnings())
+    assert any("get 100 % of the assignments" in warning for warning in statistics.warnings())
+
+
+def test_wrong_settings():
+    with pytest.raises(ValueError, match="has no router"), record_routing(tiny_llama()):
+        pass
+    missing = pytest.raises(ValueError, match=r"no experts for the domains \['prose'\]")
+    with missing, record_routing(make("adapter"), DOMAINS, {"code": [0]}):
+        pass
+    with record_routing(make("adapter"), DOMAINS) as statistics:
+        statistics.current = ["code"]
+        with pytest.raises(ValueError, match="names 1 domains, the batch has 3 rows"):
+            statistics.update([torch.zeros(21, N)] * 2, torch.ones(3, 7), None)
+        with pytest.raises(ValueError, match="needs an expert_map"):
+            statistics.compliance()
+
+
+def test_layers_with_different_numbers_of_experts():
+    model = adapter(num_experts_pattern={r"layers\.0\.mlp": 3}).eval()
+    with torch.no_grad(), record_routing(model) as statistics:
+        model(input_ids=ids())
+    assert statistics.sizes == [3, 6]
+    assert statistics.counts[0, 0, 3:].sum() == 0 and not any("layer 0: 3 of" in w for w in statistics.warnings())
+
+
+def test_token_classes(tokenizer):
+    classes = classify_tokens(tokenizer, size=130)
+    assert classes.shape == (130,)
+    assert TOKEN_CLASSES[classes[tokenizer.convert_tokens_to_ids("w7")]] == "words"
+    assert TOKEN_CLASSES[classes[tokenizer.pad_token_id]] == TOKEN_CLASSES[classes[129]] == "other"
+
+
+def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = make_model()
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows(12))))
+    command = [
+        "inspect",
+        "--model",
+        tmp_path / "adapter",
+        "--data",
+        tmp_path / "data.jsonl",
+        "--label-column",
+        "domain",
+    ]
+    command += ["--output", tmp_path / "report", "--expert-map", json.dumps(EXPERTS)]
+    main(list(map(str, command)))
+    printed = capsys.readouterr().out
+    assert "mean compliance" in printed and "busiest experts" in printed
+    report = json.loads((tmp_path / "report" / "routing.json").read_text())
+    assert list(report["shares"]) == ["a", "b", "c"] and 0 < report["mean_compliance"] < 1
+    with (tmp_path / "report" / "load.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 3 * 2 * 6
+    assert float(table[7]["share"]) == pytest.approx(report["shares"]["a"][1][1])
+    for name in ("load", "coactivation", "token_classes", "compliance"):
+        assert (tmp_path / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    mine = tmp_path / "report" / "notes.png"
+    mine.write_text("mine")
+    again = [part for part in command if part not in ("--expert-map", json.dumps(EXPERTS))]
+    for more, left in ((["--html"], {"report.html"}), (["--figures", "svg"], set())):
+        main(list(map(str, [*again, *more])))
+        suffix = ".svg" if "svg" in more else ".png"
+        figures = {f"{name}{suffix}" for name in ("load", "coactivation", "token_classes")}
+        there = {path.name for path in (tmp_path / "report").iterdir()}
+        assert there == {"routing.json", "load.csv", "notes.png", *figures, *left}
+    for arguments_, message in (
+        (["--model", "nowhere", "--data", "x.jsonl"], "--model 'nowhere'"),
+        (["--model", str(tmp_path / "base"), "--data", str(tmp_path / "data.jsonl")], "has no router"),
+        (["--model", "m", "--data", "d", "--expert-map", "[1]"], "--expert-map '[1]': give JSON like"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["inspect", *arguments_])
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("own", [{}, {"gradient_checkpointing": True}])
+def test_load_over_a_training(own, tokenizer, tmp_path):
+    trainer = SFTTrainer(
+        model=make_model(),
+        args=arguments(tmp_path, SFTConfig, max_steps=6, **own),
+        train_dataset=Dataset.from_list(rows(24)),
+        processing_class=tokenizer,
+        callbacks=[LoadCallback(tmp_path / "load", every=2)],
+    )
+    trainer.train()
+    numbers = json.loads((tmp_path / "load" / "load.json").read_text())
+    assert numbers["steps"] == [2, 4, 6]
+    assert all(sum(load) == pytest.approx(1) and len(load) == 6 for load in numbers["loads"])
+    assert numbers["loads"][0] != numbers["loads"][1]
+    assert (tmp_path / "load" / "load.png").exists()
+
+
+def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_path, monkeypatch):
+    def train(steps, **own):
+        trainer = SFTTrainer(
+            model=make_model(),
+            args=arguments(tmp_path, SFTConfig, max_steps=steps, save_strategy="steps", save_steps=4),
+            train_dataset=Dataset.from_list(rows(24)),
+            processing_class=tokenizer,
+            callbacks=[LoadCallback(tmp_path / "load", every=2)],
+        )
+        trainer.train(**own)
+        return json.loads((tmp_path / "load" / "load.json").read_text())
+
+    first = train(6)  # as if killed after step 6; the last checkpoint is that of step 4
+    shutil.rmtree(tmp_path / "checkpoint-6", ignore_errors=True)
+    found = train(8, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert found["steps"] == [2, 4, 6, 8] and len(found["warnings"]) == 4
+    assert found["loads"][:2] == first["loads"][:2]
+    before = {path.name: path.read_bytes() for path in (tmp_path / "load").iterdir()}
+    monkeypatch.setattr(report, "plot_load_over_time", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(4)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "load").iterdir()} == before
+    monkeypatch.undo()
+    (tmp_path / "load" / "load.json").write_text('{"steps": [2]}')
+    assert train(6, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))["steps"] == [6]
+
+
+def test_load_over_a_training_is_that_of_the_training(tokenizer, tmp_path):
+    """Not of the evaluations in between, nor of what a DPO trainer asks its reference."""
+    loads = []
+    for name, own in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1})):
+        trainer = SFTTrainer(
+            model=make_model(),
+            args=arguments(tmp_path / name, SFTConfig, max_steps=4, **own),
+            train_dataset=Dataset.from_list(rows(16)),
+            eval_dataset=Dataset.from_list(rows(5)),
+            processing_class=tokenizer,
+            callbacks=[LoadCallback(tmp_path / name / "load", every=2)],
+        )
+        trainer.train()
+        loads.append(json.loads((tmp_path / name / "load" / "load.json").read_text())["loads"])
+    assert loads[0] == loads[1]
+    model, ids = make_model().eval(), torch.arange(3, 19).view(2, 8)
+    with record_routing(model, training_only=True) as statistics:
+        model(input_ids=ids)
+        with torch.no_grad():
+            model(input_ids=ids)
+    assert statistics.tokens.tolist() == [16]
+
+
+def test_figures_of_many_experts_and_layers(tmp_path):
+    share = torch.distributions.Dirichlet(torch.ones(64)).sample((32,))
+    plot_shares({"a": share, "b": share}, tmp_path / "one.png")
+    plot_shares({"a": share, "b": share}, tmp_path / "two.png")
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    plot_load_over_time(list(range(40)), torch.rand(40, 64), tmp_path / "time.png")
+
+
+def test_names_with_dollar_signs_are_text(tmp_path):
+    share, name = torch.full((2, 4), 0.25), r"$\frac$"
+    plot_shares({name: share}, tmp_path / "shares.png", title=name)
+    plot_compliance({name: torch.rand(2, 3)}, tmp_path / "compliance.png", [0, 1, 3], {name: 0.5})
+    plot_expert_scores({name: [1.0], "b": [2.0]}, [name], [True], tmp_path / "scores.png")
+
+
+def test_experts_that_a_layer_lacks_do_not_count_in_its_mean():
+    share_LN = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.1, 0.6]])
+    assert busiest(share_LN, [3, 4]) == "3 (60%), 0 (30%), 1 (25%), 2 (15%)"
+    section = shares_section({"a": share_LN}, Path("load.png"), None, [3, 4])
+    assert "gives every expert 25.0% to 33.3%, by" in section.text[0] and "3 (60%)" in section.rows[0][1]
+    assert "gives every expert 25.0%. " in shares_section({"a": share_LN}, Path("load.png")).text[0]

@@ -1,0 +1,448 @@
+"""Compliance by domain, layer and position; figures and what `inspect` says."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import json
+import logging
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from datasets import Dataset
+from filelock import FileLock
+from trl import SFTConfig, SFTTrainer
+
+from moe_peft.analysis import LoadCallback, RoutingStatistics, figures, record_routing
+from moe_peft.analysis import routing_report as report
+from moe_peft.analysis.html import Section, load_section, write_page
+from moe_peft.analysis.routing_report import write_report
+from moe_peft.cli import main
+from moe_peft.native import UpcycleConfig, upcycle
+from tests.helpers.models import tiny_llama
+from tests.helpers.upit_case import rows
+from tests.models.test_steering import KINDS, N, ids, make
+from tests.training.test_sft_trainer import EXPERTS, arguments, make_model
+
+MAP = {"code": [0, 1, 2], "prose": [3, 5]}
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
+LABELS = ["prose", "code", "prose"]
+
+
+@pytest.mark.parametrize("width", [None, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compliance_by_domain_layer_and_position_is_that_of_a_plain_loop(kind, width):
+    model = make(kind)
+    with torch.no_grad():
+        with record_routing(model, ["code", "prose"], MAP, position_width=width) as statistics:
+            statistics.current = LABELS
+            model(input_ids=ids(), attention_mask=MASK)
+        router_logits = model(input_ids=ids(), attention_mask=MASK, output_router_logits=True).router_logits
+    starts, inside = statistics.position_starts, {}
+    for layer, logits in enumerate(router_logits):
+        for row in range(3):
+            for position, s in enumerate(MASK[row].nonzero().flatten().tolist()):
+                bucket = max(p for p, start in enumerate(starts) if start <= position)
+                p = logits[row * 7 + s].double().softmax(-1)[MAP[LABELS[row]]].sum().item()
+                inside.setdefault((LABELS[row], layer, bucket), []).append(p)
+    assert starts[:4] == ([0, 1, 3, 7] if width is None else [0, width, 2 * width, 3 * width])
+    assert len(starts) == (16 if width is None else 64)
+    found = statistics.compliance_by_domain()
+    for domain, compliance in found.items():
+        for layer in range(2):
+            for bucket in range(len(starts)):
+                values = inside.get((domain, layer, bucket))
+                if values is None:
+                    assert compliance[layer, bucket].isnan()
+                else:
+                    assert compliance[layer, bucket].item() == pytest.approx(sum(values) / len(values), rel=1e-5)
+        own = [value for key, values in inside.items() if key[0] == domain for value in values]
+        assert statistics.mean_compliance(domain) == pytest.approx(sum(own) / len(own), rel=1e-5)
+    every = [value for values in inside.values() for value in values]
+    assert statistics.mean_compliance() == pytest.approx(sum(every) / len(every), rel=1e-5)
+    assert statistics.chance() == {"code": 3 / 6, "prose": 2 / 6}
+
+
+def two_domains(width=None) -> RoutingStatistics:
+    """One domain always complies, the other never."""
+    statistics = RoutingStatistics([N, N], 2, ["a", "b"], {"a": [0, 1], "b": [2, 3]}, position_width=width)
+    logits = torch.full((8, N), -100.0)
+    logits[:, :2] = 100.0
+    statistics.current = ["a", "b"]
+    statistics.update([logits, logits], torch.ones(2, 4), None)
+    return statistics
+
+
+def test_domains_are_not_pooled(tmp_path):
+    statistics = two_domains()
+    assert statistics.mean_compliance() == pytest.approx(0.5)
+    assert statistics.mean_compliance("a") == pytest.approx(1) and statistics.mean_compliance("b") == pytest.approx(0)
+    write_report(statistics, tmp_path)
+    report = json.loads((tmp_path / "routing.json").read_text())
+    assert report["mean_compliance"] == pytest.approx(0.5)  # as earlier versions wrote it
+    assert len(report["compliance"]) == 2 and report["compliance"][0][:4] == pytest.approx([0.5, 0.5, 0.5, -1])
+    assert report["mean_compliance_by_domain"] == pytest.approx({"a": 1.0, "b": 0.0})
+    assert report["compliance_by_domain"]["a"][1][:4] == pytest.approx([1, 1, 1, -1])
+    assert report["chance"] == pytest.approx({"a": 1 / 3, "b": 1 / 3}) and report["position_starts"][:3] == [0, 1, 3]
+    with (tmp_path / "compliance.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [(r["domain"], r["layer"], r["position"], r["tokens"]) for r in table[:3]] == [
+        ("a", "0", "0", "1"), ("a", "1", "0", "1"), ("a", "0", "1", "2"),
+    ]  # fmt: skip
+    assert all(float(r["compliance"]) == pytest.approx(float(r["domain"] == "a")) for r in table)
+
+
+def test_positions_past_the_last_bucket_stay_in_it():
+    statistics = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=1)
+    statistics.update([torch.zeros(80, 4)], torch.ones(1, 80), None)
+    assert statistics.domain_compliance_tokens[0].tolist() == [1.0] * 63 + [17.0]
+    wide = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=2**31)
+    wide.update([torch.zeros(80, 4)], torch.ones(1, 80), None)
+    assert wide.domain_compliance_tokens[0].tolist() == [80.0] + [0.0] * 63
+    for width in (0, 10**40):  # no tensor holds such a number
+        with pytest.raises(
+            ValueError, match=f"position_width={width}: use a whole number from 1 to 2147483648, or None"
+        ):
+            RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=width)
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are made."""
+    made, original = [], figures._figure
+    monkeypatch.setattr(figures, "_figure", lambda *size: made.append(original(*size)) or made[-1])
+    return made
+
+
+def shares(domains, layers, n):
+    generator = torch.Generator().manual_seed(0)
+    return {f"d{i}": torch.rand(layers, n, generator=generator).softmax(-1) for i in range(domains)}
+
+
+@pytest.mark.parametrize("domains, layers, n", [(1, 2, 4), (5, 32, 8), (12, 64, 64), (40, 32, 8), (3, 4, 128)])
+def test_figures_by_domain_stay_small(domains, layers, n, drawn, tmp_path):
+    given = shares(domains, layers, n)
+    figures.plot_shares(given, tmp_path / "load.png", "Load")
+    compliance = {domain: torch.rand(layers, 16) for domain in given}
+    figures.plot_compliance(
+        compliance, tmp_path / "compliance.png", [2**p - 1 for p in range(16)], dict.fromkeys(given, 0.25)
+    )
+    for figure in drawn:
+        width, height = (round(150 * inches) for inches in figure.get_size_inches())
+        assert width <= 1900 and height <= 2200, (width, height)
+        panels = [axis for axis in figure.axes if axis.get_visible() and axis.get_title()]
+        assert len(panels) == min(domains, 12)
+        assert ("12 of 40 domains" in figure.get_suptitle()) == (domains == 40)
+
+
+def test_a_compliance_panel_has_few_lines_and_chance(drawn, tmp_path):
+    compliance = torch.rand(32, 16)
+    compliance[:, 10:] = float("nan")
+    starts = [2**p - 1 for p in range(16)]
+    figures.plot_compliance({"a": compliance, "b": compliance / 2}, tmp_path / "c.png", starts, {"a": 0.25, "b": 0.5})
+    for axis, scale, chance in zip(drawn[0].axes, (1, 0.5), (25, 50), strict=True):
+        lines = {line.get_label(): line for line in axis.lines}
+        assert set(lines) == {"first layer", "last layer", "mean of the layers", "chance"}
+        assert list(lines["chance"].get_ydata()) == [chance, chance]
+        torch.testing.assert_close(
+            torch.tensor(lines["mean of the layers"].get_ydata()), compliance[:, :10].mean(0) * scale * 100
+        )
+        assert lines["last layer"].get_xdata().tolist() == [2**p for p in range(10)] and axis.get_xscale() == "log"
+    figures.plot_compliance({"a": compliance}, tmp_path / "d.png", [4 * p for p in range(16)], {"a": 0.25})
+    assert drawn[1].axes[0].get_xscale() == "linear"
+
+
+def test_heat_maps_have_numbers(drawn, tmp_path):
+    figures.plot_shares(shares(5, 4, 8), tmp_path / "a.png")
+    figures.plot_coactivation(torch.tensor([[4.0, 1.0], [1.0, 2.0]]), tmp_path / "b.png")
+    counts = torch.zeros(7, 4)
+    counts[0], counts[3] = torch.tensor([1.0, 3, 0, 0]), torch.ones(4)
+    figures.plot_token_classes(counts, tmp_path / "c.png")
+    figures.plot_coactivation(torch.rand(64, 64), tmp_path / "d.png")
+    texts = [[text.get_text() for axis in figure.axes for text in axis.texts] for figure in drawn]
+    assert len(texts[0]) == 5 * 4 * 8
+    assert texts[1] == ["25", "50"]  # nothing on the diagonal
+    assert texts[2] == ["25", "75", "0", "0", "25", "25", "25", "25"]
+    assert texts[3] == []
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".pdf", b"%PDF"), (".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_the_suffix_is_the_format(suffix, magic, tmp_path):
+    """And the same numbers are the same bytes."""
+    first, again = (write_report(two_domains(4), tmp_path / name, suffix) for name in ("a", "b"))
+    drawings = [path for path in first if path.suffix == suffix]
+    assert [path.stem for path in drawings] == ["load", "coactivation", "compliance"]
+    assert all(path.read_bytes().startswith(magic) for path in drawings)
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(first, again, strict=True))
+    with pytest.raises(ValueError, match=r"load.gif': a figure is one of .png, .pdf, .svg"):
+        figures.plot_shares(shares(1, 2, 4), tmp_path / "load.gif")
+
+
+# --- verdicts in a training's log, and inspect ------------------------------------------------------------------------
+
+
+def test_the_callback_names_unhealthy_layers_once(tokenizer, tmp_path, caplog):
+    model = make_model(router_aux_loss_coef=0.0)
+    with torch.no_grad():
+        model.get_base_model().model.layers[1].mlp.moe_lora_router["default"].weight.zero_()  # ties: the same two
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments(tmp_path, SFTConfig, max_steps=6, learning_rate=0.0),
+        train_dataset=Dataset.from_list(rows(24)),
+        processing_class=tokenizer,
+        callbacks=[LoadCallback(tmp_path / "load", every=2, suffix=".svg")],
+    )
+    with caplog.at_level(logging.WARNING, logger="moe_peft"):
+        trainer.train()
+    told = [record.getMessage() for record in caplog.records if record.name == "moe_peft"]
+    assert any("layer 1: collapsed: experts " in line and "raise router_aux_loss_coef" in line for line in told)
+    assert sum("layer 1" in line for line in told) < 3 and all("\n" not in line for line in told)
+    numbers = json.loads((tmp_path / "load" / "load.json").read_text())
+    assert len(numbers["warnings"]) == 3
+    assert all(any(warning.startswith("layer 1: collapsed") for warning in of_step) for of_step in numbers["warnings"])
+    assert (tmp_path / "load" / "load.svg").exists()
+
+
+@pytest.fixture
+def folder(tokenizer, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = make_model()
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows(24))))
+    return tmp_path
+
+
+def inspect(folder, *options, expert_map=EXPERTS):
+    command = ["inspect", "--model", folder / "adapter", "--data", folder / "data.jsonl", "--label-column", "domain"]
+    command += ["--output", folder / "report", "--expert-map", json.dumps(expert_map), *options]
+    main(list(map(str, command)))
+    return json.loads((folder / "report" / "routing.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["report.html", "load.csv", "compliance.pdf", "routing.json"])
+def test_what_no_report_wrote_is_refused_before_any_work_and_stays(name, tmp_path, capsys):
+    (tmp_path / name).write_text('{"shares": "mine"}')
+    with pytest.raises(SystemExit) as end:
+        main(["inspect", "--model", str(tmp_path / "nowhere"), "--data", "none.jsonl", "--output", str(tmp_path)])
+    assert end.value.code == 2
+    line = f"inspect: output_dir={str(tmp_path)!r}: {tmp_path / name} is there already, not of such a report"
+    assert line in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"write_report: folder=.* is there already, not of such a report"):
+        write_report(two_domains(), tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: '{"shares": "mine"}'}
+
+
+def test_a_report_is_replaced_when_the_next_one_is_whole(folder, monkeypatch):
+    inspect(folder, "--html", "--max-examples", "4")
+    (folder / "report" / "notes.txt").write_text("mine")
+    (folder / "report" / ".report.partial").mkdir()  # of a run that was killed
+    before = {path.name: path.read_bytes() for path in (folder / "report").iterdir() if path.is_file()}
+    with monkeypatch.context() as patched:
+        patched.setattr(report, "plot_compliance", raising(KeyboardInterrupt))
+        with pytest.raises(SystemExit):
+            inspect(folder, "--figures", "pdf", "--max-examples", "4")
+    assert {path.name: path.read_bytes() for path in (folder / "report").iterdir()} == before
+    with FileLock(folder / "report" / ".lock"), pytest.raises(SystemExit):
+        inspect(folder, "--max-examples", "4")
+    inspect(folder, "--figures", "pdf", "--max-examples", "4")
+    names = {path.name for path in (folder / "report").iterdir()}
+    assert names == {
+        "notes.txt", "routing.json", "load.csv", "compliance.csv", "load.pdf", "coactivation.pdf", "token_classes.pdf",
+        "compliance.pdf",
+    }  # fmt: skip
+
+
+def raising(error: type[BaseException]):
+    def function(*args, **kwargs):
+        raise error
+
+    return function
+
+
+def test_names_are_printed_as_they_are(folder, capsys, tmp_path):
+    """Rich has a markup in which [/x] is an error, and [a] is nothing."""
+    rows = [{"text": "w3 w4 w5", "domain": domain} for domain in ("[/x]", "mean", ":smile:")]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["inspect", "--model", folder / "adapter", "--data", tmp_path / "data.jsonl"]
+    main([*map(str, command), "--label-column", "domain", "--output", str(tmp_path / "runs[a]")])
+    printed = capsys.readouterr().out
+    assert "[/x]" in printed and ":smile:" in printed and str(tmp_path / "runs[a]" / "load.png") in printed
+
+
+def test_inspect_says_what_it_measured(folder, capsys):
+    masks = {label: [int(i in experts) for i in range(6)] for label, experts in EXPERTS.items()}
+    own = ("--split", "train[:12]", "--dtype", "bfloat16", "--position-width", "4", "--figures", "svg")
+    report = inspect(folder, *own, expert_map=masks)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "LlamaForCausalLM, bfloat16, not quantized" in printed
+    assert "split train[:12], 12 examples" in printed
+    assert (
+        "active per token" in printed
+        and "FLOP per token" in printed
+        and "similarity of experts: cosine of their updates B A " in printed
+    )
+    assert "chance" in printed and "33.3%" in printed
+    about = report["about"]
+    assert about["dtype"] == "bfloat16" and about["quantization"] is None and about["split"] == "train[:12]"
+    assert about["examples"] == 12 and len(about["similarity"]) == 6
+    assert about["size"]["total"] == sum(p.numel() for p in make_model().parameters())
+    assert report["position_starts"][:3] == [0, 4, 8]
+    assert {path.name for path in (folder / "report").iterdir()} == {
+        "routing.json", "load.csv", "compliance.csv", "load.svg", "coactivation.svg", "token_classes.svg",
+        "compliance.svg",
+    }  # fmt: skip
+    by_index = inspect(folder, *own)
+    assert by_index["compliance_by_domain"] == report["compliance_by_domain"]
+    if report["warnings"]:
+        assert "Try this: raise router_aux_loss_coef" in printed
+
+
+class Page(HTMLParser):
+    """What a page loads, its images, headings and tables."""
+
+    def __init__(self, path) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.images: list[bytes] = []
+        self.tables: list[list[list[str]]] = []
+        self.headings: list[str] = []
+        self._open: list[str] = []
+        self.text = path.read_text(encoding="utf-8")
+        self.feed(self.text)
+        assert not self._open  # every tag is closed
+
+    def handle_starttag(self, tag, attrs):
+        own = dict(attrs)
+        for url in (own.get("src"), own.get("href")):
+            if url is not None and url.startswith("data:image/png;base64,"):
+                self.images.append(base64.b64decode(url.partition(",")[2], validate=True))
+            elif url is not None:
+                self.loaded.append(url)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in ("img", "meta"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+        elif self._open and self._open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+    def table(self, first: str) -> dict[str, list[str]]:
+        """The rows, by their first cells, of the table whose header begins so."""
+        (rows,) = (rows for rows in self.tables if rows[0][0] == first)
+        return {row[0]: row[1:] for row in rows[1:]}
+
+
+def test_inspect_writes_one_page_that_holds_everything(folder, capsys):
+    report = inspect(folder, "--html", "--figures", "pdf")
+    assert str(folder / "report" / "report.html") in capsys.readouterr().out
+    page = Page(folder / "report" / "report.html")
+    assert not page.loaded and "http" not in page.text.replace("https://", "http://")  # loads and links to nothing
+    assert len(page.images) == 4 and all(image.startswith(b"\x89PNG") for image in page.images)
+    assert not list((folder / "report").glob("*.png"))
+    assert page.headings[0] == "Where the tokens go" and "Is the load healthy?" in page.headings
+    domains = next(rows for rows in page.tables if rows[0][1:2] == ["tokens"])
+    assert {row[0]: row[1] for row in domains[1:]} == {name: f"{int(n):,}" for name, n in report["tokens"].items()}
+    compliance = next(rows for rows in page.tables if rows[0][1:2] == ["compliance"])
+    assert compliance[-1][:2] == ["all", f"{report['mean_compliance']:.1%}"]
+    layers = page.table("layer")
+    for layer in range(2):
+        counts = [sum(report["token_classes"][name][layer][i] for name in report["token_classes"]) for i in range(6)]
+        most = max(range(6), key=counts.__getitem__)
+        assert layers[str(layer)][3] == f"{most} ({counts[most] / sum(counts):.1%})"
+    alike = next(rows for rows in page.tables if rows[0] == ["expert", *map(str, range(6))])
+    assert float(alike[1][2]) == pytest.approx(report["about"]["similarity"][0][1], abs=0.006)
+    for line in report["warnings"] or ["too few to judge" if "too few" in page.text else "no layer"]:
+        assert line in html.unescape(page.text)
+
+
+def test_pages_escape_what_data_say(tmp_path):
+    section = Section("A <b>", ["x < y"], ["& so"], ["<td>"], [["<script>alert(1)</script>"]])
+    page = Page(write_page(tmp_path / "page.html", "<i>title", ["a & b"], [section]))
+    assert page.headings == ["<i>title", "A <b>"] and page.tables == [[["<td>"], ["<script>alert(1)</script>"]]]
+    assert "<script" not in page.text and "a &amp; b" in page.text
+
+
+def test_verdicts_of_a_page_are_words():
+    bad = load_section(["layer 3: collapsed: 40 %"])
+    assert bad.points == ["layer 3: collapsed: 40 %"] and "raise router_aux_loss_coef" in bad.text[-1]
+    assert load_section([], "too few tokens").text[-1] == "too few tokens"
+    assert load_section([]).text[-1].startswith("Yes") and not load_section([]).points
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_inspect_of_a_native_moe_with_one_expert_and_with_several(n, folder, tokenizer, capsys):
+    moe = upcycle(folder / "base", folder / "moe", UpcycleConfig(num_experts=n, top_k=1, init="noise"))
+    tokenizer.save_pretrained(moe)
+    command = ["inspect", "--model", moe, "--data", folder / "data.jsonl", "--output", folder / "report"]
+    main(list(map(str, command)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("similarity of experts: cosine of their weights " in printed) == (n > 1)
+    report = json.loads((folder / "report" / "routing.json").read_text())
+    assert report["experts"] == [n, n] and len(report["about"]["similarity"]) == n
+    assert report["about"]["similarity_of"] == "weights"
+    assert "Try this" not in printed if n == 1 else report["load"]["by_chance"] > 0
+
+
+def test_inspect_says_where_the_data_are_too_few(folder, capsys):
+    report = inspect(folder, "--max-examples", "2", expert_map=EXPERTS)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert report["load"]["by_chance"] > 0.1
+    assert bool(report["warnings"]) != ("too few to judge its load: by chance alone" in printed)
+
+
+def test_inspect_of_a_quantized_base(folder, capsys):
+    report = inspect(folder, "--quantization", '{"load_in_4bit": true}', "--max-examples", "4")
+    assert report["about"]["quantization"] == "bitsandbytes, load_in_4bit"
+    assert report["about"]["size"]["total"] == sum(p.numel() for p in make_model().parameters())
+    assert "bitsandbytes, load_in_4bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "int3"], "--dtype='int3': must be one of auto, float32"),
+        (["--quantization", "4bit"], "--quantization '4bit': give JSON like"),
+        (["--quantization", '{"load_in_4bit": "yes"}'], "--quantization {'load_in_4bit': 'yes'}: "),
+        (["--quantization", '{"load_in_4bit": true, "bnb_4bit_compute_dtype": "foo"}'], "bnb_4bit_compute_dtype"),
+        (["--quantization", '{"load_in_4bit": true, "bnb_4bit_quant_type": "foo"}'], "must be one of nf4, fp4"),
+        (["--quantization", "[" * 100_000], "--quantization '[[["),
+        (["--expert-map", '{"a": [0], "a": [1], "b": [2], "c": [3]}'], "give JSON like"),
+        (["--expert-map", '{"a":' * 100_000], "give JSON like"),
+        (["--split", "test"], "data.jsonl': "),
+        (["--position-width", "0"], "position_width=0: use a whole number"),
+        (["--expert-map", '{"a": [1, 1, 0], "b": [2], "c": [3]}'], "expert_map: 'a': [1, 1, 0]: names an expert twice"),
+    ],
+)
+def test_wrong_options(options, message, folder, capsys):
+    with pytest.raises(SystemExit):
+        inspect(folder, *options)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert message in last and last.startswith("error: ")
+
+
+def test_a_domain_called_mean_keeps_its_loss(tokenizer, tmp_path):
+    from moe_peft.upit.evaluate import evaluate
+
+    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=32)
+    rows = Dataset.from_list([{"text": f"w{i + 3} w{i + 9} w5", "domain": "a" if i % 2 else "mean"} for i in range(6)])
+    losses = evaluate(make_model(), rows, args, tokenizer, "domain").losses["adapted"]
+    assert losses.keys() == {"a", "mean (domain)", "mean"}
+    assert losses["mean"] == pytest.approx((losses["a"] + losses["mean (domain)"]) / 2)
+    assert losses["a"] != losses["mean (domain)"]

@@ -1,0 +1,147 @@
+"""Damaged and wrong folders: each command refuses them with one line, before it writes anything."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from moe_peft.native import upcycle
+from moe_peft.utils import loading
+from tests.helpers.bad_input import (
+    NO_ADAPTER,
+    NO_MODEL,
+    NO_MOE,
+    NO_NATIVE,
+    NO_SHARDS,
+    NO_TOKENIZER,
+    changed,
+    damaged,
+    make_world,
+    refused,
+    tensors,
+)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tokenizer):
+    return make_world(tmp_path_factory.mktemp("files") / "world", tokenizer)
+
+
+def recipe(world, folder, **settings):
+    """The arguments of a run whose recipe has these sections."""
+    case = {**json.loads((world / "case.json").read_text()), "output_dir": str(folder / "out")}
+    for name, value in settings.items():
+        case[name] = {**case[name], **value} if isinstance(value, dict) and name in case else value
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(copy.deepcopy(case)))
+    return ["upit", "--config", str(folder / "recipe.yaml")]
+
+
+def training(world, folder, model):
+    options = ["--model_name_or_path", str(model), "--dataset_name", str(world / "train.jsonl"), "--output_dir", folder]
+    return ["sft", *map(str, options), "--max_steps", "1", "--bf16", "false", "--use_cpu", "true"]
+
+
+COMMANDS = {
+    "upcycle": lambda world, model, out: ["upcycle", "--model", str(model), "--output", str(out)],
+    "export": lambda world, model, out: ["export", "--adapter", str(model), "--output", str(out)],
+    "prune": lambda world, model, out: ["prune", "--model", str(model), "--drop", "[3]", "--output", str(out)],
+    "inspect": lambda world, model, out: [
+        "inspect", "--model", str(model), "--data", str(world / "train.jsonl"), "--output", str(out)
+    ],
+    "sft": lambda world, model, out: training(world, out, model),
+    "upit": lambda world, model, out: recipe(world, out.parent, model={"name_or_path": str(model)}),
+    "upit, given": lambda world, model, out: recipe(
+        world, out.parent, num_experts=2, prepare={"adapters": [str(model), str(world / "lora1")], "num_experts": None}
+    ),
+}  # fmt: skip
+
+
+def to_eight_bits(state):
+    state |= {name: tensor.to(torch.float8_e4m3fn) for name, tensor in state.items() if ".mlp." in name}
+
+
+# Of UpIT, its first stage reads the weights. The run's folder has been made by then, and is removed again.
+CASES = [
+    *(("upcycle", "base", name, *case) for name, case in NO_MODEL.items()),
+    *(("upcycle", "sharded", name, *case) for name, case in NO_SHARDS.items()),
+    *(("export", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
+    *(("prune", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
+    *(("prune", "native", name, *case) for name, case in NO_NATIVE.items()),
+    (
+        "prune",
+        "native",
+        "no experts",
+        changed("config.json", num_local_experts=0),
+        "num_local_experts: the config says",
+    ),
+    *(("inspect", "native", name, *case) for name, case in NO_NATIVE.items()),
+    ("upcycle", "base", "eight bits", tensors("model.safetensors", to_eight_bits), "F8_E4M3; use a checkpoint of"),
+    *(("inspect", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
+    *(("inspect", "native", name, *case) for name, case in NO_TOKENIZER.items()),
+    *(("sft", "base", name, *case) for name, case in {**NO_MODEL, **NO_TOKENIZER}.items()),
+    *(("sft", "sharded", name, *case) for name, case in NO_SHARDS.items()),
+    *(("upit", "base", name, *case) for name, case in {**NO_MODEL, **NO_TOKENIZER}.items()),
+    *(("upit", "sharded", name, *case) for name, case in NO_SHARDS.items()),
+    *(("upit, given", "lora0", name, *case) for name, case in NO_ADAPTER.items()),
+]
+
+
+@pytest.mark.parametrize(("command", "folder", "damage", "words"), [(c[0], c[1], c[3], c[4]) for c in CASES],
+                         ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES])  # fmt: skip
+def test_a_damaged_folder_is_refused_in_one_line(command, folder, damage, words, world, tmp_path, capsys):
+    wrong = damaged(world, folder, damage, tmp_path)
+    line = refused(COMMANDS[command](world, wrong, tmp_path / "out"), capsys, tmp_path / "out")
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(5, "133 tokens, its embeddings have 128 rows"), (0, "no tokenizer")])
+def test_export_finds_out_before_it_writes_that_it_cannot_be_verified(tokens, words, world, tmp_path, capsys):
+    damage = NO_TOKENIZER["fewer embeddings than tokens" if tokens else "no tokenizer"][0]
+    base = damaged(world, "base", damage, tmp_path)
+    adapter = damaged(world, "moe", changed("adapter_config.json", base_model_name_or_path=str(base)), tmp_path)
+    arguments = ["export", "--adapter", str(adapter), "--output", str(tmp_path / "out"), "--verify", "w3 w4"]
+    assert words in refused(arguments, capsys, tmp_path / "out")
+
+
+def test_a_single_file_of_weights_goes_before_an_index(world, tmp_path):
+    """As in transformers. A model that is saved again may leave shards of the one before, or their index."""
+    shutil.copytree(world / "sharded", tmp_path / "model")
+    for shard in (tmp_path / "model").glob("model-*"):
+        shard.unlink()
+    shutil.copy(world / "base" / "model.safetensors", tmp_path / "model")
+    made = upcycle(tmp_path / "model", tmp_path / "made")
+    expected = upcycle(world / "base", tmp_path / "expected")
+    assert (made / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+
+
+def test_of_an_adapter_on_the_hub_only_safetensors_are_read(world, monkeypatch):
+    asked = []
+
+    def download(name, file):
+        asked.append((name, file))
+        return str(world / "moe" / file)
+
+    monkeypatch.setattr(loading, "hf_hub_download", download)
+    assert any("moe_lora_A" in key for key in loading.read_adapter_weights("some/adapter", "adapter"))
+    assert asked == [("some/adapter", "adapter_model.safetensors")]
+
+
+def test_code_in_a_folder_is_not_run(world, tmp_path, capsys):
+    """`auto_map` names a class in a file of the folder; no command asks for it."""
+    from moe_peft.cli import main
+
+    def damage(folder):
+        (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        values = json.loads((folder / "config.json").read_text())
+        values["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+        (folder / "config.json").write_text(json.dumps(values))
+
+    wrong = damaged(world, "base", damage, tmp_path)
+    main(COMMANDS["upcycle"](world, wrong, tmp_path / "out"))
+    assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "ran").exists()

@@ -1,0 +1,194 @@
+"""Recipes that cannot be meant: every field with values of the wrong kind, and texts that are no recipe."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+import re
+import typing
+
+import pytest
+import yaml
+
+from moe_peft.training.preflight import check_settings, check_value
+from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig
+from moe_peft.upit import recipe_from_dict
+from moe_peft.upit.recipe import Recipe, load_recipe
+from moe_peft.utils.io import read_yaml
+
+GOOD = {
+    "output_dir": "out",
+    "model": {"name_or_path": "base"},
+    "data": {"train": "train.jsonl", "eval": "eval.jsonl", "label_column": "domain"},
+    "num_experts": 4,
+    "evaluate": {"tasks": ["arc_easy"]},
+}
+NAN, INF = math.nan, math.inf
+WRONG = [
+    None, True, False, "text", "", "  ", 0, -1, 0.5, 1.5, NAN, INF, -INF, 10**9, 10**30, [], {}, [1], {"a": 1}, "a\nb",
+    [None], "1", "1e-4", ["x"], [[1]], "\x00",
+]  # fmt: skip
+TEXTS, DATA = ["text", "1", "1e-4"], ["text", "1", "1e-4", {}, {"a": 1}]
+COUNTS, SEEDS, FLAGS, MAPS = [10**9], [None, 0, 10**9], [True, False], [{}]
+# What of `WRONG` each field may be. A file or a name that does not exist is found when it is read.
+MAY = {
+    "output_dir": TEXTS, "num_train_epochs": [0.5, 1.5], "prepare_share": [0.5], "seed": SEEDS[1:],
+    "num_experts": [], "mode": [], "method": [], "adapter": MAPS, "moe": MAPS, "sft": MAPS,
+    "model.name_or_path": TEXTS, "model.revision": [None, *TEXTS], "model.dtype": [],
+    "model.attn_implementation": [None, *TEXTS], "model.quantization": [None, {}],
+    "data.train": DATA, "data.eval": [None, *DATA], "data.label_column": [None, *TEXTS],
+    "prepare.num_experts": [None], "prepare.num_checkpoints": [None], "prepare.selection": [], "prepare.order": [],
+    "prepare.adapters": [None], "prepare.checkpoints": [None], "prepare.experts": [], "prepare.seed": SEEDS,
+    "prepare.sft": MAPS, "expand.method": [], "expand.similarity": [None], "expand.drop_rate": [None, 0, 0.5],
+    "expand.seed": SEEDS, "router_init.buckets": [], "router_init.objective": [], "router_init.alpha": [0, 0.5],
+    "router_init.train_experts": FLAGS, "router_init.seed_fraction": [0.5], "router_init.num_train_epochs": COUNTS,
+    "router_init.within_budget": FLAGS, "router_init.capacity": [None, *COUNTS], "router_init.expert_map": [None],
+    "router_init.seed": SEEDS, "router_init.sft": MAPS, "post_train.train_experts": FLAGS, "post_train.seed": SEEDS,
+    "post_train.router": [{}], "post_train.sft": MAPS, "evaluate.tasks": [[], ["x"]], "evaluate.include_path": [None],
+    "evaluate.num_fewshot": [None, 0, 10**9, 10**30], "evaluate.batch_size": ["1"],
+    "evaluate.limit": [None, 0.5, 10**9, 10**30], "evaluate.apply_chat_template": [*FLAGS, *TEXTS],
+    "prepare": MAPS, "expand": MAPS, "router_init": MAPS, "post_train": MAPS, "evaluate": MAPS, "model": [], "data": [],
+    "adapter.r": [], "adapter.top_k": [], "adapter.lora_dropout": [0, 0.5], "adapter.router_type": [],
+    "adapter.lora_alpha": [0.5, 1.5, 10**9, 10**30], "adapter.mixing": [], "adapter.use_rslora": FLAGS,
+    "adapter.normalize_top_k": FLAGS, "adapter.router_aux_loss_coef": [0, 0.5, 1.5, 10**9, 10**30],
+    "sft.learning_rate": [0, 0.5, 1.5, 10**9, 10**30], "sft.per_device_train_batch_size": [10**9, 10**30],
+    "sft.gradient_accumulation_steps": [10**9, 10**30], "sft.max_length": [None, 10**9, 10**30],
+    "sft.logging_steps": [0.5, 1.5, 10**9, 10**30], "sft.save_steps": [10**9, 10**30],
+    "sft.max_grad_norm": [0, 0.5, 1.5, 10**9, 10**30], "sft.weight_decay": [0, 0.5, 1.5, 10**9, 10**30],
+    "sft.adam_beta1": [0, 0.5], "sft.optim": [], "sft.lr_scheduler_type": [], "sft.bf16": [None, *FLAGS],
+    "sft.packing": FLAGS, "sft.warmup_steps": [0, 0.5, 1.5, 10**9, 10**30],
+    "sft.dataset_num_proc": [None, 10**9, 10**30],
+}  # fmt: skip
+
+
+# Each line repeats the one before nine times.
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+
+
+def test_the_table_has_every_field():
+    kinds = typing.get_type_hints(Recipe)
+    names = set(kinds)
+    for name, kind in kinds.items():
+        names |= {f"{name}.{f.name}" for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    assert {name for name in MAY if not name.startswith(("adapter.", "sft."))} == names
+
+
+def same(a, b):
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+@pytest.mark.parametrize("path", MAY)
+def test_a_field_takes_what_it_can_be_alone(path):
+    *parents, last = path.split(".")
+    for value in WRONG:
+        settings = copy.deepcopy(GOOD)
+        section = settings
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+        if any(same(value, good) for good in MAY[path]):
+            recipe_from_dict(settings)
+            continue
+        with pytest.raises(ValueError) as refused:
+            recipe_from_dict(settings)
+        assert type(refused.value) is ValueError, value
+        message = str(refused.value)
+        assert "\n" not in message and len(message) < 400 and last in message, (value, message)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "a recipe is a mapping"),
+        ("- 1\n", "a recipe is a mapping"),
+        ("just words", "a recipe is a mapping"),
+        ("output_dir: [", "no YAML"),
+        ("output_dir: a\noutput_dir: b\n", "'output_dir' occurs twice"),
+        ("model: {name_or_path: a, name_or_path: b}\n", "'name_or_path' occurs twice"),
+        ("a: &a [1]\nb: *c\n", "no YAML"),
+        ("a: !!python/object/apply:os.system ['true']\n", "no YAML"),
+        ("a: !!python/name:os.system\n", "no YAML"),
+        ("a: b\n---\nc: d\n", "no YAML"),
+        ("? [1, 2]\n: 3\n", "no YAML|unknown key"),
+        ("1: 2\n", "output_dir: Field required"),
+        ("{" * 5000, "no YAML"),
+        ("a: " + "[" * 5000 + "]" * 5000, "no YAML"),
+        (BOMB, "aliases"),
+        ("a: &a [*a]\n", "aliases"),
+        ("a: 2024-13-45\n", "no YAML|unknown key"),
+        ("seed: 1:30\n", "'1:30' is a number in base 60"),
+        ("num_train_epochs: 1:30.5\n", "'1:30.5' is a number in base 60"),
+        ("seed: 010\n", "'010' is a number in base 8; write it in base 10"),
+        ("num_experts: -0_17\n", "'-0_17' is a number in base 8"),
+        ("router_init: {expert_map: {01: [0]}}\n", "'01' is a number in base 8"),
+        ("\x00", "no YAML"),
+        ("a:\tb\n\t- c", "no YAML"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_no_recipe(text, words, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match=words) as refused:
+        load_recipe(tmp_path / "recipe.yaml")
+    assert type(refused.value) is ValueError and "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("key", [1, None, True, 1.5, (1, 2)])
+def test_a_key_that_is_no_text(key):
+    with pytest.raises(ValueError, match=f"{re.escape(str(key))}: Keys should be strings"):
+        recipe_from_dict({**GOOD, key: 1})
+    with pytest.raises(ValueError, match=f"sft={re.escape(str(key))}: must be a valid string"):
+        recipe_from_dict({**GOOD, "sft": {key: 1}})
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # that nobody fills
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
+    (tmp_path / "huge").open("wb").truncate(300 * 2**20)
+    for name, words in (
+        (".", "not a file"), ("none", "no such file"), ("pipe", "not a file"), ("binary", "no UTF-8 text at byte 0"),
+        ("huge", "more than 256 MiB"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            load_recipe(tmp_path / name)
+    with pytest.raises(ValueError, match="not a file"):
+        load_recipe("/dev/zero")
+
+
+def test_a_byte_order_mark_aliases_and_merged_keys_are_yaml(tmp_path):
+    text = yaml.safe_dump(GOOD) + "prepare: &own {seed: 3}\nexpand: {<<: *own, drop_rate: 0.5}\n"
+    (tmp_path / "recipe.yaml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.prepare.seed, recipe.expand.seed, recipe.expand.drop_rate) == (3, 3, 0.5)
+    assert read_yaml("a: &a {b: 1}\nc: {<<: *a, b: 2}\n", "here") == {"a": {"b": 1}, "c": {"b": 2}}
+
+
+@pytest.mark.parametrize("name", ["hub_token", "hub_model_id", "auto_find_batch_size"])
+def test_what_a_stage_does_not_do_is_refused(name):
+    """A token would be written to the stage's record, besides."""
+    value = True if name.startswith("auto") else "secret"
+    with pytest.raises(ValueError, match=f"post_train.sft.{name}: ") as error:
+        recipe_from_dict({**GOOD, "post_train": {"sft": {name: value}}})
+    assert "secret" not in str(error.value)
+
+
+def test_the_defaults_of_training_arguments_are_in_range():
+    for kind in (MoESFTConfig, MoEDPOConfig):
+        fields = {f.name: f.default for f in dataclasses.fields(kind) if f.init}
+        check_settings(kind, {name: value for name, value in fields.items() if value is not dataclasses.MISSING})
+    for name, value in (
+        ("adam_beta2", 1.0),
+        ("max_length", 1),
+        ("label_smoothing", 1),
+        ("seed", 2**32),
+        ("learning_rate", -1e-9),
+    ):
+        with pytest.raises(ValueError, match=f"here.{name}="):
+            check_value(name, value, "here.")
+    with pytest.raises(ValueError, match=r"lr_scheduler_type='cosin': must be one of cosine, "):
+        check_settings(MoESFTConfig, {"lr_scheduler_type": "cosin"})
+    with pytest.raises(ValueError, match=r"sft.eval_strategy: stages have no evaluation data"):
+        recipe_from_dict({**GOOD, "post_train": {"sft": {"eval_strategy": "steps"}}})
+    with pytest.raises(ValueError, match=r"sft.trust_remote_code: code .* is never run"):
+        recipe_from_dict({**GOOD, "sft": {"trust_remote_code": True}})

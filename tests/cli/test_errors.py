@@ -1,0 +1,387 @@
+"""Nothing is lost: signals, full disks, damaged files and a second process, and that a run goes on after them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import PartialState
+from filelock import FileLock
+
+from moe_peft.cli import main
+from moe_peft.cli.errors import ends_in_one_line
+from moe_peft.training.checkpointing import WHOLE, _mend_note, mark_whole, remove_from, whole_checkpoints
+from moe_peft.utils import io as folders
+from moe_peft.utils.distributed import leave_processes
+from moe_peft.utils.io import reading
+from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes
+from tests.helpers.warm import run_module
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    """A small recipe with three stages, and what its run leaves."""
+    folder = tmp_path_factory.mktemp("case")
+    settings = make_case(folder, tokenizer)
+    settings["data"].pop("eval")
+    settings |= {"num_train_epochs": 2, "prepare": {"num_experts": 2}, "num_experts": 2}
+    run(settings, folder)
+    return settings, folder
+
+
+@pytest.fixture
+def finished(case, tmp_path):
+    """A copy of the finished run, in a folder of its own."""
+    shutil.copytree(case[1] / "out", tmp_path / "out")
+    return tmp_path
+
+
+def without_paths(folder: Path) -> dict[str, bytes]:
+    """The files of a run; `manifest.json` names the folder."""
+    return {name: content for name, content in contents(folder).items() if name != "manifest.json"}
+
+
+def command(case, folder: Path, before=None, **settings):
+    """`moe-peft upit` in a process of its own."""
+    recipe = {**case[0], "output_dir": str(folder / "out"), **settings}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return run_module("moe_peft", "upit", "--config", folder / "recipe.yaml", before=before)
+
+
+def _at_step(n: int, number: int) -> None:
+    """Send this process a signal in its n-th training step."""
+    from transformers import Trainer
+
+    original, calls = Trainer.training_step, 0
+
+    def training_step(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == n:
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    Trainer.training_step = training_step
+
+
+def _limit_files(size: int) -> None:
+    """No file may grow beyond a size, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def one_line(stderr: str, start: str) -> str:
+    lines = [line for line in stderr.splitlines() if line.startswith(start)]
+    assert len(lines) == 1 and "Traceback" not in stderr, stderr
+    return lines[0]
+
+
+# --- endings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "start"), [(signal.SIGINT, 130, "stopped: "), (signal.SIGTERM, 143, "terminated: ")]
+)
+def test_a_signal_ends_a_run_with_one_line_and_it_goes_on(number, code, start, case, tmp_path):
+    ended = command(case, tmp_path, partial(_at_step, 9, number))
+    assert ended.returncode == code
+    assert "the same command goes on" in one_line(ended.stderr, start)
+    assert not list((tmp_path / "out").glob(".lock"))
+    run(case[0], tmp_path)
+    assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
+
+
+def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on(case, tmp_path):
+    ended = command(case, tmp_path, partial(_limit_files, 60_000))
+    assert ended.returncode == 1
+    assert "make room" in one_line(ended.stderr, "error: the disk is full")
+    run(case[0], tmp_path)
+    assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("a\nb"), 2, "error: a b"),
+        (PermissionError(13, "Permission denied", "file"), 1, "error: file: Permission denied"),
+        (OSError(28, "No space left on device"), 1, "error: the disk is full; make room, then nothing half-written"),
+    ],
+)
+def test_other_endings(error, code, line, capsys):
+    with pytest.raises(SystemExit) as end, ends_in_one_line("upcycle"):
+        raise error
+    assert end.value.code == code and one_line(capsys.readouterr().err, "error: ").startswith(line)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried …"),
+        RuntimeError("No executable batch size found, reached zero."),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("sft", "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew; with more "
+                "memory, --resume_from_checkpoint true goes on from the last checkpoint"),
+        ("upit", "lower sft.per_device_train_batch_size or sft.max_length, or set model.quantization, and start anew; "
+                 "with more memory, the same command goes on from the last checkpoint"),
+        ("inspect", "lower --batch-size or --max-length; nothing half-written is left"),
+        ("upcycle", "use a machine with more; nothing half-written is left"),
+    ],
+)  # fmt: skip
+def test_a_lack_of_memory(error, command, line, capsys):
+    with pytest.raises(SystemExit) as end, ends_in_one_line(command), reading("a file", "download it again"):
+        raise error
+    assert end.value.code == 1 and capsys.readouterr().err == f"error: out of memory; {line}\n"
+
+
+def test_no_memory_for_a_tensor(capsys):
+    with pytest.raises(SystemExit) as end, ends_in_one_line("prune"):
+        torch.empty(2**50, dtype=torch.float64)
+    assert end.value.code == 1 and capsys.readouterr().err.startswith("error: out of memory; lower --batch-size")
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(RuntimeError), ends_in_one_line("upcycle"):
+        raise RuntimeError("fault")
+
+
+def test_a_disk_without_room_is_seen_before(case, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ValueError, match=r"output_dir=.*: 0\.0 GiB are free there, about .* are needed; free some"):
+        run(case[0], tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_run_per_folder(case, finished):
+    with FileLock(finished / "out" / ".lock"), pytest.raises(ValueError, match="another process is writing it"):
+        run(case[0], finished)
+    (finished / "out" / ".lock").touch()  # of a process that died
+    run(case[0], finished)
+    assert not (finished / "out" / ".lock").exists()
+
+
+def test_what_the_first_process_refuses_ends_the_others(case, tmp_path):
+    """It alone looks at the folder that it writes; they would wait for it."""
+    sft = {**case[0]["sft"], "ddp_timeout": 30}
+    (tmp_path / "held").mkdir()
+    (tmp_path / "other" / "prepare").mkdir(parents=True)
+    (tmp_path / "other" / "prepare" / "mine.txt").write_text("mine")
+    training = {"per_device_train_batch_size": 4, "max_steps": 2, "bf16": False, "report_to": "none", "num_experts": 2}
+    training |= {"model_name_or_path": case[0]["model"]["name_or_path"], "dataset_name": case[0]["data"]["train"]}
+    with FileLock(tmp_path / "held" / ".lock"):
+        run_as_two_processes({**case[0], "sft": sft, "output_dir": str(tmp_path / "held")}, tmp_path, code=2)
+        training |= {"output_dir": str(tmp_path / "held"), "use_cpu": True, "ddp_timeout": 30}
+        run_as_two_processes(training, tmp_path, "sft", code=2)
+    run_as_two_processes({**case[0], "sft": sft, "output_dir": str(tmp_path / "other")}, tmp_path, code=2)
+    assert [path.name for path in (tmp_path / "other").rglob("*")] == ["prepare", "mine.txt"]
+
+
+@pytest.mark.parametrize("name", ["upit", "sft", "upcycle", "eval"])
+def test_an_output_that_cannot_be_a_folder_is_refused(name, case, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    out, base = str(tmp_path / "file" / "out"), case[0]["model"]["name_or_path"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**case[0], "output_dir": out}))
+    arguments = {
+        "upit": ["--config", str(tmp_path / "recipe.yaml")],
+        "sft": ["--model_name_or_path", base, "--dataset_name", case[0]["data"]["train"], "--output_dir", out,
+                "--bf16", "false", "--use_cpu", "true"],
+        "upcycle": ["--model", base, "--output", out],
+        "eval": ["--model", base, "--tasks", "x", "--output", out],
+    }[name]  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        main([name, *arguments])
+    assert end.value.code == 2
+    assert str(tmp_path / "file") in one_line(capsys.readouterr().err, "error: ")
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    """One bit of a file, in the middle. The file may be linked from elsewhere, which stays as it was."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "damage"),
+    [
+        ("prepare", f"experts/0/{WEIGHTS}", flip),
+        ("prepare", "experts/1/adapter_config.json", Path.unlink),
+        ("router_init", "buckets.json", flip),
+        ("post_train", f"adapter/{WEIGHTS}", lambda path: path.write_bytes(path.read_bytes()[:100])),
+        ("prepare", "stage.json", lambda path: path.write_text(path.read_text()[:50])),
+        ("router_init", "stage.json", lambda path: path.write_text("[]")),
+        ("post_train", "stage.json", lambda path: path.write_text('{"identity": 1, "metrics": {}, "files": {}}')),
+        ("post_train", "stage.json", Path.unlink),
+        ("prepare", "stage.json", lambda path: path.write_text(path.read_text().replace('"checkpoint_steps"', '"x"'))),
+        (
+            "post_train",
+            "stage.json",
+            lambda path: path.write_text(re.sub(r'"files": {[^}]*}', '"files": {}', path.read_text())),
+        ),
+    ],
+)
+def test_a_damaged_stage_is_done_again(stage, file, damage, case, finished, caplog):
+    whole = without_paths(finished / "out")
+    damage(finished / "out" / stage / file)
+    run(case[0], finished)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "done again" in r.getMessage()] == [
+        f"{stage}: {finished / 'out' / stage / file} is damaged or missing; the stage is done again"
+    ]
+    assert without_paths(finished / "out") == whole
+
+
+def test_a_model_card_may_be_edited(case, finished, caplog):
+    for card in (finished / "out").rglob("README.md"):
+        card.write_text("# Mine\n")
+    run(case[0], finished)
+    assert "done again" not in caplog.text
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda checkpoint: (checkpoint / "optimizer.pt").write_bytes((checkpoint / "optimizer.pt").read_bytes()[:100]),
+        lambda checkpoint: flipped(checkpoint / "optimizer.pt"),
+        lambda checkpoint: flipped(checkpoint / WEIGHTS),
+        lambda checkpoint: flipped(checkpoint / "trainer_state.json"),
+        lambda checkpoint: (checkpoint / WHOLE).write_text(""),
+        lambda checkpoint: (checkpoint / WHOLE).write_text("[1]"),
+        lambda checkpoint: (checkpoint / WHOLE).write_bytes(b"\xff{"),
+        lambda checkpoint: (checkpoint.parent / "training.json").write_text('{"steps'),
+    ],
+    ids=["optimizer cut off", "optimizer", "weights", "state", "note empty", "note a list", "no text", "training"],
+)
+def test_what_a_half_done_stage_left_may_be_damaged(damage, case, tmp_path):
+    """What is whole is used, the rest is done again."""
+    assert command(case, tmp_path, partial(_at_step, 9, signal.SIGKILL)).returncode == -9
+    checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
+    damage(checkpoints[max(checkpoints)])
+    run(case[0], tmp_path)
+    assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_has_its_optimizer(case, tmp_path):
+    """Not from an expert's, which lost it when the newest was saved, if the newest is damaged."""
+    settings = {**case[0], "sft": {**case[0]["sft"], "save_steps": 5}}
+    assert command((settings,), tmp_path, partial(_at_step, 12, signal.SIGKILL)).returncode == -9
+    checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
+    expert, newest = list(checkpoints)[-2:]
+    assert not (checkpoints[expert] / "optimizer.pt").exists() and (checkpoints[newest] / "optimizer.pt").exists()
+    (checkpoints[newest] / WEIGHTS).write_bytes((checkpoints[newest] / WEIGHTS).read_bytes()[:100])
+    run(settings, tmp_path)
+    found, wanted = (
+        {name: content for name, content in contents(folder / "out").items() if name.endswith(WEIGHTS)}
+        for folder in (tmp_path, case[1])
+    )
+    assert found == wanted
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": 1}'])
+def test_a_damaged_identity_begins_a_stage_anew(content, case, tmp_path):
+    (tmp_path / "out" / "prepare.partial").mkdir(parents=True)
+    (tmp_path / "out" / "prepare.partial" / "identity.json").write_text(content)
+    run({**case[0], "method": "lora"}, tmp_path)
+    assert (tmp_path / "out" / "adapter" / WEIGHTS).is_file()
+
+
+def test_a_checkpoint_is_whole_as_long_as_its_files_are(tmp_path):
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    for name in ("a", "optimizer.pt"):
+        (checkpoint / name).write_text("content")
+    assert whole_checkpoints(tmp_path) == {}
+    mark_whole(checkpoint)
+    assert whole_checkpoints(tmp_path) == {5: checkpoint}
+    (checkpoint / WHOLE).write_text(json.dumps({"a": 7, "optimizer.pt": 7}))  # as earlier versions wrote it
+    assert whole_checkpoints(tmp_path, thoroughly=True) == {5: checkpoint}
+    mark_whole(checkpoint)
+    digest = hashlib.sha256(b"content").hexdigest()
+    assert json.loads((checkpoint / WHOLE).read_text()) == {"a": [7, digest], "optimizer.pt": [7, digest]}
+    remove_from(checkpoint, "optimizer.pt")
+    assert whole_checkpoints(tmp_path, thoroughly=True) == {5: checkpoint}
+    (checkpoint / "a").write_text("c0ntent")
+    assert whole_checkpoints(tmp_path) == {5: checkpoint} and whole_checkpoints(tmp_path, thoroughly=True) == {}
+    (checkpoint / "a").write_text("cont")
+    assert whole_checkpoints(tmp_path) == {}
+
+
+def _interrupted(*args):
+    raise KeyboardInterrupt
+
+
+def test_large_files_have_lengths_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_peft.training.checkpointing._LARGE", 6)
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "a").write_text("content")
+    mark_whole(checkpoint)
+    assert json.loads((checkpoint / WHOLE).read_text()) == {"a": [7, None]}
+    assert whole_checkpoints(tmp_path, thoroughly=True) == {5: checkpoint}
+
+
+def test_a_damaged_note_lets_no_other_training_go_on(case, tmp_path):
+    """The last checkpoint has the same note."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moe_peft.upit.prepare.copy_adapter", _interrupted)
+        run(case[0], tmp_path)
+    state = tmp_path / "out" / "prepare.partial" / "state" / "out"
+    before = (state / "training.json").read_bytes()
+    (state / "training.json").write_text("{")
+    _mend_note(state)
+    assert (state / "training.json").read_bytes() == before
+
+
+def test_an_experts_checkpoint_that_is_lost_is_made_again(case, tmp_path):
+    """After the last step, too."""
+    settings = case[0]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moe_peft.upit.prepare.copy_adapter", _interrupted)
+        run(settings, tmp_path)
+    checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
+    flipped(checkpoints[min(checkpoints)] / WEIGHTS)
+    run(settings, tmp_path)
+    assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
+
+
+def test_what_refers_to_the_process_group_is_gone_before_it_is_left(monkeypatch):
+    """DDP's reducer is in a cycle with its module; destroyed after the group, it can wait for ever."""
+
+    class Module:
+        def __init__(self):
+            self.reducer = self
+
+    module = weakref.ref(Module())
+    assert module() is not None  # held by the cycle alone
+    left = []
+    monkeypatch.setattr(PartialState, "destroy_process_group", lambda self: left.append(module()))
+    leave_processes()
+    assert left == [None]

@@ -1,0 +1,480 @@
+"""`moe-peft eval` and `moe-peft exec`: the harness's own numbers, for whole models, single experts and exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_peft import allow_experts, expert_to_lora, replace_routers
+from moe_peft.cli import main
+from moe_peft.evaluation import Harness, TaskSettings
+from moe_peft.native import export_adapter, load_routers
+from tests.helpers.eval_case import CHOICES, light, lighten_command, make_adapter, make_tasks  # noqa: F401  (a fixture)
+from tests.helpers.warm import programs
+
+pytestmark = pytest.mark.usefixtures("light")
+TASKS = "toy_both,toy_text"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:
+    """With `base`, `adapter`, its export `native`, `tasks`."""
+    folder = tmp_path_factory.mktemp("eval")
+    export_adapter(make_adapter(folder, tokenizer), folder / "native")
+    make_tasks(folder / "tasks")
+    return folder
+
+
+def evaluate(folder: Path, output: Path, *arguments: str, tasks: str = TASKS) -> dict:
+    """`moe-peft eval` in this process; model → (task, metric) → (value, standard error)."""
+    given = ["--tasks", tasks, "--include-path", str(folder / "tasks"), "--output", str(output)]
+    main(["eval", *given, *map(str, arguments)])
+    found = json.loads((output / "results.json").read_text())["scores"]
+    return {
+        name: {(s["task"], s["metric"]): (s["value"], s["stderr"]) for s in scores} for name, scores in found.items()
+    }
+
+
+def plain(model, folder: Path, tasks: str = TASKS, **own) -> dict:
+    """The same numbers, by the harness's own means."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    lm = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder / "base"), batch_size=4)
+    manager = TaskManager(include_path=str(folder / "tasks"))
+    results = simple_evaluate(lm, tasks=tasks.split(","), task_manager=manager, **own)["results"]
+    found = {}
+    for task, row in results.items():
+        for name, value in row.items():
+            metric, comma, _ = name.partition(",")
+            if comma and not metric.endswith("_stderr"):
+                stderr = row[f"{metric}_stderr,none"]
+                found[task, metric] = (value, None if stderr == "N/A" else stderr)
+    return found
+
+
+def assert_same(found: dict, wanted: dict) -> None:
+    assert found.keys() == wanted.keys()
+    for key, (value, stderr) in wanted.items():
+        assert found[key][0] == pytest.approx(value, rel=1e-5), key
+        assert found[key][1] == (None if stderr is None else pytest.approx(stderr, rel=1e-4)), key
+
+
+def adapter_of(folder: Path):
+    return AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
+
+
+def dense(path: Path):
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_adapter_beside_its_base_has_the_harness_numbers(folder, tmp_path, capsys):
+    found = evaluate(folder, tmp_path / "out", "--model", folder / "adapter", "--num-fewshot", 2, "--limit", 10)
+    assert list(found) == ["model", "base"]
+    assert_same(found["model"], plain(adapter_of(folder), folder, num_fewshot=2, limit=10))
+    assert_same(found["base"], plain(dense(folder / "base"), folder, num_fewshot=2, limit=10))
+    assert found["model"] != found["base"]
+    printed = capsys.readouterr().out
+    assert f"base: {folder / 'base'}" in printed.replace("\n", "")
+    markdown = (tmp_path / "out" / "results.md").read_text()
+    value, stderr = found["model"]["toy_both", "acc"]
+    assert f"| toy_both | 2 | acc ↑ | {value:.4f} ± {stderr:.4f} |" in markdown
+    assert f"| toy_text | 2 | word_perplexity ↓ | {found['model']['toy_text', 'word_perplexity'][0]:.4f} |" in markdown
+    assert not (tmp_path / "out.partial").exists()
+    about = json.loads((tmp_path / "out" / "results.json").read_text())["about"]
+    assert about["n-samples"]["toy_a"] == {"original": 24, "effective": 10} and about["dtype"] == "float32"
+
+
+def test_each_expert_alone_is_its_lora_and_the_exports_expert(folder, tmp_path, capsys):
+    """Independent: an expert as PEFT's LoRA adapter, evaluated by the harness."""
+    every = ("--each-expert", "--limit", 8)
+    found = evaluate(folder, tmp_path / "out", "--model", folder / "adapter", *every)
+    assert list(found) == ["model", *(f"expert {i}" for i in range(4)), "base"]
+    for expert in (0, 3):
+        expert_to_lora(adapter_of(folder), expert, tmp_path / f"lora-{expert}")
+        alone = PeftModel.from_pretrained(dense(folder / "base"), tmp_path / f"lora-{expert}")
+        assert_same(found[f"expert {expert}"], plain(alone, folder, limit=8))
+    assert len({scores["toy_text", "word_perplexity"] for scores in found.values()}) == 6
+    table = (tmp_path / "out" / "results.md").read_text().split("Each expert alone:\n\n")[1].splitlines()
+    assert table[0] == "|  | toy_text word_perplexity ↓ | toy_both acc ↑ |"  # not the tasks of the group
+    assert table[4].startswith(f"| expert 1 | {found['expert 1']['toy_text', 'word_perplexity'][0]:.4f} |")
+    assert (tmp_path / "out" / "experts.png").read_bytes().startswith(b"\x89PNG")
+    assert "Each expert alone" in capsys.readouterr().out
+    native = evaluate(folder, tmp_path / "native", "--model", folder / "native", *every)
+    assert list(native) == ["model", *(f"expert {i}" for i in range(4))]
+    for name, scores in native.items():
+        assert_same(scores, found[name])
+
+
+def test_native_moe_beside_a_base(folder, tmp_path):
+    """Independent: the adapter that it was exported from."""
+    adapter = evaluate(folder, tmp_path / "one", "--model", folder / "adapter")
+    native = evaluate(folder, tmp_path / "two", "--model", folder / "native", "--base", folder / "base")
+    assert list(native) == ["model", "base"]
+    for name, scores in native.items():
+        assert_same(scores, adapter[name])
+
+
+@pytest.mark.parametrize("kind", ["adapter", "native"])
+def test_masked_experts(kind, folder, tmp_path):
+    found = evaluate(folder, tmp_path / "out", "--model", folder / kind, "--experts", "3,0", tasks="toy_text")
+    model = adapter_of(folder) if kind == "adapter" else dense(folder / "native")
+    with allow_experts(model, [0, 3]):
+        wanted = plain(model, folder, "toy_text")
+    assert_same(found["model"], wanted)
+    assert found["model"] != plain(model, folder, "toy_text")
+    alone = evaluate(
+        folder, tmp_path / "one", "--model", folder / kind, "--experts", "2", "--each-expert", tasks="toy_text"
+    )
+    assert alone["model"] == alone["expert 2"] and "expert 0" not in alone
+
+
+def test_a_native_moe_keeps_its_own_routers(folder, tmp_path, tokenizer):
+    model = dense(folder / "native")
+    replace_routers(model, "mlp", seed=3)
+    model.save_pretrained(tmp_path / "native")
+    tokenizer.save_pretrained(tmp_path / "native")
+    found = evaluate(folder, tmp_path / "out", "--model", tmp_path / "native", tasks="toy_text")
+    again = dense(tmp_path / "native")
+    load_routers(again, tmp_path / "native")
+    assert list(found) == ["model"]
+    assert_same(found["model"], plain(again, folder, "toy_text"))
+
+
+def test_quantized_base_another_base_and_seeds(folder, tmp_path, tokenizer):
+    four = '{"load_in_4bit": true, "bnb_4bit_compute_dtype": "float32"}'
+    quantized = evaluate(
+        folder, tmp_path / "q", "--model", folder / "adapter", "--quantization", four, tasks="toy_text"
+    )
+    whole = evaluate(folder, tmp_path / "w", "--model", folder / "adapter", tasks="toy_text")
+    key = ("toy_text", "word_perplexity")
+    for name in ("model", "base"):
+        assert 1e-5 < abs(quantized[name][key][0] / whole[name][key][0] - 1) < 0.5
+    assert json.loads((tmp_path / "q" / "results.json").read_text())["about"]["quantization"].endswith("load_in_4bit")
+    other = make_adapter(tmp_path / "other", tokenizer, seed=1).parent / "base"
+    moved = evaluate(folder, tmp_path / "m", "--model", folder / "adapter", "--base", other, tasks="toy_text")
+    assert_same(moved["base"], plain(dense(other), folder, "toy_text"))
+    assert_same(moved["model"], plain(PeftModel.from_pretrained(dense(other), folder / "adapter"), folder, "toy_text"))
+    drawn = [
+        evaluate(
+            folder, tmp_path / "s", "--model", folder / "base", "--seed", seed, "--num-fewshot", 3, tasks="toy_a,toy_b"
+        )["model"]
+        for seed in (5, 5, 6)
+    ]
+    assert drawn[0] == drawn[1]
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    wanted = plain(dense(folder / "base"), folder, "toy_a,toy_b", num_fewshot=3, **dict.fromkeys(seeds, 6))
+    assert_same(drawn[2], wanted)
+
+
+def test_chat_template(folder, tmp_path, tokenizer):
+    model = tmp_path / "chat"
+    dense(folder / "base").save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    path = model / "chat_template.jinja"
+    path.write_text(
+        "{% for m in messages %}w7 {{ m['content'] }} w8{% endfor %}{% if add_generation_prompt %} w9{% endif %}"
+    )
+    found = evaluate(folder, tmp_path / "out", "--model", model, "--apply-chat-template", tasks="toy_text,toy_a")
+    raw = evaluate(folder, tmp_path / "raw", "--model", model, tasks="toy_text,toy_a")
+    assert found.keys() == raw.keys() and found != raw
+
+
+def test_experts_that_not_all_layers_have_are_named(caplog):
+    from peft import get_peft_model
+
+    from moe_peft import MoELoraConfig
+    from moe_peft.evaluation.evaluator import _alone
+    from tests.helpers.models import tiny_llama
+
+    config = MoELoraConfig(num_experts=4, task_type="CAUSAL_LM", num_experts_pattern={r"layers\.0\.mlp": 3})
+    model = get_peft_model(tiny_llama(hidden=16, vocab=64), config)
+    assert _alone(model, [2]) == [2] and not caplog.records
+    assert _alone(model, None) == [0, 1, 2]
+    assert "layers have 3 to 4 experts; the first 3 alone" in caplog.text
+
+
+def test_tasks_may_be_named_one_by_one():
+    from moe_peft.cli.eval import parser
+
+    given = parser("eval").parse_args(["--model", "m", "--tasks", "a", "b", "--tasks", "c"])
+    assert given.tasks == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "toy_aa"], "tasks='toy_aa': no such task; did you mean 'toy_a'"),
+        (["--tasks", "toy_both,toy_a"], "Duplicate task 'toy_a'"),
+        (["--tasks", ","], "tasks: name at least one"),
+        (["--model", "{folder}/nowhere"], "--model '{folder}/nowhere'"),
+        (["--base", "{folder}/nowhere"], "--base '{folder}/nowhere'"),
+        (["--include-path", "nowhere"], "include_path='nowhere': no such folder"),
+        (["--model", "{folder}/native", "--base", "{folder}/base", "--no-base"], "give one of them"),
+        (["--batch-size", "1000000"], "must be a whole number from 1 to 999999"),
+        (["--seed", "4294967296"], "seed=4294967296: use a whole number"),
+        (["--batch-size", "0"], "batch_size='0': must be"),
+        (["--batch-size", "automatic"], "batch_size='automatic': must be"),
+        (["--batch-size", "auto:x"], "batch_size='auto:x': must be"),
+        (["--limit", "inf"], "limit=inf: use a whole number of at least 1, or a share below 1"),
+        (["--limit", "nan"], "limit=nan: use a whole number"),
+        (["--limit", "2.7"], "limit=2.7: use a whole number"),
+        (["--apply-chat-template", "False"], "apply_chat_template='False': "),
+        (["--tasks", "{folder}/few.yaml"], "num_fewshot='few': task 'toy_a': use a whole number of at least 0"),
+        (["--num-fewshot", "24"], "num_fewshot=24: task 'toy_a' has no more than 23 examples"),
+        (["--limit", "0"], "limit=0.0: use a whole number"),
+        (["--num-fewshot", "-1"], "num_fewshot=-1: use a whole number"),
+        (["--experts", "4"], "every layer has 0 to 3"),
+        (["--experts", "0,4"], "the model has experts 0 to 3"),
+        (["--experts", "one"], "--experts 'one'"),
+        (["--experts", "0,9", "--each-expert"], "experts 0 to 3"),
+        (["--figures", "svg"], "--figures svg: the figure shows --each-expert; add that, or leave it out"),
+        (["--quantization", "[4]"], "--quantization '[4]': give JSON"),
+        (["--quantization", '{{"load_in_5bit": true}}'], "--quantization.load_in_5bit: unknown key; did you mean"),
+        (["--quantization", "{{}}"], "give load_in_4bit or load_in_8bit"),
+        (["--dtype", "float8"], "--dtype='float8'"),
+        (["--output", "{folder}/base/config.json"], "not a folder"),
+        (["--output", "{folder}/base/config.json/deeper"], "not a folder"),
+        (["--model", "{folder}/base", "--each-expert"], "has no router"),
+        (["--model", "{folder}/tasks"], "--model '{folder}/tasks'"),
+    ],
+)
+def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, folder, tmp_path, capsys):
+    (folder / "few.yaml").write_text((folder / "tasks" / "a.yaml").read_text() + "num_fewshot: few\n")
+    given = ["--model", str(folder / "adapter"), "--include-path", str(folder / "tasks")]
+    given += [] if "--tasks" in arguments else ["--tasks", "toy_a"]
+    given += ["--output", str(tmp_path / "out"), *(argument.format(folder=folder) for argument in arguments)]
+    with pytest.raises(SystemExit) as end:
+        main(["eval", *given])
+    assert end.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.format(folder=folder) in last and last.startswith("error: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("metric: acc, aggregation: mean", "metric: nothing", "KeyError: None; is there a split, a metric"),
+        ("test_split: test", "test_split: tset", "KeyError: 'tset'; is there a split"),
+        ("dataset_path: json\n", "", "TypeError: expected str"),
+        (
+            "metric_list:",
+            "filter_list: [{{name: f, filter: [{{function: regex, regex_pattern: '['}}]}}]\nmetric_list:",
+            "unterminated character set",
+        ),
+    ],
+)
+def test_what_fails_in_a_task_is_one_line(old, new, message, folder, tmp_path):
+    text = CHOICES.replace(old, new).format(name="bad", data=folder / "tasks" / "a.jsonl")
+    if "filter_list" in text:  # it is applied when the model has answered
+        text = text.replace("multiple_choice", "generate_until").replace("metric: acc", "metric: exact_match")
+        text = text.replace("doc_to_choice: choices\n", "")
+        text += "generation_kwargs: {max_gen_toks: 2, until: []}\n"
+    (tmp_path / "bad.yaml").write_text(text)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    with pytest.raises(ValueError, match=r"bad\.yaml': [A-Za-z]*(Error|error): ") as raised:
+        Harness(TaskSettings((str(tmp_path / "bad.yaml"),), limit=1)).run(dense(folder / "base"), tokenizer)
+    assert message in str(raised.value)
+
+
+def test_errors_of_the_model_are_left_as_they_are(folder, monkeypatch):
+    model = dense(folder / "base")
+    monkeypatch.setattr(model, "forward", lambda *args, **own: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        Harness(TaskSettings((str(folder / "tasks" / "text.yaml"),), limit=1)).run(
+            model, AutoTokenizer.from_pretrained(folder / "base")
+        )
+
+
+def test_logits_that_are_nan_give_no_score(folder):
+    """Tasks of several choices would, of any logits."""
+    model = dense(folder / "base")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    for task in sorted((folder / "tasks").glob("*.yaml"))[:2]:
+        with pytest.raises(ValueError, match="dtype: the model's logits are NaN; use bfloat16 or float32"):
+            Harness(TaskSettings((str(task),), limit=2)).run(model, AutoTokenizer.from_pretrained(folder / "base"))
+
+
+def test_groups_and_patterns_reach_the_harness_own_tasks(folder, tmp_path, monkeypatch):
+    """A folder in the place of the harness's thousands of tasks."""
+    import lm_eval.tasks.manager as manager
+
+    monkeypatch.undo()  # `light` leaves the harness's own tasks out
+    for name in ("own", "mine"):
+        (tmp_path / name).mkdir()
+        data = folder / "tasks" / "a.jsonl"
+        (tmp_path / name / "task.yaml").write_text(CHOICES.format(name=name, data=data))
+    (tmp_path / "mine" / "group.yaml").write_text("group: suite\ntask: [toy_mine, toy_own]\n")
+    (tmp_path / "mine" / "wrong.yaml").write_text("group: wrong\ntask: [toy_mine, nowhere]\n")
+    looked = []
+    monkeypatch.setattr(manager, "__file__", str(tmp_path / "own" / "manager.py"))
+    original = manager.TaskManager.__init__
+
+    def init(self, include_path=None, include_defaults=True):
+        looked.append(include_defaults)
+        original(self, include_path=include_path, include_defaults=include_defaults)
+
+    monkeypatch.setattr(manager.TaskManager, "__init__", init)
+    for names, tasks, wanted in (
+        (("toy_mine",), {"toy_mine"}, [False]),
+        (("suite",), {"toy_mine", "toy_own"}, [False, True]),
+        (("toy_*",), {"toy_mine", "toy_own"}, [True]),
+    ):
+        looked.clear()
+        found = Harness(TaskSettings(names, include_path=str(tmp_path / "mine"))).loaded["tasks"]
+        assert found.keys() == tasks and looked == wanted
+    with pytest.raises(ValueError, match=r"tasks='wrong': TypeError: .* in a group one that does not exist"):
+        Harness(TaskSettings(("wrong",), include_path=str(tmp_path / "mine")))
+
+
+def test_files_go_into_the_folder_that_is_named_and_no_other_is_touched(folder, tmp_path, monkeypatch):
+    out, other = tmp_path / "out", tmp_path / "out.partial" / "kept"
+    other.mkdir(parents=True)
+    out.mkdir()
+    monkeypatch.chdir(out)
+    common = ("--model", folder / "adapter", "--no-base", "--limit", 2)
+    evaluate(folder, Path("."), *common, "--each-expert", tasks="toy_a")
+    assert {path.name for path in out.iterdir()} == {"results.json", "results.md", "experts.png"}
+    (out / "experts.txt").touch()
+    evaluate(folder, out, *common, tasks="toy_a")
+    assert {path.name for path in out.iterdir()} == {"results.json", "results.md", "experts.txt"}
+    assert other.is_dir()
+
+
+@pytest.mark.parametrize("name", ["results.json", "results.md", "experts.svg"])
+def test_what_no_evaluation_wrote_is_refused_before_any_work_and_stays(name, tmp_path, capsys):
+    (tmp_path / name).write_text('{"scores": 1}')
+    with pytest.raises(SystemExit) as end:
+        main(["eval", "--model", str(tmp_path / "nowhere"), "--tasks", "toy_a", "--output", str(tmp_path)])
+    assert end.value.code == 2 and f"{name} is there already, not of such a report" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == '{"scores": 1}'
+
+
+def test_one_evaluation_per_folder(tmp_path, capsys):
+    with FileLock(tmp_path / ".lock"), pytest.raises(SystemExit):
+        main(["eval", "--model", str(tmp_path / "nowhere"), "--tasks", "toy_a", "--output", str(tmp_path)])
+    assert "another process is writing it; wait for it" in capsys.readouterr().err
+
+
+def test_without_the_harness_the_extra_is_named(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(SystemExit) as end:
+        main(["eval", "--model", str(folder / "adapter"), "--tasks", "toy_a"])
+    assert end.value.code == 2
+    assert "pip install 'moe-peft-hf[eval]'" in capsys.readouterr().err
+
+
+def test_figure_goes_from_worst_to_best_within_a_task(tmp_path, monkeypatch):
+    """Lower perplexities and higher accuracies are both the best."""
+    from matplotlib.axes import Axes
+
+    from moe_peft.analysis.figures import plot_expert_scores
+
+    drawn = []
+    original = Axes.imshow
+    monkeypatch.setattr(Axes, "imshow", lambda self, x, **own: drawn.append(x) or original(self, x, **own))
+    values = {"model": [0.5, 20.0, 1.0], "expert 0": [0.25, 10.0, 1.0], "expert 1": [0.75, 30.0, 1.0]}
+    plot_expert_scores(values, ["a", "b", "c"], [True, False, None], tmp_path / "x.svg")
+    torch.testing.assert_close(
+        torch.tensor(drawn[0]), torch.tensor([[0.5, 0.5, 0], [0, 1, 0], [1, 0, 0]], dtype=torch.float64)
+    )
+    assert "0.75" in (tmp_path / "x.svg").read_text() or (tmp_path / "x.svg").stat().st_size
+
+
+# --- exec -----------------------------------------------------------------------------------------------------------
+
+
+def execute(*program: str, **own) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moe_peft", "exec", "--", *program]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [own.pop("path", "")])])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, **own)
+
+
+def test_exec_reaches_children_passes_all_on_and_loads_nothing_heavy(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "sitecustomize.py").write_text("import builtins\nbuiltins.seen = True\n")
+    (tmp_path / "child.py").write_text(
+        "import sys\n"
+        "heavy = {'torch', 'peft', 'transformers'} & set(sys.modules)\n"
+        "print(sys.argv[1:], 'moe_peft' in sys.modules, heavy, seen)\n"
+        "sys.exit(7)\n"
+    )
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, 'child.py', *sys.argv[1:]]))\n"
+    )
+    own = {"cwd": tmp_path, "path": str(tmp_path / "other")}
+    for program in (["parent.py"], ["python", "parent.py"], ["-m", "parent"]):
+        done = execute(*program, "-m", "--help", "--", "x y", **own)
+        assert done.returncode == 7, done.stderr
+        assert done.stdout.strip() == "['-m', '--help', '--', 'x y'] True set() True"
+    (tmp_path / "no-shebang").write_text("echo hello\n")
+    (tmp_path / "no-shebang").chmod(0o755)
+    wrong = {"": "name a program", "no-such-program": "no such program", "./no-shebang": "does its first line"}
+    for program, message in wrong.items():
+        failed = execute(*filter(None, [program]), **own)
+        assert failed.returncode == 2
+        assert message in failed.stderr and len(failed.stderr.splitlines()) == 1
+
+
+def test_plain_lm_eval_loads_an_adapter_and_agrees(folder, tmp_path):
+    ours = evaluate(folder, tmp_path / "ours", "--model", folder / "adapter", "--no-base", "--batch-size", 1)
+    models = f"pretrained={folder / 'base'},peft={folder / 'adapter'},dtype=float32"
+    # The harness's command, without its index of thousands of tasks: reading that takes longer than all else here.
+    (tmp_path / "harness.py").write_text(
+        "from functools import partialmethod\n"
+        "from lm_eval.tasks import TaskManager\n"
+        "from lm_eval.__main__ import cli_evaluate\n"
+        "TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)\n"
+        "cli_evaluate()\n"
+    )
+    done = execute(
+        "harness.py", "--model", "hf", "--model_args", models, "--tasks", TASKS, "--device", "cpu", "--include_path",
+        str(folder / "tasks"), "--output_path", str(tmp_path / "plain.json"), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (file,) = tmp_path.glob("plain*.json")
+    results = json.loads(file.read_text())["results"]
+    for (task, metric), (value, stderr) in ours["model"].items():
+        assert results[task][f"{metric},none"] == pytest.approx(value, rel=1e-6)
+        if stderr is not None:
+            assert results[task][f"{metric}_stderr,none"] == pytest.approx(stderr, rel=1e-6)
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+def test_from_the_command_line(tmp_path):
+    """The example, as a user starts it: the export has the adapter's numbers."""
+    script = Path(__file__).parents[2] / "examples" / "from_the_command_line.sh"
+    sizes = {"BASE": "--hidden 32 --layers 2 --vocab-size 512 --chars 60000", "ROWS": "16 8", "STEPS": "4"}
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    environment = {**os.environ, **sizes, "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with programs(tmp_path / "bin", before=lighten_command):
+        done = subprocess.run(
+            ["bash", str(script), str(tmp_path / "out")], capture_output=True, text=True, env=environment, cwd=tmp_path
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "logits differ by at most" in done.stdout and "Each expert alone" in done.stdout
+    assert (tmp_path / "out" / "routing" / "load.png").is_file()
+    adapter, export = (
+        json.loads((tmp_path / "out" / name / "results.json").read_text())["scores"]
+        for name in ("evaluation", "evaluation-exported")
+    )
+    found = {(score["task"], score["metric"]): score["value"] for score in export["model"]}
+    wanted = {(score["task"], score["metric"]): score["value"] for score in adapter["model"]}
+    assert len(found) == 6 and found == pytest.approx(wanted, rel=1e-5)
+    bits = {scores[-1]["value"] for scores in (adapter["model"], adapter["base"], adapter["expert 0"])}
+    assert len(bits) == 3 and all(score["metric"] in ("acc", "bits_per_byte") for score in adapter["model"])

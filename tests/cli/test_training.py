@@ -1,0 +1,766 @@
+"""`moe-peft sft` and `moe-peft dpo`: what a user types, against the same training in Python."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, PeftConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+
+from moe_peft import MoELoraConfig
+from moe_peft.cli import main
+from moe_peft.cli.sft import parser
+from moe_peft.cli.training import stages
+from moe_peft.models.introspection import adapter_layers
+from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.training import MoESFTConfig, MoESFTTrainer
+from tests.helpers.models import tiny_llama
+from tests.helpers.training_case import ADAPTER, MAPS, MASKS, SETTINGS, make_case, run, weights
+from tests.helpers.upit_case import make_case as make_recipe
+from tests.helpers.upit_case import rows
+from tests.helpers.upit_case import run as run_upit
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    """Base model, data, and the settings of a run."""
+    return make_case(tmp_path_factory.mktemp("case"), tokenizer)
+
+
+def refused(command: str, folder: Path, settings: dict, *flags: str, capsys: pytest.CaptureFixture) -> str:
+    with pytest.raises(SystemExit) as end:
+        run(command, folder, settings, *flags)
+    assert end.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and not (folder / "out").exists()
+    return lines[0]
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_quiet_hides_the_bar_and_the_log(quiet, case, tmp_path, capsys, loud):
+    settings = {key: value for key, value in case.items() if key != "disable_tqdm"}
+    run("sft", tmp_path, {**settings, "max_steps": 2}, *["--quiet"][: int(quiet)])
+    shown = capsys.readouterr()
+    assert "result: " in shown.out
+    assert ("%|" not in shown.err and "loss" not in shown.err) if quiet else "%|" in shown.err
+
+
+def test_the_command_trains_what_python_trains(case, tokenizer, tmp_path):
+    out = run("sft", tmp_path, case, "--learning_rate", "1e-2", "--router-z-loss-coef", "0.001")
+    args = MoESFTConfig(
+        output_dir=str(tmp_path / "python"), **{**SETTINGS, "learning_rate": 1e-2}, router_z_loss_coef=0.001
+    )
+    base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"], dtype=torch.float32)
+    data = Dataset.from_list(rows(24))
+    set_seed(args.seed)
+    config = MoELoraConfig(task_type="CAUSAL_LM", **ADAPTER)
+    trainer = MoESFTTrainer(base, args, train_dataset=data, processing_class=tokenizer, peft_config=config)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "python"))
+    ours, theirs = weights(out), weights(tmp_path / "python")
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=0)
+    config = PeftConfig.from_pretrained(out)
+    assert (config.num_experts, config.top_k, config.r, config.lora_alpha) == (6, 2, 4, 8)
+    log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert log[0]["learning_rate"] == 1e-2 and "router_z_loss" in log[0]
+    card = (out / "README.md").read_text()
+    assert "- Training data: " in card and "6 steps of 4 rows" in card and "import moe_peft" in card
+    assert AutoPeftModelForCausalLM.from_pretrained(out)(input_ids=torch.tensor([[3, 4]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("command", ["sft", "upit"])
+def test_an_adapter_names_the_revision_of_its_base(command, case, tmp_path, tokenizer):
+    """Whoever loads it gets that one, and not the main branch."""
+    if command == "sft":
+        out = run("sft", tmp_path, {**case, "model_revision": "v2", "max_steps": 1})
+    else:
+        recipe = make_recipe(tmp_path, tokenizer)
+        recipe["model"]["revision"] = "v2"
+        out = run_upit({**recipe, "num_train_epochs": 1}, tmp_path).result
+    assert PeftConfig.from_pretrained(out).revision == "v2"
+
+
+def test_two_stages_from_one_file(case, tmp_path):
+    """Routers alone, with their own rate; then all but the routers."""
+    stages = {"routers": {"learning_rate": 5e-2, "max_steps": 12, "save_steps": 12}, "rest": None}
+    out = run("sft", tmp_path, {**case, "label_column": "domain", "expert_map": MASKS, "stages": stages})
+    routers, end = weights(out / "routers" / "checkpoint-12"), weights(out)
+    assert routers.keys() == end.keys()
+    for name, value in routers.items():
+        of_router = "router" in name
+        assert torch.equal(end[name], value) == of_router, name
+        if name.endswith("moe_lora_B.up_proj"):
+            assert not value.any()  # the first stage left the experts alone
+    for stage, step, rate in (("routers", 12, 5e-2), ("rest", 6, 5e-3)):
+        log = json.loads((out / stage / f"checkpoint-{step}" / "trainer_state.json").read_text())["log_history"]
+        assert log[0]["learning_rate"] == rate
+        assert f"- {step} steps of 4 rows, learning rate {rate}" in (out / "README.md").read_text()
+        if stage == "routers":
+            assert log[-2]["compliance"] > log[0]["compliance"] + 0.1
+
+
+def test_stages_may_be_flags(case, tmp_path):
+    flags = ["--stages", "routers", "rest", "--label_column", "domain", "--expert_map", json.dumps(MAPS)]
+    out = run("sft", tmp_path, case, *flags)
+    assert (out / "routers" / "checkpoint-6").is_dir() and (out / "rest" / "checkpoint-6").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("own", "names"),
+    [
+        ({}, {"routers", "rest"}),
+        ({"stages": ["joint"]}, {"joint"}),
+        ({"training_stage": "routers"}, set()),
+        ({"router_label_loss_coef": 0.0}, set()),
+        ({"router_schedule": "three_phase"}, set()),
+        ({"router_label_mask": True, "expert_map": {"a": [0, 1], "b": [2, 3], "c": [4, 5]}}, set()),
+    ],
+)
+def test_labels_train_routers_first(own, names, case, tmp_path):
+    """Unless the settings say otherwise: both losses together did harm in the source."""
+    out = run("sft", tmp_path, {**case, "label_column": "domain", "expert_map": MAPS, **own})
+    assert {path.name for path in out.iterdir() if path.name in ("routers", "rest", "joint")} == names
+    stages = names or {"."}
+    assert all((out / name / "checkpoint-6").is_dir() for name in stages)
+
+
+def test_one_training_of_labels_and_all_does_not_begin_anew_as_two(case, tmp_path, capsys):
+    """It goes on where it is told to."""
+    own = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant", "save_steps": 3}
+    whole = weights(run("sft", tmp_path, {**own, "stages": ["joint"]}))
+    shutil.move(tmp_path / "out/joint/checkpoint-3", tmp_path / "out/checkpoint-3")
+    shutil.rmtree(tmp_path / "out/joint")
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
+    found = capsys.readouterr().err
+    assert "has checkpoints of one training with all losses; move them to" in found and "stages=[joint]" in found
+    (tmp_path / "out/joint").mkdir()
+    shutil.move(tmp_path / "out/checkpoint-3", tmp_path / "out/joint/checkpoint-3")
+    again = weights(run("sft", tmp_path, {**own, "stages": ["joint"]}, "--resume_from_checkpoint", "true"))
+    for name, value in whole.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=0)
+
+
+def test_hard_masks(case, tmp_path):
+    settings = {**case, "label_column": "domain", "expert_map": {"a": [0, 1], "b": [2, 3], "c": [2, 3]}}
+    out = run("sft", tmp_path, {**settings, "router_label_mask": True})
+    for name, value in weights(out).items():
+        if ".moe_lora_B." in name:
+            used = [bool(value[i].any()) for i in range(6)]
+            assert used == [True] * 4 + [False] * 2, name
+
+
+def test_resumed_is_as_never_stopped(case, tmp_path):
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    # A constant rate, so that a training of 3 steps begins like one of 6.
+    settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}
+    settings["stages"] = ["routers", "rest"]
+    first = {**settings, "stages": {"routers": None, "rest": {"max_steps": 3}}}
+    out = run("sft", tmp_path / "stopped", first)  # as if killed after the third step of the second stage
+    assert run("sft", tmp_path / "stopped", settings, "--resume_from_checkpoint", "true") == out
+    whole = run("sft", tmp_path / "whole", settings)
+    assert weights(whole).keys() == weights(out).keys()
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(out)[name], value, rtol=0, atol=0)
+
+
+def test_a_native_moe_trains_all_its_weights(case, tmp_path):
+    moe = upcycle(case["model_name_or_path"], tmp_path / "moe", UpcycleConfig(num_experts=4, top_k=2))
+    own = {key: value for key, value in case.items() if key not in ADAPTER}
+    before = AutoModelForCausalLM.from_pretrained(moe).state_dict()
+    out = run("sft", tmp_path, {**own, "model_name_or_path": str(moe)})
+    after = AutoModelForCausalLM.from_pretrained(out)
+    assert after.config.model_type == "mixtral"
+    card = (out / "README.md").read_text()
+    assert (
+        "`mixtral` with 4 experts per layer" in card and "- Training data: " in card and "import moe_peft" not in card
+    )
+    changed = {name for name, value in after.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == before.keys()
+
+
+def test_attention_experts_and_patterns(case, tmp_path):
+    own = {"target_modules": ["mlp", "q_proj", "v_proj"], "num_experts_pattern": {"[qv]_proj": 1}}
+    out = run("sft", tmp_path, {**case, **own})
+    model = AutoPeftModelForCausalLM.from_pretrained(out)
+    assert len(adapter_layers(model)) == 2
+    names = {name.split(".moe_lora")[0].rsplit(".", 1)[-1] for name in weights(out)}
+    assert {"mlp", "q_proj", "v_proj"} <= names
+
+
+def test_quantized_base(case, tmp_path):
+    out = run("sft", tmp_path, {**case, "load_in_4bit": True, "max_steps": 2})
+    assert any(value.any() for name, value in weights(out).items() if ".moe_lora_B." in name)
+
+
+def test_evaluation_on_a_split(case, tmp_path):
+    (tmp_path / "data").mkdir()
+    for split, offset in (("train", 0), ("test", 5)):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(12, offset))))
+    own = {"dataset_name": str(tmp_path / "data"), "eval_strategy": "steps", "eval_steps": 3}
+    out = run("sft", tmp_path, {**case, **own})
+    log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert sum("eval_loss" in record for record in log) == 2
+    started = run("sft", tmp_path / "data", {**case, "dataset_name": own["dataset_name"], "eval_on_start": True})
+    log = json.loads((started / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert [record["step"] for record in log if "eval_loss" in record] == [0]
+
+
+def test_a_metric_that_no_evaluation_has(case, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    for split, offset in (("train", 0), ("test", 5)):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(12, offset))))
+    own = {"dataset_name": str(tmp_path / "data"), "eval_strategy": "steps", "eval_steps": 3}
+    own |= {"load_best_model_at_end": True, "metric_for_best_model": "no"}
+    with pytest.raises(SystemExit) as end:
+        run("sft", tmp_path, {**case, **own})
+    assert end.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "metric_for_best_model='no': " in lines[0] and "eval_loss" in lines[0]
+
+
+def test_what_trl_does_not_do_is_one_line(case, tmp_path, capsys):
+    own = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl")), "sync_ref_model": True}
+    assert "sync_ref_model=True" in refused("dpo", tmp_path, own, capsys=capsys)
+
+
+def test_routers_alone_need_a_loss_that_trains_them(case, tmp_path, capsys):
+    pairs = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl"))}
+    own = {**pairs, "training_stage": "routers", "router_aux_loss_coef": 0.1}
+    message = "MoEDPOConfig: training_stage='routers' needs router_z_loss_coef above 0: no loss trains the routers"
+    assert message in refused("dpo", tmp_path, own, capsys=capsys)
+    own = {**case, "label_column": "domain", "expert_map": MASKS, "router_label_loss_coef": 0.0}
+    assert "needs label_column and expert_map, and router_label_loss_coef or router_z" in refused(
+        "sft", tmp_path, {**own, "stages": {"joint": None, "routers": None}}, capsys=capsys
+    )
+
+
+def test_dpo_trains_routers_alone(case, tmp_path):
+    own = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl")), "max_steps": 2}
+    own |= {"training_stage": "routers", "router_z_loss_coef": 0.1}
+    found = []
+    for rate in (0.0, 1e-2):
+        (tmp_path / str(rate)).mkdir()
+        found.append(weights(run("dpo", tmp_path / str(rate), {**own, "learning_rate": rate})))
+    before, after = found
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if ".moe_lora_router." in name} != set()
+
+
+def test_dpo(case, tmp_path):
+    own = {"dataset_name": case["dataset_name"].replace("train.jsonl", "pairs.jsonl"), "router_aux_loss_coef": 0.5}
+    out = run("dpo", tmp_path, {**case, **own})
+    log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert "rewards/margins" in log[0] and "aux_loss" in log[0]
+    assert PeftConfig.from_pretrained(out).router_aux_loss_coef == 0.5
+
+
+def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
+    stages = {"routers": {"learning_rate": 1e-2}, "rest": None}
+    own = {"label_column": "domain", "expert_map": MAPS, "stages": stages, "max_steps": -1, "num_train_epochs": 2}
+    out = run("sft", tmp_path, {**case, **own}, "--dry-run")
+    printed = capsys.readouterr().out
+    routers, experts = 2 * 6 * 64, 2 * 6 * 4 * 3 * (64 + 128)
+    for number in (f"{routers:,}", f"{experts:,}", "12", "learning rate 0.01", "FLOP per token"):
+        assert number in printed, number
+    assert not out.exists()
+    run("sft", tmp_path, {**case, **own}, "--dry-run", "--processes", "3", "--strategy", "zero2")
+    shared = capsys.readouterr().out
+    for text in ("parameters 0.00 GiB, gradients", "memory per process", " 4 "):  # a third of the steps
+        assert text in shared, text
+    base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"])
+    model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM", **ADAPTER))
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == routers + experts
+
+
+@pytest.mark.parametrize("own, message", [
+    ({"num_expert": 4}, "num_expert: unknown key; did you mean 'num_experts'?"),
+    ({"num_experts": "four"}, "num_experts='four': must be int"),
+    ({"num_experts": [4]}, r"num_experts=[4]: must be a single value"),
+    ({"use_cpu": "maybe"}, "use_cpu='maybe'"),
+    ({"mixing": "both"}, "mixing='both'"),
+    ({"top_k": 9}, "top_k=9: use at most the number of experts (6)"),
+    ({"stages": ["router"]}, "stages='router': must be one of joint, routers, rest"),
+    ({"stages": []}, "stages=[]: name at least one of"),
+    ({"stages": ["joint", "joint"]}, "stages=['joint', 'joint']: name each stage once"),
+    ({"stages": ["joint"], "training_stage": "rest"}, "training_stage='rest': stages says which; leave it out"),
+    ({"stages": {"joint": {"output_dir": "x"}}}, "stages.joint.output_dir: it is the folder of the stage's name"),
+    ({"stages": {"rest": None, "joint": {"chat_template_path": "no"}}}, "chat_template_path='no'"),
+    ({"stages": {"rest": None, "joint": {"eval_strategy": "steps", "eval_steps": 1}}}, 'Unknown split "test"'),
+    ({"strategy": "fsdp2"}, "strategy='fsdp2': is for --dry-run"),
+    ({"zzz": 1}, "zzz: unknown key; see `moe-peft sft --help`"),
+    ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),
+    ({"stages": {"joint": {"training_stage": "rest"}}}, "stages.joint.training_stage: the stage's name says this"),
+    ({"dataset_name": None}, "dataset_name=None: name a file"),
+    ({"dataset_name": "nowhere.jsonl"}, "dataset_name='nowhere.jsonl': no such file"),
+    ({"model_name_or_path": "no/such/model"}, "model_name_or_path='no/such/model':"),
+    ({"model_name_or_path": None}, "model_name_or_path=None: name a model folder"),
+    ({"label_column": "topic", "expert_map": MAPS}, "label_column='topic': dataset_name has only"),
+    ({"load_in_4bit": True, "load_in_8bit": True}, "8 bit and 4 bit precision"),
+])  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(own, message, case, tmp_path, capsys):
+    assert message in refused("sft", tmp_path, {**case, **own}, capsys=capsys)
+
+
+@pytest.mark.parametrize("plan", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"label_column": "no", "expert_map": MAPS}, "stages.rest.label_column='no': dataset_name has only ['prompt'"),
+        ({"label_column": "text", "expert_map": MAPS}, "stages.rest.label_column='text': trainers add the token"),
+        ({"label_column": "domain", "expert_map": {"a": [0], "b": [1]}},
+         "stages.rest: MoESFTTrainer: expert_map: no experts for the labels ['c'] of the train dataset"),
+        ({"label_column": "domain", "expert_map": {**MAPS, "c": [9]}},
+         "stages.rest: MoESFTTrainer: expert_map: 'c': [9]: name experts from 0 to 5"),
+        ({"label_column": "domain", "expert_map": {**MAPS, "c": [5]}, "router_label_mask": True},
+         "stages.rest: MoESFTTrainer: router_label_mask=True: 'c' has 1 of the experts, a token gets top_k=2"),
+    ],
+)  # fmt: skip
+def test_a_later_stage_is_checked_before_the_first_one_trains(own, message, plan, case, tmp_path, capsys):
+    settings = {**case, "stages": {"joint": None, "rest": own}}
+    assert message in refused("sft", tmp_path, settings, *plan, capsys=capsys)
+
+
+def test_a_later_stage_of_routers_without_parameters(case, tmp_path, capsys):
+    settings = {**case, "router_type": "hash", "label_column": "domain", "expert_map": MAPS}
+    settings |= {"router_aux_loss_coef": 0.0, "router_label_loss_coef": 0.0}
+    routers = {"router_z_loss_coef": 0.1}
+    message = "stages.routers: MoESFTConfig: training_stage='routers': these routers have no parameters; use 'joint'"
+    found = refused("sft", tmp_path, {**settings, "stages": {"rest": None, "routers": routers}}, capsys=capsys)
+    assert message in found
+
+
+def test_a_checkpoint_is_of_one_stage(case, tmp_path, capsys):
+    settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}
+    flags = ("--stages", "routers", "rest", "--resume_from_checkpoint", str(tmp_path / "out/routers/checkpoint-3"))
+    message = "checkpoint-3': is of one of the stages routers, rest; use true, or stages.<name>.resume_from_checkpoint"
+    assert message in refused("sft", tmp_path, settings, *flags, capsys=capsys)
+    whole = weights(run("sft", tmp_path, {**settings, "stages": ["routers", "rest"]}))
+    (tmp_path / "again").mkdir()
+    own = {"routers": {"resume_from_checkpoint": flags[-1]}, "rest": None}
+    again = weights(run("sft", tmp_path / "again", {**settings, "stages": own}))
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+    log = json.loads((tmp_path / "again/out/routers/checkpoint-6/trainer_state.json").read_text())["log_history"]
+    assert log[0]["step"] == 1  # of the checkpoint
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--num_expert", "4"], "--num_expert: unknown key; did you mean '--num_experts'?"),
+    (["--learning_rat", "1"], "--learning_rat: unknown key; did you mean '--learning_rate'?"),
+    (["--num_experts", "four"], "--num_experts"),
+    (["--expert_map", "a=0"], "must be JSON"),
+])  # fmt: skip
+def test_wrong_flags_too(flags, message, case, tmp_path, capsys):
+    assert message in refused("sft", tmp_path, case, *flags, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"learning_rate": -1e-3}, "learning_rate=-0.001: must be at least 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan: must be finite"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: must be at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"max_length": 0}, "max_length=0: must be at least 2"),
+        ({"seed": -1}, "seed=-1"),
+        (
+            {"stages": {"routers": {"learning_rate": "fast"}}},
+            "learning_rate='fast': must be a valid number",
+        ),
+        ({"stages": {"rest": {"max_grad_norm": -1.0}}}, "stages.rest.max_grad_norm=-1.0: must be at least 0"),
+        ({"dataset_streaming": True}, "dataset_streaming=True: rows are counted"),
+        ({"max_length": 2}, "sft: max_length=2: no example keeps a token to learn from; raise it"),
+        ({"stages": {"rest": {"max_length": 2}, "joint": None}}, "stages.rest: max_length=2: no example keeps"),
+        ({"eos_token": "<no>"}, "sft: The specified `eos_token` ('<no>')"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0: must be at least 1"),
+        ({"push_to_hub": True, "hub_token": "no"}, "push_to_hub=True: "),
+    ],
+)
+def test_numbers_out_of_range_and_what_would_be_ignored(own, message, case, tmp_path, capsys):
+    settings = {**case, "label_column": "domain", "expert_map": MASKS} if "stages" in own else case
+    assert message in refused("sft", tmp_path, {**settings, **own}, capsys=capsys)
+
+
+def test_a_checkpoint_is_resumed_with_its_own_settings(case, tmp_path, capsys):
+    run("sft", tmp_path, {**case, "max_steps": 3, "save_steps": 3})
+    for own, message in (
+        ({"top_k": 1}, "error: top_k=1: resume_from_checkpoint: "),
+        ({"lora_alpha": 2}, "error: lora_alpha=2.0: resume_from_checkpoint: "),
+    ):
+        with pytest.raises(SystemExit):
+            run("sft", tmp_path, {**case, **own}, "--resume_from_checkpoint", "true")
+        error = capsys.readouterr().err
+        assert message in error and "set that, or start anew" in error
+
+
+def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
+    own = {**case, "max_steps": 4, "save_steps": 2}  # in the middle of an epoch
+    before = weights(run("sft", tmp_path, own))
+    out = run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
+    after = weights(out)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert not (out / "checkpoint-5").exists() and "4 steps of 4 rows" in (out / "README.md").read_text()
+    for flags, message in (
+        (["--max_steps", "3"], "max_steps=3: resume_from_checkpoint: "),
+        (["--max_steps", "9", "--learning_rate", "0.5"], "learning_rate 0.005 and not 0.5"),
+        (["--max_steps", "9", "--optim", "sgd"], "optim adamw_torch"),
+    ):
+        with pytest.raises(SystemExit):
+            run("sft", tmp_path, own, "--resume_from_checkpoint", "true", *flags)
+        assert message in capsys.readouterr().err
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows(24, 5))))
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, {**own, "dataset_name": str(tmp_path / "other.jsonl"), "max_steps": 9},
+            "--resume_from_checkpoint", "true")  # fmt: skip
+    assert ": is of another training, with data " in capsys.readouterr().err
+    run("sft", tmp_path, own, "--resume_from_checkpoint", "true", "--max_steps", "6")
+    assert (out / "checkpoint-6").is_dir()
+
+
+def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_gone_on_from(case, tmp_path, capsys):
+    run("sft", tmp_path, {**case, "learning_rate": 5e-2})
+    out = run("sft", tmp_path, {**case, "learning_rate": 1e-4, "max_steps": 3})  # leaves checkpoint-6 of the other one
+    assert (out / "checkpoint-6").is_dir()
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, {**case, "learning_rate": 1e-4}, "--resume_from_checkpoint", "true")
+    assert "checkpoint-6': is of another training, with learning_rate 0.05 and not 0.0001" in capsys.readouterr().err
+    run("sft", tmp_path, {**case, "learning_rate": 1e-4}, "--resume_from_checkpoint", str(out / "checkpoint-3"))
+    log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert max(record.get("learning_rate", 0) for record in log) == 1e-4
+
+
+def test_a_run_of_a_part_of_an_epoch_is_done_when_it_is(case, tmp_path, capsys):
+    own = {**{name: value for name, value in case.items() if name != "max_steps"}, "num_train_epochs": 1.5}
+    before = weights(run("sft", tmp_path, own))  # 9 steps of 4 of 24 rows
+    out = run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
+    assert not (out / "checkpoint-10").exists() and (out / "checkpoint-9").is_dir()
+    after = weights(out)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, {**own, "num_train_epochs": 1}, "--resume_from_checkpoint", "true")
+    message = capsys.readouterr().err
+    assert "num_train_epochs=1.0: resume_from_checkpoint: " in message and "has 9 steps already" in message
+
+
+def test_the_best_checkpoint_stays_the_result_of_a_run_that_is_done(case, tmp_path):
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(24))))
+    own = {
+        **case, "dataset_name": str(tmp_path / "data"), "max_steps": 3, "save_steps": 1, "eval_strategy": "steps",
+        "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }  # fmt: skip
+    before = weights(run("sft", tmp_path, own))
+    first = weights(tmp_path / "out" / "checkpoint-1")
+    after = weights(run("sft", tmp_path, own, "--resume_from_checkpoint", "true"))
+    for name, value in first.items():
+        assert torch.equal(before[name], value) and torch.equal(after[name], value)
+
+
+def test_folders_beside_the_checkpoints_are_not_taken_for_some(case, tmp_path):
+    out = run("sft", tmp_path, case)
+    before = weights(out)
+    for name in ("checkpoint-3-1000", "checkpoint-6-best1", "checkpoint-9x"):
+        shutil.copytree(out / "checkpoint-3", out / name)
+    (out / "checkpoint-12").write_text("a file")
+    after = weights(run("sft", tmp_path, case, "--resume_from_checkpoint", "true"))
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert (out / "checkpoint-3-1000").is_dir()
+
+
+def test_a_batch_that_the_trainer_made_smaller_is_that_of_the_steps_to_go(case, tmp_path):
+    own = {**{name: value for name, value in case.items() if name != "max_steps"}, "num_train_epochs": 1}
+    own["auto_find_batch_size"] = True
+    out = run("sft", tmp_path, own)  # 6 steps of 4 of 24 rows
+    path = out / "checkpoint-6" / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "train_batch_size": 2, "max_steps": 12}))
+    run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
+    assert json.loads((out / "checkpoint-12" / "trainer_state.json").read_text())["global_step"] == 12
+
+
+def test_going_on_skips_a_checkpoint_that_was_cut_off(case, tmp_path, capsys, caplog):
+    out = run("sft", tmp_path, case)
+    before = weights(out)
+    (out / "checkpoint-6" / "trainer_state.json").unlink()  # which is written last
+    after = weights(run("sft", tmp_path, case, "--resume_from_checkpoint", "true"))
+    assert "going on from checkpoint-3" in caplog.text + capsys.readouterr().err
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    for step in (3, 6):
+        (out / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, case, "--resume_from_checkpoint", "true")
+    assert "checkpoint-6: has no trainer_state.json, so it is no whole checkpoint; remove it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "names", [("from", "value", "user", "assistant"), ("role", "content", "user", "assistant")], ids=["from", "role"]
+)
+def test_conversations_are_messages(names, case, tmp_path, capsys):
+    role, content, user, assistant = names
+    turns = [[{role: user, content: row["prompt"]}, {role: assistant, content: row["completion"]}] for row in rows(12)]
+    trained = {}
+    for column in ("conversations", "messages"):
+        data = [
+            [{"role": t[role], "content": t[content]} if column == "messages" else t for t in turn] for turn in turns
+        ]
+        (tmp_path / column).mkdir()
+        (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+        (tmp_path / f"{column}.jsonl").write_text("\n".join(json.dumps({column: turn}) for turn in data))
+        settings = {
+            **case, "dataset_name": str(tmp_path / f"{column}.jsonl"), "max_steps": 2, "save_steps": 2,
+            "chat_template_path": str(tmp_path / "template.jinja"),
+        }  # fmt: skip
+        run("sft", tmp_path / column, settings, "--dry-run")
+        trained[column] = weights(run("sft", tmp_path / column, settings))
+    for name, value in trained["messages"].items():
+        assert torch.equal(trained["conversations"][name], value)
+
+
+def test_a_stage_reads_numbers_as_the_file_does(case, tmp_path):
+    text = yaml.safe_dump({**case, "output_dir": str(tmp_path / "out")})
+    (tmp_path / "run.yaml").write_text(text + "\nstages: {rest: {learning_rate: 1e-3, fp16: true}}\n")
+    options = parser("moe-peft sft").parse_args(["--config", str(tmp_path / "run.yaml")])
+    assert options.run.stages == {"rest": {"learning_rate": 1e-3, "fp16": True}}
+
+
+@pytest.mark.parametrize("own", [{"every_n_layers": 2}, {"selective": True}, {"selective": False}], ids=str)
+def test_keys_of_checkpointing_that_transformers_and_trl_take(own, case, tmp_path, capsys):
+    renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+    known = inspect.signature(renamed or PreTrainedModel.gradient_checkpointing_enable).parameters
+    if "every_n_layers" in own and "every_n_layers" not in known:
+        pytest.skip("this version of transformers does not know it")
+    if own.get("selective") and renamed:
+        message = refused("sft", tmp_path, {**case, "gradient_checkpointing_kwargs": own}, capsys=capsys)
+        assert "gradient_checkpointing_kwargs.selective=True: TRL sets it in a method that" in message
+        return
+    before = weights(run("sft", tmp_path, {**case, "max_steps": 2}))
+    settings = {**case, "max_steps": 2, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": own}
+    after = weights(run("sft", tmp_path, {**settings, "output_dir": str(tmp_path / "other")}))
+    torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize("alias", ["gradient", "activation"])
+def test_a_stage_changes_what_the_arguments_have_set_by_themselves(alias, case, tmp_path):
+    """Arguments resolve precision and checkpointing, and note both names of the latter."""
+    own = {name: value for name, value in case.items() if name not in ("bf16", "gradient_checkpointing")}
+    rest = {"fp16": True, f"{alias}_checkpointing": False}
+    if f"{alias}_checkpointing" not in {f.name for f in dataclasses.fields(MoESFTConfig)}:
+        pytest.skip("this version of transformers has the old name alone")
+    first = {f"{alias}_checkpointing_kwargs": {"use_reentrant": True}}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({
+        **own, "output_dir": "out", "label_column": "domain", "expert_map": MASKS,
+        "stages": {"routers": first, "rest": rest},
+    }, sort_keys=False))  # fmt: skip
+    routers, rest = stages(parser("moe-peft sft").parse_args(["--config", str(path)]))
+    assert routers.gradient_checkpointing and routers.gradient_checkpointing_kwargs == {"use_reentrant": True}
+    assert rest.fp16 and not rest.bf16 and not rest.gradient_checkpointing
+    for args in (routers, rest):
+        assert getattr(args, "activation_checkpointing", args.gradient_checkpointing) == args.gradient_checkpointing
+
+
+def test_weights_that_are_not_finite_are_not_saved(case, tmp_path, capsys):
+    own = {**case, "learning_rate": 1e38, "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 3, "save_steps": 3}
+    message = refused("sft", tmp_path, own, capsys=capsys)
+    assert message.startswith("error: learning_rate=1e+38: after step 3, ") and "use a lower rate" in message
+    assert not [*tmp_path.rglob("*.safetensors")]
+
+
+def test_deepspeed_takes_one_stage(case, tmp_path, capsys, monkeypatch):
+    plugin = property(lambda self: object(), lambda self, value: None)
+    monkeypatch.setattr(MoESFTConfig, "deepspeed_plugin", plugin, raising=False)
+    own = {**case, "label_column": "domain", "expert_map": MASKS, "stages": ["routers", "rest"]}
+    assert "DeepSpeed prepares a model for one training" in refused("sft", tmp_path, own, capsys=capsys)
+
+
+def test_data_of_the_other_kind_is_refused(case, tmp_path, capsys):
+    assert "needs chosen and rejected" in refused("dpo", tmp_path, case, capsys=capsys)
+
+
+def test_flags_go_before_the_file_and_all_fields_are_flags(case, tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**case, "output_dir": "out", "learning_rate": "3e-4"}))
+    options = parser("moe-peft sft").parse_args(["--config", str(tmp_path / "run.yaml"), "--top-k", "1"])
+    assert options.adapter["top_k"] == 1 and options.adapter["num_experts"] == 6
+    assert options.training.learning_rate == 3e-4
+    fields = {f for f in MoELoraConfig.__dataclass_fields__ if f not in PeftConfig.__dataclass_fields__}
+    assert fields - {"router_aux_loss_coef"} == options.adapter.keys()
+    assert options.adapter_config() == MoELoraConfig(task_type="CAUSAL_LM", **{**ADAPTER, "top_k": 1})
+
+
+def test_two_processes_train_as_one(case, tmp_path):
+    """Half the batch each, over gloo, in two stages. SGD and all experts at once: rounding is not blown up."""
+    own = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "top_k": 6, "router_aux_loss_coef": 0.0}
+    own |= {"label_column": "domain", "expert_map": MAPS, "stages": ["routers", "rest"]}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = run("sft", tmp_path / "one", {**case, **own})
+    two = {**case, **own, "per_device_train_batch_size": 2, "output_dir": str(tmp_path / "two" / "out")}
+    (tmp_path / "two" / "run.yaml").write_text(yaml.safe_dump(two))
+    # `accelerate launch --cpu` starts one process whatever one asks for, hence torch's own launcher.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moe_peft"]
+    command += ["sft", "--config", str(tmp_path / "two" / "run.yaml")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected, found = weights(one), weights(tmp_path / "two" / "out")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+        assert "moe_lora_B" not in name or value.any()
+
+
+def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    run("sft", tmp_path, {**case, "bf16": True, "use_cpu": False}, "--dry-run")
+    assert "memory per process" in capsys.readouterr().out
+    for own in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit):
+            run("sft", tmp_path, {**case, "use_peft": False}, *own)
+        assert "LlamaForCausalLM has no router" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["sft", "--num_expert", "4"])
+    assert "did you mean" in capsys.readouterr().err  # before anything else is looked at
+
+
+# --- what a file may say --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *(
+            (key, None, f"{key}=null: must have a value; leave it out for")
+            for key in ("learning_rate", "seed", "logging_steps", "optim", "lr_scheduler_type", "save_strategy", "beta")
+        ),
+        *(
+            (key, {"a": 1}, f"{key}={{'a': 1}}: must not be a mapping")
+            for key in ("learning_rate", "output_dir", "model_name_or_path", "max_length", "bf16", "use_cpu", "dtype",
+                        "target_modules", "load_in_4bit", "use_peft", "r", "report_to", "dry_run")
+        ),
+        ("report_to", "wandb", "report_to='wandb': "),
+        ("report_to", "nonsense", "report_to='nonsense': "),
+        ("optim", "schedule_free_adamw", "optim='schedule_free_adamw': "),
+        ("optim_args", "foo", "optim_args='foo': "),
+        ("lr_scheduler_kwargs", {"foo": 1}, "lr_scheduler_kwargs={'foo': 1}: of 'linear'"),
+        ("lr_scheduler_type", "warmup_stable_decay", "lr_scheduler_kwargs={}: of 'warmup_stable_decay'"),
+        ("accelerator_config", {"foo": 1}, "foo"),
+        ("max_steps", 0, "max_steps=0: must be at least 1, or -1"),
+        ("num_train_epochs", 1e308, "num_train_epochs=1e+308: must be above 0"),
+        ("chat_template_path", "nowhere", "chat_template_path='nowhere'"),
+        ("expert_map", "[" * 100_000, "must be JSON like"),
+        ("rank_pattern", '{"a": 1, "a": 2}', "must be JSON like"),
+        ("activation_checkpointing_kwargs", "x", "activation_checkpointing_kwargs='x': must be a mapping"),
+        ("dataset_kwargs", "x", "dataset_kwargs='x': must be a mapping"),
+        ("torch_compile_mode", "fast", "torch_compile_mode='fast': must be one of default, "),
+        ("trust_remote_code", True, "trust_remote_code=True: is not read here; code that comes with a model"),
+        ("model_init_kwargs", {"a": 1}, "model_init_kwargs={'a': 1}: is not read here; use model_revision"),
+        ("assistant_only_loss", True, "assistant_only_loss=True: the data have no conversations; use"),
+        ("resume_from_checkpoint", "nowhere", "resume_from_checkpoint: nowhere: has no trainer_state.json"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys):
+    command = "dpo" if key == "beta" else "sft"
+    assert message in refused(command, tmp_path, {**case, key: value}, capsys=capsys)
+
+
+def test_the_end_token_goes_with_the_result(case, tmp_path):
+    out = run("sft", tmp_path, {**case, "max_steps": 1}, "--eos_token", "w5")
+    assert AutoTokenizer.from_pretrained(out).eos_token == "w5"
+
+
+@pytest.mark.parametrize("command", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("rows_of_base", "added", "why"),
+    [(128, ["<new>"], "adds '<new>'"), (192, [], "gives 128 rows to the embeddings, which have 192")],
+)
+def test_another_tokenizers_template_that_would_change_the_base(
+    rows_of_base, added, why, command, case, tmp_path, tokenizer, capsys, monkeypatch
+):
+    """It is said before weights are loaded; a native MoE, whose embeddings are saved with it, may have it."""
+    monkeypatch.setattr("moe_peft.cli.training.read_model", None)
+    tiny_llama(vocab=rows_of_base).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(added)
+    other.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    other.save_pretrained(tmp_path / "other")
+    settings = {**case, "model_name_or_path": str(tmp_path / "base"), "chat_template_path": str(tmp_path / "other")}
+    line = refused("sft", tmp_path, settings, *command, capsys=capsys)
+    assert f"its tokenizer {why}, and an adapter keeps its base's; name a .jinja file, and set eos_token" in line
+    if command:
+        upcycle(tmp_path / "base", tmp_path / "moe", UpcycleConfig(num_experts=4))
+        own = {name: value for name, value in settings.items() if name not in ADAPTER}
+        run("sft", tmp_path, {**own, "model_name_or_path": str(tmp_path / "moe")}, *command)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_launchers_variable_that_is_no_number(name, case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(name, "two")
+    assert f"error: {name}='two' in the environment: must be a whole number" in refused(
+        "sft", tmp_path, case, capsys=capsys
+    )
+
+
+def test_what_is_not_on_this_machine_is_said_before_training(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr("moe_peft.training.preflight.is_liger_kernel_available", lambda: False)
+    own = {**case, "use_liger_kernel": True}
+    assert "use_liger_kernel=True: is not installed; pip" in refused("sft", tmp_path, own, capsys=capsys)
+    own = {**case, "activation_offloading": True}
+    assert "activation_offloading=True: there is no accelerator" in refused("sft", tmp_path, own, capsys=capsys)
+
+
+@pytest.mark.parametrize("key", ["completion_only_loss", "assistant_only_loss"])
+def test_answers_that_no_row_has(key, tokenizer, tmp_path):
+    args = MoESFTConfig(output_dir=str(tmp_path), **SETTINGS, **{key: True})
+    data = Dataset.from_list([{"text": "w1 w2 w3"}])
+    with pytest.raises(ValueError, match=f"^MoESFTTrainer: {key}=True: the data have no "):
+        MoESFTTrainer(tiny_llama(), args, train_dataset=data, processing_class=tokenizer)
+
+
+def test_a_value_that_may_be_null_is(case, tmp_path):
+    assert run("sft", tmp_path, {**case, "max_steps": 1, "max_length": None, "eval_steps": None, "lora_dropout": 0.0})
+
+
+def test_one_excluded_module_is_a_name(case, tmp_path):
+    out = run("sft", tmp_path, {**case, "max_steps": 1, "exclude_modules": ["layers.0.mlp"]})
+    assert all("layers.1." in name for name in weights(out))
+
+
+def test_the_models_own_folder_and_fields_of_an_adapter(case, tmp_path, capsys):
+    moe = tmp_path / "moe"
+    upcycle(case["model_name_or_path"], moe, UpcycleConfig(num_experts=4))
+    own = {key: value for key, value in case.items() if key not in ADAPTER} | {"model_name_or_path": str(moe)}
+    before = (moe / "model.safetensors").read_bytes()
+    for flags, message in (
+        (["--output_dir", str(moe)], f"output_dir='{moe}': is the model's folder"),
+        (["--num_experts", "4"], "num_experts=4: is for a MoE-LoRA adapter"),
+    ):
+        assert message in refused("sft", tmp_path, own, *flags, capsys=capsys)
+    assert (moe / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "adapter_model.safetensors", "trainer_state.json"])
+def test_a_checkpoint_that_is_cut_off(file, case, tmp_path, capsys):
+    out = run("sft", tmp_path, {**case, "max_steps": 2, "save_steps": 2})
+    path = out / "checkpoint-2" / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(SystemExit) as end:
+        run("sft", tmp_path, {**case, "max_steps": 4}, "--resume_from_checkpoint", "true")
+    assert end.value.code == 2
+    assert file in capsys.readouterr().err.splitlines()[-1]
+    run("sft", tmp_path, {**case, "max_steps": 1}, "--resume_from_checkpoint", "false")

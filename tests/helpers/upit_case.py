@@ -1,0 +1,177 @@
+"""A UpIT run small enough for tests, and a process that can kill itself in the middle of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from moe_peft.cli import main
+from moe_peft.upit import UpIT, recipe_from_dict
+from tests.helpers.models import tiny_llama
+from tests.helpers.warm import start
+
+DOMAINS = ("a", "b", "c")
+
+
+def rows(count: int, offset: int = 0) -> list[dict[str, str]]:
+    """Prompts and completions of three domains in turn."""
+    return [
+        {
+            "prompt": f"w{3 + i % 3} w{10 + (i * 7 + offset) % 90}",
+            "completion": " " + " ".join(f"w{3 + (i % 3 * 31 + (i + offset) * j) % 120}" for j in range(3, 9 + i % 5)),
+            "domain": DOMAINS[i % 3],
+        }
+        for i in range(count)
+    ]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Base model and data in `folder`; returns a recipe's settings, with relative paths."""
+    tiny_llama(vocab=128).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    for name, part in (("train", rows(48)), ("eval", rows(12, offset=5))):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    return {
+        "output_dir": "out",
+        "model": {"name_or_path": str(folder / "base")},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "eval": str(folder / "eval.jsonl"),
+            "label_column": "domain",
+        },
+        "num_experts": 4,
+        "num_train_epochs": 4,
+        "adapter": {"r": 4, "lora_alpha": 8, "top_k": 2, "lora_dropout": 0.1},
+        "sft": {
+            "per_device_train_batch_size": 4,
+            "learning_rate": 5e-3,
+            "bf16": False,
+            "use_cpu": True,
+            "gradient_checkpointing": False,
+            "save_steps": 5,
+            "logging_steps": 4,
+            "disable_tqdm": True,
+        },
+        "prepare": {"num_experts": 3},
+        "router_init": {"seed_fraction": 0.25, "num_train_epochs": 2, "sft": {"save_steps": 2}},
+    }
+
+
+def run(case: dict[str, Any], folder: Path, redo: bool = False, **settings: Any) -> UpIT:
+    """Run the recipe, with other settings, to `folder/out`."""
+    pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(folder / "out"), **settings}))
+    pipeline.run(redo)
+    return pipeline
+
+
+def run_as_two_processes(settings: dict[str, Any], folder: Path, command: str = "upit", code: int = 0) -> None:
+    """
+    Run the recipe by the command line in two processes over gloo, that are told what torch's launcher tells them. Both
+    end with the code.
+    """
+    (folder / "two.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "meeting").unlink(missing_ok=True)
+    processes = [start(_run_rank, rank, folder, command) for rank in range(2)]
+    for process in processes:
+        process.join(300)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [code, code]
+
+
+def _run_rank(rank: int, folder: Path, command: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate wants them; they are not used
+    # A file to meet at: a port that is free now may be another's a moment later.
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    main([command, "--config", str(folder / "two.yaml")])
+
+
+# --- a process that kills itself ------------------------------------------------------------------------------------
+
+
+def run_in_process(settings: dict[str, Any], folder: Path, kill: tuple[str, int] | None = None) -> int:
+    """
+    Run the recipe in `folder` in a fresh process; returns its exit code.
+
+    `kill` = (point, n): it sends itself SIGKILL as it comes to that point for the n-th time (see `_POINTS`).
+    """
+    process = start(_run, settings, str(folder), kill)
+    process.join()
+    return process.exitcode
+
+
+def _run(settings: dict[str, Any], folder: str, kill: tuple[str, int] | None) -> None:
+    os.chdir(folder)
+    logging.disable()
+    _count_steps()
+    if kill is not None:
+        owner, name = _points()[kill[0]]
+        _kill_at(owner, name, kill[1])
+    UpIT(recipe_from_dict(settings)).run(redo=True)
+
+
+def _points() -> dict[str, tuple[Any, str]]:
+    """Where a process can be killed: just before the n-th call of one of these."""
+    from transformers import Trainer
+
+    import moe_peft.upit.evaluate
+    import moe_peft.upit.files
+    import moe_peft.upit.router_init
+    import moe_peft.upit.stage_cache
+    from moe_peft.training.checkpointing import _Checkpoints
+
+    return {
+        "step": (Trainer, "training_step"),
+        "within a checkpoint": (Trainer, "_save_rng_state"),
+        "before a checkpoint is marked": (_Checkpoints, "on_save"),
+        "scoring": (moe_peft.upit.router_init, "_perplexities"),
+        "writing an expert": (moe_peft.upit.files, "save_file"),
+        "writing json": (moe_peft.upit.stage_cache, "write_json"),
+        "renaming a stage": (Path, "rename"),
+        "evaluating": (moe_peft.upit.evaluate, "plot_shares"),
+        "removing": (moe_peft.upit.stage_cache.shutil, "rmtree"),
+    }
+
+
+def _count_steps() -> None:
+    """Leaves a byte in `steps` for every training step of every process."""
+    from transformers import Trainer
+
+    original = Trainer.training_step
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        with open("steps", "ab") as file:
+            file.write(b".")
+        return original(*args, **kwargs)
+
+    Trainer.training_step = counting
+
+
+def _kill_at(owner: Any, name: str, n: int) -> None:
+    original: Callable = getattr(owner, name)
+    calls = 0
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, killing)

@@ -1,0 +1,203 @@
+"""Loads and co-activation count what routers did, whatever kind of router it is and however it is steered."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import TrainerCallback
+
+from moe_peft import MoELoraConfig, allow_experts, force_experts, record_routing
+from moe_peft.routing.routers import ROUTERS
+from moe_peft.routing.statistics import chosen_experts, load_verdicts, verdict_line
+from tests.helpers.models import tiny_llama
+from tests.models.test_steering import KINDS, K, N, ids, make
+from tests.training.test_label_masks import MASKED
+from tests.training.test_sft_trainer import LABELS, make_model, make_trainer
+
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
+ALLOWED = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0], [0, 1, 0, 0, 0, 1]], dtype=torch.bool)
+SETTINGS = {
+    "attention": {"router_num_heads": 2},
+    "switch": {"router_capacity_factor": 0.7, "mixing": "projection", "top_k": 1, "normalize_top_k": False},
+    "soft": {"top_k": N},
+    "top_p": {"top_k": 4, "router_threshold": 0.5},
+    "threshold": {"top_k": 4},
+}
+
+
+def by_rule(kind: str, logits: torch.Tensor, k: int) -> list[list[int]]:
+    """Each token's experts, by the router's rule and one by one."""
+    served, taken = [], [0] * N
+    for token in logits:
+        p, order = token.softmax(-1), token.argsort(descending=True).tolist()
+        chosen = [i for i in order[:k] if p[i] > 0]
+        if kind == "switch":
+            taken[chosen[0]] += 1
+            chosen = chosen if taken[chosen[0]] <= math.ceil(0.7 * len(logits) / N) else []
+        if kind == "top_p":
+            while len(chosen) > 1 and sum(p[i] for i in chosen[:-1]) >= 0.5:
+                chosen.pop()
+        if kind == "threshold":
+            chosen = chosen[:1] + [i for i in chosen[1:] if p[i] >= 1 / N]
+        served.append(chosen)
+    return served
+
+
+@pytest.mark.parametrize("steering", ["free", "allowed", "forced"])
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_every_router_is_counted_as_it_routed(kind, steering):
+    settings = {"top_k": K, **SETTINGS.get(kind, {})}
+    config = MoELoraConfig(num_experts=N, r=4, router_type=kind, task_type="CAUSAL_LM", **settings)
+    model = get_peft_model(tiny_llama(vocab=64), config).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "moe_lora_router" in name:
+                parameter.normal_(std=0.5)
+    block = {
+        "free": lambda: nullcontext(),
+        "allowed": lambda: allow_experts(model, ALLOWED),
+        "forced": lambda: force_experts(model, torch.tensor([4, 0, 4])),
+    }[steering]
+    with torch.no_grad(), block(), record_routing(model) as statistics:
+        outputs = model(input_ids=ids(), attention_mask=MASK, output_router_logits=True)
+    counts, pairs = torch.zeros(2, N), torch.zeros(2, N, N)
+    for layer, logits in enumerate(outputs.router_logits):
+        if steering == "allowed":
+            logits = logits.masked_fill(~ALLOWED.repeat_interleave(7, 0), -torch.inf)
+        served = by_rule(kind, logits, settings["top_k"])
+        if steering == "forced":
+            served = [[(4, 0, 4)[t // 7]] for t in range(21)]
+        for real, experts in zip(MASK.flatten().tolist(), served, strict=True):
+            for i in experts if real else []:
+                counts[layer, i] += 1
+                for j in experts:
+                    pairs[layer, i, j] += 1
+    torch.testing.assert_close(statistics.counts[0], counts.double())
+    torch.testing.assert_close(statistics.coactivation, pairs.double())
+    if kind in ("switch", "top_p", "threshold") and steering == "free":
+        assert counts.sum() < 2 * settings["top_k"] * MASK.sum()  # slots were really left out
+
+
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steering_is_counted_wherever_the_recorder_stands(kind, outside):
+    model = make(kind)
+    with torch.no_grad():
+        if outside:
+            with record_routing(model) as statistics:
+                model(input_ids=ids())
+                free = statistics.counts.clone()
+                with force_experts(model, torch.tensor([4, 0, 4])):
+                    model(input_ids=ids())
+        else:
+            forcing = force_experts(model, torch.tensor([4, 0, 4]))
+            with allow_experts(model, [1, 2, 3]), forcing, record_routing(model) as statistics:
+                model(input_ids=ids())
+            free = torch.zeros_like(statistics.counts)
+    forced = (statistics.counts - free)[0]
+    assert forced.tolist() == [[7.0, 0.0, 0.0, 0.0, 14.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("kind", ["adapter", "mixtral"])
+def test_the_trainers_log_counts_masked_routing(kind, tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, make_model(kind), **MASKED)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with record_routing(trainer.model) as statistics:
+        trainer.model.train()
+        trainer.compute_loss(trainer.model, batch)
+    counts = statistics.counts[0]
+    assert not counts[:, 4:].any() and counts.sum() == 2 * 2 * batch["attention_mask"].sum()
+    share = counts / counts.sum(1, keepdim=True)
+    variation = (share.std(1, correction=0) / share.mean(1)).mean().item()
+    assert trainer._metrics["train"]["load_cv"][0] == pytest.approx(variation)
+    assert trainer._metrics["train"]["dead_experts"][0] == (share < 0.01).sum()
+
+
+def test_slots_without_a_gate_do_not_count():
+    experts = torch.tensor([[0, 2], [1, 0]])
+    assert chosen_experts(experts, torch.tensor([[0.7, 0.0], [1.0, 1e-20]]), 3).int().tolist() == [[1, 0, 0], [1, 1, 0]]
+    assert chosen_experts(experts, None, 3).int().tolist() == [[1, 0, 1], [1, 1, 0]]
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def shares(*percent: float) -> torch.Tensor:
+    return torch.tensor([percent], dtype=torch.float64) * 1000
+
+
+def test_a_healthy_layer_has_no_verdict():
+    many = [*[98.5 / 39] * 39, 1.5]  # less than 2 %, but more than half the even load
+    for even in ([12.5] * 8, [10, 15, 12, 13, 11, 14, 12, 13], [50, 50], [100 / 3] * 3, [100 / 64] * 64, many):
+        assert load_verdicts(shares(*even), [len(even)]) == []
+    assert load_verdicts(torch.zeros(1, 8, dtype=torch.float64), [8]) == []  # nothing was counted
+    assert verdict_line([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("percent", "facts"),
+    [
+        (
+            (40, 40, *[20 / 6] * 6),
+            ["layer 0: collapsed", "experts 0 and 1 get 80 % of", "coefficient of variation 1.27"],
+        ),
+        ((70, *[30 / 7] * 7), ["layer 0: collapsed", "expert 0 gets 70 % of", "coefficient of variation"]),
+        ((*[99 / 7] * 7, 1.0), ["layer 0: uneven", "expert 7 gets 1 % of", "coefficient of variation 0.35"]),
+        ((*[99.5 / 7] * 7, 0.5), ["layer 0: collapsed", "1 of 8 experts get less than 1 % of"]),
+        ((20, 6, 20, 6, 20, 6, 16, 6), ["layer 0: uneven: coefficient of variation 0.53, healthy below 0.3"]),
+        ((90, 10), ["layer 0: uneven: coefficient of variation 0.80"]),
+        # Limits that shrink with the even load: a quarter of it is dead, half of it is little; two of five need 60 %.
+        ((*[99.5 / 39] * 39, 0.5), ["layer 0: collapsed: 1 of 40 experts get less than 0.625 %"]),
+        ((*[99.2 / 39] * 39, 0.8), ["layer 0: uneven: expert 39 gets 0.8 % of"]),
+        ((27.5, 27.5, 15, 15, 15), ["layer 0: uneven: coefficient of variation 0.31"]),
+    ],
+)
+def test_an_unhealthy_layer_is_named(percent, facts):
+    n = len(percent)
+    found = load_verdicts(torch.cat([shares(*[100 / n] * n), shares(*percent)]), [n, n])
+    assert len(found) == 1
+    assert all(fact.replace("layer 0", "layer 1") in found[0] for fact in facts), found
+    line = verdict_line(found)
+    assert "\n" not in line and "raise router_aux_loss_coef, lower the learning rate of the routers" in line
+
+
+def test_many_layers_are_one_line():
+    found = load_verdicts(shares(90, 5, 3, 2).expand(30, 4), [4] * 30)
+    assert len(found) == 30 and "27 more layers like that" in verdict_line(found) and len(verdict_line(found)) < 700
+    assert "more layers" in verdict_line(found[:4]) and "more layers" not in verdict_line(found[:3])
+
+
+def test_loads_of_training_and_evaluation_are_apart(tokenizer, tmp_path):
+    trainer = make_trainer(tmp_path, tokenizer, make_model(router_aux_loss_coef=0.3), **LABELS)
+    assert trainer._coefficients["aux"] == 0.3  # the model's own
+    batches = list(trainer.get_train_dataloader())
+    trainer.compute_loss(trainer.model.train(), batches[0])
+    with record_routing(trainer.model) as statistics:
+        for batch in batches[1:3]:
+            trainer.compute_loss(trainer.model.eval(), batch)
+    share = statistics.counts[0] / statistics.counts[0].sum(1, keepdim=True)
+    variation = (share.std(1, correction=0) / share.mean(1)).mean().item()
+    assert trainer._metrics["eval"]["load_cv"] == [pytest.approx(variation)]
+
+
+def test_the_logged_load_is_that_of_all_steps_since_the_last_log(tokenizer, tmp_path):
+    """And not the mean of the variations of small batches, which is large for even routing too."""
+    own = {"max_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer, seen = make_trainer(tmp_path, tokenizer, make_model(), **own, **LABELS), [0]
+
+    class Noting(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            seen.append(statistics.counts[0].clone())
+
+    trainer.add_callback(Noting())
+    with record_routing(trainer.model) as statistics:
+        trainer.train()
+    for record, counts in zip(trainer.state.log_history, (seen[2] - seen[0], seen[4] - seen[2]), strict=False):
+        share = counts / counts.sum(1, keepdim=True)
+        assert record["load_cv"] == pytest.approx((share.std(1, correction=0) / share.mean(1)).mean().item())
+        assert record["load_cv_by_chance"] == pytest.approx((5 / counts[0].sum().item()) ** 0.5)
+        assert record["dead_experts"] == (share < 0.01).sum()

@@ -1,0 +1,236 @@
+"""Masked and forced routing, on adapters and on native MoEs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from moe_peft import MoELoraConfig, allow_experts, force_experts
+from moe_peft.models.introspection import native_routers, router_parameters
+from tests.helpers.models import tiny_llama
+
+N, K = 6, 2
+COMMON = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+    "num_key_value_heads": 2, "num_experts_per_tok": K, "pad_token_id": 0,
+}  # fmt: skip
+NATIVE = {
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**COMMON, num_local_experts=N)),
+    "qwen2_moe": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**COMMON, num_experts=N, moe_intermediate_size=16)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, num_experts=N, moe_intermediate_size=16)),
+    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=N)),
+}
+
+
+def adapter(**settings):
+    base = tiny_llama(vocab=64)
+    torch.manual_seed(1)
+    config = MoELoraConfig(num_experts=N, top_k=K, r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    return get_peft_model(base, config)
+
+
+def make(kind):
+    torch.manual_seed(0)
+    model = (adapter() if kind == "adapter" else NATIVE[kind]()).eval()
+    with torch.no_grad():
+        for parameter in router_parameters(model).values():
+            parameter.normal_(std=0.5)  # decided routers: chosen experts matter
+    return model
+
+
+KINDS = ["adapter", *NATIVE]
+
+
+def ids(rows=3, length=7):
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def biased(model, allowed):
+    """The same model with every other expert's logits pushed out of reach by hooks of the test's own."""
+    routers = native_routers(model)
+
+    def hook(router, args, output):
+        logits = output[0].float() + torch.where(
+            allowed.repeat_interleave(output[0].shape[0] // len(allowed), 0), 0, -1e9
+        )
+        probabilities = logits.softmax(-1)
+        gates, experts = probabilities.topk(K, -1)
+        if getattr(router, "norm_topk_prob", True):
+            gates = gates / gates.sum(-1, keepdim=True)
+        return output[0], gates.to(output[1].dtype), experts
+
+    return [router.register_forward_hook(hook) for router in routers]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_allowed_experts_are_chosen(kind):
+    model = make(kind)
+    mask = torch.zeros(3, N, dtype=torch.bool)
+    for row, experts in enumerate(([0, 1], [2, 3, 4], [1, 5])):
+        mask[row, experts] = True
+    with torch.no_grad():
+        free = model(input_ids=ids()).logits
+        with allow_experts(model, mask):
+            masked = model(input_ids=ids()).logits
+        for row in range(3):  # each row as if alone, with a list
+            with allow_experts(model, mask[row].nonzero().flatten().tolist()):
+                alone = model(input_ids=ids()[row : row + 1]).logits
+            torch.testing.assert_close(masked[row : row + 1], alone, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(input_ids=ids()).logits, free, rtol=0, atol=0)
+        assert not torch.allclose(masked, free, atol=1e-4)
+        if kind != "adapter":
+            handles = biased(model, mask)
+            torch.testing.assert_close(model(input_ids=ids()).logits, masked, rtol=1e-5, atol=1e-6)
+            for handle in handles:
+                handle.remove()
+        with allow_experts(model, list(range(N))):
+            torch.testing.assert_close(model(input_ids=ids()).logits, free, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masking_to_k_experts_and_generating(kind):
+    """With k experts allowed, another expert's weights cannot matter, nor in generation with a cache."""
+    model = make(kind)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    with allow_experts(model, [1, 4]):
+        before = model.generate(input_ids=ids(), **settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ("moe_lora_A" in name or ".experts." in name) and parameter.dim() == 3:
+                parameter[[0, 2, 3, 5]] = 7.0
+        with allow_experts(model, [1, 4]):
+            assert torch.equal(model.generate(input_ids=ids(), **settings), before)
+            cached = model.generate(input_ids=ids(), use_cache=False, **settings)
+        assert torch.equal(cached, before)
+        assert not torch.equal(model.generate(input_ids=ids(), **settings), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forcing(kind):
+    model = make(kind)
+    with torch.no_grad():
+        with force_experts(model, torch.tensor([4, 0, 4])):
+            forced = model(input_ids=ids()).logits
+        for name, parameter in model.named_parameters():
+            if ("moe_lora_A" in name or ".experts." in name) and parameter.dim() == 3:
+                parameter[[1, 2, 3, 5]] = 7.0
+        with force_experts(model, torch.tensor([4, 0, 4])):
+            torch.testing.assert_close(model(input_ids=ids()).logits, forced, rtol=0, atol=0)
+        with force_experts(model, torch.tensor([0, 4, 4])):
+            other = model(input_ids=ids()).logits
+    assert not torch.allclose(other[:2], forced[:2], atol=1e-5)
+    torch.testing.assert_close(other[2], forced[2], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_masked_experts_are_zero():
+    model = make("adapter").train()
+    with allow_experts(model, [0, 3]):
+        model(input_ids=ids(), labels=ids()).loss.backward()
+    for name, parameter in model.named_parameters():
+        if "moe_lora_A" in name:
+            assert parameter.grad[[0, 3]].abs().sum() > 0 and not parameter.grad[[1, 2, 4, 5]].any()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "message"),
+    [
+        ([1], "some row allows only 1 of the experts; allow at least top_k=2"),
+        ([1, 6], "the model has experts 0 to 5"),
+        (torch.ones(2, 4, dtype=torch.bool), r"give bool \[rows, 6\]"),
+        (torch.ones(2, 6), r"give bool \[rows, 6\]"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["adapter", "mixtral"])
+def test_wrong_masks(kind, allowed, message):
+    with pytest.raises(ValueError, match=message), allow_experts(make(kind), allowed):
+        pass
+
+
+def test_each_router_must_be_able_to_do_with_what_is_allowed():
+    """One that leaves experts out can do with a single one; with another beside it, both need top_k."""
+    model = adapter(router_type="top_p")
+    with allow_experts(model, [1]):
+        model(input_ids=ids())
+    model.add_adapter("linear", MoELoraConfig(num_experts=N, top_k=K, r=4, task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(["default", "linear"])
+    few = pytest.raises(ValueError, match="allows only 1 of the experts; allow at least top_k=2")
+    with few, allow_experts(model, [1]):
+        pass
+
+
+def test_a_mask_that_does_not_fit_the_batch_or_the_model():
+    model = make("adapter")
+    two_rows = torch.ones(2, N, dtype=torch.bool)
+    with pytest.raises(ValueError, match="2 rows are steered, the batch has 21 tokens"), allow_experts(model, two_rows):
+        model(input_ids=ids())
+    model(input_ids=ids())  # and nothing stays behind
+    with pytest.raises(ValueError, match="has no router"), allow_experts(tiny_llama(), [0]):
+        pass
+    uneven = adapter(num_experts_pattern={r"layers\.0\.mlp": 4})
+    with pytest.raises(ValueError, match=r"layers have \[4, 6\] experts"), allow_experts(uneven, [0, 1]):
+        pass
+
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoe", "flex_olmo", "minimax"])
+def test_other_families_route_as_before_if_all_experts_are_allowed(name):
+    config = AutoConfig.for_model(name, **{**SMALL, **({"num_experts": 4} if name == "flex_olmo" else {})})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        before = model(input_ids=ids()).logits
+        with allow_experts(model, [0, 1, 2, 3]):
+            torch.testing.assert_close(model(input_ids=ids()).logits, before)
+        with allow_experts(model, [1, 2]):
+            assert not torch.allclose(model(input_ids=ids()).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "message"),
+    [
+        (
+            "glm4_moe",
+            {"n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 0},
+            "Glm4MoeTopkRouter does not choose by a softmax over its logits and the top k alone",
+        ),
+        ("phimoe", {}, "PhimoeTopKRouter does not choose by a softmax"),
+        ("jetmoe", {"kv_channels": 8}, "JetMoeTopKGating: a router without `weight` and `top_k`"),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}, "HunYuanMoEV1Gate: a router without `weight`"),
+    ],
+)
+def test_gates_that_choose_by_another_rule_are_not_steered(name, own, message):
+    """Sigmoid scores, groups, biases and scalings would silently be replaced by a softmax."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SMALL, **own}))
+    with pytest.raises(ValueError, match=message) as error, allow_experts(model, [0, 1, 2, 3]):
+        pass
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=message), force_experts(model, torch.zeros(3, dtype=torch.long)):
+        pass
+    assert not any(hasattr(module, "steering") for module in native_routers(model))
+
+
+def test_adapters_that_are_not_active_do_not_count():
+    config = {"num_experts": 4, "top_k": 2, "r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    model = get_peft_model(tiny_llama(), MoELoraConfig(router_type="top_p", **config)).eval()
+    model.add_adapter("ref", MoELoraConfig(**config))
+    with allow_experts(model, [0]):  # fewer than top_k, which such routers may choose
+        model(input_ids=torch.arange(3, 9).unsqueeze(0))

@@ -1,0 +1,521 @@
+"""Pruned folders compute what the same model does with the logits of dropped experts at minus infinity."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, PeftConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
+
+from moe_peft import prune_experts
+from moe_peft.adapter.layers import MoELoraLayer
+from moe_peft.cli import main
+from moe_peft.models.introspection import native_routers
+from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.native.families import FAMILIES
+from moe_peft.native.safetensors_io import Checkpoint
+from moe_peft.pruning.expert_groups import LayerFacts, Rules, kept_rows, kept_updates, plan_layers, weights_of
+from moe_peft.routing.routers import Router
+from tests.helpers.native_case import IDS, MOE, adapter, dense_model, saved
+from tests.helpers.reference import merged_weight
+from tests.helpers.upit_case import rows
+
+DROP = {0: [1], 1: [0, 3]}
+WEIGHTS = "adapter_model.safetensors"
+# name → settings of the adapter; all have six experts.
+ADAPTERS = {
+    "linear": {},
+    "not normalised": {"normalize_top_k": False},
+    "projection": {"mixing": "projection", "top_k": 3},
+    "mlp": {"router_type": "mlp"},
+    "sigmoid": {"router_type": "sigmoid", "normalize_top_k": False},
+    "soft": {"router_type": "soft"},
+    "top_p": {"router_type": "top_p", "router_threshold": 0.5},
+    "threshold": {"router_type": "threshold"},
+    "switch": {"router_type": "switch", "mixing": "projection"},
+    "attention": {"router_type": "attention", "router_num_heads": 1},
+    "bottleneck": {"expert_type": "bottleneck", "bottleneck_size": 6},
+    "linears": {
+        "target_modules": ["mlp", "q_proj", "v_proj"],
+        "num_experts_pattern": {"q_proj": 1, r"layers\.0\.self_attn\.v_proj": 4},
+        "rank_pattern": {"v_proj": 2},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer) -> str:
+    folder = tmp_path_factory.mktemp("base") / "dense"
+    tokenizer.save_pretrained(folder)
+    return saved(dense_model("llama"), folder)
+
+
+def make(base: str, folder: Path, **settings) -> Path:
+    adapter(AutoModelForCausalLM.from_pretrained(base), folder, base, **{"num_experts": 6, **settings})
+    return folder
+
+
+def load(folder: Path):
+    if (folder / "adapter_config.json").exists():
+        return AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float64).double().eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
+
+
+@torch.no_grad()
+def masked_logits(model, dropped: dict[int, list[int]]) -> torch.Tensor:
+    """Logits of a model whose routers' logits are minus infinity for some experts of each layer."""
+
+    def hook(own):
+        def mask(router, args, logits):
+            return logits.index_fill(-1, torch.tensor(own, dtype=torch.long), -torch.inf)
+
+        return mask
+
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    handles = [router.register_forward_hook(hook(dropped.get(i, []))) for i, router in enumerate(routers)]
+    found = model(input_ids=IDS).logits
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapter_is_the_same_with_logits_of_minus_infinity(name: str, base: str, tmp_path: Path):
+    folder = make(base, tmp_path / "adapter", **ADAPTERS[name])
+    drop = {0: [1], 1: [0, 3], 3: [5]} if name == "linears" else DROP  # routers: v_proj, mlp, v_proj, mlp
+    found = prune_experts(folder, tmp_path / "pruned", drop=drop)
+    model, original = load(tmp_path / "pruned"), load(folder)
+    with torch.no_grad():
+        actual = model(input_ids=IDS).logits
+    assert (actual - original(input_ids=IDS).logits).abs().max() > 1e-4
+    torch.testing.assert_close(actual, masked_logits(original, drop), rtol=0, atol=1e-10)
+    sizes = [layer.num_experts - len(drop.get(i, [])) for i, layer in enumerate(found.layers)]
+    specs = [m.moe_lora_spec["default"] for m in model.modules() if isinstance(m, MoELoraLayer) and m.moe_lora_router]
+    assert [spec.num_experts for spec in specs] == sizes == [len(layer.groups) for layer in found.layers]
+    assert [layer.dropped for layer in found.layers] == [drop.get(i, []) for i in range(len(found.layers))]
+    before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "pruned" / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert sum(t.numel() for t in before.values()) - sum(t.numel() for t in after.values()) == (
+        found.size["before"].total - found.size["after"].total
+    )
+    assert (tmp_path / "pruned" / "tokenizer.json").exists() is False  # the adapter had none
+
+
+def test_experts_that_stay_are_the_same_bits(base: str, tmp_path: Path):
+    folder = make(base, tmp_path / "adapter")
+    prune_experts(folder, tmp_path / "pruned", drop=[2])
+    config = PeftConfig.from_pretrained(tmp_path / "pruned")
+    assert (config.num_experts, config.num_experts_pattern, config.top_k) == (5, {}, 2)
+    after = load_file(tmp_path / "pruned" / WEIGHTS)
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        assert torch.equal(after[name], tensor[[0, 1, 3, 4, 5]]), name
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_plain_loop_and_what_normalisation_changes(normalize: bool, base: str, tmp_path: Path):
+    """One layer by hand: where gates are not normalised, those of other experts grow by 1/(1 - p)."""
+    folder = make(base, tmp_path / "adapter", normalize_top_k=normalize)
+    prune_experts(folder, tmp_path / "pruned", drop={0: [1, 4], 1: [1, 4]})
+    models = [load(folder), load(tmp_path / "pruned")]
+    old, new = (next(m for m in model.modules() if isinstance(m, MoELoraLayer)) for model in models)
+    x = torch.randn(40, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    router = old.router("default").weight.detach()
+    before, after = old(x).detach(), new(x).detach()
+    grown = 0
+    for t in range(len(x)):
+        p = (router @ x[t]).softmax(-1)
+        lost = p[[1, 4]].sum()
+        masked = (router @ x[t]).index_fill(0, torch.tensor([1, 4]), -torch.inf).softmax(-1)
+        y, chosen = torch.zeros(32, dtype=torch.float64), masked.topk(2)
+        for gate, i in zip(chosen.values, chosen.indices.tolist(), strict=True):
+            gate = gate / chosen.values.sum() if normalize else gate
+            gate_proj, up, down = (merged_weight(old, "default", f"{n}_proj", i) for n in ("gate", "up", "down"))
+            y = y + gate * (down @ (F.silu(gate_proj @ x[t]) * (up @ x[t])))
+        torch.testing.assert_close(after[t], y, rtol=0, atol=1e-10)
+        if not {1, 4} & set(p.topk(2).indices.tolist()):
+            grown += 1
+            torch.testing.assert_close(after[t], before[t] if normalize else before[t] / (1 - lost), rtol=0, atol=1e-10)
+    assert grown > 5
+
+
+NATIVE = [(kind, True) for kind in MOE] + [("qwen2", False), ("qwen3", False)]
+
+
+def make_native(kind: str, folder: Path, normalize: bool = True) -> Path:
+    """A native MoE with different experts and decided gates."""
+    dense = saved(dense_model(kind), folder / "dense")
+    config = UpcycleConfig(num_experts=5, init="noise", noise_scale=0.5, router_init_std=0.5)
+    upcycle(dense, folder / "moe", config)
+    if not normalize:
+        values = json.loads((folder / "moe" / "config.json").read_text())
+        (folder / "moe" / "config.json").write_text(json.dumps({**values, "norm_topk_prob": False}))
+    return folder / "moe"
+
+
+@torch.no_grad()
+def looped_logits(folder: Path, dropped: dict[int, list[int]], normalize: bool) -> torch.Tensor:
+    """Logits of a native MoE whose blocks are plain loops over tokens and experts, from the tensors on disk."""
+    model, tensors = load(folder), Checkpoint(folder, "test")
+    family, k = FAMILIES[model.config.model_type], model.config.num_experts_per_tok
+    n = getattr(model.config, family.count)
+
+    def read(name):
+        return tensors.tensor(name).double()
+
+    def routed(layer, x_TD, own):
+        ffns = [family.read_expert(layer, i, read) for i in range(n)]
+        router, out = read(f"model.layers.{layer}.{family.block}.{family.router}"), torch.zeros_like(x_TD)
+        for t, x in enumerate(x_TD):
+            p = (router @ x).index_fill(0, torch.tensor(own, dtype=torch.long), -torch.inf).softmax(-1).topk(k)
+            for gate, i in zip(p.values / (p.values.sum() if normalize else 1), p.indices.tolist(), strict=True):
+                out[t] += gate * (ffns[i].down @ (F.silu(ffns[i].gate @ x) * (ffns[i].up @ x)))
+        return out
+
+    def hook(layer):
+        def change(block, args, output):  # what is not routed (a shared expert) stays
+            hidden = output[0] if isinstance(output, tuple) else output
+            x_TD = args[0].reshape(-1, args[0].shape[-1])
+            changed = hidden + (routed(layer, x_TD, dropped[layer]) - routed(layer, x_TD, [])).view(hidden.shape)
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        return change
+
+    gates = set(native_routers(model))
+    blocks = [m for m in model.modules() if gates & set(m.children())]
+    assert len(blocks) == 2
+    for layer, block in enumerate(blocks):
+        block.register_forward_hook(hook(layer))
+    return model(input_ids=IDS[:, :6]).logits
+
+
+@pytest.mark.parametrize(("kind", "normalize"), NATIVE)
+def test_native_moe_is_a_plain_loop_with_logits_of_minus_infinity(kind: str, normalize: bool, tmp_path: Path):
+    folder = make_native(kind, tmp_path, normalize)
+    dropped = {0: [1, 4], 1: [0, 2]}
+    found = prune_experts(folder, tmp_path / "pruned", drop=dropped)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert getattr(model.config, FAMILIES[MOE[kind]].count) == 3 == len(found.layers[0].groups)
+    assert sum(p.numel() for p in model.parameters()) == found.size["after"].total
+    with torch.no_grad():
+        actual, original = (load(path)(input_ids=IDS[:, :6]).logits for path in (tmp_path / "pruned", folder))
+    assert (actual - original).abs().max() > 1e-2
+    # transformers' gates are float32 in any case
+    torch.testing.assert_close(actual, looped_logits(folder, dropped, normalize), rtol=0, atol=5e-6)
+
+
+# --- merging --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def with_twins(folder: Path, noise: float = 0.0) -> None:
+    """Make expert 3 of an adapter a copy of expert 1, factorised in another way, with its router row, plus noise."""
+    from safetensors.torch import save_file
+
+    state = load_file(folder / WEIGHTS)
+    for name, tensor in state.items():
+        factor = 2.0 if "lora_A" in name else 0.5 if "lora_B" in name else 1.0
+        tensor[3] = tensor[1] * factor + noise * torch.randn(tensor[1].shape)
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def test_exact_twins_with_one_row_keep_the_function_where_one_expert_serves_a_token(base: str, tmp_path: Path):
+    folder = make(base, tmp_path / "adapter", top_k=1)
+    with_twins(folder)
+    found = prune_experts(folder, tmp_path / "pruned", merge_twins=0.999)
+    assert [layer.groups for layer in found.layers] == [[[0], [1, 3], [2], [4], [5]]] * 2
+    with torch.no_grad():
+        actual, expected = (load(path)(input_ids=IDS).logits for path in (tmp_path / "pruned", folder))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)  # float32 on disk
+
+
+def test_copies_are_twins(tmp_path: Path):
+    """Their cosine is 1 but for rounding."""
+    dense = saved(dense_model("llama"), tmp_path / "dense")
+    upcycle(dense, tmp_path / "moe", UpcycleConfig(num_experts=4))
+    found = prune_experts(tmp_path / "moe", tmp_path / "pruned", merge_twins=1.0)
+    assert [sum(len(group) for group in layer.groups) for layer in found.layers] == [4, 4]
+    assert [len(layer.groups) for layer in found.layers] == [2, 2]  # as many as serve a token
+
+
+def test_numbers_that_are_not_finite_are_not_data(tokenizer, data: str, tmp_path: Path, capsys):
+    """A model whose activations overflow float16: neither `prune` nor `inspect` goes by what it then chooses."""
+    dense = dense_model("llama")
+    tokenizer.save_pretrained(saved(dense, tmp_path / "dense"))
+    upcycle(tmp_path / "dense", tmp_path / "moe", UpcycleConfig(num_experts=4, router_init_std=0.5))
+    weights = load_file(tmp_path / "moe" / "model.safetensors")
+    for name in weights:
+        if "experts" in name:
+            weights[name] *= 2e3
+    save_file(weights, tmp_path / "moe" / "model.safetensors", metadata={"format": "pt"})
+    moe, out = str(tmp_path / "moe"), tmp_path / "out"
+    for command, words in (
+        (["prune", "--experts-per-layer", "2"], "error: prune: data: the loss is nan; use a wider dtype"),
+        (["inspect"], "error: inspect: dtype='float16': logits of router 1 are not finite; use bfloat16 or float32"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*command, "--model", moe, "--data", data, "--output", str(out), "--dtype", "float16"])
+        assert end.value.code == 2 and words in capsys.readouterr().err and not out.exists()
+    main(["prune", "--model", moe, "--data", data, "--output", str(out), "--experts-per-layer", "2"])
+
+
+def test_merged_loras_are_the_nearest_of_their_rank_to_the_mean(base: str, tmp_path: Path):
+    folder = make(base, tmp_path / "adapter")
+    torch.manual_seed(0)
+    with_twins(folder, noise=0.02)
+    prune_experts(folder, tmp_path / "pruned", merge_twins=0.9)
+    before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "pruned" / WEIGHTS)
+    for name in (name for name in before if "lora_A" in name):
+        other = name.replace("lora_A", "lora_B")
+        mean = sum(before[other][i].double().T @ before[name][i].double() for i in (1, 3)) / 2
+        U, S, V = torch.linalg.svd(mean)
+        nearest = U[:, :4] * S[:4] @ V[:4]
+        assert S[4] > 1e-4  # the mean has a higher rank
+        torch.testing.assert_close(after[other][1].double().T @ after[name][1].double(), nearest, rtol=0, atol=1e-6)
+        assert torch.equal(after[name][[0, 2, 3, 4]], before[name][[0, 2, 4, 5]])
+    for name in (name for name in before if "router" in name):
+        torch.testing.assert_close(after[name][1], before[name][[1, 3]].mean(0))
+
+
+def test_native_twins_become_their_mean(tmp_path: Path):
+    dense = saved(dense_model("llama"), tmp_path / "dense")
+    upcycle(dense, tmp_path / "moe", UpcycleConfig(num_experts=4, init="noise", noise_scale=0.01, router_init_std=0.5))
+    found = prune_experts(tmp_path / "moe", tmp_path / "pruned", merge_twins=0.99, experts_per_layer=3)
+    old, new = load_file(tmp_path / "moe/model.safetensors"), load_file(tmp_path / "pruned/model.safetensors")
+    for layer, own in enumerate(found.layers):
+        block = f"model.layers.{layer}.block_sparse_moe"
+        for j, group in enumerate(own.groups):
+            for w in ("w1", "w2", "w3"):
+                members = [old[f"{block}.experts.{i}.{w}.weight"] for i in group]
+                expected = torch.stack(members).double().mean(0).float()
+                torch.testing.assert_close(new[f"{block}.experts.{j}.{w}.weight"], expected, rtol=0, atol=1e-7)
+            row = old[f"{block}.gate.weight"][group].mean(0)
+            torch.testing.assert_close(new[f"{block}.gate.weight"][j], row, rtol=0, atol=1e-7)
+        assert Counter(map(len, own.groups)) == {1: 2, 2: 1} and own.dropped == []
+    assert f"{block}.experts.3.w1.weight" not in new
+
+
+# --- which experts go -----------------------------------------------------------------------------------------------
+
+LOAD = torch.tensor([0.5, 0.004, 0.3, 0.0, 0.196], dtype=torch.float64)
+ALIKE = torch.eye(5)
+ALIKE[0, 2] = ALIKE[2, 0] = 0.995
+ALIKE[2, 4] = ALIKE[4, 2] = 0.992
+
+
+@pytest.mark.parametrize(
+    ("rules", "facts", "groups"),
+    [
+        (Rules(0.01), {}, [[0], [2], [4]]),
+        (Rules(0.001), {}, [[0], [1], [2], [4]]),
+        (Rules(0.01), {"smallest": 4}, [[0], [1], [2], [4]]),  # the least used one goes first
+        (Rules(0.0, 0.99), {}, [[0, 2], [1], [3], [4]]),  # 0 and 4 are no twins, so the three are no group
+        (Rules(0.01, 0.99), {}, [[0, 2], [4]]),
+        (Rules(0.0, None, 2), {}, [[0], [2]]),
+        (Rules(0.0, 0.99, 2), {}, [[0, 2], [4]]),
+        (Rules(0.01, 0.99, 4), {}, [[0], [1], [2], [4]]),  # no more than asked for
+        (Rules(0.0), {"dropped": [0, 4]}, [[1], [2], [3]]),
+        (Rules(0.01), {"dropped": [0]}, [[2], [4]]),
+        (Rules(0.0, float(ALIKE[0, 2])), {}, [[0, 2], [1], [3], [4]]),  # just as alike as is asked for
+    ],
+)
+def test_the_least_harmful_go_first(rules: Rules, facts: dict, groups: list[list[int]]):
+    layer = LayerFacts("layer", 5, facts.pop("smallest", 2), LOAD, ALIKE, **facts)
+    assert plan_layers([layer], rules, same_size=False) == [groups]
+
+
+def test_twins_have_the_load_of_both():
+    alike, load = torch.eye(4), torch.tensor([0.2, 0.2, 0.35, 0.25])
+    alike[0, 1] = alike[1, 0] = 0.999
+    assert plan_layers([LayerFacts("layer", 4, 2, load, alike)], Rules(0.0, 0.99, 2), False) == [[[0, 1], [2]]]
+
+
+def test_means_are_weighted_and_computed_in_float64():
+    weights = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    values = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    exact = (values[[0, 2, 3]].bfloat16().double() * weights.unsqueeze(1)).sum(0)
+    found = kept_rows(values.bfloat16(), [[1], [0, 2, 3]], [torch.ones(1), weights])
+    assert torch.equal(found, torch.stack([values[1].bfloat16(), exact.bfloat16()]))
+    A, B = (torch.randn(3, 2, size, generator=torch.Generator().manual_seed(size)) for size in (9, 7))
+    mean_update = sum(w * B[i].double().T @ A[i].double() for i, w in enumerate(weights))
+    U, S, V = torch.linalg.svd(mean_update)
+    found_A, found_B = kept_updates(A, B, [[0, 1, 2]], [weights])
+    nearest = U[:, :2] * S[:2] @ V[:2]
+    torch.testing.assert_close(found_B[0].double().T @ found_A[0].double(), nearest, rtol=0, atol=1e-6)
+
+
+def test_groups_count_by_their_load():
+    layer = LayerFacts("layer", 5, 2, LOAD)
+    torch.testing.assert_close(weights_of([0, 2], layer), torch.tensor([0.625, 0.375], dtype=torch.float64))
+    for group, facts in (([3], layer), ([0, 2], LayerFacts("layer", 5, 2))):
+        torch.testing.assert_close(weights_of(group, facts).sum(), torch.ones((), dtype=torch.float64))
+    assert weights_of([0, 2], LayerFacts("layer", 5, 2)).tolist() == [0.5, 0.5]
+
+
+def test_layers_of_a_native_moe_lose_as_many():
+    even = LayerFacts("even", 5, 2, torch.full((5,), 0.2))
+    less = LayerFacts("less", 5, 2, torch.tensor([0.005, 0.4, 0.3, 0.0, 0.295]))
+    one = LayerFacts("one", 5, 2, torch.tensor([0.3, 0.4, 0.299, 0.001, 0.0]), dropped=[1])
+    assert plan_layers([even, less], Rules(0.01), True) == [[[i] for i in range(5)]] * 2
+    assert plan_layers([even, less], Rules(0.01), False)[1] == [[1], [2], [4]]
+    same = LayerFacts("same", 5, 2, less.load, dropped=[4])
+    assert plan_layers([same, one], Rules(0.01), True) == [[[1], [2]], [[0], [2]]]
+    with pytest.raises(
+        ValueError, match="one keeps 4 experts, another layer 5: a native MoE has as many in every layer"
+    ):
+        plan_layers([even, one], Rules(), True)
+
+
+# --- with data ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    Dataset.from_list(
+        [{"text": row["prompt"] + row["completion"], "domain": row["domain"]} for row in rows(13)]
+    ).to_json(path)
+    return str(path)
+
+
+@torch.no_grad()
+def observed(folder: Path, data: str, tokenizer) -> tuple[list[list[set[int]]], float, dict[str, float]]:
+    """By a loop over texts: each router's experts of each token, and the losses."""
+    kind = AutoPeftModelForCausalLM if (folder / "adapter_config.json").exists() else AutoModelForCausalLM
+    model, chosen, losses = kind.from_pretrained(folder).eval(), [[], []], {}
+    k = model.config.num_experts_per_tok
+    for row in map(json.loads, Path(data).read_text().splitlines()):
+        ids = torch.tensor([[*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]])
+        output = model(input_ids=ids, output_router_logits=True)
+        for layer, logits in enumerate(output.router_logits):
+            chosen[layer] += [set(token.topk(k).indices.tolist()) for token in logits]
+        loss = F.cross_entropy(output.logits[0, :-1], ids[0, 1:], reduction="none")
+        losses.setdefault(row["domain"], []).extend(loss.tolist())
+    every = [value for values in losses.values() for value in values]
+    return chosen, sum(every) / len(every), {name: sum(v) / len(v) for name, v in losses.items()}
+
+
+@pytest.mark.parametrize("kind", ["adapter", "llama"])
+def test_data_say_what_goes_and_what_it_costs(kind: str, base: str, data: str, tokenizer, tmp_path: Path):
+    if kind == "adapter":
+        folder = make(base, tmp_path / "model")
+    else:
+        folder = make_native(kind, tmp_path)
+        tokenizer.save_pretrained(folder)
+    chosen, loss, by_domain = observed(folder, data, tokenizer)
+    n = 6 if kind == "adapter" else 5
+    counts = [Counter(i for token in tokens for i in token) for tokens in chosen]
+    loads = [[count[i] / sum(count.values()) for i in range(n)] for count in counts]
+    smallest = sorted(min(own) for own in loads)
+    out = tmp_path / "pruned"
+    # Just enough for both layers to lose one; the native MoE's layers must lose as many.
+    found = prune_experts(
+        folder, out, data=data, label_column="domain", min_load=smallest[1] + 1e-6, dtype="float32", batch_size=3
+    )
+    for i, layer in enumerate(found.layers):
+        assert layer.load == pytest.approx(loads[i], abs=1e-9)
+        least = [e for e in range(n) if loads[i][e] < smallest[1] + 1e-6]
+        if kind == "adapter":
+            assert layer.dropped == least
+        else:
+            assert set(layer.dropped) <= set(least) and len(layer.dropped) == len(found.layers[0].dropped)
+        assert layer.dropped and loads[i][layer.dropped[0]] == min(loads[i][e] for e in layer.dropped)
+        hit = [bool(token & set(layer.dropped)) for token in chosen[i]]
+        assert found.lost["layers"][i] == pytest.approx(sum(hit) / len(hit))
+    either = [any(chosen[i][t] & set(found.layers[i].dropped) for i in range(2)) for t in range(len(chosen[0]))]
+    assert found.lost["any_layer"] == pytest.approx(sum(either) / len(either))
+    assert found.loss["before"] == pytest.approx({**by_domain, "mean": loss}, abs=1e-5)
+    _, loss, by_domain = observed(out, data, tokenizer)
+    assert found.loss["after"] == pytest.approx({**by_domain, "mean": loss}, abs=1e-5)
+    report = json.loads((out / "pruning.json").read_text())
+    assert report["loss"] == found.loss and report["layers"][0]["dropped"] == found.layers[0].dropped
+    assert report["size"]["before"]["total"] > report["size"]["after"]["total"]
+    card = (out / "README.md").read_text()
+    assert "`moe-peft prune` of" in card and ("import moe_peft" in card) == (kind == "adapter")
+
+
+def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, capsys, monkeypatch):
+    folder, out, asked = make(base, tmp_path / "adapter"), tmp_path / "pruned", []
+    monkeypatch.setattr("moe_peft.pruning.prune.plan_layers", lambda *a: asked.append(a[1]) or plan_layers(*a))
+    main(["prune", "--model", str(folder), "--output", str(out), "--data", data, "--experts-per-layer", "4",
+          "--label-column", "domain", "--drop", '{"0": [5]}'])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert asked == [Rules(0.01, None, 4)]
+    report = json.loads((out / "pruning.json").read_text())
+    assert 5 in report["layers"][0]["dropped"] and "6 → 4" in printed and "tokens that lost an expert in any" in printed
+    assert f"{report['loss']['before']['mean']:.4f}" in printed and f"{report['size']['after']['active']:,}" in printed
+    assert PeftConfig.from_pretrained(out).num_experts == 4 and not list(tmp_path.glob(".*"))
+    with pytest.raises(SystemExit):
+        main(
+            ["prune", "--model", str(folder), "--output", str(tmp_path / "b"), "--merge-twins", "0.1", "--drop", "null"]
+        )
+    assert "error: --drop 'null': give JSON like" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "message"),
+    [
+        ({}, {}, "data=None: nothing says which experts go"),
+        ({}, {"drop": {7: [0]}}, "drop: layer 7: the model has layers 0 to 1"),
+        ({}, {"drop": [6]}, r"drop=\[6\]: model.layers.0.mlp has experts 0 to 5"),
+        ({}, {"drop": {"x": [0]}}, "drop={'x': .*: give a list of experts, or layers"),
+        ({}, {"drop": [0, 1, 2, 3, 4]}, "leaves 1 of 6 experts; keep at least 2"),
+        ({}, {"merge_twins": 0.9999}, "every expert stays; the largest cosine of two experts is"),
+        ({}, {"merge_twins": 2.0}, "merge_twins=2.0: use a cosine"),
+        ({}, {"merge_twins": 0.99, "experts_per_layer": 3}, "experts_per_layer=3: 6 are left, and only data say"),
+        ({"router_type": "hash"}, {"drop": [0]}, "router_type='hash': such a router has no parameters of single"),
+        ({"router_type": "locmoe"}, {"drop": [0]}, "router_type='locmoe': such a router has no parameters of single"),
+        (
+            {"router_type": "attention", "router_num_heads": 2},
+            {"drop": [0]},
+            "router_type='attention' cannot have 5 experts instead of 6 .*; keep another number, or fold it first",
+        ),
+    ],
+)
+def test_what_cannot_be_pruned_is_refused_and_leaves_nothing(settings, own, message, base: str, tmp_path: Path):
+    folder = make(base, tmp_path / "adapter", **settings)
+    with pytest.raises(ValueError, match=message) as error:
+        prune_experts(folder, tmp_path / "pruned", **own)
+    assert "\n" not in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
+
+
+def test_an_adapter_whose_base_is_gone(base: str, data: str, tmp_path: Path, capsys):
+    folder = make(base, tmp_path / "adapter")
+    path = folder / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    for source, words in ((None, "=None: it names no base; set it in adapter_config.json"), ("gone", "='gone': ")):
+        path.write_text(json.dumps({**settings, "base_model_name_or_path": source}))
+        for command in (["prune", "--drop", "[1]"], ["inspect", "--data", data]):
+            with pytest.raises(SystemExit) as end:
+                main([*command, "--model", str(folder), "--output", str(tmp_path / "out")])
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert end.value.code == 2 and str(folder) in line and "--base" not in line
+            assert f": base_model_name_or_path{words}" in line
+
+
+def test_other_folders_are_refused(base: str, tmp_path: Path):
+    config = OlmoeConfig(
+        hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_experts=4, vocab_size=64
+    )
+    OlmoeForCausalLM(config).save_pretrained(tmp_path / "olmoe")
+    for folder, message in (
+        (tmp_path / "olmoe", "a 'olmoe' model; native MoEs of mixtral, qwen2_moe"),
+        (base, "a 'llama' model; native MoEs of"),
+        (tmp_path, "no adapter_config.json and no config.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prune_experts(folder, tmp_path / "pruned", drop=[0])
+
+
+def test_threshold_keeps_its_meaning(base: str, tmp_path: Path):
+    folder = make(base, tmp_path / "adapter", router_type="threshold")
+    prune_experts(folder, tmp_path / "pruned", drop=[0])
+    assert PeftConfig.from_pretrained(tmp_path / "pruned").router_threshold == 1 / 6

@@ -1,0 +1,171 @@
+"""Settings of pruning that nobody could mean are refused, and what is written loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moe_peft import prune_experts
+from moe_peft.adapter.layers import MoELoraLayer
+from moe_peft.analysis.inspect import inspect_model
+from moe_peft.pruning.routed_folders import AdapterFolder, open_folder
+from tests.helpers.native_case import IDS, dense_model, saved
+from tests.pruning.test_prune import WEIGHTS, load, make, masked_logits
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer) -> str:
+    folder = tmp_path_factory.mktemp("base") / "dense"
+    tokenizer.save_pretrained(folder)
+    return saved(dense_model("llama"), folder)
+
+
+@pytest.fixture(scope="module")
+def folder(base, tmp_path_factory) -> Path:
+    return make(base, tmp_path_factory.mktemp("adapter") / "adapter")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    texts = [f"w{3 + i} w{9 + 2 * i} w{40 - i} w7 w{5 + i}" for i in range(6)]
+    path.write_text(
+        "".join(json.dumps({"text": t, "domain": ("mean", "b")[i % 2]}) + "\n" for i, t in enumerate(texts))
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "default"),
+    [
+        ({"num_experts": 1, "num_experts_pattern": {"mlp": 4}}, 1),
+        ({"num_experts": 4, "num_experts_pattern": {"[qv]_proj": 1}}, 3),
+        ({"num_experts": 1, "num_experts_pattern": {"mlp": 4, r"layers\.0\.self_attn\.v_proj": 3}}, 1),
+    ],
+)
+def test_modules_with_a_single_expert_keep_it(settings: dict, default: int, base: str, tmp_path: Path):
+    own = make(base, tmp_path / "adapter", target_modules=["mlp", "q_proj", "v_proj"], **settings)
+    prune_experts(own, tmp_path / "pruned", drop=[1])
+    config = PeftConfig.from_pretrained(tmp_path / "pruned")
+    assert config.num_experts == default
+    model, original = load(tmp_path / "pruned"), load(own)
+    before, after = (
+        [m.moe_lora_spec["default"].num_experts for m in each.modules() if isinstance(m, MoELoraLayer)]
+        for each in (original, model)
+    )
+    assert 1 in before and after == [n if n == 1 else n - 1 for n in before]
+    with torch.no_grad():
+        actual = model(input_ids=IDS).logits
+    torch.testing.assert_close(actual, masked_logits(original, {i: [1] for i in range(9)}), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("change", ["shape", "missing", "unexpected"])
+def test_a_folder_that_does_not_load_is_found(change: str, base: str, tmp_path: Path):
+    own = make(base, tmp_path / "adapter", target_modules=["mlp"])
+    open_folder(own).check()
+    state = load_file(own / WEIGHTS)
+    name = next(key for key in state if "moe_lora_A" in key)
+    if change == "shape":
+        state[name] = state[name][1:].clone()
+    elif change == "missing":
+        del state[name]
+    else:
+        state[name.replace("layers.0", "layers.7")] = state[name].clone()
+    save_file(state, own / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="does not fit the config"):
+        open_folder(own).check()
+
+
+def test_what_would_not_load_is_not_published(folder: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(AdapterFolder, "_pruned_config", lambda self, sizes: self.config)
+    monkeypatch.setattr(AdapterFolder, "_check_router", lambda *args: None)
+    with pytest.raises(ValueError, match="does not fit the config"):
+        prune_experts(folder, tmp_path / "pruned", drop=[1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_native_folder_that_does_not_load_is_found(tmp_path: Path):
+    own = sparse(tmp_path / "moe")
+    open_folder(own).check()
+    text = (own / "config.json").read_text()
+    assert 'experts": 5,' in text
+    name, state = "model.layers.1.mlp.experts.4.up_proj.weight", load_file(own / "model.safetensors")
+    for kept, experts in ((state, 4), (state, 6), ({key: state[key] for key in state if key != name}, 5)):
+        save_file(kept, own / "model.safetensors", metadata={"format": "pt"})
+        (own / "config.json").write_text(text.replace('experts": 5,', f'experts": {experts},'))
+        with pytest.raises(ValueError, match="does not fit the config"):
+            open_folder(own).check()
+
+
+def sparse(folder: Path, **own) -> Path:
+    """A Qwen3-MoE of four layers, of which the second and the fourth have experts."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=128, num_experts=5, num_experts_per_tok=2, pad_token_id=0,
+        norm_topk_prob=True, **{"decoder_sparse_step": 2, **own},
+    )  # fmt: skip
+    saved(Qwen3MoeForCausalLM(config), folder)
+    return folder
+
+
+def test_layers_between_those_of_decoder_sparse_step_are_dense(tmp_path: Path):
+    found = prune_experts(sparse(tmp_path / "moe"), tmp_path / "pruned", drop={0: [1], 1: [4]})
+    assert [layer.name for layer in found.layers] == ["model.layers.1.mlp", "model.layers.3.mlp"]
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("moe", "pruned"))
+    for layer, kept in ((1, [0, 2, 3, 4]), (3, [0, 1, 2, 3])):
+        start = f"model.layers.{layer}.mlp."
+        assert torch.equal(after[f"{start}gate.weight"], before[f"{start}gate.weight"][kept])
+        for new, old in enumerate(kept):
+            name = ".down_proj.weight"
+            assert torch.equal(after[f"{start}experts.{new}{name}"], before[f"{start}experts.{old}{name}"])
+    with pytest.raises(ValueError, match="no layer has experts"):
+        prune_experts(sparse(tmp_path / "dense", decoder_sparse_step=5), tmp_path / "none", drop=[1])
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"drop": [1.7]}, r"drop=\[1.7\]: give a list of experts"),
+        ({"drop": [True]}, r"drop=\[True\]: give a list of experts"),
+        ({"drop": {"0": [1.0]}}, "give a list of experts"),
+        ({"drop": {1.5: [1]}}, "give a list of experts"),
+        ({"drop": [1], "label_column": "domain"}, "label_column='domain': it says something of data; give data"),
+        ({"drop": [1], "split": "test"}, "split='test': it says something of data; give data"),
+        ({"drop": [1], "max_examples": 3}, "max_examples=3: it says something of data; give data"),
+        ({"drop": [1], "min_load": 0.5}, "min_load=0.5: it says something of data; give data"),
+        ({"drop": [1], "experts_per_layer": 1}, "experts_per_layer=1: .* has 6 experts and must keep 2; use a number"),
+        ({"drop": [1], "experts_per_layer": 10}, "experts_per_layer=10: .* use a number from 2 to 6"),
+        ({"drop": [1], "max_examples": 0}, "prune: max_examples=0: use a whole number of at least 1"),
+        ({"drop": [1], "max_examples": -1}, "prune: max_examples=-1: use"),
+        ({"drop": [1], "max_length": 0}, "prune: max_length=0: use"),
+        ({"drop": [1], "batch_size": 0}, "prune: batch_size=0: use"),
+    ],
+)
+def test_what_nobody_could_mean_is_refused(own: dict, message: str, folder: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=message) as error:
+        prune_experts(folder, tmp_path / "pruned", **own)
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("own", [{"max_examples": 0}, {"max_examples": -1}, {"max_length": 0}, {"batch_size": 0}])
+def test_inspect_refuses_them_too(own: dict, folder: Path, data: str, tmp_path: Path):
+    [(name, value)] = own.items()
+    with pytest.raises(ValueError, match=f"inspect: {name}={value}: use a whole number of at least 1"):
+        inspect_model(str(folder), data, tmp_path / "report", **own)
+
+
+def test_a_domain_called_mean_has_its_own_loss(folder: Path, data: str, tmp_path: Path):
+    found = prune_experts(folder, tmp_path / "pruned", data=data, label_column="domain", drop=[1], min_load=0.0)
+    assert set(found.loss["before"]) == {"b", "mean", "mean (domain)"}
+    values = found.loss["before"]
+    assert min(values["b"], values["mean (domain)"]) < values["mean"] < max(values["b"], values["mean (domain)"])
+    assert AutoPeftModelForCausalLM.from_pretrained(tmp_path / "pruned")

@@ -1,0 +1,199 @@
+"""The attention router's mixture "sum" learns what m separate query matrices learn, and its old files load."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from moe_peft import MoELoraConfig
+from moe_peft.native import export_adapter
+from moe_peft.routing.routers import RouterSettings, make_router
+from moe_peft.training.router_losses import whole_norm
+from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
+from tests.helpers.models import tiny_llama
+
+N, D, SIZE, STEPS = 4, 10, 16, 25
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.03, momentum=0.8, weight_decay=0.05),
+    "adam": partial(torch.optim.Adam, lr=0.05, eps=1e-4),
+    "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.3),
+}
+
+
+class Separate(nn.Module):
+    """The router as in the paper: m query matrices, each with every key of every expert."""
+
+    def __init__(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
+        super().__init__()
+        self.queries = nn.ParameterList([nn.Parameter(query_WD.clone()) for query_WD in query_MWD])
+        self.keys = nn.ParameterList([nn.Parameter(key_CW.clone()) for key_CW in key_NCW])
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for x in x_TD:
+            row = []
+            for key_CW in self.keys:
+                of_keys = [sum((query @ x) @ key for query in self.queries) / len(key) ** 0.5 for key in key_CW]
+                row.append(torch.stack(of_keys).max())
+            rows.append(torch.stack(row))
+        return torch.stack(rows)
+
+
+def pair(m: int) -> tuple[nn.Module, Separate]:
+    generator = torch.Generator().manual_seed(m)
+    query = torch.randn(m, SIZE // m, D, generator=generator, dtype=torch.float64) * 0.3
+    key = torch.randn(N, max(1, m // N), SIZE // m, generator=generator, dtype=torch.float64)
+    router = make_router(D, N, RouterSettings("attention", num_heads=m, attention_size=SIZE)).double()
+    router.set_heads(query, key)
+    return router, Separate(query, key)
+
+
+def losses(m: int):
+    """A loss of the logits for every step, the same for both models."""
+    generator = torch.Generator().manual_seed(100 + m)
+    for _ in range(STEPS):
+        x = torch.randn(6, D, generator=generator, dtype=torch.float64)
+        target = torch.randint(0, N, (6,), generator=generator)
+        yield (
+            lambda model, x=x, target=target: (
+                nn.functional.cross_entropy(model(x), target) + 0.01 * model(x).logsumexp(1).square().mean()
+            )
+        )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("m", [4, 2, 8, 1])
+def test_the_sum_of_the_queries_moves_like_that_of_separate_ones(m, optimizer):
+    ours, separate = pair(m)
+    before = ours.mean_query.detach().clone()
+    steps = [OPTIMIZERS[optimizer](model.parameters()) for model in (ours, separate)]
+    for loss in losses(m):
+        for model, step in zip((ours, separate), steps, strict=True):
+            step.zero_grad()
+            loss(model).backward()
+        gradients = [query.grad for query in separate.queries]
+        torch.testing.assert_close(ours.mean_query.grad[0], gradients[0], rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(ours.key.grad, torch.stack([k.grad for k in separate.keys]), rtol=1e-8, atol=1e-12)
+        for step in steps:
+            step.step()
+    assert (ours.mean_query - before).abs().mean() > 0.01
+    close = partial(torch.testing.assert_close, rtol=1e-8, atol=1e-10)
+    close(ours.mean_query.data[0] * m, sum(query.data for query in separate.queries))
+    close(ours.key.data, torch.stack([key.data for key in separate.keys]))
+    x = torch.randn(20, D, dtype=torch.float64)
+    close(ours(x), separate(x))
+    if m <= N:
+        close(x @ ours.fold().T, separate(x))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("m", [4, 8])
+def test_clipped_sums_move_like_clipped_separate_queries(m, optimizer):
+    ours, separate = pair(m)
+    steps = [OPTIMIZERS[optimizer](model.parameters()) for model in (ours, separate)]
+    for loss in losses(m):
+        norms = []
+        for model, step in zip((ours, separate), steps, strict=True):
+            step.zero_grad()
+            loss(model).backward()
+            with whole_norm(model):
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            step.step()
+        assert norms[1] > 0.05
+        torch.testing.assert_close(*norms, rtol=1e-8, atol=0)
+    close = partial(torch.testing.assert_close, rtol=1e-7, atol=1e-9)
+    close(ours.mean_query.data[0] * m, sum(query.data for query in separate.queries))
+    close(ours.key.data, torch.stack([key.data for key in separate.keys]))
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.0])
+def test_trainers_count_a_stored_mean_as_often_as_the_matrices_it_stands_for(limit, tmp_path, tokenizer):
+    """By the weights after a step of SGD, and in the logged norm."""
+    torch.manual_seed(0)
+    config = MoELoraConfig(num_experts=4, router_type="attention", init_lora_weights=False, router_aux_loss_coef=100.0)
+    model = get_peft_model(tiny_llama(vocab=64), config)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    args = MoESFTConfig(
+        output_dir=str(tmp_path), max_steps=1, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant",
+        max_grad_norm=limit, logging_steps=1, report_to="none", use_cpu=True, bf16=False, save_strategy="no",
+        per_device_train_batch_size=2, gradient_checkpointing=False,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"input_ids": [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]]})
+    trainer = MoESFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    after = dict(model.named_parameters())
+    squares = {name: float(((after[name] - old) / 0.1).square().sum()) for name, old in before.items()}
+    of_means = sum(square for name, square in squares.items() if "mean_query" in name)
+    norm = (sum(squares.values()) + 3 * of_means) ** 0.5
+    logged = next(entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry)
+    assert of_means > 0.1 * norm**2  # otherwise it would not tell
+    assert norm == pytest.approx(limit or logged, rel=1e-3) and logged > 0.01
+
+
+def test_random_values_give_logits_as_large_as_a_linear_gates():
+    torch.manual_seed(0)
+    x = torch.randn(500, 256)
+    for m in (2, 8, 32):
+        for mixture in ("sum", "max"):
+            settings = RouterSettings("attention", num_heads=m, mixture=mixture, attention_size=1024)
+            router = make_router(256, 8, settings)
+            with torch.no_grad():
+                query = router.mean_query * m if mixture == "sum" else router.query
+                scores = torch.einsum("mwd,td,ncw->tmnc", query, x, router.key) / (1024 / m) ** 0.5
+            assert float(scores.std()) == pytest.approx(0.02 * 256**0.5, rel=0.3)
+
+
+def old_folder(tmp_path, mixture: str, **own):
+    """An adapter and its folder as they were before the mean was stored: `query` holds the sum."""
+    torch.manual_seed(0)
+    settings = {"num_experts": 4, "r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM", **own}
+    config = MoELoraConfig(router_type="attention", router_mixture=mixture, **settings)
+    model = get_peft_model(tiny_llama(), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "query" in name:
+                parameter.normal_(std=0.05)  # with large logits, rounding would show
+    tiny_llama().save_pretrained(tmp_path / "base")
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    m = own.get("router_num_heads", 4)
+    tensors = {
+        name.replace("mean_query", "query"): t * m if "mean_query" in name else t for name, t in load_file(file).items()
+    }
+    assert sum(name.endswith("moe_lora_router.query") for name in tensors) == 2
+    save_file(tensors, file, metadata={"format": "pt"})
+    return model, tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("mixture, own", [
+    ("sum", {}), ("sum", {"router_num_heads": 2}), ("sum", {"router_num_heads": 8}), ("max", {}),
+])  # fmt: skip
+def test_old_adapters_load(mixture, own, tmp_path):
+    model, folder = old_folder(tmp_path, mixture, **own)
+    ids = torch.arange(3, 19).view(2, 8)
+    expected = model(input_ids=ids).logits
+    again = PeftModel.from_pretrained(tiny_llama(), folder, adapter_name="other").eval()
+    torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6)
+    if mixture == "sum" and own.get("router_num_heads", 4) <= 4:
+        native = AutoModelForCausalLM.from_pretrained(export_adapter(folder, tmp_path / "moe")).eval()
+        torch.testing.assert_close(native(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_dict_of_before_loads_into_a_router_without_being_changed():
+    ours, separate = pair(4)
+    old = {"query": sum(q.data for q in separate.queries).unsqueeze(0), "key": ours.key.data.clone()}
+    names = list(old)
+    other = copy.deepcopy(ours)
+    nn.init.zeros_(other.mean_query)
+    other.load_state_dict(old)
+    torch.testing.assert_close(other.mean_query, ours.mean_query, rtol=1e-12, atol=1e-12)
+    assert list(old) == names

@@ -1,0 +1,239 @@
+"""Expert maps: lists of indices and masks of 0 and 1, never one taken for the other."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from moe_peft.analysis import record_routing
+from moe_peft.routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
+from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
+from moe_peft.upit import recipe_from_dict
+from moe_peft.upit.buckets import label_buckets
+from tests.helpers.upit_case import rows
+from tests.models.test_steering import make
+from tests.training.test_sft_trainer import EXPERTS, arguments, make_model
+
+MASKS = {"a": [1, 1, 0, 0, 0, 0], "b": [0, 0, 1, 1, 0, 0], "c": [0, 0, 0, 0, 1, 1]}  # EXPERTS, as the source writes it
+BOOLEANS = {label: [bool(entry) for entry in mask] for label, mask in MASKS.items()}
+
+
+@pytest.mark.parametrize("given", [EXPERTS, MASKS, BOOLEANS], ids=["indices", "masks", "booleans"])
+def test_all_forms_mean_the_same(given):
+    assert read_expert_map(given, 6, "expert_map") == EXPERTS
+    assert expert_masks(read_expert_map(given, 6, "expert_map"), 6).int().tolist() == list(MASKS.values())
+    arrays = {label: np.array(entries) for label, entries in given.items()}
+    assert read_expert_map(arrays, 6, "expert_map") == EXPERTS
+
+
+def reference(given: dict, n: int):
+    """Every reading of a whole map, found by trying all sets of experts; None where there is not exactly one."""
+    found = []
+    for form in ("indices", "mask"):
+        read = {}
+        for label, entries in given.items():
+            for bits in range(1, 2**n):
+                chosen = [i for i in range(n) if bits >> i & 1]
+                if form == "indices":
+                    same = sorted(entries) == chosen
+                else:
+                    same = entries == [int(i in chosen) for i in range(n)]
+                if same:
+                    read[label] = chosen
+        if len(read) == len(given):
+            found.append(read)
+    if n > 2 and len(given) > 1 and all(sorted(entries) == [0, 1] for entries in given.values()):
+        return None  # masks of the wrong length
+    return found[0] if len(found) == 1 else None
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_whatever_has_one_reading_is_read_so_and_all_else_is_refused(n):
+    """All maps of one or two short lists, against trying every set of experts."""
+    from itertools import product
+
+    lists = [list(entries) for length in range(n + 2) for entries in product(range(min(n, 2) + 1), repeat=length)]
+    lists = lists if n < 4 else lists[::7]
+    maps = [{"a": one} for one in lists] + [{"a": one, "b": other} for one in lists[::2] for other in lists[::3]]
+    accepted = 0
+    for given in maps:
+        expected = reference(given, n)
+        try:
+            read = read_expert_map(given, n, "m")
+        except ValueError as error:
+            assert str(error).startswith("m: ") and "\n" not in str(error)
+            read = None
+        if read is not None:
+            accepted += 1
+            read = {label: sorted(experts) for label, experts in read.items()}
+        assert read == expected, given
+    assert 0 < accepted < len(maps)
+
+
+@pytest.mark.parametrize(
+    ("given", "n", "message"),
+    [
+        ({"a": [0, 0]}, 6, r"^m: 'a': \[0, 0\]: names an expert twice; a mask has 6 entries"),
+        ({"a": [1, 1, 0]}, 6, "names an expert twice; a mask has 6 entries"),
+        ({"a": [0, 6]}, 6, "name experts from 0 to 5, or give a mask of 6 entries"),
+        ({"a": [-1]}, 6, "name experts from 0 to 5"),
+        ({"a": []}, 6, "name experts from 0 to 5"),
+        ({"a": [0] * 6}, 6, "the mask allows no expert"),
+        ({"a": [False] * 6}, 6, "the mask allows no expert"),
+        ({"a": [True, False]}, 6, "a mask has 6 entries"),
+        ({"a": [True, 0, 0, 0, 0, 0]}, 6, "true and false among numbers"),
+        ({"a": [0.5]}, 6, "name experts by whole numbers"),
+        ({"a": ["0"]}, 6, "name experts by whole numbers"),
+        ({"a": 0}, 6, "give a list of experts from 0 to 5"),
+        ({"a": "01"}, 6, "give a list of experts"),
+        ({"a": [1, 1, 0, 0], "b": [2, 3]}, 4, "'b' a list of indices; write all in one form"),
+        ({"a": [0, 1]}, 2, r"may be indices or masks; write masks as \[true, false\]"),
+        ({"a": [1, 0], "b": [0, 1]}, 2, "may be indices or masks"),
+        ({"a": [1, 0], "b": [0, 1]}, 4, "look like masks for two experts, .* are 4; write masks of 4 entries"),
+        ({"a": [0, 1], "b": [0, 1]}, 3, "look like masks for two experts"),
+        ({}, 6, "give a map of labels to experts"),
+        ([1], 6, "give a map of labels to experts"),
+        ({0: [0], "0": [1]}, 6, "the label '0' occurs twice"),
+    ],
+)
+def test_what_is_refused(given, n, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read_expert_map(given, n, "m")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+LONG = {"a": [0, 1], "b": [1, 0], **{f"label {i}": [0, 1] for i in range(9)}}
+LISTS = "m: 'a': {}: give a list of experts from 0 to 1, or a mask of 2 entries"
+
+
+@pytest.mark.parametrize(
+    ("given", "n", "message"),
+    [
+        ([1], 2, "m: [1]: give a map of labels to experts, e.g. {'math': [0, 1]}"),
+        ({1.0: [0], "1": [1]}, 2, "m: the label '1' occurs twice, as number and text; keep one"),
+        (
+            {"b": [2, 1], "a": [1, 1, 0, 0]},
+            4,
+            "m: 'a' has a mask, 'b' a list of indices; write all in one form",
+        ),
+        (
+            {"a": [1, 1, 0, 0], "b": [2, 1]},
+            4,
+            "m: 'a' has a mask, 'b' a list of indices; write all in one form",
+        ),
+        (
+            {"a": [0, 1]},
+            2,
+            "m: {'a': [0, 1]}: with two experts these may be indices or masks; write masks as [true, false], both "
+            "experts as [true, true]",
+        ),
+        (
+            LONG,
+            3,
+            f"m: {str(LONG)[:79]}…: these look like masks for two experts, but there are 3; write masks of 3 entries",
+        ),
+        ({"a": 1}, 2, LISTS.format(1)),
+        ({"a": "01"}, 2, LISTS.format("01")),
+        ({"a": b"01"}, 2, LISTS.format("b'01'")),
+        ({"a": {0, 1}}, 2, LISTS.format("{0, 1}")),
+        (
+            {"a": [True, 1]},
+            2,
+            "m: 'a': [True, 1]: true and false among numbers; write indices, or a mask of 0 and 1",
+        ),
+        ({0: [0.0]}, 2, "m: 0: [0.0]: name experts by whole numbers"),
+        ({"a": [2, 1]}, 2, "m: 'a': [2, 1]: name experts from 0 to 1, or give a mask of 2 entries"),
+        ({"a": [-1]}, 2, "m: 'a': [-1]: name experts from 0 to 1, or give a mask of 2 entries"),
+        (
+            {"a": [2, 2]},
+            3,
+            "m: 'a': [2, 2]: names an expert twice; a mask has 3 entries of 0 and 1, one for each expert",
+        ),
+        (
+            {"a": [True]},
+            2,
+            "m: 'a': [True]: a mask has 2 entries, one for each expert, and allows at least one",
+        ),
+        ({"a": [0, 0]}, 2, "m: 'a': [0, 0]: the mask allows no expert; set the entries of some to 1"),
+        (
+            {"a": [8] * 30},
+            3,
+            f"m: 'a': {str([8] * 30)[:79]}…: name experts from 0 to 2, or give a mask of 3 entries",
+        ),
+        (
+            {"a": [10] * 20},
+            3,  # 80 characters are shown
+            f"m: 'a': {[10] * 20}: name experts from 0 to 2, or give a mask of 3 entries",
+        ),
+    ],
+)
+def test_what_is_refused_word_for_word(given, n, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        read_expert_map(given, n, "m")
+
+
+def test_maps_whose_labels_have_too_few_experts():
+    known = {"a": [0, 1], "b": [2]}
+    check_allowed(known, 1, "m")
+    message = "m: 'b' has 1 of the experts, a token gets top_k=2; give it at least as many, or lower top_k"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_allowed(known, 2, "m")
+    assert torch.equal(expert_masks(known, 3), torch.tensor([[True, True, False], [False, False, True]]))
+
+
+def test_other_lists_of_the_map_decide_what_two_entries_mean():
+    assert read_expert_map({"a": [1, 0], "b": [1, 1]}, 2, "m") == {"a": [0], "b": [0, 1]}
+    assert read_expert_map({"a": [0, 1], "b": [1]}, 2, "m") == {"a": [0, 1], "b": [1]}
+    assert read_expert_map({"a": [False, True], "b": [0, 1]}, 2, "m") == {"a": [1], "b": [1]}
+
+
+def test_experts_0_and_1_of_more_are_named_where_no_mask_could_be_meant():
+    assert read_expert_map({"a": [0, 1]}, 4, "m") == {"a": [0, 1]}
+    assert read_expert_map({"a": [0, 1], "b": [2, 3]}, 4, "m") == {"a": [0, 1], "b": [2, 3]}
+    assert read_expert_map({"a": [0, 1], "b": [1]}, 4, "m") == {"a": [0, 1], "b": [1]}
+    both = [True, True, False, False]
+    assert read_expert_map({"a": both, "b": both}, 4, "m") == {"a": [0, 1], "b": [0, 1]}
+
+
+def test_labels_match_as_text():
+    assert [label_text(label) for label in (3, "3", 3.0, 2.5, True)] == ["3", "3", "3", "2.5", "True"]
+    assert list(read_expert_map({0: [0], 1: [1]}, 3, "m")) == ["0", "1"]
+    assert label_buckets([0, "1", 1.0], 3, {0: [0, 1], 1: [2]}) == [[0], [], [1, 2]]
+
+
+@pytest.mark.parametrize("given", [MASKS, BOOLEANS])
+def test_masks_reach_trainer_recorder_buckets_and_recipe(given, tokenizer, tmp_path):
+    args = arguments(tmp_path, MoESFTConfig, label_column="domain", expert_map=given)
+    data = Dataset.from_list(rows(12))
+    trainer = MoESFTTrainer(make_model(), args, train_dataset=data, processing_class=tokenizer)
+    assert trainer._allowed.int().tolist() == list(MASKS.values())
+    with record_routing(make("adapter"), list("abc"), given) as statistics:
+        assert statistics.allowed.int().tolist() == list(MASKS.values())
+    assert label_buckets(["a", "a", "b", "c"], 6, given) == [[0], [1], [2], [], [3], []]
+    recipe = recipe_from_dict({
+        "output_dir": "out", "model": {"name_or_path": "base"}, "num_experts": 6,
+        "data": {"train": "train.jsonl", "label_column": "domain"},
+        "router_init": {"buckets": "label", "expert_map": json.loads(json.dumps(given))},
+    })  # fmt: skip
+    assert read_expert_map(recipe.router_init.expert_map, 6, "m") == EXPERTS
+
+
+def test_a_recipe_refuses_a_wrong_map_when_it_is_read():
+    with pytest.raises(ValueError, match=r"router_init.expert_map: 'a': \[1, 1, 0\]: names an expert twice"):
+        recipe_from_dict({
+            "output_dir": "out", "model": {"name_or_path": "base"}, "num_experts": 4,
+            "data": {"train": "train.jsonl", "label_column": "domain"},
+            "router_init": {"buckets": "label", "expert_map": {"a": [1, 1, 0]}},
+        })  # fmt: skip
+
+
+def test_numbers_as_domains_of_recorded_passes():
+    with torch.no_grad(), record_routing(make("adapter"), [0, 1], {0: [0, 1, 2], "1": [3, 4]}) as statistics:
+        statistics.current = [1, "0"]
+        statistics.update([torch.zeros(4, 6)] * 2, torch.ones(2, 2), None)
+    assert list(statistics.shares()) == ["0", "1"] and statistics.tokens.tolist() == [2, 2]

@@ -1,0 +1,274 @@
+"""`RouterLossesMixin` on TRL's trainers: what it adds, and that it adds it once, however a step is split."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import LlamaForSequenceClassification
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig
+
+from moe_peft import MoELoraConfig
+from moe_peft.models.introspection import observed_routing, router_parameters
+from moe_peft.training.preparation import tokenized
+from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin
+from moe_peft.training.trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
+from tests.helpers.models import tiny_llama
+from tests.models.test_steering import NATIVE
+from tests.training.test_sft_trainer import arguments
+
+N, K = 6, 2
+
+
+@dataclass
+class MoEKTOConfig(RouterLossConfig, KTOConfig):
+    pass
+
+
+class MoEKTOTrainer(RouterLossesMixin, KTOTrainer):
+    pass
+
+
+@dataclass
+class MoERewardConfig(RouterLossConfig, RewardConfig):
+    pass
+
+
+class MoERewardTrainer(RouterLossesMixin, RewardTrainer):
+    pass
+
+
+TRAINERS = {
+    "dpo": (MoEDPOTrainer, MoEDPOConfig),
+    "kto": (MoEKTOTrainer, MoEKTOConfig),
+    "reward": (MoERewardTrainer, MoERewardConfig),
+}
+
+
+def words(seed: int, count: int) -> str:
+    return " ".join(f"w{3 + (7 * seed + 3 * j) % 120}" for j in range(count))
+
+
+def preferences(kind: str) -> Dataset:
+    """Rows of different lengths, so that means of means would differ from means."""
+    rows = []
+    for i in range(16):
+        prompt, good, bad = words(i, 3), " " + words(i + 5, 2 + i % 5), " " + words(i + 9, 1 + i % 7)
+        if kind == "kto":
+            rows.append({"prompt": prompt, "completion": good if i % 2 else bad, "label": bool(i % 2)})
+        else:
+            rows.append({"prompt": prompt, "chosen": good, "rejected": bad})
+    return Dataset.from_list(rows)
+
+
+def make_model(kind: str, native: bool = False):
+    torch.manual_seed(0)
+    if native:
+        model = NATIVE["mixtral"]()
+        model.resize_token_embeddings(128)
+        return model
+    base = tiny_llama()
+    if kind == "reward":
+        base.config.num_labels = 1
+        base = LlamaForSequenceClassification(base.config)
+    torch.manual_seed(1)
+    return get_peft_model(base, MoELoraConfig(num_experts=N, top_k=K, r=4, init_lora_weights=False))
+
+
+def make_trainer(kind, folder, tokenizer, native=False, **own):
+    trainer_class, config_class = TRAINERS[kind]
+    reference = {"ref_model": make_model(kind, native)} if native else {}
+    return trainer_class(
+        model=make_model(kind, native),
+        args=arguments(folder, config_class, **own),
+        train_dataset=preferences(kind),
+        processing_class=tokenizer,
+        **reference,
+    )
+
+
+@pytest.mark.parametrize(("kind", "native"), [("dpo", False), ("dpo", True), ("kto", False), ("reward", False)])
+def test_losses_are_those_of_the_trained_passes_and_counted_once(kind, native, tokenizer, tmp_path):
+    trainer = make_trainer(kind, tmp_path, tokenizer, native, router_aux_loss_coef=0.3, router_z_loss_coef=0.02)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    trainer.model.train()
+    with_them = trainer.compute_loss(trainer.model, dict(batch))
+    trainer._coefficients = dict.fromkeys(trainer._coefficients, 0.0)
+    without = trainer.compute_loss(trainer.model, dict(batch))
+
+    own = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    outputs = trainer.model.base_model(**own, output_router_logits=True) if native else None
+    logits = (outputs or trainer.model(**own, output_router_logits=True)).router_logits
+    n = logits[0].shape[-1]
+    aux = load_balancing_loss_func(logits, n, K, own["attention_mask"])
+    mask = own["attention_mask"].flatten().bool()
+    z = torch.stack([layer[mask].double().logsumexp(-1) ** 2 for layer in logits]).mean()
+    expected = 0.3 * aux.double() + 0.02 * z
+    torch.testing.assert_close((with_them - without).double(), expected, rtol=1e-4, atol=1e-5)
+    assert trainer._metrics["train"]["aux_loss"][0] == pytest.approx(aux.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_accumulated_steps_are_those_of_one_batch(kind, tokenizer, tmp_path):
+    common = {
+        "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "router_aux_loss_coef": 0.0,
+        "router_z_loss_coef": 0.5, "max_steps": 3,
+    }  # fmt: skip
+    big = make_trainer(kind, tmp_path / "big", tokenizer, per_device_train_batch_size=8, **common)
+    cut = make_trainer(
+        kind, tmp_path / "cut", tokenizer, per_device_train_batch_size=2, gradient_accumulation_steps=4, **common
+    )
+    for trainer in (big, cut):
+        before = {name: p.detach().clone() for name, p in router_parameters(trainer.model).items()}
+        if kind == "kto":  # its loss depends on the micro-batch (the KL term); routers then learn from the z-loss alone
+            trainer.compute_loss = alone(trainer)
+        trainer.train()
+        after = router_parameters(trainer.model)
+        assert all((after[name] - before[name]).abs().max() > 1e-5 for name in after if ".default." in name)
+    for (name, one), other in zip(big.model.state_dict().items(), cut.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def alone(trainer):
+    """A `compute_loss` without the trainer's own loss."""
+    trainer.args.training_stage = "routers"
+    return trainer.compute_loss
+
+
+def test_a_reward_model_learns_to_balance(tokenizer, tmp_path):
+    """TRL's RewardTrainer adds no balancing loss of its own."""
+
+    def last(coefficient: float) -> float:
+        folder = tmp_path / str(coefficient)
+        own = {"max_steps": 25, "router_aux_loss_coef": coefficient, "learning_rate": 2e-2, "seed": 1}
+        trainer = make_trainer("reward", folder, tokenizer, **own)
+        trainer.train()
+        return [r["load_cv"] for r in trainer.state.log_history if "load_cv" in r][-1]
+
+    assert last(1.0) < 0.7 * last(0.0)
+
+
+def test_logs_are_means_over_tokens_however_batches_are_cut(tokenizer, tmp_path):
+    """With a rate of 0, so that every batch sees the same model."""
+    data = Dataset.from_list([{"text": words(i, 3 + 4 * (i % 3)), "domain": i % 2} for i in range(12)])
+    labels = {"label_column": "domain", "expert_map": {0: [0, 1, 2], 1: [3, 4, 5]}, "router_z_loss_coef": 0.1}
+    found = []
+    for i, (rows, steps) in enumerate(((12, 1), (1, 12), (3, 4))):
+        args = arguments(
+            tmp_path / str(i), MoESFTConfig, per_device_train_batch_size=rows, gradient_accumulation_steps=steps,
+            per_device_eval_batch_size=rows, learning_rate=0.0, max_steps=1, **labels,
+        )  # fmt: skip
+        trainer = MoESFTTrainer(
+            make_model("sft"), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer
+        )
+        trainer.train()
+        log = {**trainer.state.log_history[0], **trainer.evaluate()}
+        found.append({name: log[name] for of in ("router_z_loss", "router_label_loss", "compliance", "router_entropy")
+                      for name in (of, f"eval_{of}")})  # fmt: skip
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-3)  # TRL rounds what it logs
+    assert found[0]["compliance"] == pytest.approx(found[0]["eval_compliance"], rel=1e-3)
+
+
+def test_labels_may_be_numbers_and_a_plain_config_will_do(tokenizer, tmp_path):
+    data = Dataset.from_list([{"text": words(i, 6), "domain": i % 2} for i in range(8)])
+    own = {"label_column": "domain", "expert_map": {0: [0, 1, 2], 1: [3, 4, 5]}}
+    numbered = MoESFTTrainer(
+        make_model("sft"), arguments(tmp_path / "a", MoESFTConfig, **own), train_dataset=data,
+        processing_class=tokenizer,
+    )  # fmt: skip
+    assert numbered._allowed.tolist() == [[True] * 3 + [False] * 3, [False] * 3 + [True] * 3]
+    numbered.train()
+    plain = MoESFTTrainer(
+        make_model("sft"), arguments(tmp_path / "b", SFTConfig), train_dataset=data, processing_class=tokenizer
+    )
+    plain.train()
+    assert plain.args.output_dir == str(tmp_path / "b") and "aux_loss" in plain.state.log_history[0]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("stage", ["rest", "routers"])
+def test_a_stage_stays_frozen_through_reference_passes(stage, reentrant, tokenizer, tmp_path):
+    """
+    PEFT unfreezes an adapter when it is disabled for the reference's log-probabilities and enabled again. Checkpointed
+    layers run after that.
+    """
+    own = {"training_stage": stage, "router_z_loss_coef": 0.1, "weight_decay": 0.1, "max_steps": 3}
+    if reentrant is not None:
+        own |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    trainer = make_trainer("dpo", tmp_path, tokenizer, **own)
+    trainer.eval_dataset = trainer.train_dataset
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if ".default." in n}
+    routers = router_parameters(trainer.model)
+    trainer.evaluate()
+    trainer.train()
+    moved = {n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])}
+    assert moved and all((n in routers) == (stage == "routers") for n in moved)
+    if reentrant is not None:
+        plain = {name: value for name, value in own.items() if "checkpointing" not in name}
+        other = make_trainer("dpo", tmp_path / "plain", tokenizer, **plain)
+        other.train()
+        norms = [[r["grad_norm"] for r in t.state.log_history if "grad_norm" in r] for t in (trainer, other)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_a_model_keeps_its_own_balancing_loss(tokenizer, tmp_path):
+    """The trainer switches it off for its own passes alone."""
+    trainer = make_trainer("dpo", tmp_path, tokenizer, max_steps=1)
+    ids = torch.randint(3, 120, (2, 8), generator=torch.Generator().manual_seed(0))
+    before = trainer.model.eval()(input_ids=ids, labels=ids)
+    trainer.args.learning_rate = 0.0
+    trainer.train()
+    after = trainer.model.eval()(input_ids=ids, labels=ids)
+    assert before.aux_loss > 0
+    torch.testing.assert_close(after.loss, before.loss)
+    native = make_model("dpo", native=True)
+    native.config.output_router_logits = True
+    make_trainer("dpo", tmp_path / "native", tokenizer, native=True)
+    assert native.config.output_router_logits
+
+
+def test_a_native_moe_without_a_graph_of_its_logits_is_refused(tokenizer, tmp_path):
+    own = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match=r"use_reentrant=True: a native MoE then has router logits without gradients"):
+        make_trainer("dpo", tmp_path, tokenizer, native=True, **own)
+
+
+def test_a_loss_before_training_begins(tokenizer, tmp_path):
+    trainer = make_trainer("dpo", tmp_path, tokenizer)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    trainer.model.train()
+    assert trainer.compute_loss(trainer.model, dict(batch)).isfinite()
+
+
+def test_the_config_that_a_moe_was_trained_with_prepares_data_too(tokenizer, tmp_path):
+    args = arguments(tmp_path, MoESFTConfig, router_aux_loss_coef=0.1)
+    rows, collator = tokenized(Dataset.from_list([{"text": words(i, 5)} for i in range(4)]), tokenizer, args)
+    assert collator([rows[0], rows[1]])["input_ids"].shape == (2, 6)  # with the end of the text
+    assert args.router_aux_loss_coef == 0.1
+
+
+def test_a_step_whose_routing_nobody_saw_is_an_error(tokenizer, tmp_path, monkeypatch):
+    trainer = make_trainer("dpo", tmp_path, tokenizer)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    monkeypatch.setattr("moe_peft.training.router_losses.observed_routing", lambda model, observe: nullcontext())
+    with pytest.raises(RuntimeError, match=r"MoEDPOTrainer: .* no router logits"):
+        trainer.compute_loss(trainer.model, dict(batch))
+
+
+def test_several_passes_of_one_loss_count_as_one_batch(tokenizer, tmp_path, monkeypatch):
+    trainer = make_trainer("dpo", tmp_path, tokenizer, router_aux_loss_coef=0.0, router_z_loss_coef=0.5)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    trainer.model.train()
+    trainer._step_tokens = batch["attention_mask"].sum()
+    once = trainer.compute_loss(trainer.model, dict(batch))
+    monkeypatch.setattr(
+        "moe_peft.training.router_losses.observed_routing",
+        lambda model, observe: observed_routing(model, lambda seen: (observe(seen), observe(seen))),
+    )
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, dict(batch)), once)

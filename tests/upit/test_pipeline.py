@@ -1,0 +1,604 @@
+"""The pipeline: stages, presets, what a changed setting repeats, given experts, several processes, the command line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import shutil
+import sys
+import types
+import weakref
+from dataclasses import asdict
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+import moe_peft
+from moe_peft.adapter.layers import MoELoraLayer
+from moe_peft.cli import main
+from moe_peft.upit import UpIT, recipe_from_dict
+from moe_peft.upit.prepare import checkpoint_steps, chosen_steps, select_checkpoints
+from moe_peft.upit.summary import plan
+from tests.helpers.eval_case import make_tasks
+from tests.helpers.models import tiny_llama
+from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    return make_case(tmp_path_factory.mktemp("case"), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def upit(case, tmp_path_factory):
+    return run(case, tmp_path_factory.mktemp("upit"))
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_taken_at_equal_intervals_and_selected():
+    assert checkpoint_steps(24, 6) == [4, 8, 12, 16, 20, 24]
+    assert checkpoint_steps(10, 4) == [2, 5, 8, 10]
+    steps = checkpoint_steps(160, 16)
+    assert select_checkpoints(steps, 8, "back_half") == steps[8:]
+    assert select_checkpoints(steps, 8, "front_half") == steps[:8]
+    assert select_checkpoints(steps, 8, "uniform") == steps[1::2]
+    assert select_checkpoints(steps, 4, "back_half") == [100, 120, 140, 160]
+    odd = [1, 2, 3, 4, 5]  # the middle one belongs to both halves, and what is no whole number is rounded
+    assert select_checkpoints(odd, 3, "back_half") == [3, 4, 5]
+    assert select_checkpoints(odd, 3, "front_half") == [1, 2, 3]
+    assert select_checkpoints(odd, 3, "uniform") == [2, 3, 5] and checkpoint_steps(11, 4) == [3, 6, 8, 11]
+    # Without a number of checkpoints, halves take two for each expert.
+    assert chosen_steps(32, 4, None, "back_half") == [20, 24, 28, 32]
+    assert chosen_steps(32, 4, None, "front_half") == [4, 8, 12, 16]
+    assert chosen_steps(32, 4, None, "uniform") == [8, 16, 24, 32]
+    with pytest.raises(ValueError, match="num_experts=9: selection='back_half' of 16 checkpoints leaves 8"):
+        select_checkpoints(steps, 9, "back_half")
+    with pytest.raises(ValueError, match="num_checkpoints=3: must be from 1 to the number of steps, 2"):
+        checkpoint_steps(2, 3)
+
+
+def test_a_stage_that_diverges_saves_nothing(case, tmp_path):
+    sft = {**case["sft"], "optim": "sgd", "learning_rate": 1e38, "max_grad_norm": 0.0}
+    with pytest.raises(ValueError, match=r"learning_rate=1e\+38: after step \d+, .* is not finite, and .* not saved"):
+        run(case, tmp_path, method="lora", sft=sft)
+    assert not [path for path in tmp_path.rglob("*.safetensors") if "initial" not in path.parts]
+
+
+def test_result_is_an_adapter_like_any_other(upit):
+    model = AutoPeftModelForCausalLM.from_pretrained(upit.root / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(upit.root / "adapter")
+    config = model.peft_config["default"]
+    assert config.peft_type == "MOE_LORA" and config.num_experts == 4 and config.r == 4 and config.lora_alpha == 8
+    assert config.lora_dropout == 0.1 and config.mixing == "output"
+    model.generate(**tokenizer("w3 w5", return_tensors="pt"), max_new_tokens=3)
+    page = (upit.root / "evaluate" / "report.html").read_text()
+    losses = upit.records["evaluate"]["metrics"]["loss"]
+    for name, own in losses["adapted"].items():
+        cells = (name, f"{losses['base'][name]:.3f}", f"{own:.3f}", f"{own - losses['base'][name]:+.3f}")
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert page.count("data:image/png;base64,") == 1 and "Is the load healthy?" in page
+    card = (upit.root / "adapter" / "README.md").read_text()
+    assert "import moe_peft" in card and "[More Information Needed]" not in card and str(upit.root) not in card
+    assert "`moe-peft upit`, method `upit`" in card and "- Training data: `train.jsonl`" in card
+    assert "`MoESFTTrainer` with TRL" in card and "](routing.png)" in card
+    assert (upit.root / "adapter" / "routing.png").read_bytes() == (upit.root / "evaluate" / "routing.png").read_bytes()
+
+
+def test_stages_hand_on_what_they_made(upit):
+    """Experts of stage 1 → stage 2 → what stage 3 begins with; stage 3's result is what stage 4 begins with."""
+    first = [load_file(upit.root / "prepare" / "experts" / str(i) / WEIGHTS) for i in range(3)]
+    assert not any(torch.equal(first[0][name], first[1][name]) for name in first[0] if "lora_B" in name)
+    initial = load_file(upit.root / "prepare" / "initial" / WEIGHTS)
+    assert all(not tensor.any() for name, tensor in initial.items() if "lora_B" in name)
+    expanded = [upit.root / "expand" / "experts" / str(i) for i in range(4)]
+    for i in range(3):
+        assert (expanded[i] / WEIGHTS).read_bytes() == (
+            upit.root / "prepare" / "experts" / str(i) / WEIGHTS
+        ).read_bytes()
+    (descent,) = upit.records["expand"]["metrics"]["descents"]
+    assert descent["expert"] == 3 and descent["drop_rate"] == 0.2 and 0 < descent["alpha"] < 1
+    for folder in expanded:  # every one a LoRA that plain PEFT loads
+        assert PeftModel.from_pretrained(tiny_llama(), folder).peft_config["default"].peft_type == "LORA"
+    buckets = json.loads((upit.root / "router_init" / "buckets.json").read_text())
+    assert [len(bucket) for bucket in buckets["buckets"]] == [3, 3, 3, 3] and len(buckets["perplexity"]) == 12
+    routers = [load_file(upit.root / stage / "adapter" / WEIGHTS) for stage in ("router_init", "post_train")]
+    assert routers[0].keys() == routers[1].keys()
+    history = upit.records["post_train"]["metrics"]["history"]
+    assert all("aux_loss" in record for record in history)
+
+
+def test_one_base_at_most_is_in_memory(case, tmp_path, monkeypatch):
+    """Expansion loads no base, router initialisation one, however many experts there are."""
+    from transformers import AutoModelForCausalLM
+
+    original, loaded, alive = AutoModelForCausalLM.from_pretrained, [], []
+
+    def from_pretrained(*args, **kwargs):
+        alive.append(sum(reference() is not None for reference in loaded))
+        model, info = original(*args, **kwargs)
+        loaded.append(weakref.ref(model))
+        return model, info
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    run(case, tmp_path)
+    assert alive == [0, 0, 0, 0]  # prepare, router_init, post_train, evaluate: each alone
+
+
+def test_manifest_says_what_was_done_with_what(upit):
+    manifest = json.loads((upit.root / "manifest.json").read_text())
+    assert list(manifest["stages"]) == ["prepare", "expand", "router_init", "post_train", "evaluate"]
+    prepare = manifest["stages"]["prepare"]
+    assert prepare["identity"]["settings"]["sft"]["learning_rate"] == 5e-3
+    assert prepare["identity"]["settings"]["seed"] == 0
+    assert manifest["stages"]["post_train"]["identity"]["settings"]["seed"] == 3
+    assert {len(prepare["identity"]["inputs"][key]) for key in ("model", "train")} == {64}
+    assert manifest["versions"]["torch"] == torch.__version__
+    losses = manifest["stages"]["evaluate"]["metrics"]["loss"]
+    assert set(losses["adapted"]) == {"a", "b", "c", "mean"} and losses["adapted"]["mean"] < losses["base"]["mean"]
+    shares = torch.tensor(manifest["stages"]["evaluate"]["metrics"]["shares"]["a"])
+    assert shares.shape == (2, 4)
+    torch.testing.assert_close(shares.sum(1), torch.ones(2))
+
+
+def test_held_out_loss_is_that_of_the_loaded_adapter(upit, case):
+    model = AutoPeftModelForCausalLM.from_pretrained(upit.root / "adapter").eval()
+    tokenizer = AutoTokenizer.from_pretrained(upit.root / "adapter")
+    for domain in "abc":
+        total, count = 0.0, 0
+        for line in Path(case["data"]["eval"]).read_text().splitlines():
+            row = json.loads(line)
+            if row["domain"] != domain:
+                continue
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            ids = tokenizer(row["prompt"] + row["completion"] + tokenizer.eos_token)["input_ids"]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+            answer = torch.arange(1, len(ids)) >= len(prompt)
+            target = torch.tensor(ids[1:])
+            total += torch.nn.functional.cross_entropy(logits[answer], target[answer], reduction="sum").item()
+            count += int(answer.sum())
+        measured = upit.records["evaluate"]["metrics"]["loss"]["adapted"][domain]
+        assert measured == pytest.approx(total / count, rel=1e-4)
+
+
+# --- what is done again ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="moe_peft")
+    logging.getLogger("moe_peft").propagate = True
+
+    def stages(word):
+        found = [record.getMessage() for record in caplog.records if record.name == "moe_peft"]
+        return [message.split(":")[0] for message in found if word in message]
+
+    run(case, tmp_path)
+    assert "router_init: running (stage 3 of 5)" in caplog.messages
+    caplog.clear()
+    first = run(case, tmp_path)
+    assert stages("done already") == ["prepare", "expand", "router_init", "post_train", "evaluate"]
+    before = contents(first.root)
+    other = {"router_init": {**case["router_init"], "objective": "softmax"}}
+    what = "settings.objective positive → softmax"
+    with pytest.raises(ValueError, match=rf"router_init is done, but this recipe differs: {what}; .* --redo"):
+        run(case, tmp_path, **other)
+    assert contents(first.root) == before  # nothing is removed without being asked for
+    plan = UpIT(recipe_from_dict({**case, "output_dir": str(first.root), **other})).outlook()
+    assert plan == {
+        "prepare": "done",
+        "expand": "done",
+        "router_init": f"again: {what}",
+        "post_train": "again, if the result of router_init changes",
+        "evaluate": "again, if the result of post_train changes",
+    }
+    caplog.clear()
+    changed = run(case, tmp_path, redo=True, **other)
+    assert stages("done already") == ["prepare", "expand"]
+    assert stages("as it changed") == ["router_init", "post_train", "evaluate"]
+    assert "settings.objective positive → softmax" in caplog.text
+    weights = [p.records["post_train"]["files"][f"adapter/{WEIGHTS}"] for p in (first, changed)]
+    assert weights[0] != weights[1]
+    caplog.clear()
+    again = run(case, tmp_path, redo=True)  # back again: the same bytes as at first
+    assert again.records["post_train"]["files"] == first.records["post_train"]["files"]
+
+
+def test_what_is_yours_in_a_result_stays(case, tmp_path):
+    """Run again, and done again with other settings."""
+    first = run(case, tmp_path)
+    card = (first.result / "README.md").read_text()
+    (first.result / "README.md").write_text(card + "My notes.")
+    (first.result / "notes").mkdir()
+    (first.result / "notes" / "a.txt").write_text("mine")
+    before = contents(first.root)
+    run(case, tmp_path)
+    assert contents(first.root) == before
+    (first.result / WEIGHTS).write_bytes(b"damaged")
+    run(case, tmp_path)
+    assert contents(first.root).keys() == before.keys()
+    assert (first.result / WEIGHTS).read_bytes() == before[f"adapter/{WEIGHTS}"]
+    changed = run(case, tmp_path, redo=True, post_train={"seed": 5})
+    assert (first.result / "notes" / "a.txt").read_text() == "mine"
+    assert (changed.result / WEIGHTS).read_bytes() != before[f"adapter/{WEIGHTS}"]
+
+
+def test_what_cannot_be_done_again_leaves_what_was_done(case, tmp_path):
+    first = run(case, tmp_path)
+    before = {name: content for name, content in contents(first.root).items() if name.startswith("prepare/")}
+    with pytest.raises(ValueError, match="zzz"):
+        run(case, tmp_path, redo=True, prepare={**case.get("prepare", {}), "sft": {"eos_token": "<zzz>"}})
+    found = contents(first.root)
+    assert {name: content for name, content in found.items() if name.startswith("prepare/")} == before
+    again = run(case, tmp_path)
+    assert again.records == first.records
+
+
+def test_a_figure_is_of_this_run(case, tmp_path):
+    first = run(case, tmp_path)
+    assert (first.result / "routing.png").is_file()
+    data = {key: value for key, value in case["data"].items() if key != "eval"}
+    without = run(case, tmp_path, redo=True, data=data, evaluate={}, post_train={"seed": 7})
+    assert "evaluate" not in without.records
+    assert (
+        not (without.result / "routing.png").exists()
+        and "routing.png" not in (without.result / "README.md").read_text()
+    )
+
+
+def test_trackers_have_one_run_a_stage_and_keep_their_files(case, tmp_path, monkeypatch):
+    """TensorBoard's files outlive a stage's state; W&B, of which this stands for what transformers calls, is closed."""
+    log = []
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    wandb.run, wandb.finish = None, lambda: (log.append("finish"), setattr(wandb, "run", None))
+
+    class Callback(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            if wandb.run is None:
+                log.append((args.run_name, os.environ["WANDB_RUN_GROUP"]))
+                wandb.run = object()
+
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "stand-in", Callback)
+    monkeypatch.setattr("trl.trainer.base_trainer.is_wandb_available", lambda: False)  # for its model card
+    pipeline = run(case, tmp_path, sft={**case["sft"], "report_to": ["tensorboard", "stand-in"], "logging_steps": 1})
+    trained = ["prepare", "router_init", "post_train"]
+    assert log == [entry for name in trained for entry in ((f"out-{name}", "out"), "finish")]
+    logs = pipeline.root / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == sorted(trained)
+    assert all(list((logs / name).rglob("events.out.tfevents.*")) for name in trained)
+    assert "WANDB_RUN_GROUP" not in os.environ and "TENSORBOARD_LOGGING_DIR" not in os.environ
+
+
+def test_a_second_run_of_one_object_does_nothing_again(case, tmp_path):
+    pipeline = run(case, tmp_path, method="loramoe_sft")
+    before = {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")}
+    pipeline.run()
+    assert {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")} == before
+
+
+def test_number_of_processes_does_not_undo_a_finished_stage(case, upit, tmp_path):
+    shutil.copytree(upit.root, tmp_path / "out")
+    for record in (tmp_path / "out").glob("*/stage.json"):
+        settings = json.loads(record.read_text())
+        settings["identity"]["processes"] = 8
+        settings.pop("digest")  # which an edit would break
+        record.write_text(json.dumps(settings))
+    before = (tmp_path / "out" / "prepare").stat().st_mtime_ns
+    run(case, tmp_path)
+    assert (tmp_path / "out" / "prepare").stat().st_mtime_ns == before
+
+
+def test_result_does_not_depend_on_what_a_trainer_did_to_the_tokenizer(case, tmp_path):
+    """TRL gives the tokenizer a chat template and a padding token; the result has them, however often it is written."""
+    rows = [json.loads(line) for line in Path(case["data"]["train"]).read_text().splitlines()]
+    talks = [
+        {"messages": [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["completion"]}]}
+        for r in rows
+    ]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    sft = {**case["sft"], "chat_template_path": str(tmp_path / "template.jinja")}
+    settings = {"data": {"train": str(tmp_path / "talks.jsonl")}, "sft": sft, "num_train_epochs": 1}
+    for method in ("lora", "loramoe_pt"):
+        (tmp_path / method).mkdir()
+        first = run(case, tmp_path / method, method=method, **settings)
+        files = {path.name: path.read_bytes() for path in (first.root / "adapter").iterdir()}
+        assert "['content']" in AutoTokenizer.from_pretrained(first.root / "adapter").chat_template
+        run(case, tmp_path / method, method=method, **settings)
+        assert {path.name: path.read_bytes() for path in (first.root / "adapter").iterdir()} == files
+
+
+def test_changed_data_redoes_everything(case, tmp_path):
+    first = run(case, tmp_path, method="loramoe_pt")
+    rows = Path(case["data"]["train"]).read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join(rows[1:] + rows[:1]))
+    data = {**case["data"], "train": str(tmp_path / "other.jsonl")}
+    second = run(case, tmp_path, redo=True, method="loramoe_pt", data=data)
+    assert first.records["post_train"]["files"] != second.records["post_train"]["files"]
+
+
+# --- methods --------------------------------------------------------------------------------------------------------
+
+
+def steps_of(pipeline):
+    return sum(record["metrics"].get("steps", 0) for record in pipeline.records.values())
+
+
+@pytest.mark.parametrize("method", ["lora", "loramoe_pt", "loramoe_sft", "self_moe", "pesc"])
+def test_baselines(method, case, upit, tmp_path):
+    pipeline = run(case, tmp_path, method=method)
+    assert steps_of(pipeline) == 48  # 4 passes over 48 rows in batches of 4
+    assert steps_of(upit) == 48 + 2  # and 2 passes of every expert over its bucket of 3
+    config = PeftConfig.from_pretrained(pipeline.root / "adapter")
+    assert config.peft_type == ("LORA" if method == "lora" else "MOE_LORA")
+    if method != "lora":
+        assert config.expert_type == ("bottleneck" if method == "pesc" else "lora")
+    assert (
+        set(pipeline.records) - {"evaluate"}
+        == {
+            "lora": {"prepare"},
+            "loramoe_pt": {"post_train"},
+            "loramoe_sft": {"prepare", "post_train"},
+            "self_moe": {"prepare", "expand", "post_train"},
+            "pesc": {"post_train"},
+        }[method]
+    )
+    if method == "lora":
+        assert "shares" in pipeline.records["evaluate"]["metrics"]
+        assert pipeline.records["evaluate"]["metrics"]["shares"] == {}
+        AutoTokenizer.from_pretrained(pipeline.root / "adapter")
+
+
+def experts_of(folder):
+    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+    return {
+        f"{name}.{projection}": value.detach()
+        for name, layer in model.named_modules()
+        if isinstance(layer, MoELoraLayer)
+        for projection, value in layer.expert_parameters("default")[0].items()
+    }
+
+
+def test_self_moe_trains_the_routers_alone(case, tmp_path):
+    pipeline = run(case, tmp_path, method="self_moe")
+    given = [load_file(pipeline.root / "expand" / "experts" / str(i) / WEIGHTS) for i in range(4)]
+    for name, A in experts_of(pipeline.root / "adapter").items():
+        module, _, projection = name.rpartition(".")
+        path = module.removeprefix("base_model.model.")
+        for i in range(4):
+            torch.testing.assert_close(
+                A[i], given[i][f"base_model.model.{path}.{projection}.lora_A.weight"], rtol=0, atol=0
+            )
+
+
+def test_no_expansion_or_router_initialisation(case, tmp_path):
+    pipeline = run(case, tmp_path, prepare={"selection": "uniform"}, router_init={"buckets": "none"})
+    assert list(pipeline.records) == ["prepare", "post_train", "evaluate"]
+    assert pipeline.records["prepare"]["metrics"]["checkpoint_steps"] == [6, 12, 18, 24]
+
+
+def test_experts_that_exist_already(case, upit, tmp_path):
+    adapters = [str(upit.root / "prepare" / "experts" / str(i)) for i in range(3)]
+    pipeline = run(case, tmp_path, prepare={"adapters": adapters})
+    assert list(pipeline.records) == ["expand", "router_init", "post_train", "evaluate"]
+    assert pipeline.records["expand"]["files"] == upit.records["expand"]["files"]
+    with pytest.raises(ValueError, match=r"prepare\.adapters: 'nowhere' is not a folder with adapter_config.json"):
+        run(case, tmp_path, prepare={"adapters": ["nowhere", "nowhere"]})
+
+
+def test_blocks_show_one_domain_after_the_other(case, tmp_path, monkeypatch):
+    seen = []
+    from trl import SFTTrainer
+
+    original = SFTTrainer.compute_loss
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        seen.append(inputs["input_ids"][:, 0].tolist())
+        return original(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(SFTTrainer, "compute_loss", compute_loss)
+    data = {**case["data"]}
+    data.pop("eval")
+    run(case, tmp_path, method="lora", prepare={"order": "blocks"}, data=data)
+    firsts = [token for batch in seen for token in batch]  # a prompt's first word is its domain
+    assert len(firsts) == 4 * 48
+    assert firsts == sorted(firsts) and set(firsts) == {3, 4, 5}
+
+
+def test_stage_3_takes_what_its_buckets_hold(case, tmp_path):
+    """Of each bucket one example: neither plan nor budget count the rest of the seed set."""
+    router_init = {"seed_fraction": 0.5, "num_train_epochs": 1, "capacity": 1, "within_budget": True}
+    pipeline = run(case, tmp_path, router_init=router_init)
+    stage = next(stage for stage in plan(pipeline) if stage.name == "router_init")
+    record = pipeline.records["router_init"]["metrics"]
+    assert record["bucket_sizes"] == [1] * 4 and stage.steps == record["steps"] == 1
+    assert stage.epochs == pytest.approx(4 / 48)
+
+
+def test_a_template_in_a_tokenizers_folder_is_an_input(case, tmp_path, tokenizer):
+    template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "template")
+    own = {"method": "lora", "data": {"train": case["data"]["train"]}}
+    own["sft"] = {**case["sft"], "chat_template_path": str(tmp_path / "template")}
+    pipeline = run(case, tmp_path, **own)
+    assert UpIT(pipeline.recipe).outlook()["prepare"] == "done"
+    tokenizer.chat_template = template.replace("eos_token", "' '")
+    tokenizer.save_pretrained(tmp_path / "template")
+    assert UpIT(pipeline.recipe).outlook()["prepare"].startswith("again: inputs.chat_template")
+
+
+def test_blocks_take_the_steps_that_were_planned(case, tmp_path):
+    """One pass over 53 rows in 14 batches, and not 1.1 passes of three steps each."""
+    data = {name: value for name, value in case["data"].items() if name != "eval"}
+    sft = {**case["sft"], "gradient_accumulation_steps": 5}
+    own = {"method": "lora", "prepare": {"order": "blocks"}, "num_train_epochs": 1.1, "data": data, "sft": sft}
+    pipeline = run(case, tmp_path, **own)
+    assert plan(pipeline)[0].steps == pipeline.records["prepare"]["metrics"]["steps"] == 3
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": {"name_or_path": "nowhere/model"}}, "model.name_or_path='nowhere/model': neither a model folder"),
+        ({"data": {"train": "nowhere.jsonl"}}, "data.train='nowhere.jsonl': no such file"),
+        ({"data": {"train": "strange.jsonl"}}, "needs messages, prompt and completion, or text"),
+        (
+            {"router_init": {"buckets": "label", "expert_map": {"a": [0], "b": [1]}}},
+            "expert_map: no experts for the label 'c' of example 2",
+        ),
+        (
+            {"sft": {"use_cpu": True, "lr_scheduler_type": "zigzag"}},
+            "sft.lr_scheduler_type='zigzag': must be one of",
+        ),
+    ],
+)
+def test_wrong_inputs_end_in_one_line_and_leave_nothing(settings, message, case, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "strange.jsonl").write_text('{"domain": "a", "question": "w3"}')
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**case, "output_dir": str(tmp_path / "out"), **settings}))
+    with pytest.raises(SystemExit) as ended:
+        main(["upit", "--config", str(path)])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not any((tmp_path / "out").glob("*/*"))
+
+
+def test_missing_label_column(case, tmp_path):
+    with pytest.raises(ValueError, match=r"label_column='topic': data\.train has only"):
+        run(case, tmp_path, data={**case["data"], "label_column": "topic"})
+
+
+# --- plan and command line ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["upit", "lora", "self_moe", "loramoe_pt", "pesc"])
+def test_plan_is_what_happens(method, case, upit, tmp_path):
+    pipeline = upit if method == "upit" else run(case, tmp_path, method=method)
+    stages = {stage.name: stage for stage in plan(pipeline)}
+    trained = [name for name in pipeline.records if name in ("prepare", "router_init", "post_train")]
+    assert list(stages) == trained
+    for name, stage in stages.items():
+        assert stage.steps == pipeline.records[name]["metrics"]["steps"]
+        assert stage.memory.total > 4 * sum(p.numel() for p in tiny_llama(vocab=128).parameters())
+    if method != "lora":
+        assert asdict(stages["post_train"].moe) == pipeline.records["post_train"]["metrics"]["size"]
+    if method == "upit":
+        model = AutoPeftModelForCausalLM.from_pretrained(upit.root / "adapter", is_trainable=True)
+        assert stages["post_train"].trainable == model.get_nb_trainable_parameters()[0]
+        lora = PeftModel.from_pretrained(tiny_llama(), upit.root / "prepare" / "experts" / "0", is_trainable=True)
+        assert stages["prepare"].trainable == lora.get_nb_trainable_parameters()[0]
+        assert stages["prepare"].tokens == pytest.approx(24 * 4 * 10.5, rel=0.15)
+    if method == "self_moe":
+        assert stages["post_train"].trainable == 2 * 4 * 64
+
+
+def test_plan_finds_what_cannot_be_done(case):
+    impossible = recipe_from_dict({**case, "num_train_epochs": 0.5, "router_init": {"buckets": "none"}})
+    with pytest.raises(ValueError, match="num_checkpoints=6: must be from 1 to the number of steps, 3"):
+        plan(UpIT(impossible))
+    incomplete = {**case["router_init"], "buckets": "label", "expert_map": {"a": [0], "b": [1]}}
+    with pytest.raises(ValueError, match="no experts for the label 'c' of example 2"):
+        plan(UpIT(recipe_from_dict({**case, "router_init": incomplete})))
+
+
+def test_command_line(case, tmp_path, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**case, "output_dir": str(tmp_path / "out")}))
+    main(["upit", "--config", str(path), "--set", "method=loramoe_pt", "--dry-run"])
+    planned = capsys.readouterr().out
+    assert "post_train" in planned and "48" in planned and not (tmp_path / "out").exists()
+    main(["upit", "--config", str(path), "--set", "method=loramoe_pt"])
+    done = capsys.readouterr().out
+    assert "held-out loss" in done and str(tmp_path / "out" / "adapter")[-10:] in done.replace("\n", "")
+    assert (tmp_path / "out" / "adapter" / WEIGHTS).exists()
+
+
+QUANTIZED = {
+    "4-bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "8-bit": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("bits", QUANTIZED)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_quantized_base(bits, device, case, tmp_path):
+    """All stages on a bitsandbytes base, with gradient checkpointing; scoring must not spoil the training after it."""
+    own = {"use_cpu": device == "cpu", "gradient_checkpointing": True, "learning_rate": 2e-2, "max_grad_norm": 1.0}
+    quantization = {**QUANTIZED[bits], **({"bnb_4bit_compute_dtype": "float32"} if bits == "4-bit" else {})}
+    model = {**case["model"], "quantization": quantization, "dtype": "float32"}
+    longer = {**case["router_init"], "num_train_epochs": 6, "sft": {"logging_steps": 1}}
+    pipeline = run(case, tmp_path, model=model, sft={**case["sft"], **own}, router_init=longer)
+    losses = pipeline.records["evaluate"]["metrics"]["loss"]
+    assert losses["adapted"]["mean"] < losses["base"]["mean"] - 0.01
+    first, last = (pipeline.records["router_init"]["metrics"]["history"][i] for i in (0, -1))
+    assert last["lm_loss"] < first["lm_loss"] and first["grad_norm"] > 0
+    experts = load_file(pipeline.root / "router_init" / "adapter" / WEIGHTS)
+    given = load_file(pipeline.root / "expand" / "experts" / "0" / WEIGHTS)
+    name = "base_model.model.model.layers.0.mlp.{}"
+    trained = experts[name.format("moe_lora_B.up_proj")][0].float()
+    assert not torch.allclose(trained, given[name.format("up_proj.lora_B.weight")].T.float(), atol=1e-4)
+
+
+def test_several_processes_do_what_one_does(case, upit, tmp_path):
+    """Two processes over gloo, half the batch each: the same batches, so the same result up to rounding."""
+    # SGD: Adam blows rounding up where gradients are near zero.
+    sft = {**case["sft"], "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
+    # All experts at once: with fewer, rounding may choose other ones.
+    settings = {
+        **case,
+        "sft": sft,
+        "output_dir": str(tmp_path / "two"),
+        "adapter": {"r": 4, "lora_alpha": 8, "top_k": 4},
+        "evaluate": {
+            "tasks": ["toy_text", "toy_both"],
+            "include_path": str(make_tasks(tmp_path / "tasks")),
+            "limit": 9,
+        },
+    }
+    run_as_two_processes(settings, tmp_path)
+    one = {**settings, "sft": {**sft, "per_device_train_batch_size": 4}, "output_dir": str(tmp_path / "one")}
+    UpIT(recipe_from_dict(one)).run()
+    for stage, tolerance in (("prepare/experts/2", 1e-5), ("router_init/adapter", 1e-5), ("post_train/adapter", 1e-4)):
+        two, alone = (load_file(tmp_path / name / stage / WEIGHTS) for name in ("two", "one"))
+        assert two.keys() == alone.keys()
+        for key, value in alone.items():
+            torch.testing.assert_close(two[key], value, rtol=tolerance, atol=tolerance)
+    manifest = json.loads((tmp_path / "two" / "manifest.json").read_text())
+    assert manifest["stages"]["prepare"]["identity"]["processes"] == 2
+    tasks = [
+        json.loads((tmp_path / name / "manifest.json").read_text())["stages"]["evaluate"]["metrics"]["tasks"]
+        for name in ("one", "two")
+    ]
+    for model in ("base", "adapted"):  # the examples are shared out, and every one counts once
+        assert {(s["task"], s["metric"]): s["value"] for s in tasks[1][model]} == pytest.approx(
+            {(s["task"], s["metric"]): s["value"] for s in tasks[0][model]}, rel=1e-4
+        )
+    buckets = [json.loads((tmp_path / name / "router_init" / "buckets.json").read_text()) for name in ("one", "two")]
+    assert buckets[0]["buckets"] == buckets[1]["buckets"]
+
+
+def test_public_names():
+    assert moe_peft.force_experts in {getattr(moe_peft, name) for name in moe_peft.__all__}

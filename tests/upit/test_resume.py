@@ -1,0 +1,104 @@
+"""A killed run resumes and ends with the same bytes as an uninterrupted one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.upit_case import contents, make_case, run_in_process
+
+# Forward passes: stage 1 has 24, stage 3 has 6 in 2 steps, stage 4 has 24; stage 1 saves at 5, 10, 15, 16, 20 and 24.
+STEPS, SAVE_STEPS = 54, 5
+KILLS = [
+    ("step", 1),
+    ("step", 8),
+    ("within a checkpoint", 2),
+    ("before a checkpoint is marked", 1),
+    ("before a checkpoint is marked", 6),
+    ("step", 24),
+    ("renaming a stage", 1),  # stage 1 is whole but not yet named so
+    ("writing an expert", 1),
+    ("renaming a stage", 2),
+    ("scoring", 1),
+    ("step", 28),  # stage 3
+    ("renaming a stage", 3),
+    ("step", 31),  # the first of stage 4
+    ("step", 40),
+    ("renaming a stage", 4),
+    ("evaluating", 1),
+    ("renaming a stage", 5),
+    ("renaming a stage", 6),  # the result
+    ("writing json", 3),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    settings = make_case(folder, tokenizer)
+    assert run_in_process(settings, folder) == 0
+    assert len((folder / "steps").read_bytes()) == STEPS
+    files = contents(folder / "out")
+    for name in (
+        "adapter/adapter_model.safetensors",
+        "router_init/buckets.json",
+        "evaluate/routing.png",
+        "manifest.json",
+    ):
+        assert name in files
+    assert not any("partial" in name or "removed" in name or "state" in Path(name).parts for name in files)
+    return settings, files, folder
+
+
+@pytest.mark.parametrize("kill", KILLS, ids=lambda kill: f"{kill[0]} {kill[1]}")
+def test_killed_run_goes_on_to_the_same_bytes(kill, undisturbed, tmp_path):
+    settings, files, _ = undisturbed
+    assert run_in_process(settings, tmp_path, kill) == -9
+    assert run_in_process(settings, tmp_path) == 0
+    assert contents(tmp_path / "out") == files
+    # Nothing that was saved is trained again: only what came after the last save.
+    assert STEPS <= len((tmp_path / "steps").read_bytes()) <= STEPS + SAVE_STEPS
+
+
+def test_killed_again_and_again(undisturbed, tmp_path):
+    settings, files, _ = undisturbed
+    attempts = 0
+    while (code := run_in_process(settings, tmp_path, ("step", 7))) != 0:
+        attempts += 1
+        assert code == -9 and attempts < 30
+    assert attempts > 3
+    assert contents(tmp_path / "out") == files
+
+
+@pytest.fixture(scope="module")
+def changed(undisturbed, tmp_path_factory):
+    """The same run with another setting of stage 3: settings and files."""
+    settings = {**undisturbed[0], "router_init": {**undisturbed[0]["router_init"], "objective": "softmax"}}
+    folder = tmp_path_factory.mktemp("changed")
+    assert run_in_process(settings, folder) == 0
+    return settings, contents(folder / "out")
+
+
+@pytest.mark.parametrize(("point", "n"), [("removing", 1), ("removing", 2), ("removing", 4), ("step", 3)])
+@pytest.mark.parametrize("then", ["changed", "undisturbed"])
+def test_killed_while_a_changed_stage_is_done_again(point, n, then, undisturbed, changed, tmp_path):
+    """Whether the setting then stays changed or is changed back: half a stage is never taken for a whole one."""
+    shutil.copytree(undisturbed[2] / "out", tmp_path / "out")
+    assert run_in_process(changed[0], tmp_path, (point, n)) == -9
+    settings, files = changed if then == "changed" else undisturbed[:2]
+    assert run_in_process(settings, tmp_path) == 0
+    assert contents(tmp_path / "out") == files
+
+
+def test_two_runs_of_one_seed_are_equal_and_another_seed_is_not(undisturbed, tmp_path):
+    settings, files, _ = undisturbed
+    for folder in ("same", "other"):
+        (tmp_path / folder).mkdir()
+    assert run_in_process(settings, tmp_path / "same") == 0
+    assert contents(tmp_path / "same" / "out") == files
+    assert run_in_process({**settings, "seed": 1}, tmp_path / "other") == 0
+    other = contents(tmp_path / "other" / "out")
+    weights = "adapter/adapter_model.safetensors"
+    assert other.keys() == files.keys() and other[weights] != files[weights]

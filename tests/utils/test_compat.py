@@ -1,0 +1,89 @@
+"""Every private name of peft, trl and transformers that we use is in `moe_peft.utils.compat` and still exists."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import moe_peft
+from moe_peft.utils.compat import PRIVATE, private
+
+PACKAGES = ("peft", "trl", "transformers")
+ROOT = Path(moe_peft.__file__).parent
+LISTED = {name for names in PRIVATE.values() for name in names}
+# Of torch and the standard library, which are not this list's business.
+ELSEWHERE = {"_forward_hooks", "_ConvNd", "_fields", "_replace", "_name_or_path", "_asdict", "_unsafe_view"}
+
+
+def place(path: str):
+    """The module or class of a dotted path."""
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in PRIVATE.items() for name in names])
+def test_the_name_is_still_where_we_use_it(path, name):
+    if path.startswith("liger_kernel"):
+        pytest.importorskip("liger_kernel.transformers", reason="needs Triton", exc_type=ImportError)
+    owner = place(path)
+    fields = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
+    bases = [b for b in getattr(owner, "__mro__", ()) if b.__module__.partition(".")[0] in PACKAGES]
+    of_instances = any(f"self.{name}" in inspect.getsource(base) for base in bases)
+    assert hasattr(owner, name) or name in fields or of_instances, f"{path}.{name} has moved"
+
+
+def our_classes():
+    for found in pkgutil.walk_packages([str(ROOT)], "moe_peft."):
+        if found.name != "moe_peft.__main__":
+            module = importlib.import_module(found.name)
+            yield from (c for c in vars(module).values() if inspect.isclass(c) and c.__module__.startswith("moe_peft"))
+
+
+def test_everything_private_that_we_override_is_listed():
+    unlisted = {}
+    for cls in set(our_classes()):
+        foreign = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in PACKAGES]
+        ours = [base for base in cls.__mro__ if base.__module__.startswith("moe_peft")]
+        names = {name for base in ours for name in vars(base) if name.startswith("_") and not name.endswith("__")}
+        for name in names - {"_abc_impl"}:
+            if name not in LISTED and any(name in vars(base) for base in foreign):
+                unlisted[name] = cls.__name__
+    assert not unlisted
+
+
+def test_everything_private_that_we_read_or_import_is_listed():
+    trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+    own, used = set(ELSEWHERE), {}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    own.add(name)
+                case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self" | "ctx")):
+                    own.add(name)
+                case ast.Attribute(attr=name):
+                    used.setdefault(name, path)
+                case ast.ImportFrom(module=module, names=names) if (module or "").partition(".")[0] in PACKAGES:
+                    assert not [a.name for a in names if a.name.startswith("_")], f"{path}: take it through compat"
+    found = {name: str(path) for name, path in used.items() if name.startswith("_") and not name.endswith("__")}
+    assert not {name: path for name, path in found.items() if name not in own | LISTED}
+
+
+def test_a_name_that_has_moved_is_told():
+    with pytest.raises(
+        ImportError, match=r"moe_peft needs peft\.utils\.other\.gone, .* peft lacks; install an older one"
+    ):
+        PRIVATE["peft.utils.other"], before = ("gone",), PRIVATE["peft.utils.other"]
+        try:
+            private("peft.utils.other", "gone")
+        finally:
+            PRIVATE["peft.utils.other"] = before

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -22,23 +19,20 @@ from ..models.native_routers import replace_routers
 from ..native.model_folder import copy_terms, open_dense
 from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
-from ..training.preparation import calibration_batches, tokenized
-from ..training.scoring import Collator, score_checkpoints
+from ..training.preparation import calibration_batches
 from ..utils.loading import empty_model
-from .buckets import fill_buckets
 from .evaluate import Evaluate
 from .expand import expand_checkpoints
 from .expert_similarity import of_ffns
-from .files import expert_folders, finish_native, read_perplexity, write_buckets, write_perplexity, write_vectors
+from .files import finish_native
 from .inputs import load_checkpoint, load_config, load_empty, load_model, model_folder
 from .post_train import post_train
-from .router_init import init_expert_routers
-from .stage_cache import STATE, Artefacts, Stage
+from .stage_cache import STATE, Stage
 from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics
 
 logger = logging.getLogger("moe_peft")
 
-_MODEL, _ROUTERS = "model", "routers.safetensors"
+_MODEL = "model"
 
 
 class _OfFFNs(Stage):
@@ -73,67 +67,13 @@ class FFNExpand(_OfFFNs, Expand):
 
 
 class FFNRouterInit(_OfFFNs, RouterInit):
-    @property
-    def result(self) -> Artefacts:
-        experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
-        return replace(self.given, experts=experts, routers=self.folder / _ROUTERS)
-
-    def run(self, folder: Path) -> dict[str, Any]:
-        r, section, experts = self.recipe, self.recipe.router_init, self.given.experts
-        args, load = self.example_arguments(folder), partial(load_checkpoint, r.model)
-        data, collator = tokenized(self.seed_data(), self.context.tokenizer, args)
-        buckets, perplexity = fill_buckets(
-            data,
-            r.num_experts,
-            section.buckets,
-            partial(self._perplexities, folder, load, data, collator),
-            seed=args.seed,
-            capacity=section.capacity,
-            label_column=r.data.label_column,
-            expert_map=section.expert_map,
-        )
-        found = init_expert_routers(
-            load,
-            experts,
-            buckets,
-            data,
-            args,
-            self.context.tokenizer,
-            output_dir=folder,
-            objective=section.objective,
-            alpha=section.alpha,
-            train_experts=section.train_experts,
-        )
-        if args.should_save:
-            write_vectors(folder / _ROUTERS, found.vectors)
-            write_buckets(folder, buckets, perplexity)
-        PartialState().wait_for_everyone()
-        result: dict[str, Any] = {"bucket_sizes": [len(bucket) for bucket in buckets]}
-        if found.trained:  # losses of the last expert, steps of all
-            result |= {**metrics(found.trained[-1]), "steps": sum(max(t.checkpoints) for t in found.trained)}
-        return result
-
-    def steps(self, rows: int, processes: int) -> int:
-        """Experts are trained one after the other, each on its bucket."""
-        return self.recipe.num_experts * super().steps(rows, processes)
+    def load(self, folder: Path) -> PreTrainedModel:
+        return load_checkpoint(self.recipe.model, folder)
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
         vectors = model.config.num_hidden_layers * model.config.hidden_size
         ffns = sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
         return Sizes(vectors, vectors + (ffns if self.recipe.router_init.train_experts else 0))
-
-    def _perplexities(
-        self, folder: Path, load: Callable[[Path], PreTrainedModel], data: Dataset, collator: Collator
-    ) -> torch.Tensor:
-        """[S, n]; kept until the stage is done."""
-        path = folder / STATE / "perplexity.safetensors"
-        kept = read_perplexity(path)
-        if kept is not None:
-            return kept
-        found = score_checkpoints(load, self.given.experts, data, collator)
-        if PartialState().is_main_process:
-            write_perplexity(path, found)
-        return found
 
 
 class FFNPostTrain(_OfFFNs, PostTrain):

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from ..native.families import FAMILIES
 from ..native.model_folder import add_older_names
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..training.checkpointing import link_folder, link_weights
-from ..utils.io import read_object, reading
+from ..utils.io import read_object
 
 logger = logging.getLogger("moe_peft")
 
@@ -29,21 +29,6 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 def expert_folders(root: Path, count: int) -> list[Path]:
     """Where a stage puts its experts."""
     return [root / "experts" / str(i) for i in range(count)]
-
-
-def own_folders(root: Path, count: int, sources: Sequence[str | Path], what: str) -> list[Path]:
-    """
-    As `expert_folders`, of which none is a source.
-
-    Raises:
-        ValueError: one is.
-    """
-    folders = expert_folders(root, count)
-    own = {folder.resolve() for folder in folders}
-    for source in sources:
-        if Path(source).resolve() in own:
-            raise ValueError(f"{what}: output_dir={str(root)!r}: {source} would be overwritten; choose another folder")
-    return folders
 
 
 def copy_adapter(source: Path, target: Path) -> None:
@@ -99,28 +84,9 @@ def write_buckets(folder: Path, buckets: list[list[int]], perplexity: torch.Tens
     write_json(folder / "buckets.json", {"buckets": buckets, "perplexity": scores})
 
 
-def write_vectors(path: Path, vectors: dict[int, torch.Tensor]) -> None:
-    """Routing vectors [n, d] by layer, as `UpcycleConfig.router_weights` takes them."""
-    save_file({str(layer): weight.contiguous() for layer, weight in vectors.items()}, path)
-
-
-def read_perplexity(path: Path) -> torch.Tensor | None:
-    """What `write_perplexity` wrote, if it did and the file is not damaged."""
-    if not path.exists():
-        return None
-    try:
-        with reading(path):
-            return load_file(path)["perplexity"]
-    except ValueError as error:
-        logger.warning("%s; scored again", error)
-        return None
-
-
-def write_perplexity(path: Path, perplexity: torch.Tensor) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file({"perplexity": perplexity.contiguous()}, partial)
-    partial.rename(path)
+def write_routers(path: Path, routers: Sequence[torch.Tensor]) -> None:
+    """Routers' weights [n, d], named "0", "1", …, as `UpcycleConfig.router_weights` takes them."""
+    save_file({str(i): weight.contiguous() for i, weight in enumerate(routers)}, path)
 
 
 def read_tensor(folder: Path, name: str) -> torch.Tensor:
@@ -128,15 +94,15 @@ def read_tensor(folder: Path, name: str) -> torch.Tensor:
     return Checkpoint(folder, "upit").tensor(name)
 
 
-def write_without(source: Path, left_out: str, like: Path, target: Path) -> None:
-    """A checkpoint as a model folder without one of its tensors, with the config of another folder."""
-    trained = Checkpoint(source, "upit")
+def write_without(source: Path, prefix: str, like: Path, target: Path) -> None:
+    """A checkpoint as a model folder without the tensors whose names begin so, with the config of another folder."""
+    checkpoint = Checkpoint(source, "upit")
     shutil.rmtree(target, ignore_errors=True)
     link_model(like, target, weights=False)
-    names = [name for name in trained if name != left_out]
-    with ShardedWriter(target, {name: (trained.dtype(name), trained.shape(name)) for name in names}) as writer:
+    names = [name for name in checkpoint if not name.startswith(prefix)]
+    with ShardedWriter(target, {name: (checkpoint.dtype(name), checkpoint.shape(name)) for name in names}) as writer:
         for name in names:
-            writer.write(name, trained.tensor(name))
+            writer.write(name, checkpoint.tensor(name))
 
 
 def finish_native(folder: Path, config: PreTrainedConfig) -> None:

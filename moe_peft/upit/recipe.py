@@ -41,7 +41,7 @@ from ..evaluation.results import Score, Scores, read_scores
 from ..models.native_routers import check_router
 from ..native.upcycle import UpcycleConfig
 from ..routing.expert_map import check_allowed, read_expert_map
-from ..routing.routers import ROUTERS, Router, RouterSettings
+from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.preflight import check_settings
 from ..training.scoring import make_scorable
 from ..training.trainers import MoESFTConfig
@@ -50,7 +50,6 @@ from ..utils.io import read_text, read_yaml
 from ..utils.validation import PATH, TEXTS, check, choice_error, is_a, unknown_key
 from .buckets import BUCKETS, BucketRule
 from .prepare import SELECTIONS
-from .router_init import OBJECTIVES
 
 # --- values ----------------------------------------------------------------------------------------------------------
 
@@ -427,8 +426,6 @@ class RouterInitSection:
 
     # How seed examples are given to experts: a name in `BUCKETS`, or `none` to leave this stage out.
     buckets: Annotated[Text, name_in(BUCKETS, NONE)] = "perplexity"
-    # What routing vectors learn: a name in `OBJECTIVES`.
-    objective: Annotated[Text, name_in(OBJECTIVES)] = "positive"
     # Weight of the language-modelling loss; the routing loss has 1 - alpha.
     alpha: Annotated[Number, Field(ge=0, le=1)] = 0.5
     train_experts: Flag = True
@@ -439,7 +436,7 @@ class RouterInitSection:
     # True takes these examples from stage 4's, so that all methods see equal data; False adds them to the budget, as in
     # the paper.
     within_budget: Flag = False
-    # The most examples in a bucket, for the perplexity rules; null shares the seed set out evenly.
+    # The most examples in a bucket, for `buckets: perplexity`; null shares the seed set out evenly.
     capacity: Count | None = None
     # Label → experts (indices, or masks of 0 and 1), for `buckets: label`.
     expert_map: dict[Text | Integer, list[Flag | Integer]] | None = None
@@ -498,6 +495,7 @@ class Recipe:
         if self.method not in METHODS[self.mode]:
             raise ValueError(choice_error("method", self.method, METHODS[self.mode]))
         self._check_passed_on()
+        self._check_stage_3()
         {"lora": self._check_lora, "ffn": self._check_ffn}[self.mode]()
         self._check_labels()
         self._check_expert_maps()
@@ -517,6 +515,17 @@ class Recipe:
         for path, value in steps.items():
             _require(path, value, type(value) is int and value >= 1, "a whole number of at least 1")
 
+    def _check_stage_3(self) -> None:
+        """Another loss than the mean negative log-likelihood would be computed as if it were this one."""
+        sft = {**self.sft, **self.router_init.sft}
+        for name, usual in (("loss_type", ("nll", "chunked_nll")), ("label_smoothing_factor", (0.0,))):
+            value = sft.get(name, usual[0])
+            if self.initialises_routers and value not in usual:
+                raise ValueError(
+                    f"router_init.sft.{name}={value!r}: stage 3 has the paper's loss; set router_init.sft.{name}="
+                    f"{usual[0]}"
+                )
+
     def _check_lora(self) -> None:
         _require_no_keys("moe", self.moe, "lora", "adapter")
         _require_no_keys("post_train.router", self.post_train.router, "lora", "adapter")
@@ -526,10 +535,13 @@ class Recipe:
         config = self.moe_config()
         if not config.router_class.has_parameters and self.facts.assembles:
             remedy = "these routers have no parameters; use another router_type"
-            if self.initialises_routers:
-                raise ValueError(f"adapter.router_type={config.router_type!r}: {remedy}, or router_init.buckets=none")
             if not self.trains_experts:
                 raise ValueError(f"adapter.router_type={config.router_type!r}: {remedy}: stage 4 trains nothing else")
+        if self.initialises_routers and not issubclass(config.router_class, LinearRouter):
+            raise ValueError(
+                f"adapter.router_type={config.router_type!r}: stage 3 makes linear gates; use one of these, or "
+                "router_init.buckets=none"
+            )
         if config.router_class.by_token_id and self.facts.assembles:
             sft = self.post_train.sft
             labels = float(sft.get("expert_map") is not None)
@@ -546,8 +558,7 @@ class Recipe:
         _require_no_keys("adapter", self.adapter, "ffn", "moe")
         MOE.check("moe", self.moe)
         init, given = self.moe.get("init"), self.prepare.adapters
-        objective, similarity = self.router_init.objective, self.expand.similarity
-        apart = [name for name, other in OBJECTIVES.items() if other.own_logit_only]
+        similarity = self.expand.similarity
         several = init != "checkpoints" or self.facts.specialises
         unquantized = not self.model.quantization
         split = self.moe.get("fine_grained_split")
@@ -568,12 +579,6 @@ class Recipe:
             ),
             ("prepare.adapters", given, given is None, "null in the mode 'ffn'; use prepare.checkpoints"),
             ("model.quantization", self.model.quantization, unquantized, "null: all weights are trained"),
-            (
-                "router_init.objective",
-                objective,
-                objective in apart,
-                f"{' or '.join(map(repr, apart))}: experts are trained apart",
-            ),
             ("expand.similarity", similarity, similarity in (None, "displacement"), "'displacement', or null"),
         ):
             _require(path, value, good, allowed)

@@ -23,14 +23,15 @@ from ..training.trainers import MoESFTConfig, check_padding
 from ..utils.model_card import write_model_card
 from ..utils.validation import one_line
 from .buckets import Seeds, draw_seeds
-from .files import expert_folders
+from .files import expert_folders, write_buckets, write_routers
 from .fingerprint import hash_template
 from .inputs import load_model
 from .prepare import chosen_steps, prepare_experts
 from .recipe import TRAINING, Recipe
-from .router_init import refuse_losses
+from .router_init import init_routers
 from .stage_cache import STATE, Artefacts, Stage
 
+ROUTERS = "routers.safetensors"  # what stage 3 leaves beside the experts
 _OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")  # rows of one process
 
 
@@ -285,13 +286,45 @@ class RouterInit(TrainingStage):
     def epochs(self) -> float:
         return self.context.budget.router_init
 
+    @property
+    def result(self) -> Artefacts:
+        experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
+        return replace(self.given, experts=experts, routers=self.folder / ROUTERS)
+
+    @abstractmethod
+    def load(self, folder: Path) -> PreTrainedModel:
+        """An expert's dense model, or the base of its LoRA."""
+
     def check(self) -> None:
-        sft = self.sft
-        refuse_losses(sft.get("loss_type", "nll"), sft.get("label_smoothing_factor", 0.0))
         rule, r = self.recipe.bucket_rule, self.recipe
         if rule is not None and rule.needs_labels and not rule.needs_perplexities:
             labels = self.context.train_data[r.data.label_column]
             rule.fill(Seeds(len(labels), r.num_experts, self.seed, labels=labels, expert_map=r.router_init.expert_map))
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        section, args = self.recipe.router_init, self.example_arguments(folder)
+        routed = init_routers(
+            self.load,
+            self.given.experts,
+            self.seed_data(),
+            args,
+            self.context.tokenizer,
+            output_dir=folder,
+            buckets=section.buckets,
+            alpha=section.alpha,
+            train_experts=section.train_experts,
+            capacity=section.capacity,
+            label_column=self.recipe.data.label_column,
+            expert_map=section.expert_map,
+        )
+        if args.should_save:
+            write_routers(folder / ROUTERS, routed.routers)
+            write_buckets(folder, routed.buckets, routed.perplexity)
+        PartialState().wait_for_everyone()
+        result: dict[str, Any] = {"bucket_sizes": [len(bucket) for bucket in routed.buckets]}
+        if routed.trained:  # losses of the last expert, steps of all
+            result |= {**metrics(routed.trained[-1]), "steps": sum(max(t.checkpoints) for t in routed.trained)}
+        return result
 
     def settings(self) -> dict[str, Any]:
         found = super().settings()
@@ -312,10 +345,11 @@ class RouterInit(TrainingStage):
         return self.arguments(folder, **{"num_train_epochs": epochs, "packing": False, "padding_free": False, **own})
 
     def steps(self, rows: int, processes: int) -> int:
-        """Those of one expert's own training; in the mode `lora` all experts take them at once."""
-        batch = processes * math.prod(self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
-        bucket = -(-self.recipe.bucketed(rows) // self.recipe.num_experts)
-        return self.recipe.router_init.num_train_epochs * -(-bucket // batch)
+        """Experts are trained one after the other, each on its bucket."""
+        n, epochs = self.recipe.num_experts, self.recipe.router_init.num_train_epochs
+        batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
+        bucket = -(-self.recipe.bucketed(rows) // n)
+        return n * epochs * steps_in_epoch(bucket, batch * processes, accumulated, False)[0]
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"

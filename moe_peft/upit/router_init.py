@@ -36,8 +36,7 @@ from ..adapter.layers import linear_features
 from ..adapter.lora_conversion import determined_fields
 from ..training.checkpointing import FiniteWeightsMixin, Trained, train
 from ..training.labels import IGNORED
-from ..training.preflight import for_one_trainer
-from ..training.preparation import tokenized
+from ..training.preparation import for_one_trainer, tokenized
 from ..training.router_losses import RouterLog
 from ..training.scoring import Collator, example_losses, make_scorable
 from ..utils.compat import loss_is_of_whole_step

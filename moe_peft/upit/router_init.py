@@ -79,15 +79,21 @@ def _input_size(module: nn.Module) -> int:
 
 def record_scores(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
     """
-    Have every forward pass of a model with routing vectors append its scores `x·r` [B, S], one for each routed module,
-    to the list that is returned.
+    Have a forward pass of a model with routing vectors put its scores `x·r` [B, S], one for each routed module, into
+    the list that is returned, and which is to be cleared before the pass.
+
+    Under gradient checkpointing, layers run again in the backward pass. A reentrant checkpoint runs them without a
+    graph first: then the scores are leaves, whose gradients are added in the second run.
     """
     scores: list[torch.Tensor] = []
 
     def hook(index: int) -> Callable[[nn.Module, tuple], tuple]:
         def record(module: nn.Module, args: tuple) -> tuple:
             score = model.get_submodule(_VECTORS)(args[0], index)  # a module's call, for which ZeRO-3 gathers vectors
-            scores.append(score)
+            if len(scores) < len(names):
+                scores.append(score if torch.is_grad_enabled() else score.detach().requires_grad_())
+            elif scores[index].is_leaf:
+                score.register_hook(scores[index].grad.add)
             # The same input, but tied to the score: DistributedDataParallel would take the vectors for unused if no
             # output depended on them.
             return (args[0] + 0 * score.unsqueeze(-1).to(args[0].dtype), *args[1:])
@@ -115,7 +121,7 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
 
     def __init__(self, model: Any, *args: Any, names: Sequence[str], alpha: float, **kwargs: Any) -> None:
         base = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.scores, self.num_modules, self.alpha = record_scores(base, names), len(names), alpha
+        self.scores, self.alpha = record_scores(base, names), alpha
         super().__init__(model, *args, **kwargs)
         self.log_of_losses = RouterLog(self, ())
 
@@ -137,8 +143,7 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
     ) -> Any:
         self.scores.clear()
         outputs = model(**inputs, fused_lm_head=True)
-        # With checkpointing, layers run again later.
-        scores_MBS = torch.stack([score.to(outputs.log_probs.device) for score in self.scores[: self.num_modules]])
+        scores_MBS = torch.stack([score.to(outputs.log_probs.device) for score in self.scores])
         mask_BS = inputs["attention_mask"]
         lm_loss = -outputs.log_probs.sum()
         routing_loss = (F.softplus(-scores_MBS).mean(0) * mask_BS).sum()  # -log(sigmoid(x·r))
@@ -299,7 +304,7 @@ def init_routers(
                 model, own_args, train_dataset=data.select(bucket), processing_class=processing_class,
                 names=names, alpha=alpha,
             )  # fmt: skip
-            trained = train(trainer)
+            trained = train(trainer, alpha=alpha)
             logs.append(trained)
             vectors.append(_read_vectors(trained.last, len(names)))
             if args.should_save:
@@ -328,8 +333,6 @@ def _own_arguments(args: SFTConfig, expert: int | None = None) -> SFTConfig:
         own.output_dir = str(Path(str(args.output_dir)) / f"expert-{expert}")
         own.seed = own.data_seed = args.seed + expert
         own.dataloader_drop_last = False  # a bucket may be smaller than a batch
-        if own.gradient_checkpointing:  # a reentrant checkpoint records scores without a graph
-            own.gradient_checkpointing_kwargs = {**(own.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
     return own
 
 

@@ -266,7 +266,7 @@ def test_the_mixture_has_the_vectors_as_its_routers(experts, tokenizer, tmp_path
     set_routers(moe, routed.routers)
     for parameter, weight in zip(router_parameters(moe).values(), routed.routers, strict=True):
         assert torch.equal(parameter, weight) and weight.shape == (N, 64)
-    own = SFTConfig(**{**arguments(tmp_path / "after").to_dict(), "max_steps": 2, "logging_steps": 1})
+    own = arguments(tmp_path / "after", max_steps=2, logging_steps=1)
     trained = post_train(moe, Dataset.from_list(rows(8)), own, tokenizer, output_dir=tmp_path / "adapter")
     assert all(record["aux_loss"] > 1 for record in trained.history)
 

@@ -1,13 +1,11 @@
-"""What stages write: the layout of their folders, and files that are there as a whole or not at all."""
+"""What stages write: the layout of their folders, adapters, models, and what stage 3 leaves beside the experts."""
 
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,10 +14,8 @@ from transformers import PreTrainedConfig
 from ..native.families import FAMILIES
 from ..native.model_folder import add_older_names
 from ..native.safetensors_io import Checkpoint, ShardedWriter
-from ..training.checkpointing import link_folder, link_weights
-from ..utils.io import read_object
-
-logger = logging.getLogger("moe_peft")
+from ..training.checkpointing import link_weights
+from ..utils.io import write_json
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MODEL_FILES = ("config.json", "generation_config.json")
@@ -52,30 +48,6 @@ def link_model(source: Path, target: Path, weights: bool = True) -> None:
     for pattern in (*_MODEL_FILES, *(_WEIGHT_FILES if weights else ())):
         for path in source.glob(pattern):
             link_weights(str(path), str(target / path.name))
-
-
-def publish(source: Path, target: Path, written: Collection[str]) -> None:
-    """
-    A stage's folder under the name of the result; see `link_folder`. Whenever it is stopped, the next call goes on.
-
-    Args:
-        written: the files of an earlier result that are not needed any more; all others stay.
-    """
-    partial, former = (target.with_name(f"{target.name}.{word}") for word in ("partial", "former"))
-    if former.exists() and not target.exists():
-        former.rename(target)  # with the files of others
-    shutil.rmtree(partial, ignore_errors=True)
-    link_folder(source, partial)
-    there = [path.relative_to(target) for path in target.rglob("*") if path.is_file()]
-    for name in there:
-        if str(name) not in written and not (partial / name).exists():
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(target / name, partial / name)
-    shutil.rmtree(former, ignore_errors=True)
-    if target.exists():
-        target.rename(former)
-    partial.rename(target)
-    shutil.rmtree(former, ignore_errors=True)
 
 
 def write_buckets(folder: Path, buckets: list[list[int]], perplexity: torch.Tensor | None) -> None:
@@ -111,20 +83,3 @@ def finish_native(folder: Path, config: PreTrainedConfig) -> None:
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "output_router_logits": False}))
     add_older_names(path, FAMILIES[config.model_type], config)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Written under a temporary name first, so that a reader never meets half a file."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """
-    The contents, or None if there is no such file.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    return read_object(path) if path.is_file() else None

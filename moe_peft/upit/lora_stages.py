@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, set_seed
 
 from ..adapter.config import MoELoraConfig
+from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_to_moe
+from ..adapter.model import find_ffns
 from ..models.introspection import router_parameters
 from ..models.model_size import model_size
+from ..utils.expert_merging import Descent
 from ..utils.loading import read_adapter_config
 from .evaluate import Evaluate
 from .expand import expand_experts
 from .expert_similarity import of_loras
-from .inputs import ffn_projections, load_empty, load_model
-from .post_train import post_train
 from .recipe import FROM_EXPERTS, Recipe
 from .stage_cache import Artefacts, Stage
-from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics, shared_out
+from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, shared_out
 
 _ADAPTER = "adapter"
 
@@ -75,26 +75,23 @@ class LoraPrepare(_OfLoras, Prepare):
 
 
 class LoraExpand(_OfLoras, Expand):
-    def run(self, folder: Path) -> dict[str, Any]:
-        section, descents = self.recipe.expand, []
-        if PartialState().is_main_process:
-            descents = expand_experts(
-                self.given.experts,
-                output_dir=folder,
-                num_experts=self.recipe.num_experts,
-                method=section.method,
-                similarity=section.similarity or "update",
-                drop_rate=0.2 if section.drop_rate is None else section.drop_rate,
-                seed=self.seed,
-                initial=self.given.initial,
-            )[1]
-        PartialState().wait_for_everyone()
-        return {"descents": [descent.as_dict() for descent in descents]}
+    def expand(self, folder: Path) -> list[Descent]:
+        section = self.recipe.expand
+        return expand_experts(
+            self.given.experts,
+            output_dir=folder,
+            num_experts=self.recipe.num_experts,
+            method=section.method,
+            similarity=section.similarity or "update",
+            drop_rate=0.2 if section.drop_rate is None else section.drop_rate,
+            seed=self.seed,
+            initial=self.given.initial,
+        )[1]
 
 
 class LoraRouterInit(_OfLoras, RouterInit):
     def load(self, folder: Path) -> PreTrainedModel:
-        return load_model(self.recipe.model)
+        return self.context.base.load()
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
         """One expert of the MoE adapter, and its row of every router."""
@@ -106,25 +103,20 @@ class LoraPostTrain(_OfLoras, PostTrain):
     output = _ADAPTER
 
     def check_base(self) -> None:
-        self.sizes(load_empty(self.recipe.model))  # refuses an adapter that the base cannot have
+        self.sizes(self.context.base.empty())  # raises for an adapter that the base cannot have
 
-    def run(self, folder: Path) -> dict[str, Any]:
-        r = self.recipe
-        args = self.arguments(folder, num_train_epochs=self.epochs)
-        model = _assemble(r, self.given, self.seed)
-        size = model_size(model)
-        trained = post_train(
-            model,
-            self.context.train_data,
-            args,
-            self.context.tokenizer,
-            output_dir=folder / self.output,
-            train_experts=r.trains_experts,
-        )
-        if PartialState().is_main_process:
-            self.write_card(folder / self.output)
-        PartialState().wait_for_everyone()
-        return {**metrics(trained), "size": asdict(size)}
+    def assemble(self) -> PeftModel:
+        """The base with all experts in one MoE adapter; with new experts if stage 1 trains none."""
+        r, given, model = self.recipe, self.given, self.context.base.load()
+        set_seed(self.seed)
+        if not r.facts.prepares:
+            return get_peft_model(model, r.moe_config(), revision=r.model.revision)
+        settings = {key: value for key, value in r.adapter.items() if key not in FROM_EXPERTS}
+        moe = lora_to_moe(model, given.experts, task_type="CAUSAL_LM", revision=r.model.revision, **settings)
+        if given.routers is not None:
+            weights = load_file(given.routers)
+            set_routers(moe, [weights[str(i)] for i in range(len(weights))])
+        return moe
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
         return _moe_sizes(self.recipe, model, self.recipe.trains_experts)
@@ -132,25 +124,33 @@ class LoraPostTrain(_OfLoras, PostTrain):
 
 class LoraEvaluate(Evaluate):
     def load(self, folder: Path) -> tuple[PeftModel, None]:
-        return PeftModel.from_pretrained(load_model(self.recipe.model), folder), None
+        return PeftModel.from_pretrained(self.context.base.load(), folder), None
 
 
 LORA_STAGES: tuple[type[Stage], ...] = (LoraPrepare, LoraExpand, LoraRouterInit, LoraPostTrain, LoraEvaluate)
 
 
-def _assemble(recipe: Recipe, given: Artefacts, seed: int) -> PeftModel:
-    """The base with all experts in one MoE adapter; with new experts if stage 1 trains none."""
-    model = load_model(recipe.model)
-    set_seed(seed)
-    revision = recipe.model.revision
-    if not recipe.facts.prepares:
-        return get_peft_model(model, recipe.moe_config(), revision=revision)
-    settings = {key: value for key, value in recipe.adapter.items() if key not in FROM_EXPERTS}
-    moe = lora_to_moe(model, given.experts, task_type="CAUSAL_LM", revision=revision, **settings)
-    if given.routers is not None:
-        weights = load_file(given.routers)
-        set_routers(moe, [weights[str(i)] for i in range(len(weights))])
-    return moe
+def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None) -> list[str]:
+    """
+    The FFN projections that LoRA experts adapt, as names for `LoraConfig.target_modules`: full names where short ones
+    would match other modules too.
+
+    Raises:
+        ValueError: no FFN has the chosen projections.
+    """
+    ffns = find_ffns(model)
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if name not in ffns and name.rsplit(".", 1)[-1] not in ffns:
+            continue
+        layout = find_layout(module)
+        of_ffn = [f"{name}.{p}" for p in layout.projections] if layout is not None else [name]  # OPT has linears only
+        names += [full for full in of_ffn if chosen is None or full.rsplit(".", 1)[-1] in chosen]
+    if not names:
+        raise ValueError(f"adapter.target_projections={chosen}: no FFN of {type(model).__name__} has these")
+    short = {name.rsplit(".", 1)[-1] for name in names}
+    matched = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in short]
+    return sorted(short) if sorted(matched) == sorted(names) else names
 
 
 @torch.no_grad()

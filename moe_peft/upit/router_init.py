@@ -40,6 +40,8 @@ from ..training.preparation import for_one_trainer, tokenized
 from ..training.router_losses import RouterLog
 from ..training.scoring import Collator, example_losses, make_scorable
 from ..utils.compat import loss_is_of_whole_step
+from ..utils.distributed import on_main_process
+from ..utils.io import atomic_write
 from ..utils.torch_contexts import free_memory
 from .buckets import Buckets, fill_buckets
 from .files import ADAPTER_FILES, copy_adapter, expert_folders, link_model, read_tensor, write_adapter, write_without
@@ -92,8 +94,8 @@ def record_scores(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
             score = model.get_submodule(_VECTORS)(args[0], index)  # a module's call, for which ZeRO-3 gathers vectors
             if len(scores) < len(names):
                 scores.append(score if torch.is_grad_enabled() else score.detach().requires_grad_())
-            elif scores[index].is_leaf:
-                score.register_hook(scores[index].grad.add)
+            elif (gradient := scores[index].grad) is not None:
+                score.register_hook(gradient.add)
             # The same input, but tied to the score: DistributedDataParallel would take the vectors for unused if no
             # output depended on them.
             return (args[0] + 0 * score.unsqueeze(-1).to(args[0].dtype), *args[1:])
@@ -352,13 +354,14 @@ def _perplexities(load: Load, experts: Sequence[Path], data: Dataset, collator: 
         del model
         free_memory()
     perplexity_SN = torch.stack(columns, dim=1)
-    if PartialState().is_main_process:
-        state.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        save_file({"perplexity": perplexity_SN.contiguous()}, partial, metadata={"examples": digest})
-        partial.replace(path)
-    PartialState().wait_for_everyone()
+    on_main_process(lambda: _save_perplexity(path, perplexity_SN, digest))
     return perplexity_SN
+
+
+def _save_perplexity(path: Path, perplexity_SN: torch.Tensor, digest: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as partial:
+        save_file({"perplexity": perplexity_SN.contiguous()}, partial, metadata={"examples": digest})
 
 
 def _scored_models(load: Load, experts: Sequence[Path]) -> Iterator[PreTrainedModel | PeftModel]:

@@ -29,7 +29,7 @@ from .recipe import Recipe
 logger = logging.getLogger("moe_peft")
 
 MANIFEST = "manifest.json"
-_METRICS, _NOTE = "metrics.json", "stage.json"
+_RECORD = "stage.json"  # of a stage its metrics, of its state what it is doing
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def run_stage(stage: Stage, redo: bool = False, place: str = "") -> dict[str, An
         try:
             metrics = stage.run(stage.folder)
         except ValueError:
-            if PartialState().is_main_process and [path.name for path in stage.state.rglob("*")] == [_NOTE]:
+            if PartialState().is_main_process and [path.name for path in stage.state.rglob("*")] == [_RECORD]:
                 remove(stage.folder)  # it was stopped before it made anything
                 remove(stage.state)
             raise
@@ -216,7 +216,7 @@ def _is_done(stage: Stage, fingerprint: Fingerprint, redo: bool) -> bool:
 
 def _begin(stage: Stage, fingerprint: Fingerprint, place: str) -> None:
     """Make room for a stage's files. One that resumes keeps its state."""
-    note = stage.state / _NOTE
+    note = stage.state / _RECORD
     facts = {**fingerprint.facts, "processes": PartialState().num_processes}
     begun = None
     with suppress(ValueError):
@@ -238,18 +238,24 @@ def _begin(stage: Stage, fingerprint: Fingerprint, place: str) -> None:
 
 
 def _finish(stage: Stage, fingerprint: Fingerprint, metrics: dict[str, Any]) -> None:
-    write_json(stage.folder / _METRICS, metrics)
+    write_json(stage.folder / _RECORD, metrics)
     mark_complete(stage.folder, fingerprint)
+    marker = read_json(stage.folder / MARKER)
+    files = {name: noted for name, noted in marker["files"].items() if Path(name).name != "README.md"}
+    write_json(stage.folder / MARKER, {**marker, "files": files})  # a model card may be edited
 
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Of a stage that is done."""
-    return {**read_json(folder / MARKER), "metrics": read_json(folder / _METRICS)}
+    return {**read_json(folder / MARKER), "metrics": read_json(folder / _RECORD)}
 
 
 def is_run(root: Path) -> bool:
     """Whether a run has worked in a folder."""
-    return (root / MANIFEST).is_file() or any(root.glob(f"*/{MARKER}")) or any(root.glob("*.state"))
+    with suppress(ValueError):
+        if "recipe" in read_json(root / MANIFEST):
+            return True
+    return any(root.glob(f"*/{_RECORD}")) or any(root.glob("*.state"))
 
 
 def outlook(stages: Sequence[Stage]) -> dict[str, str]:
@@ -258,7 +264,7 @@ def outlook(stages: Sequence[Stage]) -> dict[str, str]:
     for stage in stages:
         changed = [name for name, plan in plans.items() if plan != "done"]
         if not is_complete(stage.folder):
-            plans[stage.name] = "resumes" if (stage.state / _NOTE).is_file() else "to do"
+            plans[stage.name] = "resumes" if (stage.state / _RECORD).is_file() else "to do"
             continue
         difference = fingerprint_of(stage.folder).difference(stage.fingerprint())
         if difference is not None:

@@ -43,7 +43,9 @@ def check_settings(kind: type, settings: Mapping[str, Any], path: str = "") -> N
 # --- preflight -------------------------------------------------------------------------------------------------------
 
 
-def preflight(args: TrainingArguments, data: Dataset, tokenizer: Any, path: str = "") -> None:
+def preflight(
+    args: TrainingArguments, data: Dataset, tokenizer: Any, path: str = "", on_this_machine: bool = True
+) -> None:
     """
     Find what a trainer would stumble over later, perhaps hours later: packages that are not installed, no launcher, a
     chat template that is not there, answers that the data do not have, and examples that cannot be prepared.
@@ -52,13 +54,15 @@ def preflight(args: TrainingArguments, data: Dataset, tokenizer: Any, path: str 
         args: of one training.
         data: what it trains on. Its rows are checked already, see `check_rows`.
         path: of the section that has the arguments, for messages.
+        on_this_machine: whether it trains here and now; a plan may be for another machine.
 
     Raises:
         ValueError: there is such a thing; in one line.
     """
     section = f"{path}." if path else ""
-    check_packages(args, section)
-    check_launched(args, section)
+    if on_this_machine:
+        check_packages(args, section)
+        check_launched(args, section)
     chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
     if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # the plugin serves one trainer
         check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)

@@ -156,6 +156,22 @@ def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
     return known
 
 
+def check_expert_labels(model: Any, args: MoESFTConfig, datasets: Mapping[str, Any]) -> None:
+    """
+    Args:
+        model: with or without weights.
+        datasets: "train" and "eval" → rows, or None.
+
+    Raises:
+        ValueError: `expert_map` names experts that the model lacks, or the data have a label without experts.
+    """
+    experts_of_labels(model, args)
+    labels = [label_text(label) for label in args.expert_map or {}]
+    for name, rows in datasets.items():
+        if rows is not None and args.label_column is not None:
+            check_labels(rows, args.label_column, labels, name)
+
+
 def check_padding(caller: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:
     """
     Args:

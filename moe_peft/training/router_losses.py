@@ -50,16 +50,19 @@ Stage = Literal["joint", "routers", "rest"]
 LabelTokens = Literal["all", "completion"]
 Schedule = Literal["constant", "three_phase"]
 
-# A field for the coefficient of each loss in the table.
+# A field for the coefficient of each loss in the table; one without a default may be None, for the model's own.
 _Coefficients: Any = make_dataclass(
     "_Coefficients",
     [
-        (coefficient_field(name), float | None, field(default=loss.coefficient, metadata={"help": loss.help}))
+        (
+            coefficient_field(name),
+            float | None if loss.coefficient is None else float,
+            field(default=loss.coefficient, metadata={"help": loss.help}),
+        )
         for name, loss in ROUTER_LOSSES.items()
     ],
     namespace={"__module__": __name__},
 )
-
 
 # Fields that name one of a few.
 _CHOICES = {

@@ -353,6 +353,7 @@ def _perplexities(load: Load, experts: Sequence[Path], data: Dataset, collator: 
         columns.append((losses_S1.squeeze(1) / counts_S).exp())
         del model
         free_memory()
+    free_memory()  # of the LoRAs' base, which the generator held
     perplexity_SN = torch.stack(columns, dim=1)
     on_main_process(lambda: _save_perplexity(path, perplexity_SN, digest))
     return perplexity_SN

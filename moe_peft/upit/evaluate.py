@@ -244,7 +244,7 @@ class Evaluate(TrainerStage):
         plugin = self.arguments().deepspeed_plugin
         if self.harness is not None and plugin is not None and plugin.zero_stage == 3:
             raise ValueError(
-                f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 divides the model; "
+                f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 shards the model; "
                 "leave them out, and run `moe-peft eval` on the result"
             )
 

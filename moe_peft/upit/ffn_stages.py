@@ -1,4 +1,4 @@
-"""The stages of the mode `ffn`, whose experts are whole FFNs: the result is a native MoE checkpoint."""
+"""The stages of the mode `ffn`, whose experts are complete FFNs: the result is a native MoE checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MODEL = "model"
 
 
 class _OfFFNs(Stage):
-    """A stage whose experts are whole FFNs, of dense models or of a native MoE."""
+    """A stage whose experts are complete FFNs, of dense models or of a native MoE."""
 
     def likeness(self, folder: Path) -> dict[str, Any]:
         return of_ffns(folder, self.context.base_folder)
@@ -81,7 +81,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         base = open_dense(str(self.context.base_folder), r.moe.get("family"), "upit")
         plugin = self.arguments().deepspeed_plugin if r.post_train.router else None
         if plugin is not None and plugin.zero_stage == 3:
-            raise ValueError(f"post_train.router={r.post_train.router}: ZeRO-3 divides the gates; use FSDP2 or ZeRO-2")
+            raise ValueError(f"post_train.router={r.post_train.router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
         self.put_routers(self._empty(self.context.base.config))
         self._check_attention()
         for folder in r.prepare.given or []:

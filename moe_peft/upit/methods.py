@@ -15,8 +15,8 @@ class Method:
 
     Args:
         prepares: stage 1 trains what the experts are made of. Otherwise they are new LoRAs or copies of the base's
-            FFNs, and the whole budget is stage 4's.
-        assembles: the result is a MoE. Otherwise it is what stage 1 trained, with the whole budget.
+            FFNs, and the complete budget is stage 4's.
+        assembles: the result is a MoE. Otherwise it is what stage 1 trained, with the complete budget.
         copies: every expert is a copy of stage 1's last checkpoint. Otherwise several checkpoints become experts.
         initialises_routers: stage 3 runs.
         trains_experts: stage 4 trains more than the routers.

@@ -45,6 +45,26 @@ class UpIT:
 
     Args:
         recipe: what to do; see `load_recipe`.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.upit import UpIT, recipe_from_dict
+    >>> recipe = recipe_from_dict({
+    ...     "output_dir": "upit",
+    ...     "model": {"name_or_path": "Qwen/Qwen3-0.6B"},
+    ...     "data": {"train": "train.jsonl"},
+    ...     "num_experts": 2,
+    ...     "num_train_epochs": 2,
+    ...     "adapter": {"r": 4, "top_k": 1},
+    ...     "sft": {"bf16": False, "use_cpu": True},
+    ... })
+    >>> pipeline = UpIT(recipe)
+    >>> [stage.name for stage in pipeline.stages]
+    ['prepare', 'router_init', 'post_train']
+    >>> adapter = pipeline.run()  # a PEFT adapter: upit/adapter
+
+    ```
     """
 
     def __init__(self, recipe: Recipe) -> None:

@@ -57,7 +57,7 @@ def post_train(
     Args:
         model: a base with a MoE-LoRA adapter; or a native MoE. The balancing loss has its config's coefficient.
         args: how to train, a `MoESFTConfig` if other losses are wanted; its `num_train_epochs` or `max_steps` is the
-            whole training of this stage.
+            complete training of this stage.
         output_dir: for the adapter or the model.
         train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
         eval_dataset, callbacks: of the trainer.
@@ -65,6 +65,25 @@ def post_train(
     Returns:
         the training's log and checkpoints. Its last record of training steps has `load_warnings`, a line for each
         layer whose load is not healthy (`moe_peft.routing.load_verdicts`).
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from moe_peft import MoELoraConfig, MoESFTConfig
+    >>> from moe_peft.upit import post_train
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, top_k=2, r=4, task_type="CAUSAL_LM"))
+    >>> data = load_dataset("json", data_files="train.jsonl", split="train")
+    >>> args = MoESFTConfig("post_train/state", max_steps=2, bf16=False, use_cpu=True, report_to="none")
+    >>> trained = post_train(model, data, args, tokenizer, output_dir="adapter")
+    >>> trained.metrics()["steps"]
+    2
+
+    ```
     """
     routers = router_parameters(model)
     unfreeze_stage(model, routers)  # now, or the trainer would do it

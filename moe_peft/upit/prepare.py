@@ -110,7 +110,8 @@ def prepare_experts(
 
     Args:
         model: the base.
-        args: how to train; its `num_train_epochs` or `max_steps` is the whole training of this stage.
+        dataset: in a format that TRL accepts.
+        args: how to train; its `num_train_epochs` or `max_steps` is the complete training of this stage.
         lora_config: what to train, usually on the FFN projections. None trains all weights.
         output_dir: gets `experts/0`, `experts/1`, …, oldest first: PEFT LoRA adapter folders, with the untrained one as
             `initial`; or model folders.
@@ -118,9 +119,31 @@ def prepare_experts(
         num_checkpoints: taken at equal intervals. If None: m for `"uniform"`, else 2 m.
         selection: which of them become experts, a name in `SELECTIONS`; `"back_half"` did best in the paper (Table 2).
 
+    Returns:
+        the experts' folders, oldest first, and the training's log.
+
     Raises:
         ValueError: there are more checkpoints than steps or more experts than checkpoints to choose from, or the LoRA
             trains more than linear layers.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from peft import LoraConfig
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from trl import SFTConfig
+    >>> from moe_peft.upit import prepare_experts
+    >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> data = load_dataset("json", data_files="train.jsonl", split="train")
+    >>> args = SFTConfig("prepare/state", max_steps=4, bf16=False, use_cpu=True, report_to="none")
+    >>> lora = LoraConfig(r=4, target_modules=["gate_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
+    >>> prepared = prepare_experts(model, data, args, lora, tokenizer, output_dir="prepare", num_experts=2)
+    >>> prepared.steps
+    [3, 4]
+
+    ```
     """
     output_dir = Path(output_dir)
     set_seed(args.seed)

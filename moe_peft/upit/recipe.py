@@ -181,7 +181,7 @@ class PrepareSection(Settings):
     # Which checkpoints become experts: a name in `SELECTIONS`.
     selection: Annotated[Text, name_in(SELECTIONS)] = "back_half"
     # Experts that exist already: LoRA adapter folders, or in the mode `ffn` dense model folders, as `checkpoints`.
-    # This stage is then skipped and stage 4 gets the whole budget.
+    # This stage is then skipped and stage 4 gets the complete budget.
     adapters: Texts | None = None
     checkpoints: Texts | None = None
     # `checkpoints`: different ones; `copies`: every expert is the last one (LoRAMoE-SFT, Upcycle-SFT).
@@ -308,6 +308,19 @@ class Recipe(Settings):
     """
     A complete run, as a YAML file describes it; see `load_recipe`. A stage without a seed of its own uses `seed` (stage
     1), `seed + 1` (stage 2), and so on.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.upit import recipe_from_dict
+    >>> data = {"train": "train.jsonl", "label_column": "domain"}
+    >>> recipe = recipe_from_dict({"output_dir": "upit", "model": {"name_or_path": "Qwen/Qwen3-0.6B"}, "data": data})
+    >>> recipe.num_experts, recipe.router_init.buckets
+    (8, 'perplexity')
+    >>> recipe.moe_config().top_k
+    2
+
+    ```
     """
 
     output_dir: Text
@@ -615,10 +628,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Read a recipe.
 
     Args:
+        path: of the YAML file.
         overrides: `key=value` with a dotted key and a YAML value, e.g. `post_train.sft.learning_rate=1e-4`.
 
     Raises:
         ValueError: no such file, an unknown key or a wrong value.
+
+    Example:
+
+    ```python
+    >>> from pathlib import Path
+    >>> from moe_peft.upit import load_recipe
+    >>> text = "output_dir: upit\nmodel: {name_or_path: Qwen/Qwen3-0.6B}\ndata: {train: train.jsonl}\n"
+    >>> _ = Path("upit.yaml").write_text(text)
+    >>> load_recipe("upit.yaml", ["method=self_moe", "post_train.seed=3"]).post_train.seed
+    3
+
+    ```
     """
     settings = read_yaml(read_text(path), path)
     if not isinstance(settings, dict):
@@ -646,6 +672,23 @@ def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
 
     Raises:
         ValueError: an unknown key or a wrong value; the message is one line.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.upit import recipe_from_dict
+    >>> settings = {
+    ...     "output_dir": "upit",
+    ...     "model": {"name_or_path": "Qwen/Qwen3-0.6B"},
+    ...     "data": {"train": "train.jsonl"},
+    ...     "mode": "ffn",
+    ...     "num_experts": 4,
+    ...     "moe": {"top_k": 2},
+    ... }
+    >>> recipe_from_dict(settings).upcycle_config().num_experts
+    4
+
+    ```
     """
     plugins = settings.get("plugins", [])
     if isinstance(plugins, list):

@@ -24,7 +24,7 @@ from .stages import TrainingStage
 class StagePlan:
     """
     One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context;
-    `moe` is the size of the MoE, of the stage that trains the whole of it.
+    `moe` is the size of the MoE, of the stage that trains all of it.
     """
 
     name: str

@@ -59,10 +59,6 @@ def test_the_back_half_of_twice_as_many_checkpoints_is_taken_unless_told_otherwi
             )
             for n in (0, 3)
         ),
-        *(
-            (call, "selection='best': must be one of back_half, uniform, front_half")
-            for call in (lambda: select_checkpoints([1], 1, "best"), lambda: chosen_steps(4, 1, None, "best"))
-        ),
     ],
 )
 def test_what_is_refused_is_shown(call, message):

@@ -199,7 +199,7 @@ def test_a_folder_that_is_neither_empty_nor_a_runs(name, case, tmp_path):
     mine.parent.mkdir(parents=True)
     mine.write_text("{}")
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match=r"^output_dir=.*: the folder is not empty; choose another$"):
+    with pytest.raises(ValueError, match=r"^output_dir=.*: is not empty; choose another$"):
         run(case, tmp_path)
     assert contents(tmp_path) == before
 

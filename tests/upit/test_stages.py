@@ -228,5 +228,5 @@ def test_tasks_are_refused_where_the_model_is_divided(zero_stage, monkeypatch):
     stage.__dict__["harness"] = object()
     plugin = SimpleNamespace(zero_stage=zero_stage)
     monkeypatch.setattr(type(stage), "arguments", lambda *args, **own: SimpleNamespace(deepspeed_plugin=plugin))
-    with pytest.raises(ValueError, match="ZeRO-3 divides the model") if zero_stage == 3 else nullcontext():
+    with pytest.raises(ValueError, match="ZeRO-3 shards the model") if zero_stage == 3 else nullcontext():
         stage.check_base()

@@ -269,10 +269,10 @@ class Evaluate(TrainerStage):
         assert self.given.model is not None
         args = self.arguments()
         model, base = self.load(self.given.model)
-        found = self._losses(args, folder, model, base)
+        metrics = self._losses(args, folder, model, base)
         if self.harness is not None:
-            found["tasks"] = evaluate_tasks(self.harness, model, self._tokenizer(), base)
-        return found
+            metrics["tasks"] = evaluate_tasks(self.harness, model, self._tokenizer(), base)
+        return metrics
 
     def _losses(
         self, args: SFTConfig, folder: Path, model: PeftModel | PreTrainedModel, base: PreTrainedModel | None
@@ -281,18 +281,18 @@ class Evaluate(TrainerStage):
         r, data = self.recipe, self.context.eval_data
         if data is None:
             return {}
-        found = evaluate(model, data, args, self.context.base.tokenizer, r.data.label_column, base, self.label_mask)
+        measured = evaluate(model, data, args, self.context.base.tokenizer, r.data.label_column, base, self.label_mask)
         if args.should_save:
-            self._write_page(found, folder)
-        shares = {domain: share.tolist() for domain, share in found.shares.items()}
-        return {"loss": found.losses, "shares": shares, "warnings": found.warnings}
+            self._write_page(measured, folder)
+        shares = {domain: share.tolist() for domain, share in measured.shares.items()}
+        return {"loss": measured.losses, "shares": shares, "warnings": measured.warnings}
 
-    def _write_page(self, found: Evaluation, folder: Path) -> None:
+    def _write_page(self, measured: Evaluation, folder: Path) -> None:
         """`routing.png` and `report.html`: losses beside the base's, and routing."""
-        r, sections = self.recipe, [losses_section(found.losses)]
-        if found.shares:
-            plot_shares(found.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
-            sections += [load_section(found.warnings), shares_section(found.shares, folder / "routing.png")]
+        r, sections = self.recipe, [losses_section(measured.losses)]
+        if measured.shares:
+            plot_shares(measured.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
+            sections += [load_section(measured.warnings), shares_section(measured.shares, folder / "routing.png")]
         lead = [
             f"Base: {Path(r.model.name_or_path).name}",
             f"Held-out data: {Path(str(source_name(r.data.eval))).name}",
@@ -301,9 +301,3 @@ class Evaluate(TrainerStage):
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return "routing.png, report.html" if metrics.get("shares") else "report.html" if "loss" in metrics else ""
-
-    def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
-        return metrics.get("loss")
-
-    def scores(self, metrics: dict[str, Any]) -> dict[str, Scores] | None:
-        return recorded_scores(metrics["tasks"]) if "tasks" in metrics else None

@@ -57,7 +57,7 @@ class UpIT:
     ...     "num_experts": 2,
     ...     "num_train_epochs": 2,
     ...     "adapter": {"r": 4, "top_k": 1},
-    ...     "sft": {"bf16": False, "use_cpu": True},
+    ...     "sft": {"bf16": False, "use_cpu": True, "per_device_train_batch_size": 2},
     ... })
     >>> pipeline = UpIT(recipe)
     >>> [stage.name for stage in pipeline.stages]

@@ -362,36 +362,41 @@ class Recipe(Settings):
         self._check_number_of_experts()
         return self
 
+    def _forbid(self, path: str, forbidden: bool, allowed: str) -> None:
+        """Raise an error for the value at a dotted path, if it is forbidden."""
+        if forbidden:
+            value: Any = self
+            for name in path.split("."):
+                value = value.get(name) if isinstance(value, dict) else getattr(value, name)
+            raise ValueError(f"{path}={value!r}: must be {allowed}")
+
     def _check_sft(self) -> None:
         """Training arguments."""
-        documented = "TRL's SFTConfig"
-        _check_fields("sft", self.sft, SFTConfig, _SFT, documented)
-        for name in ("prepare", "router_init"):
-            _check_fields(f"{name}.sft", getattr(self, name).sft, SFTConfig, _SFT, documented)
-        documented = "TRL's SFTConfig and moe_peft's MoESFTConfig"
-        _check_fields("post_train.sft", self.post_train.sft, MoESFTConfig, _POST_TRAIN_SFT, documented)
-        for path, sft in (
-            ("sft", self.sft),
-            *((f"{name}.sft", getattr(self, name).sft) for name in ("prepare", "router_init", "post_train")),
+        plain, moe = "TRL's SFTConfig", "TRL's SFTConfig and moe_peft's MoESFTConfig"
+        _check_fields("sft", self.sft, SFTConfig, _SFT, plain)
+        _check_fields("prepare.sft", self.prepare.sft, SFTConfig, _SFT, plain)
+        _check_fields("router_init.sft", self.router_init.sft, SFTConfig, _SFT, plain)
+        _check_fields("post_train.sft", self.post_train.sft, MoESFTConfig, _POST_TRAIN_SFT, moe)
+        for path, section in (
+            ("", self),
+            *((f"{n}.", getattr(self, n)) for n in ("prepare", "router_init", "post_train")),
         ):
-            steps = sft.get("save_steps", 1)
-            _require(f"{path}.save_steps", steps, steps >= 1 and steps == int(steps), "a whole number of at least 1")
+            steps = section.sft.get("save_steps", 1)
+            self._forbid(f"{path}sft.save_steps", steps < 1 or steps % 1 != 0, "a whole number of at least 1")
         # Stage 3 would compute another loss as if it were this one.
         sft = {**self.sft, **self.router_init.sft}
         for name, usual in (("loss_type", ("nll", "chunked_nll")), ("label_smoothing_factor", (0.0,))):
             value = sft.get(name, usual[0])
             if self.initialises_routers and value not in usual:
-                raise ValueError(
-                    f"router_init.sft.{name}={value!r}: stage 3 has the paper's loss; set "
-                    f"router_init.sft.{name}={usual[0]}"
-                )
+                field = f"router_init.sft.{name}"
+                raise ValueError(f"{field}={value!r}: stage 3 has the paper's loss; set {field}={usual[0]}")
 
     def _check_lora(self) -> None:
         _check_no_keys("moe", self.moe, "lora", "adapter")
         _check_no_keys("post_train.router", self.post_train.router, "lora", "adapter")
         _check_fields("adapter", self.adapter, MoELoraConfig, _ADAPTER)
         given = self.prepare.checkpoints
-        _require("prepare.checkpoints", given, given is None, "null in the mode 'lora'; use prepare.adapters")
+        self._forbid("prepare.checkpoints", given is not None, "null in the mode 'lora'; use prepare.adapters")
         with prefixed("adapter"):
             config = self.moe_config()
         router, field = config.router_class, f"adapter.router_type={config.router_type!r}"
@@ -405,63 +410,36 @@ class Recipe(Settings):
             sft = self.post_train.sft
             labels = float(sft.get("expert_map") is not None)
             for name, default in (("router_z_loss_coef", 0.0), ("router_label_loss_coef", labels)):
-                value = sft.get(name, default)
-                _require(f"post_train.sft.{name}", value, not value, "0: these routers go by token ids alone")
+                if value := sft.get(name, default):
+                    raise ValueError(f"post_train.sft.{name}={value!r}: must be 0: these routers go by token ids alone")
 
     def _check_ffn(self) -> None:
         _check_no_keys("adapter", self.adapter, "ffn", "moe")
         _check_fields("moe", self.moe, UpcycleConfig, _MOE)
-        attention, split, gates = (
-            self.model.attn_implementation,
-            self.moe.get("fine_grained_split"),
-            self.moe.get("router_init"),
+        given, similarity = self.prepare.adapters, self.expand.similarity
+        self._forbid("prepare.adapters", given is not None, "null in the mode 'ffn'; use prepare.checkpoints")
+        self._forbid("expand.similarity", similarity not in (None, "displacement"), "'displacement', or null")
+        self._forbid("model.quantization", bool(self.model.quantization), "null: all weights are trained")
+        half = self.dtype == "float32" and "flash" in (self.model.attn_implementation or "")
+        self._forbid(
+            "model.attn_implementation",
+            half,
+            f"another with model.dtype={self.dtype!r}, as it computes in half precision alone",
         )
+        one_checkpoint = self.moe.get("init") == "checkpoints" and not self.facts.specialises
+        self._forbid("moe.init", one_checkpoint, "another: this method has one checkpoint")
         one_model = not self.facts.prepares or self.copies
-        for path, value, good, allowed in (
-            (
-                "model.attn_implementation",
-                attention,
-                self.dtype != "float32" or "flash" not in (attention or ""),
-                "another with model.dtype='float32', as it computes in half precision alone",
-            ),
-            (
-                "model.quantization",
-                self.model.quantization,
-                not self.model.quantization,
-                "null: all weights are trained",
-            ),
-            (
-                "moe.init",
-                self.moe.get("init"),
-                self.moe.get("init") != "checkpoints" or self.facts.specialises,
-                "another: this method has one checkpoint",
-            ),
-            (
-                "moe.router_init",
-                gates,
-                gates != "attention" or (one_model and not self.initialises_routers),
-                "another: attention gates are those of one dense model, and stage 3 would replace them",
-            ),
-            (
-                "moe.fine_grained_split",
-                split,
-                split != "independent" or self.moe.get("granularity", 1) == 1 or not self.initialises_routers,
-                "'partition': stage 3 makes a gate for each of num_experts, not for their parts",
-            ),
-            (
-                "prepare.adapters",
-                self.prepare.adapters,
-                self.prepare.adapters is None,
-                "null in the mode 'ffn'; use prepare.checkpoints",
-            ),
-            (
-                "expand.similarity",
-                self.expand.similarity,
-                self.expand.similarity in (None, "displacement"),
-                "'displacement', or null",
-            ),
-        ):
-            _require(path, value, good, allowed)
+        self._forbid(
+            "moe.router_init",
+            self.moe.get("router_init") == "attention" and (self.initialises_routers or not one_model),
+            "another: attention gates are those of one dense model, and stage 3 would replace them",
+        )
+        split = self.moe.get("granularity", 1) != 1 and self.moe.get("fine_grained_split") == "independent"
+        self._forbid(
+            "moe.fine_grained_split",
+            split and self.initialises_routers,
+            "'partition': stage 3 makes a gate for each of num_experts, not for their parts",
+        )
         with prefixed("moe"):
             self.upcycle_config()
         if self.post_train.router:
@@ -469,29 +447,27 @@ class Recipe(Settings):
 
     def _check_router(self, settings: dict[str, Any]) -> None:
         """The router that stage 4 trains in the place of plain gates."""
-        _check_fields("post_train.router", settings, RouterSettings, _ROUTER)
-        no_gates = f"left out: the method {self.method!r} has no gates"
-        _require("post_train.router", settings, self.facts.assembles, no_gates)
+        field = "post_train.router"
+        _check_fields(field, settings, RouterSettings, _ROUTER)
+        self._forbid(field, not self.facts.assembles, f"left out: the method {self.method!r} has no gates")
         plain = "left out: stage 3 trains plain gates; or set router_init.buckets=none"
-        _require("post_train.router", settings, not self.initialises_routers, plain)
-        with prefixed("post_train.router"):
+        self._forbid(field, self.initialises_routers, plain)
+        with prefixed(field):
             check_router(RouterSettings(**settings), *self.routed)
         moe = self.upcycle_config()
-        init, std, heads = moe.router_init, moe.router_init_std, moe.router_num_heads
-        own = "left out: post_train.router, in the place of the gates, has its own initial values"
-        other = "left out: attention does not initialise that post_train.router" if init == "attention" else own
-        by_attention = init == "attention" and self._router.takes_attention
-        one = heads is None or not self._router.needs_attention
-        for path, value, good, allowed in (
-            ("moe.router_init", init, init == UpcycleConfig.router_init or by_attention, other),
-            ("moe.router_init_std", std, std == UpcycleConfig.router_init_std, own),
-            ("moe.router_num_heads", heads, one, "left out: set post_train.router.num_heads"),
-        ):
-            _require(path, value, good, allowed)
+        other = "left out: post_train.router, in the place of the gates, has its own initial values"
+        if moe.router_init == "attention":
+            unused, allowed = not self._router.takes_attention, "attention does not initialise that post_train.router"
+            self._forbid("moe.router_init", unused, f"left out: {allowed}")
+        else:
+            self._forbid("moe.router_init", moe.router_init != UpcycleConfig.router_init, other)
+        self._forbid("moe.router_init_std", moe.router_init_std != UpcycleConfig.router_init_std, other)
+        heads = moe.router_num_heads is not None and self._router.needs_attention
+        self._forbid("moe.router_num_heads", heads, "left out: set post_train.router.num_heads")
 
     def _check_labels(self) -> None:
-        rule = self.router_init.rule
-        if self.data.label_column is None and (self.prepare.order == "blocks" or (rule and rule.needs_labels)):
+        rule, labelled = self.router_init.rule, self.data.label_column is not None
+        if not labelled and (self.prepare.order == "blocks" or (rule and rule.needs_labels)):
             raise ValueError(
                 f"data.label_column=None: prepare.order={self.prepare.order!r} with "
                 f"router_init.buckets={self.router_init.buckets!r} needs a column of labels"
@@ -500,14 +476,13 @@ class Recipe(Settings):
             read_expert_map(self.router_init.expert_map, self.num_experts, "router_init.expert_map")
         expert_map = self.expert_map
         if expert_map is not None:
-            labelled = self.data.label_column is not None
-            _require("data.label_column", None, labelled, "set for post_train.sft.expert_map")
+            self._forbid("data.label_column", not labelled, "set for post_train.sft.expert_map")
             if self.masks_labels:
                 check_allowed(expert_map, self._fewest_allowed(), "post_train.sft.router_label_mask=True")
 
     def _check_number_of_experts(self) -> None:
         n, given, method = self.num_experts, self.given_experts(), self.expand.method
-        _require("num_experts", n, n >= 2 or not self.facts.assembles, "at least 2")
+        self._forbid("num_experts", n < 2 and self.facts.assembles, "at least 2")
         if not self.facts.specialises or self.copies:
             return
         names = [f"prepare.{name}" for name in ("adapters", "checkpoints") if getattr(self.prepare, name)]

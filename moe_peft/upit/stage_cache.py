@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 from accelerate import PartialState
 
-from ..evaluation.results import Scores
 from ..training.checkpointing import MARKER, Fingerprint, fingerprint_of, is_complete, mark_complete
 from ..utils.distributed import on_main_process
 from ..utils.io import read_json, remove, write_json
@@ -101,14 +100,6 @@ class Stage(ABC):
     def describe(self, metrics: dict[str, Any]) -> str:
         """What it made, in a few words."""
         return ""
-
-    def losses(self, metrics: dict[str, Any]) -> dict[str, dict[str, float]] | None:
-        """Held-out losses by model and domain, if it measured them."""
-        return None
-
-    def scores(self, metrics: dict[str, Any]) -> dict[str, Scores] | None:
-        """Scores on tasks by model, if it measured them."""
-        return None
 
     @property
     def folder(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..evaluation.results import as_table, by_metric
 from ..models.model_size import ModelSize
 from ..routing.statistics import verdict_line
 from ..training.estimate import Launch, Memory, base_dtype, memory, rows_and_length, training_line
+from .evaluate import recorded_scores
 from .pipeline import UpIT
 from .stages import TrainingStage
 
@@ -60,36 +62,38 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     data = pipeline.context.train_data
     pipeline.check(weights=False, **own)
     tokenizer, empty = pipeline.context.base.tokenizer, pipeline.context.base.empty()
-    found = []
+    plans = []
     for stage in pipeline.stages:
         if not isinstance(stage, TrainingStage):
             continue
         args = stage.example_arguments(**own)
         rows, length = rows_and_length(data, tokenizer, args)
-        steps = stage.steps(rows, launch.processes)
         sizes = stage.sizes(empty)
-        half = _half_precision(stage)
         needed = memory(
-            empty, args, length, sizes.held, sizes.trained, half=half, dtype=r.dtype,
-            quantization=r.model.quantization, launch=launch,
+            empty, args, length, sizes.held, sizes.trained,
+            half=bool(stage.sft.get("bf16", True) or stage.sft.get("fp16")),  # TRL's default is bf16
+            dtype=r.dtype, quantization=r.model.quantization, launch=launch,
             trained=base_dtype(empty, r.dtype) if r.mode == "ffn" else torch.float32,
         )  # fmt: skip
-        tokens = round(stage.epochs * rows * length)
-        found.append(
-            StagePlan(stage.name, stage.epochs, steps, tokens, sizes.trained, needed, training_line(args), sizes.moe)
+        plans.append(
+            StagePlan(
+                stage.name,
+                stage.epochs,
+                stage.steps(rows, launch.processes),
+                round(stage.epochs * rows * length),
+                sizes.trained,
+                needed,
+                training_line(args),
+                sizes.moe,
+            )
         )
-    return found
-
-
-def _half_precision(stage: TrainingStage) -> bool:
-    """Whether the stage will train in mixed precision; TRL's default is bf16."""
-    return bool(stage.sft.get("bf16", True) or stage.sft.get("fp16"))
+    return plans
 
 
 # --- summary ---------------------------------------------------------------------------------------------------------
 
 # What the similarity of experts is, by the recipe's mode.
-_ALIKE = {
+_SIMILARITY = {
     "lora": "similarity of experts: cosine of their updates B A",
     "ffn": "similarity of experts: cosine of their differences from the base's FFNs",
 }
@@ -103,41 +107,38 @@ def print_summary(pipeline: UpIT) -> None:
     if not PartialState().is_main_process:
         return
     console = Console(markup=False, emoji=False)
-    records = pipeline.records
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    recipe, metrics = pipeline.recipe, {name: record["metrics"] for name, record in pipeline.records.items()}
     columns = ("stage", "steps", "loss", "what it made", "similarity of experts")
-    recipe = pipeline.recipe
-    table = Table(*columns, title=f"{recipe.method}: {pipeline.root}", caption=_ALIKE.get(recipe.mode))
+    table = Table(*columns, title=f"{recipe.method}: {pipeline.root}", caption=_SIMILARITY[recipe.mode])
     for stage in pipeline.stages:
-        metrics = records[stage.name]["metrics"]
-        loss = metrics.get("loss")
+        own = metrics[stage.name]
+        steps, loss = own.get("steps"), own.get("loss")
         table.add_row(
             stage.name,
-            str(int(metrics["steps"])) if "steps" in metrics else "",
+            "" if steps is None else f"{steps:.0f}",
             f"{loss:.3f}" if isinstance(loss, float) else "",
-            stage.describe(metrics),
-            _similarity(metrics),
+            stage.describe(own),
+            _similarity(own),
         )
     console.print(table)
-    for stage in pipeline.stages:
-        losses = stage.losses(records[stage.name]["metrics"])
-        if losses is not None:
-            console.print(_loss_table(losses))
-        scores = stage.scores(records[stage.name]["metrics"])
-        if scores is not None:
-            console.print(as_table(by_metric(scores)))
-    every = {name: record["metrics"] for name, record in records.items()}
-    if "size" in every.get("post_train", {}):
-        console.print(f"MoE: {ModelSize(**every['post_train']['size'])}", highlight=False, soft_wrap=True)
-    verdict = _verdict(every)
+    evaluated = metrics.get("evaluate", {})
+    if "loss" in evaluated:
+        console.print(_loss_table(evaluated["loss"]))
+    if "tasks" in evaluated:
+        console.print(as_table(by_metric(recorded_scores(evaluated["tasks"]))))
+    if "size" in metrics.get("post_train", {}):
+        say(f"MoE: {ModelSize(**metrics['post_train']['size'])}")
+    verdict = _verdict(metrics)
     if verdict:
-        console.print(f"load of the experts: {verdict}", style="yellow", highlight=False, soft_wrap=True)
-    console.print(f"{pipeline.result.name}: {pipeline.result}", highlight=False, soft_wrap=True)
+        say(f"load of the experts: {verdict}", style="yellow")
+    say(f"{pipeline.result.name}: {pipeline.result}")
 
 
 def _similarity(metrics: dict[str, Any]) -> str:
     """The mean and the range of the cosines of any two experts."""
-    found = metrics.get("similarity")
-    return f"{found['mean']:.2f} ({found['smallest']:.2f} to {found['largest']:.2f})" if found else ""
+    cosines = metrics.get("similarity")
+    return f"{cosines['mean']:.2f} ({cosines['smallest']:.2f} to {cosines['largest']:.2f})" if cosines else ""
 
 
 def _verdict(metrics: dict[str, dict[str, Any]]) -> str:
@@ -158,33 +159,31 @@ def _loss_table(losses: dict[str, dict[str, float]]) -> Table:
 
 def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     """The stages, what they will take, and how many examples there are."""
-    stages = plan(pipeline, launch)
+    plans = {stage.name: stage for stage in plan(pipeline, launch)}
     if not PartialState().is_main_process:
         return
     console = Console(markup=False, emoji=False)
+    say = partial(console.print, highlight=False, soft_wrap=True)
     r = pipeline.recipe
     title = f"{r.method}: {len(pipeline.context.train_data):,} examples, {r.num_train_epochs:g} passes, seed {r.seed}"
     table = Table("stage", title=title)
     for column in ("passes", "steps", "tokens", "trainable parameters", "memory per process, about"):
         table.add_column(column, justify="right")
-    planned = {stage.name: stage for stage in stages}
-    for name in (stage.name for stage in pipeline.stages):
-        stage = planned.get(name)
-        if stage is None:
-            table.add_row(name)
-            continue
-        cells = (f"{stage.epochs:.3g}", f"{stage.steps:,}", f"{stage.tokens:,}", f"{stage.trainable:,}")
-        table.add_row(name, *cells, f"{stage.memory.total / 2**30:.2f} GiB")
+    for stage in pipeline.stages:
+        cells: tuple[str, ...] = ()
+        if own := plans.get(stage.name):
+            memory = f"{own.memory.total / 2**30:.2f} GiB"
+            cells = (f"{own.epochs:.3g}", f"{own.steps:,}", f"{own.tokens:,}", f"{own.trainable:,}", memory)
+        table.add_row(stage.name, *cells)
     console.print(table)
     if pipeline.root.exists():
         for name, what in pipeline.outlook().items():
-            console.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
-    for stage in stages:
-        console.print(f"{stage.name}: {stage.memory}", highlight=False, soft_wrap=True)
-    kinds = {stage.training: [other.name for other in stages if other.training == stage.training] for stage in stages}
-    for kind, names in kinds.items():
-        console.print(f"{', '.join(names)}: {kind}", highlight=False, soft_wrap=True)
-    for stage in stages:
-        if stage.moe is not None:
-            console.print(f"MoE: {stage.moe}", highlight=False, soft_wrap=True)
-    console.print(f"result: {pipeline.result}", highlight=False, soft_wrap=True)
+            say(f"{name}: {what}")
+    for own in plans.values():
+        say(f"{own.name}: {own.memory}")
+    for training in dict.fromkeys(own.training for own in plans.values()):
+        say(f"{', '.join(own.name for own in plans.values() if own.training == training)}: {training}")
+    for own in plans.values():
+        if own.moe is not None:
+            say(f"MoE: {own.moe}")
+    say(f"result: {pipeline.result}")

@@ -14,43 +14,47 @@ from ..adapter.lora_conversion import lora_scalings
 from ..native.expert_init import FFN
 from ..native.families import FAMILIES, DenseFamily, find_families
 from ..native.safetensors_io import Checkpoint
-from ..utils.expert_merging import likeness, similarities, update_gram, value_gram
+from ..utils.expert_merging import likeness, similarities, update_gram, update_inner, value_gram
 from ..utils.loading import read_adapter_config
 from .files import ADAPTER_FILES
 
 _CALLER = "upit"
 
 
-def summarised(gram_NN: torch.Tensor | None) -> dict[str, Any]:
+def _summary(gram_NN: torch.Tensor | None) -> dict[str, Any]:
     """For a stage's record: the cosines, and the mean, smallest and largest of two different experts."""
     cosines_NN = None if gram_NN is None else similarities(gram_NN)
-    found = likeness(cosines_NN)
-    if cosines_NN is None or found is None:
+    summary = likeness(cosines_NN)
+    if cosines_NN is None or summary is None:
         return {}
-    return {"similarity": {**found._asdict(), "matrix": cosines_NN.tolist()}}
+    return {"similarity": {**summary._asdict(), "matrix": cosines_NN.tolist()}}
 
 
 def of_loras(folder: Path) -> dict[str, Any]:
     """Cosines of the updates s B A of a stage's LoRA adapters, or of the experts of its MoE adapter."""
     experts = _experts(folder)
     if experts:
-        states = [load_peft_weights(str(expert), device="cpu") for expert in experts]
-        scalings = lora_scalings(read_adapter_config(experts[0], _CALLER), sorted(states[0]))
-        grams = [
-            s**2
-            * update_gram(
-                torch.stack([state[name] for state in states]),
-                torch.stack([state[name.replace(".lora_A.", ".lora_B.")].T for state in states]),
-            )
-            for name, s in scalings.items()
-        ]
-        return summarised(sum(grams))  # type: ignore[arg-type]
+        updates = [_scaled(expert) for expert in experts]
+        return _summary(torch.tensor([[_inner(a, b) for b in updates] for a in updates], dtype=torch.float64))
     if not (folder / "adapter" / ADAPTER_FILES[0]).exists():
         return {}
     state = load_peft_weights(str(folder / "adapter"), device="cpu")
     names = [name for name in sorted(state) if ".moe_lora_A" in name and state[name].dim() == 3]
     grams = [update_gram(state[name], state[name.replace(".moe_lora_A", ".moe_lora_B")]) for name in names]
-    return summarised(sum(grams) if grams and len({len(gram) for gram in grams}) == 1 else None)  # type: ignore[arg-type]
+    return _summary(sum(grams) if grams and len({len(gram) for gram in grams}) == 1 else None)  # type: ignore[arg-type]
+
+
+def _scaled(adapter: Path) -> dict[str, torch.Tensor]:
+    """A LoRA's tensors, with its scalings in B."""
+    state = load_peft_weights(str(adapter), device="cpu")
+    for name, scaling in lora_scalings(read_adapter_config(adapter, _CALLER), sorted(state)).items():
+        state[name.replace(".lora_A.", ".lora_B.")] *= scaling
+    return state
+
+
+def _inner(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Given LoRAs may differ in rank and modules."""
+    return update_inner({name: a[name] for name in a if name in b}, b)
 
 
 def of_ffns(folder: Path, base: Path) -> dict[str, Any]:
@@ -59,14 +63,14 @@ def of_ffns(folder: Path, base: Path) -> dict[str, Any]:
     dense = find_families(config.model_type, None, _CALLER)[0]
     experts, moe = _experts(folder), folder / "model"
     if experts:
-        return summarised(_gram(base, dense, range(config.num_hidden_layers), _of_models(experts, dense)))
-    found = AutoConfig.from_pretrained(moe) if moe.is_dir() else None
-    if found is None or found.model_type not in FAMILIES:
+        return _summary(_gram(base, dense, range(config.num_hidden_layers), _of_models(experts, dense)))
+    moe_config = AutoConfig.from_pretrained(moe) if moe.is_dir() else None
+    if moe_config is None or moe_config.model_type not in FAMILIES:
         return {}
-    family, checkpoint = FAMILIES[found.model_type], Checkpoint(moe, _CALLER)
-    layers = [layer for layer in range(found.num_hidden_layers) if family.has_experts(found, layer)]
-    count = range(getattr(found, family.count))
-    return summarised(
+    family, checkpoint = FAMILIES[moe_config.model_type], Checkpoint(moe, _CALLER)
+    layers = [layer for layer in range(moe_config.num_hidden_layers) if family.has_experts(moe_config, layer)]
+    count = range(getattr(moe_config, family.count))
+    return _summary(
         _gram(base, dense, layers, lambda layer: (family.read_expert(layer, i, checkpoint.tensor) for i in count))
     )
 
@@ -86,12 +90,12 @@ def _gram(
     """Inner products of the experts' displacements over all layers; None if they are narrower than the base's FFN."""
     origin, total = Checkpoint(base, _CALLER), None
     for layer in layers:
-        before, found = dense.ffn(layer).split(origin.tensor), list(experts(layer))
+        before, ffns = dense.ffn(layer).split(origin.tensor), list(experts(layer))
         for name in FFN._fields:
             start = getattr(before, name).float()
-            own = [getattr(ffn, name).float() for ffn in found]
-            if any(weight.shape != start.shape for weight in own):
+            weights = [getattr(ffn, name).float() for ffn in ffns]
+            if any(weight.shape != start.shape for weight in weights):
                 return None
-            gram = value_gram(torch.stack([(weight - start).flatten() for weight in own]))
+            gram = value_gram(torch.stack([(weight - start).flatten() for weight in weights]))
             total = gram if total is None else total + gram
     return total

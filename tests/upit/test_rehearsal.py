@@ -322,6 +322,18 @@ def test_given_adapters_are_compared_by_their_own_numbers(own, case, tmp_path):
     assert json.loads((result / "adapter_config.json").read_text())["r"] == 3
 
 
+def test_given_adapters_of_different_ranks_scalings_and_modules_go_through_stage_3(case, tmp_path):
+    """Each is trained by itself, whatever the others are."""
+    base = case["model"]["name_or_path"]
+    folders = loras(tmp_path / "a", base, 1, target_modules=["up_proj", "down_proj"])
+    folders += loras(tmp_path / "b", base, 1, target_modules=["up_proj"], rank_pattern={"up_proj": 3}, use_rslora=True)
+    settings = {**case, "num_experts": 2, "num_train_epochs": 1, "adapter": {"top_k": 1}}
+    records = run(settings, tmp_path, prepare={"adapters": folders}).records
+    assert records["router_init"]["metrics"]["bucket_sizes"] == [6, 6]
+    matrix = records["router_init"]["metrics"]["similarity"]["matrix"]
+    assert matrix[0][1] == pytest.approx(records["post_train"]["metrics"]["similarity"]["matrix"][0][1], abs=0.2)
+
+
 def test_a_rehearsal_does_nothing_that_a_training_does(case, tokenizer, tmp_path, monkeypatch):
     """No repository, tracker, folder or handler of signals; and a plan may be for another machine."""
     monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda *args, **kwargs: pytest.fail("a repository"))

@@ -63,10 +63,6 @@ MAY = {
 }  # fmt: skip
 
 
-# Each line repeats the one before nine times.
-BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-
-
 def test_the_table_has_every_field():
     kinds = typing.get_type_hints(Recipe)
     names = set(kinds)
@@ -115,14 +111,7 @@ def test_a_field_takes_what_it_can_be_alone(path):
         ("1: 2\n", "output_dir: Field required"),
         ("{" * 5000, "no YAML"),
         ("a: " + "[" * 5000 + "]" * 5000, "no YAML"),
-        (BOMB, "aliases"),
-        ("a: &a [*a]\n", "aliases"),
         ("a: 2024-13-45\n", "no YAML|unknown key"),
-        ("seed: 1:30\n", "'1:30' is a number in base 60"),
-        ("num_train_epochs: 1:30.5\n", "'1:30.5' is a number in base 60"),
-        ("seed: 010\n", "'010' is a number in base 8; write it in base 10"),
-        ("num_experts: -0_17\n", "'-0_17' is a number in base 8"),
-        ("router_init: {expert_map: {01: [0]}}\n", "'01' is a number in base 8"),
         ("\x00", "no YAML"),
         ("a:\tb\n\t- c", "no YAML"),
     ],
@@ -145,10 +134,8 @@ def test_a_key_that_is_no_text(key):
 def test_a_file_that_is_no_text(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # that nobody fills
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
-    (tmp_path / "huge").open("wb").truncate(300 * 2**20)
     for name, words in (
         (".", "not a file"), ("none", "no such file"), ("pipe", "not a file"), ("binary", "no UTF-8 text at byte 0"),
-        ("huge", "more than 256 MiB"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             load_recipe(tmp_path / name)

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 import re
-import typing
 
 import pytest
 import yaml
@@ -17,6 +16,7 @@ from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.recipe import Recipe, load_recipe
 from moe_peft.utils.io import read_yaml
+from moe_peft.utils.validation import Settings
 
 GOOD = {
     "output_dir": "out",
@@ -34,7 +34,7 @@ TEXTS, DATA = ["text", "1", "1e-4"], ["text", "1", "1e-4", {}, {"a": 1}]
 COUNTS, SEEDS, FLAGS, MAPS = [10**9], [None, 0, 10**9], [True, False], [{}]
 # What of `WRONG` each field may be. A file or a name that does not exist is found when it is read.
 MAY = {
-    "output_dir": TEXTS, "num_train_epochs": [0.5, 1.5], "prepare_share": [0.5], "seed": SEEDS[1:],
+    "output_dir": TEXTS, "plugins": [[]], "num_train_epochs": [0.5, 1.5], "prepare_share": [0.5], "seed": SEEDS[1:],
     "num_experts": [], "mode": [], "method": [], "adapter": MAPS, "moe": MAPS, "sft": MAPS,
     "model.name_or_path": TEXTS, "model.revision": [None, *TEXTS], "model.dtype": [],
     "model.attn_implementation": [None, *TEXTS], "model.quantization": [None, {}],
@@ -42,7 +42,7 @@ MAY = {
     "prepare.num_experts": [None], "prepare.num_checkpoints": [None], "prepare.selection": [], "prepare.order": [],
     "prepare.adapters": [None], "prepare.checkpoints": [None], "prepare.experts": [], "prepare.seed": SEEDS,
     "prepare.sft": MAPS, "expand.method": [], "expand.similarity": [None], "expand.drop_rate": [None, 0, 0.5],
-    "expand.seed": SEEDS, "router_init.buckets": [], "router_init.objective": [], "router_init.alpha": [0, 0.5],
+    "expand.seed": SEEDS, "router_init.buckets": [], "router_init.alpha": [0, 0.5],
     "router_init.train_experts": FLAGS, "router_init.seed_fraction": [0.5], "router_init.num_train_epochs": COUNTS,
     "router_init.within_budget": FLAGS, "router_init.capacity": [None, *COUNTS], "router_init.expert_map": [None],
     "router_init.seed": SEEDS, "router_init.sft": MAPS, "post_train.train_experts": FLAGS, "post_train.seed": SEEDS,
@@ -64,10 +64,10 @@ MAY = {
 
 
 def test_the_table_has_every_field():
-    kinds = typing.get_type_hints(Recipe)
-    names = set(kinds)
-    for name, kind in kinds.items():
-        names |= {f"{name}.{f.name}" for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    names = set(Recipe.model_fields)
+    for name, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            names |= {f"{name}.{own}" for own in field.annotation.model_fields}
     assert {name for name in MAY if not name.startswith(("adapter.", "sft."))} == names
 
 
@@ -108,7 +108,7 @@ def test_a_field_takes_what_it_can_be_alone(path):
         ("a: !!python/name:os.system\n", "no YAML"),
         ("a: b\n---\nc: d\n", "no YAML"),
         ("? [1, 2]\n: 3\n", "no YAML|unknown key"),
-        ("1: 2\n", "output_dir: Field required"),
+        ("1: 2\n", "output_dir: must be given"),
         ("{" * 5000, "no YAML"),
         ("a: " + "[" * 5000 + "]" * 5000, "no YAML"),
         ("a: 2024-13-45\n", "no YAML|unknown key"),

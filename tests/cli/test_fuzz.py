@@ -54,15 +54,11 @@ def refused_in_one_line(function, *args: Any, **own: Any) -> Any:
         return None
 
 
-def _fields(kind: Any) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-
-
-def paths(kind: type = Recipe) -> list[tuple[str, ...]]:
-    found = []
-    for field in dataclasses.fields(kind):
-        own = field.default_factory
-        found += [(field.name,), *((field.name, f.name) for f in _fields(own))]
+def paths() -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for name, field in Recipe.model_fields.items():
+        own = getattr(field.annotation, "model_fields", {})
+        found += [(name,), *((name, inner) for inner in own)]
     named = ("r", "top_k", "router_type", "num_experts_pattern", "target_projections", "lora_dropout")
     trained = (
         "learning_rate",

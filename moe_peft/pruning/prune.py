@@ -15,7 +15,7 @@ import torch
 
 from ..analysis.inputs import check_limits, load, load_rows
 from ..models.model_size import ModelSize
-from ..native.safetensors_io import whole_folder
+from ..native.safetensors_io import new_folder
 from ..utils.expert_merging import likeness
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
@@ -136,7 +136,7 @@ def prune_experts(
         )  # fmt: skip
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
     rules, dropped = Rules(lowest, merge_twins, experts_per_layer), _drops(drop)
-    with whole_folder(Path(output_dir), "prune") as partial:
+    with new_folder(Path(output_dir)) as partial:
         folder = open_folder(model)
         choices, loss, rows = Choices([layer.num_experts for layer in folder.layers]), {}, None
         if data is not None:

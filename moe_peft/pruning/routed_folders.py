@@ -108,7 +108,7 @@ class AdapterFolder(Folder):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.config = read_adapter_config(path, "prune")
+        self.config = read_adapter_config(path)
         self.made_from = self.config.base_model_name_or_path
         named = f"prune: {path}: base_model_name_or_path={self.made_from!r}"
         if not self.made_from:
@@ -239,7 +239,7 @@ class NativeFolder(Folder):
                 f"prune: model={str(path)!r}: other routers are in the place of its gates; fold them first"
             )
         self.family, self.config = FAMILIES[kind], read_config(path, f"prune: model={str(path)!r}")
-        self.tensors = Checkpoint(path, "prune")
+        self.tensors = Checkpoint(path)
         if getattr(self.config, self.family.count) < 1:
             raise ValueError(f"prune: model={str(path)!r}: {self.family.count}: the config says there are no experts")
         self.size = model_size(empty_model(self.config, f"prune: model={str(path)!r}"))

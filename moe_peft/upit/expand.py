@@ -20,9 +20,9 @@ from ..adapter.lora_conversion import lora_scalings
 from ..native.families import find_families
 from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
-from ..utils.expert_merging import DROP_RATE, Descent, Expansion, Similarity, dare_tensor, expand
+from ..utils.expert_merging import Descent, Expansion, Similarity, dare_tensor, expand
 from ..utils.loading import read_adapter_config, read_adapter_weights
-from ..utils.validation import EXPERTS, FOLDER, PATH, PATHS, SEED, check
+from ..utils.validation import EXPERTS, FOLDER, PATH, PATHS, SEED, check, within
 from .files import copy_adapter, link_model, own_folders, write_adapter
 
 # --- expand ----------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def expand_experts(
         experts=(experts, PATHS),
         output_dir=(output_dir, FOLDER),
         num_experts=(num_experts, EXPERTS),
-        drop_rate=(drop_rate, DROP_RATE),
+        drop_rate=(drop_rate, within(0, 1, below=True)),
         seed=(seed, SEED),
         initial=(initial, PATH.or_none()),
     )
@@ -114,7 +114,7 @@ class _Displacements(Mapping[str, torch.Tensor]):
     """A checkpoint's FFN weights minus the base's, in float32, each computed when it is asked for."""
 
     def __init__(self, folder: Path, base: Checkpoint, names: list[str]) -> None:
-        self.folder, self.own, self.base = folder, Checkpoint(folder, "expand_checkpoints"), base
+        self.folder, self.own, self.base = folder, Checkpoint(folder), base
         self.names = names
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -153,8 +153,8 @@ def expand_checkpoints(
         ValueError: an expert is one of the folders that would be written.
     """
     folders = own_folders(Path(output_dir), num_experts, experts, "expand_checkpoints")
-    origin, config = Checkpoint(Path(base), "expand_checkpoints"), AutoConfig.from_pretrained(base)
-    names = sorted(find_families(config.model_type, None, "expand_checkpoints")[0].ffn_shapes(config))
+    origin, config = Checkpoint(Path(base)), AutoConfig.from_pretrained(base)
+    names = sorted(find_families(config.model_type)[0].ffn_shapes(config))
     given = [_Displacements(Path(folder), origin, names) for folder in experts]
     made: list[Path] = []
 

@@ -125,12 +125,12 @@ def write_perplexity(path: Path, perplexity: torch.Tensor) -> None:
 
 def read_tensor(folder: Path, name: str) -> torch.Tensor:
     """One tensor of a checkpoint."""
-    return Checkpoint(folder, "upit").tensor(name)
+    return Checkpoint(folder).tensor(name)
 
 
 def write_without(source: Path, left_out: str, like: Path, target: Path) -> None:
     """A checkpoint as a model folder without one of its tensors, with the config of another folder."""
-    trained = Checkpoint(source, "upit")
+    trained = Checkpoint(source)
     shutil.rmtree(target, ignore_errors=True)
     link_model(like, target, weights=False)
     names = [name for name in trained if name != left_out]

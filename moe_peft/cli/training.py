@@ -9,9 +9,7 @@ What the commands that train do with their options: load, plan, train stage by s
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -23,18 +21,17 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from huggingface_hub import HfApi
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import get_peft_model
 from rich.console import Console
 from rich.table import Table
-from transformers import TrainerState, TrainingArguments, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import TrainingArguments, set_seed
 from trl import get_quantization_config
 
 from ..adapter.config import MoELoraConfig
 from ..models.introspection import native_routers, router_parameters, router_sizes
 from ..models.model_size import model_size
 from ..routing.expert_map import label_text
-from ..training.checkpointing import claim, numbered_checkpoints
+from ..training.checkpointing import names_checkpoint, numbered_checkpoints, save_full_weights, train_or_resume
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
 from ..training.estimate import (
     Launch,
@@ -47,13 +44,13 @@ from ..training.estimate import (
     training_line,
 )
 from ..training.labels import check_labels
-from ..training.preflight import check_answers, check_launched, check_packages, check_settings, check_value, save_whole
+from ..training.preflight import check_answers, check_launched, check_packages, check_settings, check_value
 from ..training.preparation import rehearse
 from ..training.router_losses import Stage, loss_coefficients
 from ..training.trainable import freeze_for_stage
 from ..training.trainers import experts_of_labels
 from ..utils.distributed import in_first_process, leave_processes
-from ..utils.io import held, opened, read_object, reading, writable
+from ..utils.io import held, reading, writable
 from ..utils.loading import (
     changed_embeddings,
     chat_template,
@@ -64,7 +61,7 @@ from ..utils.loading import (
     read_tokenizer,
 )
 from ..utils.model_card import write_model_card
-from ..utils.validation import choice_error, is_whole, one_line, shown, unknown_key
+from ..utils.validation import choice_error, one_line, unknown_key
 from .arguments import Options
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -116,11 +113,10 @@ def stages(options: Options) -> Iterator[Any]:
         raise ValueError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
     if len(set(given)) < len(given):
         raise ValueError(f"stages={given!r}: name each stage once")
-    checkpoint = training.resume_from_checkpoint
-    if len(given) > 1 and checkpoint is not None and str(checkpoint).lower() not in NO_PATH:
+    if len(given) > 1 and names_checkpoint(training):
         raise ValueError(
-            f"resume_from_checkpoint={str(checkpoint)!r}: is of one of the stages {', '.join(given)}; use true, or "
-            "stages.<name>.resume_from_checkpoint"
+            f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: is of one of the stages "
+            f"{', '.join(given)}; use true, or stages.<name>.resume_from_checkpoint"
         )
     names = {f.name for f in dataclasses.fields(training) if f.init}
     for name, own in (given if isinstance(given, dict) else dict.fromkeys(given)).items():
@@ -174,106 +170,6 @@ def check_stages(found: Sequence[Any], model: Any, data: Dataset, held_out: Data
                     check_labels(rows, args.label_column, [label_text(label) for label in args.expert_map], name)
         except ValueError as error:
             raise ValueError(f"{section(args, found)[:-1]}: {error}") from error
-
-
-# --- resuming --------------------------------------------------------------------------------------------------------
-
-_NO_CHECKPOINT = ("none", "false", "0")
-NO_PATH = ("true", "1", *_NO_CHECKPOINT)
-
-
-def found_checkpoint(args: Any) -> Path | None:
-    """
-    Where a stage goes on: `resume_from_checkpoint` is a checkpoint's folder, or true for the last one that is whole.
-
-    Raises:
-        ValueError: it is not whole, or none is.
-    """
-    given, refused = str(args.resume_from_checkpoint), None
-    if given.lower() in _NO_CHECKPOINT:
-        return None
-    if given.lower() not in NO_PATH:
-        _check_checkpoint(Path(given))
-        return Path(given)
-    for folder in reversed(numbered_checkpoints(Path(args.output_dir)).values()):
-        try:
-            _check_checkpoint(folder)
-        except ValueError as error:
-            refused = refused or error
-            continue
-        if refused is not None:
-            logger.warning("%s; going on from %s", refused, folder.name)
-        return folder
-    if refused is not None:
-        raise refused
-    return None
-
-
-def is_done(trainer: Any, checkpoint: Path) -> bool:
-    """
-    Whether a checkpoint has all steps of the training; then it is loaded. The trainer would take one more.
-
-    Raises:
-        ValueError: it has more, or cannot be loaded without training.
-    """
-    args, state = trainer.args, TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    if args.auto_find_batch_size and state.train_batch_size is not None:
-        trainer._train_batch_size = state.train_batch_size  # as the trainer does
-    steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
-    if state.global_step < steps:
-        return False
-    divided = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if steps < state.global_step or divided:
-        name, value = ("max_steps", steps) if args.max_steps > 0 else ("num_train_epochs", args.num_train_epochs)
-        raise ValueError(
-            f"{name}={value}: resume_from_checkpoint: {checkpoint} has {state.global_step} steps already; raise "
-            f"{name}, or start anew"
-        )
-    trainer._load_from_checkpoint(str(checkpoint))
-    trainer.state = state
-    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-        trainer._load_best_model()
-    return True
-
-
-def check_same_adapter(checkpoint: Path, config: PeftConfig) -> None:
-    """
-    Raises:
-        ValueError: a setting of the adapter is not that of the checkpoint, of which only weights are read.
-    """
-    saved = read_object(checkpoint / "adapter_config.json")
-    given = json.loads(json.dumps(config.to_dict()))  # as it would be saved
-    own = MoELoraConfig.__dataclass_fields__.keys() - PeftConfig.__dataclass_fields__.keys()
-    for name in sorted(own & saved.keys()):
-        if _in_order(given[name]) != _in_order(saved[name]):
-            raise ValueError(
-                f"{name}={shown(given[name])}: resume_from_checkpoint: {checkpoint} was trained with "
-                f"{shown(saved[name])}; set that, or start anew"
-            )
-
-
-def _in_order(value: Any) -> Any:
-    """A setting; a list of one names modules or layers, in any order."""
-    return sorted(value, key=str) if isinstance(value, list) else value
-
-
-def _check_checkpoint(folder: Path) -> None:
-    """
-    Raises:
-        ValueError: there is none, or a file of it is cut off.
-    """
-    what = f"resume_from_checkpoint: {folder}"
-    if not (folder / "trainer_state.json").is_file():
-        raise ValueError(f"{what}: has no trainer_state.json, so it is no whole checkpoint; remove it, or give another")
-    with reading(f"{what}: trainer_state.json", "remove the folder, to go on from the checkpoint before"):
-        state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-        if not is_whole(state.global_step):
-            raise ValueError(f"global_step={state.global_step!r}: must be a whole number")
-    for path in sorted(folder.glob("*.safetensors")):
-        opened(path, what)
-    for path in sorted(folder.glob("*.pt*")):  # rng_state.pth, too
-        if not zipfile.is_zipfile(path):
-            raise ValueError(f"{what}: {path.name} is cut off; remove the folder, to go on from the checkpoint before")
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -339,20 +235,15 @@ def _train(
         except (ImportError, NotImplementedError) as error:  # a package, or what TRL does not do with an adapter
             raise ValueError(one_line(error)) from error
         made.earlier_training = facts
-        checkpoint = found_checkpoint(args)
-        if checkpoint is not None and isinstance(made.model, PeftModel):
-            check_same_adapter(checkpoint, made.model.peft_config[made.model.active_adapter])
-        claim(made, checkpoint)
-        if checkpoint is None or not is_done(made, checkpoint):
-            try:
-                made.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-            except KeyError as error:  # of the first evaluation
-                if "metric_for_best_model" not in str(error):
-                    raise
-                raise ValueError(f"metric_for_best_model={args.metric_for_best_model!r}: {one_line(error)}") from error
+        try:
+            train_or_resume(made)
+        except KeyError as error:  # of the first evaluation
+            if "metric_for_best_model" not in str(error):
+                raise
+            raise ValueError(f"metric_for_best_model={args.metric_for_best_model!r}: {one_line(error)}") from error
         facts = made.training_facts()
         if number == len(stages) - 1:
-            save_whole(made)
+            save_full_weights(made)
             made.save_model(options.training.output_dir)
             if options.training.push_to_hub:
                 made.push_to_hub(dataset_name=options.data.dataset_name)

@@ -24,9 +24,10 @@ from ..utils.loading import changed_embeddings, read_config, read_tokenizer
 from ..utils.model_card import TAGS
 from ..utils.validation import TEXT, Rule, check, check_fields, is_a
 from .checkpointing import NativeResumeMixin
+from .data import check_answers, check_dataset, check_learnable
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
-from .preflight import check_answers, check_dataset, check_learnable, text_columns, trains_adapter
-from .router_losses import RouterLossConfig, RouterLossesMixin
+from .preflight import text_columns
+from .router_losses import RouterLossConfig, RouterLossesMixin, trains_adapter
 
 # --- sft -------------------------------------------------------------------------------------------------------------
 

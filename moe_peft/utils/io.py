@@ -9,11 +9,12 @@ Folders that are written to: checked before any work, and held by one process at
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +23,8 @@ import yaml
 from filelock import FileLock, Timeout
 from safetensors import safe_open
 
-from .validation import existing, one_line, out_of_memory, refuse_tilde
+from .messages import one_line, out_of_memory
+from .validation import existing, refuse_tilde
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
@@ -87,7 +89,7 @@ def read_text(path: str | os.PathLike, what: object = None) -> str:
         raise ValueError(f"{what}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
 
 
-def read_object(path: str | os.PathLike) -> dict[str, Any]:
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """
     A file with a JSON object.
 
@@ -102,6 +104,9 @@ def read_object(path: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path}: must be a JSON object, not {one_line(repr(found), 40)}")
     return found
+
+
+read_object = read_json  # leaving
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -175,10 +180,10 @@ def weight_files(folder: Path, what: object) -> dict[str, str]:
             the folder.
     """
     if (folder / SINGLE).is_file():  # as transformers, which looks for an index after it
-        with opened(folder / SINGLE, what) as file:
+        with open_safetensors(folder / SINGLE, what) as file:
             return dict.fromkeys(file.keys(), SINGLE)
     if (folder / INDEX).is_file():
-        files = read_object(folder / INDEX).get("weight_map")
+        files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
             raise ValueError(f"{what}: {folder / INDEX}: no weight_map of names and files; save the model again")
         for file in sorted(set(files.values())):
@@ -199,13 +204,13 @@ def check_weights(folder: Path, what: object) -> None:
     """
     files = weight_files(folder, what)
     for file in sorted(set(files.values())):
-        inside = set(opened(folder / file, what).keys())
+        inside = set(open_safetensors(folder / file, what).keys())
         lacking = [name for name, place in files.items() if place == file and name not in inside]
         if lacking:
             raise ValueError(f"{what}: {folder / file} lacks {lacking[0]}, which its index names; save the model again")
 
 
-def opened(path: Path, what: object) -> Any:
+def open_safetensors(path: Path, what: object) -> Any:
     """
     A safetensors file, whose header is checked against its length.
 
@@ -214,6 +219,9 @@ def opened(path: Path, what: object) -> Any:
     """
     with reading(f"{what}: {path} cannot be read", "download or save it again"):
         return safe_open(path, framework="pt")
+
+
+opened = open_safetensors  # leaving
 
 
 def no_weights(folder: Path, wanted: str) -> str:
@@ -227,7 +235,85 @@ def no_weights(folder: Path, wanted: str) -> str:
     return f"{folder} has no {wanted}; save the model with save_pretrained first"
 
 
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
+    """
+    Write a file or a folder that is there completely or not at all.
+
+    Yields a path beside `path`, to write to; it gets the name when the block ends, and is removed if that raises. What
+    was there under the name stays until then.
+    """
+    path = Path(path)
+    partial, former = (path.with_name(f"{path.name}.{word}") for word in ("partial", "former"))
+    remove(partial)
+    if former.exists() and not path.exists():
+        former.rename(path)  # of a process that was killed between the two names
+    try:
+        yield partial
+        if partial.is_dir() and path.exists():
+            remove(former)
+            path.rename(former)
+        partial.replace(path)
+        remove(former)
+    finally:
+        remove(partial)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Write a JSON file that is there completely or not at all; what JSON does not know becomes a string."""
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def hash_file(path: str | os.PathLike) -> str:
+    """The SHA-256 of a file's content."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def output_folder(path: str | os.PathLike, field: str, is_ours: Callable[[Path], bool] | None = None) -> Iterator[Path]:
+    """
+    Make a folder and hold it for this process. If nothing is put into it, it goes again.
+
+    Args:
+        path: its `~` is expanded.
+        field: the field that names it, for messages.
+        is_ours: whether a folder with content is of a run that this one may go on with. None: it must be empty.
+
+    Raises:
+        ValueError: it cannot be made or written to, holds something else, or another process holds it.
+    """
+    folder, what = Path(path).expanduser(), f"{field}={os.fspath(path)!r}"
+    parent = next(above for above in (folder.absolute(), *folder.absolute().parents) if _exists(above))
+    if not parent.is_dir():
+        raise ValueError(f"{what}: {parent} is not a folder; choose another")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{what}: {parent} cannot be written to; choose another, or change its permissions")
+    with made(folder, what), exclusive(folder / LOCK, what):
+        if any(entry.name != LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):
+            raise ValueError(f"{what}: the folder is not empty; choose another")
+        yield folder
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()  # also a link that leads nowhere
+
+
 # --- folders ---------------------------------------------------------------------------------------------------------
+
+LOCK = ".lock"
 
 
 def writable(folder: str | os.PathLike, what: object) -> Path:

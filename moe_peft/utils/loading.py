@@ -5,11 +5,13 @@ weights are loaded that are missing, not finite, or pickled.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ from transformers import (
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from .io import check_weights, no_weights, read_object, read_text, reading
-from .validation import choice_error, one_line, refuse_tilde, unknown_key
+from .io import check_weights, no_weights, read_json, read_text, reading
+from .messages import choice_error, one_line, unknown_key
+from .validation import refuse_tilde
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -54,12 +57,12 @@ def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
         path = Path(folder, ADAPTER_CONFIG)
         if not path.is_file():
             raise ValueError(f"{what}: is not a folder with {ADAPTER_CONFIG}")
-        kind = read_object(path).get("peft_type")
+        kind = read_json(path).get("peft_type")
         if kind not in list(PeftType):
             raise ValueError(
                 f"{what}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
             )
-        _refuse_unknown(read_object(path), PeftType(kind), what)
+        _refuse_unknown(read_json(path), PeftType(kind), what)
     with reading(what):
         config = PeftConfig.from_pretrained(os.fspath(folder))
     base = config.base_model_name_or_path
@@ -118,7 +121,7 @@ def read_config(name: str | os.PathLike, what: object, revision: str | None = No
     if folder.is_dir():
         if not (folder / CONFIG).exists():
             raise ValueError(f"{what}: has no {CONFIG}; name a model's folder")
-        if not isinstance(read_object(folder / CONFIG).get("model_type"), str):
+        if not isinstance(read_json(folder / CONFIG).get("model_type"), str):
             raise ValueError(f"{what}: {CONFIG} has no model_type; save the model with save_pretrained")
     with reading(what if folder.is_dir() else f"{what}: neither a model folder nor a model of a reachable hub"):
         config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
@@ -159,6 +162,59 @@ def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, what: object) -> N
             f"{what}: its tokenizer has {len(tokenizer)} tokens, its embeddings have {rows} rows; use the tokenizer "
             "that the model was trained with, or resize its embeddings and save it"
         )
+
+
+@dataclass(frozen=True)
+class Base:
+    """
+    The base model that a run names. Each of its files is read once.
+
+    Args:
+        name_or_path: a folder, or a name on the hub.
+        dtype: of the weights, e.g. "bfloat16"; "auto" is the config's.
+        quantization: a `BitsAndBytesConfig`, or its fields.
+        field: the field that names it, for messages.
+    """
+
+    name_or_path: str
+    revision: str | None = None
+    dtype: str = "auto"
+    attn_implementation: str | None = None
+    quantization: Any = None
+    field: str = "model_name_or_path"
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.name_or_path!r}"
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        return read_config(self.name_or_path, self, self.revision)
+
+    @property
+    def tokenizer(self) -> Any:
+        """A copy each time, as trainers change theirs (padding, chat template)."""
+        return copy.deepcopy(self._tokenizer)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        config = self.config  # first: a model that is not there has no tokenizer either
+        tokenizer = read_tokenizer(self.name_or_path, self, self.revision)
+        check_tokenizer(tokenizer, config, self)
+        return tokenizer
+
+    def empty(self) -> PreTrainedModel:
+        """A new model without weights, on the meta device."""
+        return empty_model(self.config, self)
+
+    def load(self) -> PreTrainedModel:
+        """A new model with its weights."""
+        quantization = self.quantization
+        if isinstance(quantization, Mapping):
+            quantization = quantization_config(quantization, f"{self.field.partition('.')[0]}.quantization=")
+        return read_model(
+            self.name_or_path, self, revision=self.revision, dtype=self.dtype,
+            attn_implementation=self.attn_implementation, quantization_config=quantization,
+        )  # fmt: skip
 
 
 def chat_template(path: str | None, field: str) -> str | None:

@@ -415,7 +415,7 @@ def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert not (out / "checkpoint-5").exists() and "4 steps of 4 rows" in (out / "README.md").read_text()
     for flags, message in (
-        (["--max_steps", "3"], "max_steps=3: resume_from_checkpoint: "),
+        (["--max_steps", "3"], "max_steps=3: "),
         (["--max_steps", "9", "--learning_rate", "0.5"], "learning_rate 0.005 and not 0.5"),
         (["--max_steps", "9", "--optim", "sgd"], "optim adamw_torch"),
     ):
@@ -453,7 +453,7 @@ def test_a_run_of_a_part_of_an_epoch_is_done_when_it_is(case, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("sft", tmp_path, {**own, "num_train_epochs": 1}, "--resume_from_checkpoint", "true")
     message = capsys.readouterr().err
-    assert "num_train_epochs=1.0: resume_from_checkpoint: " in message and "has 9 steps already" in message
+    assert "num_train_epochs=1.0: " in message and "has 9 steps already" in message
 
 
 def test_the_best_checkpoint_stays_the_result_of_a_run_that_is_done(case, tmp_path):

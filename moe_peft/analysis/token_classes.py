@@ -7,8 +7,6 @@ import re
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..utils.validation import COUNT, check, is_a
-
 TOKEN_CLASSES = ("words", "digits", "operators", "brackets", "punctuation", "space", "other")
 _PATTERNS = (
     ("space", r"\s+"), ("digits", r"\d+"), ("brackets", r"[()\[\]{}<>]+"), ("operators", r"[-+*/=%^&|~!@]+"),
@@ -24,7 +22,6 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
         tokenizer: the tokenizer.
         size: V, if the model's vocabulary is larger than the tokenizer's; the additional tokens are "other".
     """
-    check("classify_tokens", tokenizer=(tokenizer, is_a(PreTrainedTokenizerBase)), size=(size, COUNT.or_none()))
     size = len(tokenizer) if size is None else size
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))
     special = set(tokenizer.all_special_ids)

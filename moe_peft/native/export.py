@@ -21,7 +21,7 @@ from ..adapter.config import ExpertSpec, MoELoraConfig
 from ..routing.routers import make_router
 from ..utils import loading
 from ..utils.io import reading
-from ..utils.loading import check_tokenizer, read_adapter_weights, read_config, read_model, read_tokenizer
+from ..utils.loading import Base, check_tokenizer, read_adapter_weights, read_tokenizer
 from .expert_init import FFN, zero_ffn
 from .families import DENSE_BLOCK
 from .model_folder import DenseModel, open_dense, parse_dtype, parse_size, write_moe
@@ -51,7 +51,7 @@ def export_adapter(
     Args:
         adapter: folder of a MoE-LoRA adapter with mixing "output", on FFNs with the same number of experts in every
             layer and a router that folds. LoRAs on single linears with one expert are merged.
-        output_dir: a folder that does not exist yet. A killed run leaves none.
+        output_dir: a new or empty folder. A killed run leaves nothing in it.
         base: the base model's folder or name; None takes the one that the adapter names.
         family: the MoE's model type; None takes the one that fits.
         dtype: of the weights, by name; None keeps the base's.
@@ -83,7 +83,7 @@ def export_adapter(
     # The training may have changed the EOS token of the tokenizer beside the adapter.
     has_tokenizer = Path(adapter, "tokenizer_config.json").is_file()
     return write_moe(
-        Path(output_dir),
+        output_dir,
         dense.moe,
         moe,
         content,
@@ -287,24 +287,22 @@ def verify_export(
         ValueError: there is no text, no tokenizer, no such base or dtype, or `exported` is an adapter.
     """
     config = read_adapter_config(adapter)
-    source, revision = base_name(config, base), None if base else config.revision
     if (Path(exported) / "adapter_config.json").is_file():
         raise ValueError(f"exported={os.fspath(exported)!r}: this is an adapter; give the export")
     read_adapter_weights(adapter, f"adapter {os.fspath(adapter)!r}")  # PEFT would take a pickled file
-    tokenizer = read_tokenizer(exported, f"{exported}")
-    check_tokenizer(tokenizer, read_config(exported, f"{exported}"), f"{exported}")
+    dense = Base(base_name(config, base), None if base else config.revision, dtype, field="base")
+    native = Base(os.fspath(exported), dtype=dtype, field="exported")
+    tokenizer = native.tokenizer
     ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
     if not ids:
         raise ValueError("texts: no token; give at least one text")
-    model = read_model(source, f"base {source!r}", revision=revision, dtype=parse_dtype(dtype))
-    adapted = _logits(PeftModel.from_pretrained(model, os.fspath(adapter)), ids)
-    del model
-    native = _logits(read_model(exported, f"{exported}", dtype=parse_dtype(dtype)), ids)
-    same = [a.argmax(-1) == b.argmax(-1) for a, b in zip(adapted, native, strict=True)]
+    adapted = _logits(PeftModel.from_pretrained(dense.load(), os.fspath(adapter)), ids)
+    expected = _logits(native.load(), ids)
+    same = [a.argmax(-1) == b.argmax(-1) for a, b in zip(adapted, expected, strict=True)]
     return Comparison(
         sum(x.shape[1] for x in ids),
         max(float(a.abs().max()) for a in adapted),
-        max(float((a - b).abs().max()) for a, b in zip(adapted, native, strict=True)),
+        max(float((a - b).abs().max()) for a, b in zip(adapted, expected, strict=True)),
         float(torch.cat([x.flatten() for x in same]).float().mean()),
     )
 
@@ -317,12 +315,12 @@ def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None 
         ValueError: neither the adapter nor its base has one, or it has more tokens than the base has embeddings.
     """
     config = read_adapter_config(adapter)
-    source = base_name(config, base)
-    revision = None if base else config.revision
-    has_tokenizer = (Path(adapter) / "tokenizer_config.json").is_file()
-    what = f"{os.fspath(adapter if has_tokenizer else source)!r}"
-    tokenizer = read_tokenizer(adapter, what) if has_tokenizer else read_tokenizer(source, what, revision)
-    check_tokenizer(tokenizer, read_config(source, f"base {source!r}", revision), what)
+    dense = Base(base_name(config, base), None if base else config.revision, field="base")
+    if (Path(adapter) / "tokenizer_config.json").is_file():
+        what = f"adapter {str(adapter)!r}"
+        check_tokenizer(read_tokenizer(adapter, what), dense.config, what)
+    else:
+        check_tokenizer(dense.tokenizer, dense.config, dense)
 
 
 @torch.no_grad()

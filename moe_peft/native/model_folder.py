@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -14,10 +15,10 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 from transformers.utils.logging import tqdm
 
-from ..utils.io import read_object, reading
+from ..utils.io import read_json, reading
 from ..utils.loading import read_config, refuse_adapter
+from ..utils.messages import choice_error
 from ..utils.model_card import write_model_card
-from ..utils.validation import choice_error
 from .expert_init import FFN
 from .families import Content, DenseFamily, MoEFamily, find_families
 from .moe_config import backbone_shapes, carried_settings
@@ -94,7 +95,7 @@ def open_dense(model: str, family: str | None = None, revision: str | None = Non
     carried_settings(families, config)  # names the setting of which a tensor that fits nowhere would be a symptom
     dense = DenseModel(folder, config, Checkpoint(folder), *families)
     for companion in (path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.suffix == ".json"):
-        read_object(companion)  # it will be copied
+        read_json(companion)  # it will be copied
     _check_tensors(dense)
     return dense
 
@@ -115,7 +116,7 @@ def _check_tensors(dense: DenseModel) -> None:
 
 
 def write_moe(
-    output_dir: Path,
+    output_dir: str | os.PathLike,
     family: MoEFamily,
     config: PreTrainedConfig,
     content: Content,
@@ -138,7 +139,7 @@ def write_moe(
         eos_token_id: a further EOS token; None: the base's config has all.
 
     Raises:
-        ValueError: `output_dir` exists.
+        ValueError: `output_dir` is neither new nor empty.
     """
     config.dtype = dtype
     backbone = backbone_shapes(config)
@@ -160,7 +161,7 @@ def write_moe(
         config.save_pretrained(folder)
         add_older_names(folder / "config.json", family, config)
         write_model_card(folder, base=bases, made=made)
-    return output_dir
+    return Path(output_dir).expanduser()
 
 
 def _add_eos_token(token: int, config: PreTrainedConfig, generation: Path) -> None:
@@ -168,7 +169,7 @@ def _add_eos_token(token: int, config: PreTrainedConfig, generation: Path) -> No
     former = _listed(config.eos_token_id)
     if token not in former:
         config.eos_token_id = token
-    values = read_object(generation) if generation.is_file() else {}
+    values = read_json(generation) if generation.is_file() else {}
     tokens = _listed(values.get("eos_token_id")) or former
     if token not in tokens:
         generation.write_text(json.dumps({**values, "eos_token_id": [token, *tokens]}, indent=2, sort_keys=True) + "\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from ..utils.io import INDEX, exclusive, made, opened, reading, weight_files, writable
+from ..utils.io import INDEX, atomic_write, open_safetensors, output_folder, reading, weight_files
 
 # Safetensors' names of dtypes.
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -78,7 +78,7 @@ class Checkpoint:
 
     def _read(self, name: str, method: str) -> Any:
         path = self.folder / self.files[name]
-        file = opened(path, self.folder)
+        file = open_safetensors(path, self.folder)
         with reading(f"{path} lacks {name}, which its index names"):
             return getattr(file, method)(name)
 
@@ -159,22 +159,13 @@ class ShardedWriter:
 
 
 @contextmanager
-def new_folder(output_dir: Path) -> Iterator[Path]:
+def new_folder(output_dir: str | os.PathLike) -> Iterator[Path]:
     """
-    A folder to fill. It gets its final name only when the block succeeds; the next run removes what a killed one left.
+    A folder to fill, which gets its final name only when the block succeeds.
 
     Raises:
-        ValueError: `output_dir` exists, or another process is filling it.
+        ValueError: `output_dir` is neither new nor empty, or another process is filling it.
     """
-    what = f"output_dir={str(output_dir)!r}"
-    if output_dir.exists():
-        raise ValueError(f"{what} exists; choose another name, or remove it")
-    partial = writable(output_dir, what).with_name(f".{output_dir.name}.partial")
-    with made(partial.parent, what), exclusive(partial.with_suffix(".lock"), what):
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            yield partial
-            partial.rename(output_dir)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with output_folder(output_dir, "output_dir") as folder, atomic_write(folder) as partial:
+        partial.mkdir()
+        yield partial

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from ..models.attention_init import attention_gates
 from ..utils.io import reading
 from ..utils.loading import read_model
-from ..utils.validation import choice_error
+from ..utils.messages import choice_error
 from .expert_init import (
     FFN,
     INITIALISATION_READS,
@@ -186,7 +186,7 @@ def upcycle(
     Args:
         models: a dense model's folder (or name on the hub), or several of one architecture. With several, expert i
             comes from the i-th (in turn, where there are fewer than experts), and all other weights are averaged.
-        output_dir: a folder that does not exist yet. A killed run leaves none.
+        output_dir: a new or empty folder. A killed run leaves nothing in it.
         config: see `UpcycleConfig`.
         router_weights: layer → gates, in the shapes of `UpcycleConfig.router_weights`; in place of what `router_init`
             makes.
@@ -198,10 +198,11 @@ def upcycle(
 
     Raises:
         ValueError: no family holds the models, a setting does not fit them, a checkpoint is broken, or `output_dir`
-            exists.
+            is neither new nor empty.
     """
     config = config or UpcycleConfig()
-    names = [os.fspath(path) for path in (models if isinstance(models, (list, tuple)) else [models])]
+    paths: Any = models if isinstance(models, (list, tuple)) else [models]
+    names = [os.fspath(path) for path in paths]
     if config.init == "checkpoints" and len(names) < 2:
         raise ValueError("init='checkpoints': give two models or more, or use init='copy'")
     if not 1 <= len(names) <= config.num_experts:
@@ -220,7 +221,7 @@ def upcycle(
     elif router_weights is None and calibration is not None:
         router_weights = _attention_gates(sources, config, calibration)
     return write_moe(
-        Path(output_dir),
+        output_dir,
         family,
         moe,
         Upcycled(sources, config, router_weights),

@@ -29,10 +29,10 @@ from ..native.model_folder import HEAD, copy_companions
 from ..native.moe_config import backbone_shapes
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..routing.routers import make_router
-from ..utils.io import read_object
+from ..utils.io import read_json
 from ..utils.loading import empty_model, read_adapter_weights, read_config
-from ..utils.validation import one_line
-from .expert_groups import Groups, kept_rows, kept_updates, mean, stacked, update_similarity, value_similarity
+from ..utils.messages import one_line
+from .expert_groups import Groups, kept_rows, kept_updates, mean, update_similarity, value_similarity
 
 _PREFIX, _ROUTER = "base_model.model.", "moe_lora_router."
 _SHARD = 5 * 10**9  # bytes
@@ -100,7 +100,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
         return AdapterFolder(path)
     if (path / "config.json").is_file():
         return NativeFolder(path)
-    raise ValueError(f"prune: model={str(path)!r}: no adapter_config.json and no config.json; name a model's folder")
+    raise ValueError(f"model={str(path)!r}: no adapter_config.json and no config.json; name a model's folder")
 
 
 class AdapterFolder(Folder):
@@ -110,7 +110,7 @@ class AdapterFolder(Folder):
         super().__init__(path)
         self.config = read_adapter_config(path)
         self.made_from = self.config.base_model_name_or_path
-        named = f"prune: {path}: base_model_name_or_path={self.made_from!r}"
+        named = f"{path}: base_model_name_or_path={self.made_from!r}"
         if not self.made_from:
             raise ValueError(f"{named}: it names no base; set it in adapter_config.json")
         base = read_config(self.made_from, named, self.config.revision)
@@ -137,17 +137,17 @@ class AdapterFolder(Folder):
             for name, spec in self.specs.items()
         ]
         if not self.layers:
-            raise ValueError(f"prune: model={str(path)!r}: the adapter has no routers; there is nothing to prune")
+            raise ValueError(f"model={str(path)!r}: the adapter has no routers; there is nothing to prune")
         if not self.config.router_class.expert_rows:
             raise ValueError(
-                f"prune: router_type={self.config.router_type!r}: such a router has no parameters of single experts "
+                f"router_type={self.config.router_type!r}: such a router has no parameters of single experts "
                 "that could go (expert_rows of its class)"
             )
-        self.state = read_adapter_weights(path, f"prune: adapter {str(path)!r}")
+        self.state = read_adapter_weights(path, f"adapter {str(path)!r}")
         self.check()
         for key, tensor in self.state.items():
             if not tensor.isfinite().all():
-                raise ValueError(f"prune: {path}: {key} holds NaN or infinity; save the adapter again")
+                raise ValueError(f"{path}: {key} holds NaN or infinity; save the adapter again")
 
     def similarity(self, layer: int) -> torch.Tensor:
         name = self.layers[layer].name
@@ -192,7 +192,7 @@ class AdapterFolder(Folder):
             fixed = {getattr(spec.router, name) or of_size(spec.num_experts) for spec in self.specs.values()}
             if len(fixed) > 1:
                 raise ValueError(
-                    f"prune: router_{name}=None: it follows from the number of experts, in which layers differ; set it "
+                    f"router_{name}=None: it follows from the number of experts, in which layers differ; set it "
                     "in adapter_config.json first"
                 )
             setattr(config, f"router_{name}", fixed.pop())
@@ -215,7 +215,7 @@ class AdapterFolder(Folder):
             wrong = [one_line(error)]
         if wrong:
             raise ValueError(
-                f"prune: {name}: router_type={config.router_type!r} cannot have {spec.num_experts} experts instead of "
+                f"{name}: router_type={config.router_type!r} cannot have {spec.num_experts} experts instead of "
                 f"{self.specs[name].num_experts} ({wrong[0]}); keep another number, or fold it first (fold_routers)"
             )
 
@@ -228,27 +228,23 @@ class NativeFolder(Folder):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.values: dict[str, Any] = read_object(path / "config.json")
+        self.values: dict[str, Any] = read_json(path / "config.json")
         kind = self.values.get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
-            raise ValueError(
-                f"prune: model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be"
-            )
+            raise ValueError(f"model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be")
         if CONFIG_FIELD in self.values:
-            raise ValueError(
-                f"prune: model={str(path)!r}: other routers are in the place of its gates; fold them first"
-            )
-        self.family, self.config = FAMILIES[kind], read_config(path, f"prune: model={str(path)!r}")
+            raise ValueError(f"model={str(path)!r}: other routers are in the place of its gates; fold them first")
+        self.family, self.config = FAMILIES[kind], read_config(path, f"model={str(path)!r}")
         self.tensors = Checkpoint(path)
         if getattr(self.config, self.family.count) < 1:
-            raise ValueError(f"prune: model={str(path)!r}: {self.family.count}: the config says there are no experts")
-        self.size = model_size(empty_model(self.config, f"prune: model={str(path)!r}"))
+            raise ValueError(f"model={str(path)!r}: {self.family.count}: the config says there are no experts")
+        self.size = model_size(empty_model(self.config, f"model={str(path)!r}"))
         n, k = getattr(self.config, self.family.count), self.config.num_experts_per_tok
         self.places = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
         self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.places]
         self.check()
         if not self.layers:
-            raise ValueError(f"prune: model={str(path)!r}: no layer has experts; there is nothing to prune")
+            raise ValueError(f"model={str(path)!r}: no layer has experts; there is nothing to prune")
 
     def similarity(self, layer: int) -> torch.Tensor:
         return value_similarity(self._stacked(layer, part) for part in range(len(self._names(layer, 0))))
@@ -304,7 +300,7 @@ class NativeFolder(Folder):
         if self.family.stacked:
             return self.tensors.tensor(self._names(layer, 0)[part])
         n = self.layers[layer].num_experts
-        return stacked(self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n))
+        return torch.stack([self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n)])
 
 
 def _check_shapes(path: Path, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
@@ -312,7 +308,7 @@ def _check_shapes(path: Path, found: Mapping[str, torch.Size], expected: Mapping
         if found.get(name) != expected.get(name):
             has, wants = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, expected))
             raise ValueError(
-                f"prune: {path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
+                f"{path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
                 "it was saved with"
             )
 

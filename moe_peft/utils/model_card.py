@@ -23,8 +23,8 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import safe_open
 
-from .io import read_object
-from .validation import one_line
+from .io import read_json
+from .messages import one_line
 
 logger = logging.getLogger("moe_peft")
 
@@ -93,14 +93,14 @@ def write_model_card(
     adapter, model = (_read(folder / name) for name in ("adapter_config.json", "config.json"))
     if not adapter and not model:
         raise ValueError(f"{str(folder)!r}: no adapter_config.json and no config.json; save it first")
-    origin = adapter.get("base_model_name_or_path") if base is None else base
+    origin: Any = adapter.get("base_model_name_or_path") if base is None else base
     bases = [os.fspath(name) for name in (origin if isinstance(origin, (list, tuple)) else [origin]) if name]
     ours = adapter.get("peft_type") == "MOE_LORA"
     num_experts = model.get("num_experts", model.get("num_local_experts"))
     auto, task = _TASKS.get(adapter.get("task_type") or "", (None, None))
     if not adapter:
         auto, task = "AutoModelForCausalLM", "text-generation"
-    old = _load(path)
+    old = load_card(path)
     if old is None and path.is_file() and not overwrite:
         return path
 
@@ -160,7 +160,7 @@ def write_model_card(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _title(adapter: dict[str, Any], num_experts: int | None, bases: list[str]) -> str:
@@ -222,10 +222,10 @@ def _link(name: str, folder: Path, kind: str = "model") -> str:
     return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name})"
 
 
-def _load(path: Path) -> ModelCard | None:
+def load_card(path: Path) -> ModelCard | None:
     """None: there is no card, or none that can be read. No card is worth a model that is not saved."""
     try:
-        return ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
+        return ModelCard.load(path) if path.is_file() else None
     except Exception as error:
         logger.warning("%s: ignored, it is no model card that can be read: %s", path, one_line(error))
         return None
@@ -237,7 +237,7 @@ def _metadata_of(base: str, folder: Path) -> dict[str, Any]:
     if not path.is_file() and _is_repo(base, folder):
         cached = try_to_load_from_cache(base, path.name)
         path = Path(cached) if isinstance(cached, str) else path
-    return {} if (card := _load(path)) is None else card.data.to_dict()
+    return {} if (card := load_card(path)) is None else card.data.to_dict()
 
 
 def _licences(data: dict[str, Any]) -> list[str]:
@@ -272,7 +272,7 @@ def _list_adapters(root: Path) -> None:
     path = root / "README.md"
     if not path.is_file() or any((root / name).is_file() for name in ("adapter_config.json", "config.json")):
         return
-    if (card := _load(path)) is None or not _is_generated(card.text):
+    if (card := load_card(path)) is None or not _is_generated(card.text):
         return
     names = sorted(config.parent.name for config in root.glob("*/adapter_config.json"))
     card.data.tags = ["peft", *TAGS]

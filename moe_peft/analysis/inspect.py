@@ -43,12 +43,12 @@ def inspect_model(
     max_examples: int | None = None,
 ) -> RoutingStatistics:
     """
-    Report the routing of an adapter or a native MoE on a data set: tables, figures and a printed summary, which also
+    Report the routing of an adapter or a native MoE on a dataset: tables, figures and a printed summary, which also
     has the model's size and the similarity of its experts.
 
     Args:
         model_path: the folder of an adapter or a native MoE.
-        data: a .json, .jsonl, .csv or .parquet file, or a data set's name; in a format that TRL accepts.
+        data: a .json, .jsonl, .csv or .parquet file, or a dataset's name; in a format that TRL accepts.
         output_dir: the folder for the files of `write_report`: a new one, or one with an earlier report.
         label_column: the column that holds the domains.
         expert_map: domain → experts, for compliance.

@@ -30,6 +30,13 @@ class LoadCallback(TrainerCallback):
 
     Raises:
         ValueError: when training begins: the model has no routers.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import LoadCallback
+    >>> callback = LoadCallback("load", every=50)  # SFTTrainer(..., callbacks=[callback])
+    ```
     """
 
     def __init__(self, output_dir: str | Path, every: int = 10, suffix: str = ".png") -> None:

@@ -51,6 +51,17 @@ class RoutingStatistics:
 
     Raises:
         ValueError: `expert_map` lacks a domain or has no valid form.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.analysis import RoutingStatistics
+    >>> statistics = RoutingStatistics(sizes=[4, 4], k=2, domains=["code", "prose"])
+    >>> statistics.current = "prose"  # of the next batch
+    >>> statistics.update([torch.randn(6, 4), torch.randn(6, 4)], torch.ones(2, 3), None)
+    >>> shares = statistics.shares()["prose"]  # [layers, experts]
+    ```
     """
 
     def __init__(
@@ -257,6 +268,20 @@ def record_routing(
 
     Raises:
         ValueError: the model has no router, or a domain has no experts in `expert_map`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, record_routing
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    >>> with record_routing(model) as statistics:
+    ...     outputs = model(input_ids=torch.tensor([[3, 4, 5]]))
+    >>> shares = statistics.shares()["all"]  # [layers, experts]
+    ```
     """
     sizes = [n for n, _ in router_sizes(model, "record_routing")]
     k = text_config(model).num_experts_per_tok

@@ -21,6 +21,15 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
     Args:
         tokenizer: the tokenizer.
         size: V, if the model's vocabulary is larger than the tokenizer's; the additional tokens are "other".
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoTokenizer
+    >>> from moe_peft.analysis import TOKEN_CLASSES, classify_tokens
+    >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> names = [TOKEN_CLASSES[i] for i in classify_tokens(tokenizer)[tokenizer("1 + 1")["input_ids"]]]
+    ```
     """
     size = len(tokenizer) if size is None else size
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))

@@ -32,6 +32,13 @@ class TaskSettings:
         limit: examples per task, or below 1 their share; None: all.
         apply_chat_template: put prompts into the tokenizer's chat template; a string names one of several.
         seed: of random numbers, example choice included; None: the harness's own seeds.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.evaluation import TaskSettings
+    >>> settings = TaskSettings(("arc_easy", "hellaswag"), num_fewshot=0, limit=100)
+    ```
     """
 
     tasks: tuple[str, ...]
@@ -69,6 +76,28 @@ class Harness:
 
     Raises:
         ValueError: lm_eval is not installed, or a task is unknown or cannot be loaded.
+
+    Example:
+
+    ```python
+    >>> from pathlib import Path
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from moe_peft.evaluation import Harness, TaskSettings, read_scores
+    >>> task = '''
+    ... task: mine
+    ... dataset_path: json
+    ... dataset_kwargs: {data_files: train.jsonl}
+    ... test_split: train
+    ... output_type: loglikelihood
+    ... doc_to_text: "{{prompt}}"
+    ... doc_to_target: "{{completion}}"
+    ... metric_list: [{metric: acc}]
+    ... '''
+    >>> written = Path("mine.yaml").write_text(task)
+    >>> harness = Harness(TaskSettings(("mine.yaml",), limit=2))
+    >>> model, tokenizer = (kind.from_pretrained("Qwen/Qwen3-0.6B") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    >>> scores = read_scores(harness.run(model, tokenizer))
+    ```
     """
 
     def __init__(self, settings: TaskSettings) -> None:

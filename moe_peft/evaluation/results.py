@@ -28,6 +28,13 @@ class Score(NamedTuple):
         shots: examples in the context; None where tasks of a group differ.
         higher_is_better: None if unknown.
         part: whether a group that has metrics itself contains the task.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.evaluation import Score
+    >>> score = Score("arc_easy", "acc", 0.5, stderr=0.1, shots=0, higher_is_better=True, part=False)
+    ```
     """
 
     task: str
@@ -43,7 +50,22 @@ Scores = dict[tuple[str, str], Score]
 
 
 def read_scores(results: Mapping[str, Any]) -> Scores:
-    """(task, metric) → score, of what `lm_eval.evaluate` returns."""
+    """
+    (task, metric) → score, of what `lm_eval.evaluate` returns.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.evaluation import read_scores
+    >>> results = {
+    ...     "results": {"arc_easy": {"acc,none": 0.5, "acc_stderr,none": 0.1}},
+    ...     "group_subtasks": {},
+    ...     "n-shot": {"arc_easy": 0},
+    ...     "higher_is_better": {"arc_easy": {"acc": True}},
+    ... }
+    >>> accuracy = read_scores(results)["arc_easy", "acc"].value
+    ```
+    """
     with_metrics = {task for task, row in results["results"].items() if any("," in name for name in row)}
     groups = {name: children for name, children in results["group_subtasks"].items() if name in with_metrics}
     parts = {child for children in groups.values() for child in children}

@@ -53,6 +53,13 @@ class ExpertInit:
             `"checkpoints"`: copies of several models' FFNs in turn.
         shared_indices: with `"drop"`, whether the same neurons are replaced in gate, up and down (the paper), or
             others in each (the paper's released code).
+
+    Example:
+
+    ```python
+    >>> from moe_peft.native import ExpertInit
+    >>> init = ExpertInit("drop", drop_rate=0.5)
+    ```
     """
 
     method: str = "copy"

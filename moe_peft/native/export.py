@@ -63,6 +63,20 @@ def export_adapter(
     Raises:
         ValueError: the adapter or the base has something that a native MoE cannot hold; the message names it, and
             nothing is written.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig
+    >>> from moe_peft.native import export_adapter, verify_export
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    >>> model.save_pretrained("adapter")
+    >>> folder = export_adapter("adapter", "moe")
+    >>> comparison = verify_export("adapter", folder, ["The sea is blue."])
+    ```
     """
     config = read_adapter_config(adapter)
     source = base_name(config, base)
@@ -285,6 +299,20 @@ def verify_export(
 
     Raises:
         ValueError: there is no text, no tokenizer, no such base or dtype, or `exported` is an adapter.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig
+    >>> from moe_peft.native import export_adapter, verify_export
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    >>> model.save_pretrained("adapter")
+    >>> folder = export_adapter("adapter", "moe")
+    >>> comparison = verify_export("adapter", folder, ["The sea is blue."])
+    ```
     """
     config = read_adapter_config(adapter)
     if (Path(exported) / "adapter_config.json").is_file():

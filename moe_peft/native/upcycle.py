@@ -91,6 +91,13 @@ class UpcycleConfig:
         dtype: of the weights; None keeps the model's.
         max_shard_size: of the output's files.
         seed: of everything random. The same seed gives the same bytes.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.native import UpcycleConfig
+    >>> config = UpcycleConfig(num_experts=8, top_k=2, init="drop", drop_rate=0.5)
+    ```
     """
 
     num_experts: int = field(default=8, metadata={"help": "Experts per layer."})
@@ -199,6 +206,13 @@ def upcycle(
     Raises:
         ValueError: no family holds the models, a setting does not fit them, a checkpoint is broken, or `output_dir`
             is neither new nor empty.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.native import UpcycleConfig, upcycle
+    >>> folder = upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4, init="drop"))
+    ```
     """
     config = config or UpcycleConfig()
     paths: Any = models if isinstance(models, (list, tuple)) else [models]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,14 @@ class PrunedLayer:
         groups: the experts before that each one after was made from, [m] lists.
         dropped: the experts that are gone.
         load: each expert's share of the layer's assignments before; None without data.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.pruning import PrunedLayer
+    >>> layer = PrunedLayer("model.layers.0.mlp", num_experts=4, groups=[[0], [1, 2]], dropped=[3], load=None)
+    >>> merged = layer.merged  # 1 and 2
+    ```
     """
 
     name: str
@@ -63,6 +70,15 @@ class Pruning:
             called `"mean (domain)"`.
         lost: the share of tokens that an expert served which is gone, by layer and in any layer; None without data.
         merged: the same of experts that have become one with another.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import prune_experts
+    >>> from moe_peft.native import UpcycleConfig, upcycle
+    >>> pruning = prune_experts(upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4)), "pruned", drop=[3])
+    >>> parameters = [pruning.size[when].total for when in ("before", "after")]
+    ```
     """
 
     layers: list[PrunedLayer]
@@ -116,14 +132,22 @@ def prune_experts(
 
     Raises:
         ValueError: model or data do not exist or do not fit, a router cannot lose experts, a layer would keep fewer
-            than top_k (in an adapter also fewer than two), nothing would go, or a setting of data is given without
-            data.
+            than top_k (in an adapter also fewer than two), or nothing would go.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import prune_experts
+    >>> from moe_peft.native import UpcycleConfig, upcycle
+    >>> folder = upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4))
+    >>> pruning = prune_experts(folder, "pruned", drop=[3])
+    >>> groups = [layer.groups for layer in pruning.layers]
+    ```
     """
-    if data is None:
-        _check_without_data(
-            merge_twins, drop, label_column=label_column, min_load=min_load, split=split, dtype=dtype,
-            batch_size=batch_size, max_length=max_length, max_examples=max_examples,
-        )  # fmt: skip
+    if data is None and not (min_load is None and label_column is None):
+        raise ValueError("min_load and label_column say something of data; give data, or leave them out")
+    if data is None and merge_twins is None and drop is None:
+        raise ValueError("data=None: nothing says which experts go; give data, merge_twins or drop")
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
     rules, dropped = Rules(lowest, merge_twins, experts_per_layer), _drops(drop)
     with new_folder(output_dir) as partial:
@@ -156,16 +180,6 @@ def prune_experts(
     return pruning
 
 
-def _check_without_data(merge_twins: float | None, drop: Any, **of_data: Any) -> None:
-    """Raise if what is asked for needs data."""
-    usual = signature(prune_experts).parameters
-    for name, value in of_data.items():
-        if value != usual[name].default:
-            raise ValueError(f"{name}={value!r}: it says something of data; give data, or leave it out")
-    if merge_twins is None and drop is None:
-        raise ValueError("data=None: nothing says which experts go; give data, merge_twins or drop")
-
-
 def _drops(drop: Mapping[Any, Sequence[int]] | Sequence[int] | None) -> dict[int | None, list[int]]:
     """Layer → experts; the key None stands for all layers. JSON has strings as keys."""
     per_layer = drop if isinstance(drop, Mapping) else {None: drop or []}
@@ -189,9 +203,14 @@ def _write(
     """Decide which experts stay, and write them."""
     facts = _facts(folder, loads, dropped, rules)
     groups = plan_layers(facts, rules, folder.same_size)
-    layers = [_pruned(own, layer) for own, layer in zip(groups, facts, strict=True)]
+    layers, weights = [], []
+    for layer, of_layer in zip(facts, groups, strict=True):
+        kept = {i for group in of_layer for i in group}
+        gone = [i for i in range(layer.num_experts) if i not in kept]
+        load = None if layer.load is None else layer.load.tolist()
+        layers.append(PrunedLayer(layer.name, layer.num_experts, of_layer, gone, load))
+        weights.append([weights_of(group, layer) for group in of_layer])
     _check_changes(layers, facts)
-    weights = [[weights_of(group, layer) for group in own] for own, layer in zip(groups, facts, strict=True)]
     folder.write(output, groups, weights)
     return layers
 
@@ -199,34 +218,28 @@ def _write(
 def _facts(
     folder: Folder, loads: Sequence[torch.Tensor] | None, dropped: Mapping[int | None, list[int]], rules: Rules
 ) -> list[LayerFacts]:
-    found = []
+    facts = []
     for i in dropped:
         if i is not None and i >= len(folder.layers):
             raise ValueError(f"drop: layer {i}: the model has layers 0 to {len(folder.layers) - 1} with routers")
     for i, layer in enumerate(folder.layers):
-        own = sorted({*dropped.get(None, []), *dropped.get(i, [])})
-        if own and own[-1] >= layer.num_experts:
-            raise ValueError(f"drop={own}: {layer.name} has experts 0 to {layer.num_experts - 1}")
+        gone = sorted({*dropped.get(None, []), *dropped.get(i, [])})
+        if gone and gone[-1] >= layer.num_experts:
+            raise ValueError(f"drop={gone}: {layer.name} has experts 0 to {layer.num_experts - 1}")
         similarity = None if rules.merge_twins is None else folder.similarity(i)
         load = None if loads is None else loads[i]
-        found.append(LayerFacts(layer.name, layer.num_experts, layer.smallest, load, similarity, own))
-    return found
-
-
-def _pruned(groups: Groups, layer: LayerFacts) -> PrunedLayer:
-    left = {i for group in groups for i in group}
-    gone = [i for i in range(layer.num_experts) if i not in left]
-    return PrunedLayer(layer.name, layer.num_experts, groups, gone, None if layer.load is None else layer.load.tolist())
+        facts.append(LayerFacts(layer.name, layer.num_experts, layer.smallest, load, similarity, gone))
+    return facts
 
 
 def _check_changes(layers: Sequence[PrunedLayer], facts: Sequence[LayerFacts]) -> None:
     """Raise if every expert stays."""
     if any(layer.dropped or layer.merged for layer in layers):
         return
-    known = [float(layer.load.min()) for layer in facts if layer.load is not None]
-    smallest = f"; the smallest load is {min(known):.1%}" if known else ""
-    alike = [found.largest for layer in facts if (found := likeness(layer.similarity)) is not None]
-    twins = f"; the largest cosine of two experts is {max(alike):.3f}" if alike else ""
+    loads = [float(layer.load.min()) for layer in facts if layer.load is not None]
+    smallest = f"; the smallest load is {min(loads):.1%}" if loads else ""
+    cosines = [alike.largest for layer in facts if (alike := likeness(layer.similarity)) is not None]
+    twins = f"; the largest cosine of two experts is {max(cosines):.3f}" if cosines else ""
     raise ValueError(
         f"every expert stays{smallest}{twins}; raise min_load, lower merge_twins, or give experts_per_layer"
     )

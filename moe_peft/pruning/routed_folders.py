@@ -25,7 +25,7 @@ from ..models.model_size import ModelSize, model_size
 from ..models.native_routers import CONFIG_FIELD
 from ..native.export import read_adapter_config
 from ..native.families import FAMILIES
-from ..native.model_folder import HEAD, copy_companions
+from ..native.model_folder import HEAD, NOT_WEIGHTS, copy_companions
 from ..native.moe_config import backbone_shapes
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..routing.routers import make_router
@@ -176,8 +176,8 @@ class AdapterFolder(Folder):
         config.save_pretrained(str(folder))
 
     def check(self) -> None:
-        found = {key: tensor.shape for key, tensor in self.state.items() if ".moe_lora_" in key or key in self.expected}
-        _check_shapes(self.path, found, self.expected)
+        shapes = {key: w.shape for key, w in self.state.items() if ".moe_lora_" in key or key in self.expected}
+        _check_shapes(self.path, shapes, self.expected)
 
     def _keys(self, name: str, part: str) -> list[str]:
         return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]
@@ -233,7 +233,7 @@ class NativeFolder(Folder):
         if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(f"model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be")
         if CONFIG_FIELD in self.values:
-            raise ValueError(f"model={str(path)!r}: other routers are in the place of its gates; fold them first")
+            raise ValueError(f"model={str(path)!r}: other routers have replaced its gates; fold them first")
         self.family, self.config = FAMILIES[kind], read_config(path, f"model={str(path)!r}")
         self.tensors = Checkpoint(path)
         if getattr(self.config, self.family.count) < 1:
@@ -281,10 +281,10 @@ class NativeFolder(Folder):
         expected = self.family.plan(self.config, backbone_shapes(self.config))
         if self.config.tie_word_embeddings:
             expected.pop(HEAD)
-        found = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith("rotary_emb.inv_freq")}
+        shapes = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith(NOT_WEIGHTS)}
         if self.config.tie_word_embeddings:
-            found.pop(HEAD, None)
-        _check_shapes(self.path, found, expected)
+            shapes.pop(HEAD, None)
+        _check_shapes(self.path, shapes, expected)
 
     def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         return kept_rows(self.tensors.tensor(name), groups, weights)
@@ -303,10 +303,10 @@ class NativeFolder(Folder):
         return torch.stack([self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n)])
 
 
-def _check_shapes(path: Path, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    for name in {**expected, **found}:
-        if found.get(name) != expected.get(name):
-            has, wants = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, expected))
+def _check_shapes(path: Path, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    for name in {**expected, **shapes}:
+        if shapes.get(name) != expected.get(name):
+            has, wants = (list(of[name]) if name in of else "nothing" for of in (shapes, expected))
             raise ValueError(
                 f"{path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
                 "it was saved with"

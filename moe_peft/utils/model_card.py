@@ -13,6 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -87,6 +88,18 @@ def write_model_card(
 
     Raises:
         ValueError: the folder holds neither an adapter nor a model.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, write_model_card
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    >>> model.save_pretrained("adapter")
+    >>> card = write_model_card("adapter", training=["300 steps of 16 rows"], datasets=["org/data"])
+    ```
     """
     folder, datasets = Path(folder), list(datasets)
     path = folder / "README.md"
@@ -296,8 +309,14 @@ def _is_generated(text: str) -> bool:
     """Whether nobody has edited the text since it was generated here, or by PEFT from its template."""
     mark = _MARK.search(text)
     if mark is None:
-        return _digest(text) == _digest(ModelCard.from_template(ModelCardData()).text)
+        return _digest(text) == _digest_of_template()
     return _digest(text[: mark.start()]) == json.loads(mark[1])["digest"] and _digest(text[mark.end() :]) == _digest("")
+
+
+@cache
+def _digest_of_template() -> str:
+    """Of the card that PEFT begins with."""
+    return _digest(ModelCard.from_template(ModelCardData()).text)
 
 
 def _digest(text: str) -> str:

@@ -88,12 +88,13 @@ def write_page(path: Path, title: str, lead: Sequence[str], sections: Sequence[S
     return path
 
 
-def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, Any]) -> Path:
+def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, Any], files: Sequence[Path]) -> Path:
     """
     The page of `moe-peft inspect`: what `write_report` writes and the command prints, explained.
 
     Args:
         about: what was measured, as in `routing.json`.
+        files: what `write_files` has written. Figures that no page can show are drawn again.
     """
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
     n = max(statistics.sizes)
@@ -105,7 +106,8 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
         f"a router in each layer sends every token to {statistics.k} of them",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        figures = {figure.stem: figure for figure in write_figures(statistics, Path(folder), ".png")}
+        figures = {file.stem: file for file in files if file.suffix in _TYPES}
+        figures = figures or {file.stem: file for file in write_figures(statistics, Path(folder), ".png")}
         sections = [
             load_section(statistics.warnings(), statistics.doubt()),
             shares_section(statistics.shares(), figures["load"], dict(_tokens(statistics)), statistics.sizes),
@@ -183,9 +185,7 @@ def busiest(share_LN: torch.Tensor, sizes: Sequence[int] | None = None) -> str:
 def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:
     """Held-out losses by model and domain, and what training has gained."""
     base, trained = losses["base"], losses["adapted"]
-    rows = [
-        [name, *(f"{x:.3f}" for x in (base[name], own)), f"{own - base[name]:+.3f}"] for name, own in trained.items()
-    ]
+    rows = [[name, f"{base[name]:.3f}", f"{loss:.3f}", f"{loss - base[name]:+.3f}"] for name, loss in trained.items()]
     return Section(
         "Losses on held-out data",
         [

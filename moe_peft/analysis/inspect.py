@@ -81,7 +81,7 @@ def inspect_model(
         with REPORT.replaced(folder) as partial:
             files = write_files(statistics, partial, suffix, about)
             if html:
-                files.append(write_html(statistics, partial / "report.html", about))
+                files.append(write_html(statistics, partial / "report.html", about, files))
     _print(statistics, about, [folder / path.name for path in files])
     return statistics
 

@@ -104,7 +104,7 @@ class ShardedWriter:
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._offsets: dict[str, tuple[Path, int]] = {}  # of a tensor's first byte
         for file, names in shards.filename_to_tensors.items():
             self._begin(folder / file, names)
         if shards.is_sharded:
@@ -123,16 +123,16 @@ class ShardedWriter:
         text += b" " * (-len(text) % 8)
         path.write_bytes(len(text).to_bytes(8, "little") + text)
         for name in names:
-            self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
+            self._offsets[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
 
     def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
         """
         Write a tensor, or the part of it that begins at element `start`, converted to the planned dtype.
 
         Raises:
-            ValueError: it is larger than what is left of its place, or its values overflow the dtype.
+            ValueError: it is larger than what is left to write of it, or its values overflow the dtype.
         """
-        path, place = self._places[name]
+        path, offset = self._offsets[name]
         dtype = self._tensors[name][0]
         data = tensor.detach().to("cpu", dtype).contiguous().flatten()
         if dtype == torch.float16 and tensor.dtype != torch.float16 and data.isinf().any():
@@ -140,10 +140,10 @@ class ShardedWriter:
         size = data.numel() * dtype.itemsize
         if size > self._left[name]:
             raise ValueError(
-                f"{name}: {tuple(tensor.shape)} is more than what is left of its place {tuple(self._tensors[name][1])}"
+                f"{name}: {tuple(tensor.shape)} is more than what is left of {tuple(self._tensors[name][1])}"
             )
         with path.open("r+b") as file:  # one at a time: a process may have few open, a model many
-            file.seek(place + start * dtype.itemsize)
+            file.seek(offset + start * dtype.itemsize)
             file.write(data.view(torch.uint8).numpy().data)
         self._left[name] -= size
 

@@ -109,7 +109,7 @@ class UpcycleConfig:
     )
     noise_std: float = field(default=0.02, metadata={"help": "random_noise: standard deviation."})
     noise_share: float = field(default=0.5, metadata={"help": "random_noise: share of the weights that get noise."})
-    drop_rate: float = field(default=0.5, metadata={"help": "drop: share of the neurons that are drawn anew."})
+    drop_rate: float = field(default=0.5, metadata={"help": "drop: share of the neurons that are drawn again."})
     shared_indices: bool = field(default=True, metadata={"help": "drop: the same neurons in gate, up and down."})
     granularity: int = field(default=1, metadata={"help": "Fine-grained experts that each expert is split into."})
     fine_grained_split: str = field(
@@ -132,9 +132,9 @@ class UpcycleConfig:
 
     def __post_init__(self) -> None:
         choices = {"init": INITIALISATIONS, "router_init": get_args(RouterInit), "fine_grained_split": get_args(Split)}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(choice_error(name, getattr(self, name), known))
+        for name, options in choices.items():
+            if getattr(self, name) not in options:
+                raise ValueError(choice_error(name, getattr(self, name), options))
         for name, (least, most) in _LIMITS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:

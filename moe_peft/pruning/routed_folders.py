@@ -255,13 +255,13 @@ class NativeFolder(Folder):
         }
         m = len(groups[0])
         rows: set[str] = set()
-        for layer, (own, w) in enumerate(zip(groups, weights, strict=True)):
+        for layer, (of_layer, w) in enumerate(zip(groups, weights, strict=True)):
             names = self._names(layer, 0) if self.family.stacked else ()
             for name in (self.family.router_name(self.places[layer]), *names):
-                make[name] = partial(self._rows, name, own, w)
+                make[name] = partial(self._rows, name, of_layer, w)
                 rows.add(name)
             if not self.family.stacked:
-                for i, (group, of_each) in enumerate(zip(own, w, strict=True)):
+                for i, (group, of_each) in enumerate(zip(of_layer, w, strict=True)):
                     for part, name in enumerate(self._names(layer, i)):
                         make[name] = partial(self._mean, layer, part, group, of_each)
                 for expert in range(m, self.layers[layer].num_experts):
@@ -271,8 +271,8 @@ class NativeFolder(Folder):
         shapes |= {name: torch.Size((m, *shapes[name][1:])) for name in rows}
         plan = {name: (self.tensors.dtype(name), shapes[name]) for name in make}
         with ShardedWriter(folder, plan, _SHARD) as writer:
-            for name, made in make.items():
-                writer.write(name, made())
+            for name, tensor in make.items():
+                writer.write(name, tensor())
         counts = {key: m for key in ("num_experts", "num_local_experts") if key in self.values}
         (folder / "config.json").write_text(json.dumps({**self.values, **counts}, indent=2, sort_keys=True) + "\n")
         copy_companions(self.path, folder)

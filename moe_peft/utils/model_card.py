@@ -159,9 +159,9 @@ def write_model_card(
         figure=next((name for name in _FIGURES if (folder / name).is_file()), None),
     )
     quantization = None if old is None else _QUANTIZATION.search(old.text)
-    own = import_module(str(__package__).partition(".")[0]).__version__  # at run time: the package imports this module
+    ours_version = import_module("moe_peft").__version__  # at run time: the package imports this module
     versions = [f"PEFT {version('peft')}"] if adapter else []
-    versions += [f"moe-peft-hf {own}", f"Transformers {version('transformers')}"]
+    versions += [f"moe-peft-hf {ours_version}", f"Transformers {version('transformers')}"]
     after = [f"{_PROCEDURE}\n\n{quantization[0].strip()}"] if quantization else []
     _save(card, card.text, path, facts, [*after, "\n".join([f"{_VERSIONS}\n", *(f"- {name}" for name in versions)])])
     if adapter:
@@ -236,7 +236,7 @@ def _link(name: str, folder: Path, kind: str = "model") -> str:
 
 
 def load_card(path: Path) -> ModelCard | None:
-    """None: there is no card, or none that can be read. No card is worth a model that is not saved."""
+    """None if there is no card, or none that can be read: no card is worth a model that is not saved."""
     try:
         return ModelCard.load(path) if path.is_file() else None
     except Exception as error:
@@ -263,11 +263,11 @@ def _update_metadata(data: ModelCardData, bases: list[str], datasets: list[str],
     """Add names and the bases' licence; returns the licences. Local paths are left out: the hub refuses them."""
     tags = {str(tag) for tag in data.tags or []}
     data.tags = sorted(t for t in tags if not t.startswith("base_model:") or _is_repo(t.rpartition(":")[2], folder))
-    known = [data.base_model] if isinstance(data.base_model, str) else data.base_model or []
-    names = list(dict.fromkeys(name for name in (bases or known) if _is_repo(name, folder)))
+    former = [data.base_model] if isinstance(data.base_model, str) else data.base_model or []
+    names = list(dict.fromkeys(name for name in (bases or former) if _is_repo(name, folder)))
     data.base_model = names[0] if len(names) == 1 else names or None
-    known = [data.datasets] if isinstance(data.datasets, str) else data.datasets or []
-    data.datasets = list(dict.fromkeys(n for n in [*known, *datasets] if _is_repo(n, folder, "dataset"))) or None
+    former = [data.datasets] if isinstance(data.datasets, str) else data.datasets or []
+    data.datasets = list(dict.fromkeys(n for n in [*former, *datasets] if _is_repo(n, folder, "dataset"))) or None
     cards = [card for card in (_metadata_of(name, folder) for name in bases) if _licences(card)]
     if data.license is None and cards and all(_licences(card) == _licences(cards[0]) for card in cards):
         for field in ("license", "license_name", "license_link"):

@@ -165,7 +165,11 @@ def numbered_checkpoints(folder: Path) -> dict[int, Path]:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The last complete checkpoint in a folder."""
-    return next((path for path in reversed(numbered_checkpoints(folder).values()) if is_complete(path)), None)
+    for checkpoint in reversed(numbered_checkpoints(folder).values()):
+        if is_complete(checkpoint):
+            return checkpoint
+        logger.warning("%s: is not complete; passed over", checkpoint)
+    return None
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------
@@ -412,7 +416,7 @@ def check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
     difference = fingerprint_of(checkpoint).difference(fingerprint)
     if difference is not None:
         raise ValueError(
-            f"{checkpoint}: is of another training, with {difference}; set that, or choose another output_dir"
+            f"{str(checkpoint)!r}: is of another training, with {difference}; set that, or choose another output_dir"
         )
 
 

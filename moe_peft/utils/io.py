@@ -1,10 +1,8 @@
 """
-Opens the files that come from outside: text, YAML, JSON and safetensors; `loading` has adapters and models.
+Files: text, YAML, JSON and safetensors that come from outside, and what is written. `loading` has adapters and models.
 
-Whatever is wrong with them, found here or inside a library that reads them, becomes a `ValueError` of one line that
+Whatever is wrong with a file, found here or inside a library that reads it, becomes a `ValueError` of one line that
 names the file and what to do. Weights are read from safetensors only: pickled ones could run code.
-
-Folders that are written to: checked before any work, and held by one process at a time.
 """
 
 from __future__ import annotations
@@ -30,10 +28,6 @@ from .validation import existing, refuse_tilde
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt")
-_LARGEST_TEXT = 256 * 2**20  # bytes; tokenizers have tens of MiB
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_OCTAL = re.compile(r"[-+]?0[0-7_]+")
-_LARGEST_YAML = 100_000  # values, each as often as aliases repeat it
 
 
 @contextmanager
@@ -70,21 +64,15 @@ def read_text(path: str | os.PathLike, what: object = None) -> str:
         what: the field and its value, for messages; None: the path.
 
     Raises:
-        ValueError: there is no such file, it is too large for a text, or not UTF-8.
+        ValueError: there is no such file, or it is not UTF-8.
     """
     path, what = Path(path), what or path
+    if not path.is_file():  # a pipe that nobody fills would wait for ever
+        raise ValueError(f"{what}: " + ("not a file" if path.exists() else "no such file"))
     try:
-        # A pipe that nobody fills would wait for ever; a shell's <(…) has this name.
-        if not path.is_file() and not str(path).startswith("/dev/fd/"):
-            raise ValueError(f"{what}: no such file" if not path.exists() else f"{what}: not a file")
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_TEXT + 1)
+        return path.read_text("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{what}: {error.strerror}") from error
-    if len(data) > _LARGEST_TEXT:
-        raise ValueError(f"{what}: more than {_LARGEST_TEXT >> 20} MiB; is it the right file?")
-    try:
-        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
 
@@ -109,18 +97,11 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 read_object = read_json  # leaving
 
 
-class YamlLoader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """
-    Refuses keys that occur twice, of which YAML would silently take the last one, and numbers like 1:30 and 010, which
-    it would silently read in base 60 and 8. Reads numbers as YAML 1.2 does, which takes `1e-4` for one, too.
+    Raises an error for keys that occur twice, of which YAML would silently take the last one. Reads numbers as YAML 1.2
+    does, for which `1e-4` is one, too.
     """
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        if node.tag in _NUMBERS and (":" in node.value or _OCTAL.fullmatch(node.value)):
-            base = 60 if ":" in node.value else 8
-            message = f"{node.value!r} is a number in base {base}; write it in base 10, or in quotes"
-            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
-        return super().construct_object(node, deep)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
@@ -130,7 +111,7 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-YamlLoader.add_implicit_resolver(
+_YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+0123456789."),
@@ -139,33 +120,18 @@ YamlLoader.add_implicit_resolver(
 
 def read_yaml(text: str, source: object) -> Any:
     """
-    A YAML text.
+    The value of a YAML text, which may be JSON.
 
     Args:
         source: where it is from, for messages.
 
     Raises:
-        ValueError: it is not YAML, names a key twice, or repeats aliases until it is very large.
+        ValueError: it is not YAML, or names a key twice.
     """
     try:
-        found = yaml.load(text, YamlLoader)
-        if _size(found) > _LARGEST_YAML:
-            raise ValueError("its aliases make it very large; write it out")
+        return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
-    return found
-
-
-def _size(value: Any, sizes: dict[int, int] | None = None) -> int:
-    """How many values there are, each counted as often as aliases repeat it."""
-    sizes = {} if sizes is None else sizes
-    if not isinstance(value, (dict, list)):
-        return 1
-    if id(value) not in sizes:
-        sizes[id(value)] = _LARGEST_YAML + 1  # of one that contains itself
-        parts = value.values() if isinstance(value, dict) else value
-        sizes[id(value)] = 1 + sum(_size(part, sizes) for part in parts)
-    return sizes[id(value)]
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -283,14 +249,20 @@ def hash_file(path: str | os.PathLike) -> str:
 
 
 @contextmanager
-def output_folder(path: str | os.PathLike, field: str, is_ours: Callable[[Path], bool] | None = None) -> Iterator[Path]:
+def output_folder(
+    path: str | os.PathLike,
+    field: str,
+    is_ours: Callable[[Path], bool] | None = None,
+    remedy: str = "choose another",
+) -> Iterator[Path]:
     """
     Make a folder and hold it for this process. If nothing is put into it, it goes again.
 
     Args:
         path: its `~` is expanded.
         field: the field that names it, for messages.
-        is_ours: whether a folder with content is of a run that this one may go on with. None: it must be empty.
+        is_ours: whether a folder with content is of a run that this one resumes. None: it must be empty.
+        remedy: what to do if it is not.
 
     Raises:
         ValueError: it cannot be made or written to, holds something else, or another process holds it.
@@ -303,7 +275,7 @@ def output_folder(path: str | os.PathLike, field: str, is_ours: Callable[[Path],
         raise ValueError(f"{what}: {parent} cannot be written to; choose another, or change its permissions")
     with made(folder, what), exclusive(folder / LOCK, what):
         if any(entry.name != LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):
-            raise ValueError(f"{what}: the folder is not empty; choose another")
+            raise ValueError(f"{what}: is not empty; {remedy}")
         yield folder
 
 

@@ -9,7 +9,8 @@ import copy
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -30,11 +31,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
 from .io import check_weights, no_weights, read_json, read_text, reading
-from .messages import choice_error, one_line, unknown_key
-from .validation import refuse_tilde
+from .messages import one_line, unknown_key
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -115,7 +115,6 @@ def read_config(name: str | os.PathLike, what: object, revision: str | None = No
         ValueError: there is none, or it cannot be read.
     """
     folder = Path(name)
-    refuse_tilde(name, what)
     if folder.is_file():
         raise ValueError(f"{what}: a file; name a model's folder")
     if folder.is_dir():
@@ -136,8 +135,19 @@ def empty_model(config: PreTrainedConfig, what: object) -> PreTrainedModel:
     Raises:
         ValueError: there is no such model.
     """
-    with reading(what), torch.device("meta"):
+    with reading(what), _without_zero3(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+@contextmanager
+def _without_zero3() -> Iterator[None]:
+    """Inside this block, ZeRO-3 shards no model that is made."""
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 def read_tokenizer(name: str | os.PathLike, what: object, revision: str | None = None) -> Any:
@@ -170,7 +180,7 @@ class Base:
     The base model that a run names. Each of its files is read once.
 
     Args:
-        name_or_path: a folder, or a name on the hub.
+        name_or_path: a folder, whose `~` is expanded, or a name on the hub.
         dtype: of the weights, e.g. "bfloat16"; "auto" is the config's.
         quantization: a `BitsAndBytesConfig`, or its fields.
         field: the field that names it, for messages.
@@ -182,6 +192,9 @@ class Base:
     attn_implementation: str | None = None
     quantization: Any = None
     field: str = "model_name_or_path"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name_or_path", os.path.expanduser(self.name_or_path))
 
     def __str__(self) -> str:
         return f"{self.field}={self.name_or_path!r}"
@@ -210,7 +223,9 @@ class Base:
         """A new model with its weights."""
         quantization = self.quantization
         if isinstance(quantization, Mapping):
-            quantization = quantization_config(quantization, f"{self.field.partition('.')[0]}.quantization=")
+            quantization = quantization_config(
+                quantization, f"{self.field.rpartition('.')[0]}.quantization".lstrip(".")
+            )
         return read_model(
             self.name_or_path, self, revision=self.revision, dtype=self.dtype,
             attn_implementation=self.attn_implementation, quantization_config=quantization,
@@ -264,10 +279,6 @@ def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: Pre
     return f"{what}: its tokenizer {why}, and an adapter keeps its base's; name a .jinja file, and set eos_token"
 
 
-# Beginnings of fields that only one width reads; both leave modules out by llm_int8_skip_modules.
-_OF_4_BITS, _OF_8_BITS = ("bnb_4bit_",), ("llm_int8_threshold", "llm_int8_has_fp16_weight")
-
-
 def check_template(tokenizer: Any, asked: bool | str, what: str, remedy: str = "give it one") -> None:
     """
     Args:
@@ -298,34 +309,27 @@ def check_experts(config: PreTrainedConfig, what: object) -> None:
         raise ValueError(f"{what}: {CONFIG}: num_experts_per_tok={k}: must be from 1 to the number of experts, {n}")
 
 
-def quantization_config(fields: Mapping[str, Any], what: str) -> BitsAndBytesConfig:
+def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesConfig:
     """
-    The config, which itself takes unknown fields and no number of bits, and then does nothing.
+    The config, which itself ignores unknown fields, and does nothing without a number of bits.
 
     Args:
-        what: the field that has them, with the sign that stands before its value.
+        path: of the field that has them.
 
     Raises:
         ValueError: one is unknown or wrong, or none says how many bits.
     """
-    field = what.rstrip(" =")
+    path = path.rstrip(" =")
     known = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
     for name in fields:
         if name not in known:
-            raise ValueError(unknown_key(f"{field}.{name}", known, "transformers' BitsAndBytesConfig"))
+            raise ValueError(unknown_key(f"{path}.{name}", known, "transformers' BitsAndBytesConfig"))
     if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
-        raise ValueError(f"{what}{dict(fields)}: give load_in_4bit or load_in_8bit: true")
-    kind = fields.get("bnb_4bit_quant_type", "nf4")
-    if kind not in ("nf4", "fp4"):
-        raise ValueError(choice_error(f"{field}.bnb_4bit_quant_type", kind, ("nf4", "fp4")))
-    width, others = ("4", _OF_8_BITS) if fields.get("load_in_4bit") else ("8", _OF_4_BITS)
-    for name in fields:
-        if name.startswith(others):
-            raise ValueError(f"{field}.{name}={fields[name]!r}: load_in_{width}bit has no use for it; leave it out")
+        raise ValueError(f"{path}={dict(fields)}: give load_in_4bit or load_in_8bit: true")
     try:
         return BitsAndBytesConfig(**fields)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{what}{dict(fields)}: {one_line(error)}") from error
+        raise ValueError(f"{path}={dict(fields)}: {one_line(error)}") from error
 
 
 def read_model(

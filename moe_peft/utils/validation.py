@@ -137,7 +137,9 @@ def _check_type(path: str, value: Any, hint: Any) -> None:
         adapter = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
         adapter.validate_python(value)
     except ValidationError as error:
-        wanted = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in error.errors())
+        wanted = dict.fromkeys(
+            one["msg"].removeprefix("Input should be ") for one in error.errors() if "instance" not in one["msg"]
+        )
         raise ValueError(f"{path}={one_line(repr(value), 80)}: must be {' or '.join(wanted)}") from None
 
 

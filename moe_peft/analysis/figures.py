@@ -220,13 +220,13 @@ def _grid(count: int, most: int) -> tuple[int, int]:
 def _leave_out(axes: Any, used: int) -> None:
     """Hide the panels after the used ones; those above them then have the ticks' labels."""
     columns = axes.shape[1]
-    for place, axis in list(enumerate(axes.flat))[used:]:
+    for index, axis in list(enumerate(axes.flat))[used:]:
         axis.set_visible(False)
-        axes.flat[place - columns].xaxis.set_tick_params(labelbottom=True)
+        axes.flat[index - columns].xaxis.set_tick_params(labelbottom=True)
 
 
-def _title(title: str, shown: int, there: int) -> str:
-    return f"{title} ({shown} of {there} domains)" if shown < there else title
+def _title(title: str, shown: int, total: int) -> str:
+    return f"{title} ({shown} of {total} domains)" if shown < total else title
 
 
 def _figure(width: float, height: float) -> Any:

@@ -1,9 +1,9 @@
 """
-Which experts go: for one layer, the groups of experts that are left.
+Which experts of a layer stay, and their tensors.
 
-A group is a list of experts that become one; an expert in no group is dropped. n experts, m groups.
+A group is a list of experts that become one; an expert in no group is dropped.
 
-The tensors of the experts that are left. Legend: n experts before, m after, g of a group, r rank, d, f sizes.
+Legend: n experts before, m after (groups), g experts of a group, r rank.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from ..utils.expert_merging import similarities, update_gram, value_gram
-from ..utils.validation import COUNT, Rule, check_fields, within
 
-# --- plan ------------------------------------------------------------------------------------------------------------
+# --- groups ----------------------------------------------------------------------------------------------------------
 
 Groups = list[list[int]]
 
@@ -35,16 +34,10 @@ class Rules:
     experts_per_layer: int | None = None
 
     def __post_init__(self) -> None:
-        share, cosine = within(0, 1, below=True), within(0, 1, above=True)
-        check_fields(
-            "prune",
-            self,
-            {
-                "min_load": Rule(share.allows, "use a share of a layer's assignments, from 0 to below 1"),
-                "merge_twins": Rule(cosine.allows, "use a cosine above 0 and at most 1").or_none(),
-                "experts_per_layer": COUNT.or_none(),
-            },
-        )
+        if not 0 <= self.min_load < 1:
+            raise ValueError(f"min_load={self.min_load}: use a share of a layer's assignments, from 0 to below 1")
+        if self.merge_twins is not None and not 0 < self.merge_twins <= 1:
+            raise ValueError(f"merge_twins={self.merge_twins}: use a cosine above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -86,31 +79,31 @@ def plan_layers(layers: Sequence[LayerFacts], rules: Rules, same_size: bool) -> 
         ValueError: too few experts would stay, or layers that must keep as many cannot.
     """
     for layer in layers:
-        asked = rules.experts_per_layer
-        if asked is not None and not layer.smallest <= asked <= layer.num_experts:
+        count = rules.experts_per_layer
+        if count is not None and not layer.smallest <= count <= layer.num_experts:
             raise ValueError(
-                f"prune: experts_per_layer={asked}: {layer.name} has {layer.num_experts} experts and must keep "
+                f"experts_per_layer={count}: {layer.name} has {layer.num_experts} experts and must keep "
                 f"{layer.smallest}; use a number from {layer.smallest} to {layer.num_experts}"
             )
         left = layer.num_experts - len(set(layer.dropped))
         wanted = max(layer.smallest, rules.experts_per_layer or 0)
         if left < wanted:
             raise ValueError(
-                f"prune: {layer.name}: drop={sorted(set(layer.dropped))} leaves {left} of {layer.num_experts} experts; "
+                f"{layer.name}: drop={sorted(set(layer.dropped))} leaves {left} of {layer.num_experts} experts; "
                 f"keep at least {wanted}"
             )
-    found = [plan_layer(layer, rules) for layer in layers]
+    plan = [plan_layer(layer, rules) for layer in layers]
     if not same_size:
-        return found
-    most = max(map(len, found))
-    found = [plan_layer(layer, rules, most) for layer in layers]
-    for layer, groups in zip(layers, found, strict=True):
+        return plan
+    most = max(map(len, plan))
+    plan = [plan_layer(layer, rules, most) for layer in layers]
+    for layer, groups in zip(layers, plan, strict=True):
         if len(groups) != most:
             raise ValueError(
-                f"prune: {layer.name} keeps {len(groups)} experts, another layer {most}: a native MoE has as many in "
+                f"{layer.name} keeps {len(groups)} experts, another layer {most}: a native MoE has as many in "
                 f"every layer; drop fewer here or more there, or give experts_per_layer={len(groups)}"
             )
-    return found
+    return plan
 
 
 def plan_layer(layer: LayerFacts, rules: Rules, least: int = 0) -> Groups:
@@ -127,7 +120,7 @@ def plan_layer(layer: LayerFacts, rules: Rules, least: int = 0) -> Groups:
     if rules.experts_per_layer is not None:
         if len(groups) > stop and layer.load is None:
             raise ValueError(
-                f"prune: {layer.name}: experts_per_layer={rules.experts_per_layer}: {len(groups)} are left, and only "
+                f"{layer.name}: experts_per_layer={rules.experts_per_layer}: {len(groups)} are left, and only "
                 "data say which are used least; give data"
             )
         while len(groups) > stop:
@@ -188,8 +181,8 @@ def kept_updates(
     A_NRI: torch.Tensor, B_NRO: torch.Tensor, groups: Groups, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A [m, r, in] and B [m, r, out] of [n, …]: the experts' own, or the best of rank r for the mean of the updates."""
-    found = [_mean_update(A_NRI[group], B_NRO[group], w) for group, w in zip(groups, weights, strict=True)]
-    return torch.stack([A for A, _ in found]), torch.stack([B for _, B in found])
+    updates = [_mean_update(A_NRI[group], B_NRO[group], w) for group, w in zip(groups, weights, strict=True)]
+    return torch.stack([A for A, _ in updates]), torch.stack([B for _, B in updates])
 
 
 def _mean_update(
@@ -212,11 +205,6 @@ def _mean_update(
     missing = r - len(root_R)  # a layer narrower than r
     A_RI, B_RO = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (A_RI, B_OR.T))
     return A_RI.to(A_GRI.dtype), B_RO.to(B_GRO.dtype)
-
-
-def stacked(of_each: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The tensors of n experts as one, [n, …]."""
-    return torch.stack(list(of_each))
 
 
 def update_similarity(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

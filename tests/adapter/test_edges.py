@@ -325,12 +325,12 @@ def test_recording_a_batch_of_padding_counts_nothing():
         ),
         (
             lambda: expand([lora(0), {name: x * math.nan for name, x in lora(1).items()}], 3),
-            "expand: experts[1]: m.lora_A.weight holds NaN or infinity; train or save it again",
+            "experts[1]: m.lora_A.weight holds NaN or infinity; train or save it again",
         ),
         (
             lambda: dare_merge(*([{"w": torch.full((999,), 2e3).half()}] * 2), 0.5, 0.99, torch.Generator()),
-            "dare_merge: drop_rate=0.99: values divided by 0.01 are not finite in torch.float16, or a parent's are "
-            "not; use a lower drop_rate, or mend the parent",
+            "drop_rate=0.99: values divided by 0.01 are not finite in torch.float16, or a parent's are not; use a "
+            "lower drop_rate, or mend the parent",
         ),
     ],
     ids=["no-token", "no-perplexity", "nan-expert", "overflow"],

@@ -176,7 +176,7 @@ def test_model_folders(file, changes, world, tmp_path):
     else:
         path.write_bytes(edited(content, changes))
     refused_in_one_line(read_config, tmp_path / "m", "model")
-    checkpoint = refused_in_one_line(Checkpoint, tmp_path / "m", "model")
+    checkpoint = refused_in_one_line(Checkpoint, tmp_path / "m")
     for name in list(checkpoint or [])[:3]:
         tensor = refused_in_one_line(checkpoint.tensor, name)
         assert tensor is None or math.isfinite(float(tensor.double().sum()))

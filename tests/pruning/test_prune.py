@@ -162,7 +162,7 @@ def make_native(kind: str, folder: Path, normalize: bool = True) -> Path:
 @torch.no_grad()
 def looped_logits(folder: Path, dropped: dict[int, list[int]], normalize: bool) -> torch.Tensor:
     """Logits of a native MoE whose blocks are plain loops over tokens and experts, from the tensors on disk."""
-    model, tensors = load(folder), Checkpoint(folder, "test")
+    model, tensors = load(folder), Checkpoint(folder)
     family, k = FAMILIES[model.config.model_type], model.config.num_experts_per_tok
     n = getattr(model.config, family.count)
 
@@ -257,8 +257,8 @@ def test_numbers_that_are_not_finite_are_not_data(tokenizer, data: str, tmp_path
     save_file(weights, tmp_path / "moe" / "model.safetensors", metadata={"format": "pt"})
     moe, out = str(tmp_path / "moe"), tmp_path / "out"
     for command, words in (
-        (["prune", "--experts-per-layer", "2"], "error: prune: data: the loss is nan; use a wider dtype"),
-        (["inspect"], "error: inspect: dtype='float16': logits of router 1 are not finite; use bfloat16 or float32"),
+        (["prune", "--experts-per-layer", "2"], "error: data: the loss is nan; use a wider dtype"),
+        (["inspect"], "error: dtype='float16': logits of router 1 are not finite; use bfloat16 or float32"),
     ):
         with pytest.raises(SystemExit) as end:
             main([*command, "--model", moe, "--data", data, "--output", str(out), "--dtype", "float16"])

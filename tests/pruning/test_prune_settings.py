@@ -137,17 +137,10 @@ def test_layers_between_those_of_decoder_sparse_step_are_dense(tmp_path: Path):
         ({"drop": [1.7]}, r"drop=\[1.7\]: give a list of experts"),
         ({"drop": [True]}, r"drop=\[True\]: give a list of experts"),
         ({"drop": {"0": [1.0]}}, "give a list of experts"),
-        ({"drop": {1.5: [1]}}, "give a list of experts"),
-        ({"drop": [1], "label_column": "domain"}, "label_column='domain': it says something of data; give data"),
-        ({"drop": [1], "split": "test"}, "split='test': it says something of data; give data"),
-        ({"drop": [1], "max_examples": 3}, "max_examples=3: it says something of data; give data"),
-        ({"drop": [1], "min_load": 0.5}, "min_load=0.5: it says something of data; give data"),
+        ({"drop": [1], "label_column": "domain"}, "label_column say something of data; give data"),
+        ({"drop": [1], "min_load": 0.5}, "min_load and label_column say something of data"),
         ({"drop": [1], "experts_per_layer": 1}, "experts_per_layer=1: .* has 6 experts and must keep 2; use a number"),
         ({"drop": [1], "experts_per_layer": 10}, "experts_per_layer=10: .* use a number from 2 to 6"),
-        ({"drop": [1], "max_examples": 0}, "prune: max_examples=0: use a whole number of at least 1"),
-        ({"drop": [1], "max_examples": -1}, "prune: max_examples=-1: use"),
-        ({"drop": [1], "max_length": 0}, "prune: max_length=0: use"),
-        ({"drop": [1], "batch_size": 0}, "prune: batch_size=0: use"),
     ],
 )
 def test_what_nobody_could_mean_is_refused(own: dict, message: str, folder: Path, tmp_path: Path):
@@ -157,9 +150,9 @@ def test_what_nobody_could_mean_is_refused(own: dict, message: str, folder: Path
 
 
 @pytest.mark.parametrize("own", [{"max_examples": 0}, {"max_examples": -1}, {"max_length": 0}, {"batch_size": 0}])
-def test_inspect_refuses_them_too(own: dict, folder: Path, data: str, tmp_path: Path):
+def test_counts_of_nothing_are_refused(own: dict, folder: Path, data: str, tmp_path: Path):
     [(name, value)] = own.items()
-    with pytest.raises(ValueError, match=f"inspect: {name}={value}: use a whole number of at least 1"):
+    with pytest.raises(ValueError, match=f"^{name}={value}: must be at least 1$"):
         inspect_model(str(folder), data, tmp_path / "report", **own)
 
 

@@ -25,7 +25,7 @@ from ..routing.expert_map import check_allowed, read_expert_map
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
 from ..utils.expert_merging import Expansion, Similarity
-from ..utils.io import read_text, read_yaml
+from ..utils.io import read_text
 from ..utils.loading import Base
 from ..utils.messages import choice_error, unknown_key
 from ..utils.plugins import load_plugins
@@ -41,6 +41,7 @@ from ..utils.validation import (
     Text,
     Texts,
     prefixed,
+    read_yaml,
     validate,
 )
 from .buckets import BUCKETS, BucketRule

@@ -206,7 +206,10 @@ def test_what_else_is_no_data_set(tmp_path):
             [{"prompt": TALK["messages"][:1], "completion": "w4"}],
             "row 0: prompt, completion: must all be strings, or all",
         ),
-        ([{"prompt": "w3", "chosen": TALK["messages"][1:], "rejected": TALK["messages"][1:]}], "must all be strings, or"),
+        (
+            [{"prompt": "w3", "chosen": TALK["messages"][1:], "rejected": TALK["messages"][1:]}],
+            "must all be strings, or",
+        ),
         ([{**TEXT, "labels": "positive"}], "column 'labels': trainers take it for values of tokens; rename it"),
         ([{**TEXT, "token_labels": 1}], "column 'token_labels'"),
         ([{"input_ids": [3, 4], "labels": [3]}], "row 0: labels=[3]: must have a value for each token"),

@@ -15,8 +15,7 @@ from moe_peft.training.preflight import check_settings, check_value
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.recipe import Recipe, load_recipe
-from moe_peft.utils.io import read_yaml
-from moe_peft.utils.validation import Settings
+from moe_peft.utils.validation import Settings, read_yaml
 
 GOOD = {
     "output_dir": "out",

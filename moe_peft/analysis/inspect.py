@@ -68,8 +68,6 @@ def inspect_model(
     """
     if position_width is not None and expert_map is None:
         raise ValueError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")
-    if position_width is not None and position_width < 1:
-        raise ValueError(f"position_width={position_width}: must be at least 1")
     with output_folder(output_dir, "output_dir", REPORT.is_in) as folder:
         model, tokenizer = load(model_path, dtype, quantization)
         rows = load_rows(

@@ -22,22 +22,11 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True)
 class Rules:
-    """
-    What makes experts go, see `prune_experts`.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
+    """What makes experts go, see `prune_experts`."""
 
     min_load: float = 0.0
     merge_twins: float | None = None
     experts_per_layer: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.min_load < 1:
-            raise ValueError(f"min_load={self.min_load}: use a share of a layer's assignments, from 0 to below 1")
-        if self.merge_twins is not None and not 0 < self.merge_twins <= 1:
-            raise ValueError(f"merge_twins={self.merge_twins}: use a cosine above 0 and at most 1")
 
 
 @dataclass(frozen=True)

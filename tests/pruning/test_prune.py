@@ -456,7 +456,7 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
         main(
             ["prune", "--model", str(folder), "--output", str(tmp_path / "b"), "--merge-twins", "0.1", "--drop", "null"]
         )
-    assert "error: --drop 'null': give JSON like" in capsys.readouterr().err
+    assert "--drop: 'null': give JSON like" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -465,10 +465,9 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
         ({}, {}, "data=None: nothing says which experts go"),
         ({}, {"drop": {7: [0]}}, "drop: layer 7: the model has layers 0 to 1"),
         ({}, {"drop": [6]}, r"drop=\[6\]: model.layers.0.mlp has experts 0 to 5"),
-        ({}, {"drop": {"x": [0]}}, "drop={'x': .*: give a list of experts, or layers"),
+        ({}, {"drop": {"x": [0]}}, "drop: layer x: the model has layers 0 to 1"),
         ({}, {"drop": [0, 1, 2, 3, 4]}, "leaves 1 of 6 experts; keep at least 2"),
         ({}, {"merge_twins": 0.9999}, "every expert stays; the largest cosine of two experts is"),
-        ({}, {"merge_twins": 2.0}, "merge_twins=2.0: use a cosine"),
         ({}, {"merge_twins": 0.99, "experts_per_layer": 3}, "experts_per_layer=3: 6 are left, and only data say"),
         ({"router_type": "hash"}, {"drop": [0]}, "router_type='hash': such a router has no parameters of single"),
         ({"router_type": "locmoe"}, {"drop": [0]}, "router_type='locmoe': such a router has no parameters of single"),

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.functional import pad
 
 from ..utils.compat import private
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.model_card import write_model_card
 from ..utils.validation import ADAPTER_NAME, FOLDER, PATH, TEXT, Rule, check, is_a, is_whole, shown, unknown_key
 from .config import EXPERT_FIELDS, MoELoraConfig
+from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout
 from .layers import MoELoraLayer, MoELoraLinear
 
@@ -118,8 +121,16 @@ def lora_to_moe(
     settings.setdefault("revision", loras[0].config.revision)
     settings.setdefault("top_k", min(2, len(loras)))
     config = MoELoraConfig(num_experts=len(loras), **_determined(loras, places), **settings)
+    matrices = _stacked(loras, places, config.expert_spec(""))
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
-    _fill_experts(peft_model, adapter_name, loras, places)
+    layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
+    for layer in layers.values():
+        for parameter in chain.from_iterable(of.values() for of in layer.expert_parameters(adapter_name)):
+            parameter.data.zero_()
+    for module, stacked in matrices.items():
+        owner, projection = places[module]
+        for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
+            parameters[projection].data.copy_(values)
     return peft_model
 
 
@@ -154,25 +165,31 @@ def _scaling(loras: Sequence[_Lora]) -> float:
     return lora_scaling(loras[0].config, next(iter(loras[0].A)))
 
 
-@torch.no_grad()
-def _fill_experts(
-    model: PeftModel, adapter_name: str, loras: Sequence[_Lora], places: dict[str, tuple[str, str]]
-) -> None:
-    """Fill expert i with LoRA i, padded with zeros. A difference in scaling is folded into B."""
-    layers = {name: m for name, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
-    for layer in layers.values():
-        for weights in layer.expert_parameters(adapter_name):
-            for weight in weights.values():
-                weight.zero_()
-    scaling = _scaling(loras)
-    for i, lora in enumerate(loras):
-        for module, A in lora.A.items():
-            owner, projection = places[module]
-            factor = lora_scaling(lora.config, module) / scaling
-            B = lora.B[module] if factor == 1 else lora.B[module] * factor
-            A_all, B_all = layers[owner].expert_parameters(adapter_name)
-            A_all[projection][i, : A.shape[0]] = A
-            B_all[projection][i, : A.shape[0]] = B.T
+def _stacked(
+    loras: Sequence[_Lora], places: dict[str, tuple[str, str]], experts: Experts
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """
+    The experts' A and B of each module. Smaller ranks are padded with zeros, a difference in scaling is folded into B,
+    and a module that an adapter lacks is zero in its expert.
+    """
+    scaling, stacked = _scaling(loras), {}
+    for module in places:
+        first = next(lora for lora in loras if module in lora.A)
+        A: list[torch.Tensor] = []
+        B: list[torch.Tensor] = []
+        for lora in loras:
+            if module not in lora.A:
+                A.append(first.A[module].new_zeros(experts.rank, first.A[module].shape[1]))
+                B.append(first.B[module].new_zeros(first.B[module].shape[0], experts.rank))
+                continue
+            missing, factor = experts.rank - len(lora.A[module]), lora_scaling(lora.config, module) / scaling
+            A.append(pad(lora.A[module], (0, 0, 0, missing)))
+            B.append(pad(lora.B[module] if factor == 1 else lora.B[module] * factor, (0, missing)))
+        try:
+            stacked[module] = experts.from_loras(A, B)
+        except ValueError as error:
+            raise ValueError(f"lora_to_moe: {module}: {error}") from error
+    return stacked
 
 
 def expert_to_lora(
@@ -211,11 +228,8 @@ def expert_to_lora(
     if not isinstance(source, MoELoraConfig):
         known = [name for name, config in model.peft_config.items() if isinstance(config, MoELoraConfig)]
         raise ValueError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {known}")
-    if source.expert_type != "lora":
-        raise ValueError(
-            f"expert_to_lora: expert_type={source.expert_type!r}: such an expert has a non-linearity, which no LoRA "
-            "has; keep the whole adapter"
-        )
+    if reason := EXPERTS[source.expert_type].no_lora:
+        raise ValueError(f"expert_to_lora: expert_type={source.expert_type!r}: {reason}")
     most = max([source.num_experts, *source.num_experts_pattern.values()])
     if not is_whole(expert) or not 0 <= expert < most:
         raise ValueError(f"expert_to_lora: expert={shown(expert)}: the adapter has experts 0 to {most - 1}")
@@ -260,9 +274,9 @@ def _matrices_of(
         for projection, A in A_all.items():
             name = owner if isinstance(layer, MoELoraLinear) else f"{owner}.{projection}"
             name = name.replace(".base_layer", "")
-            B = B_all[projection]
-            state[f"{_PREFIX}{name}.lora_A.weight"] = A[index].detach().cpu().clone()
-            state[f"{_PREFIX}{name}.lora_B.weight"] = B[index].detach().cpu().T.contiguous()
+            A_RI, B_OR = spec.to_lora(A.detach(), B_all[projection].detach(), index)
+            state[f"{_PREFIX}{name}.lora_A.weight"] = A_RI.cpu().clone(memory_format=torch.contiguous_format)
+            state[f"{_PREFIX}{name}.lora_B.weight"] = B_OR.cpu().clone(memory_format=torch.contiguous_format)
             ranks[name], alphas[name] = spec.r, spec.lora_alpha
     return state, ranks, alphas
 

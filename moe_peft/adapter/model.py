@@ -20,7 +20,8 @@ from ..utils.model_card import TAGS
 from ..utils.validation import ADAPTER_NAME, check
 from . import liger, router_outputs
 from .base_model import find_ffns, is_encoder_decoder
-from .config import ExpertSpec, MoELoraConfig
+from .config import MoELoraConfig
+from .experts import EXPERTS, Experts
 from .ffn_layout import FFNLayout, find_layout, probe_ffn
 from .layers import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features
 
@@ -93,13 +94,15 @@ class MoELoraModel(BaseTuner):
                 )
             _check_target(name, module, peft_config, model)
         if targets and not any(map(_ffn_layout, targets.values())):
-            for field, default in (("expert_type", "lora"), ("target_projections", None)):
-                if (value := getattr(peft_config, field)) != default:
-                    value = sorted(value) if isinstance(value, set) else value
-                    raise ValueError(
-                        f"MoELoraConfig: {field}={value!r}: target_modules matches no FFN, only {_endings(names)}; "
-                        "name FFNs too, or leave it out"
-                    )
+            projections = peft_config.target_projections
+            wrong = f"target_projections={sorted(projections)}" if projections is not None else ""
+            if EXPERTS[peft_config.expert_type].needs_ffn:
+                wrong = f"expert_type={peft_config.expert_type!r}"
+            if wrong:
+                raise ValueError(
+                    f"MoELoraConfig: {wrong}: target_modules matches no FFN, only {_endings(names)}; name FFNs too, or "
+                    "leave it out"
+                )
         self._refuse_unbalanced(peft_config, model, names)
         if names and not peft_config.inference_mode:
             _refuse_unmatched(peft_config, names, model)
@@ -309,7 +312,7 @@ def _remove_tags(model: Any) -> None:
         model.model_tags = kept
 
 
-def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> ExpertSpec:
+def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> Experts:
     """The settings of the module `name` of `model`."""
     return config.expert_spec(name, router_outputs.text_config(model))
 
@@ -353,10 +356,10 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
                 "nor a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"
             )
         return
-    if config.expert_type == "bottleneck" and (spec.r, spec.lora_alpha) != (config.r, config.lora_alpha):
+    if spec.needs_ffn and (spec.r, spec.lora_alpha) != (config.r, config.lora_alpha):
         raise ValueError(
-            f"MoELoraConfig: rank_pattern or alpha_pattern matches {name!r}, which gets bottleneck experts; leave it "
-            "out of the pattern, and set bottleneck_size"
+            f"MoELoraConfig: rank_pattern or alpha_pattern matches {name!r}, which gets {config.expert_type} experts; "
+            "leave it out of the pattern"
         )
     unknown = set(spec.target_projections or ()) - set(layout.projections)
     if unknown:

@@ -112,9 +112,7 @@ class Contents:
             return self._of_model()
         if not self.is_ours:
             return f"This is an adapter for PEFT, of the type `{self.adapter.get('peft_type')}`."
-        if self.adapter.get("expert_type") == "bottleneck":
-            return _of_experts(self.adapter, f"bottleneck experts of size {self.adapter['bottleneck_size']}")
-        return _of_experts(self.adapter, f"LoRA experts of rank {self.adapter['r']}")
+        return _of_experts(self.adapter, f"experts of the kind `{self.adapter.get('expert_type', 'lora')}`")
 
     @property
     def snippet(self) -> str:

@@ -1,0 +1,52 @@
+"""Wording that error messages share: one line that names the field, its value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_NO_MEMORY = (
+    "outofmemory", "out of memory", "allocate memory", "alloc_failed", "bad_alloc", "no executable batch size found"
+)  # fmt: skip
+
+
+def one_line(error: object, limit: int = 200) -> str:
+    """
+    The text of an error on one line of at most `limit` characters.
+
+    A longer text is cut between words, so never inside a URL, and ends with an ellipsis.
+    """
+    text = " ".join(str(error).split())
+    if len(text) <= limit:
+        return text
+    end = text.rfind(" ", 0, limit - 1)
+    if end > 0:
+        return f"{text[:end]} …"
+    return "…" if "://" in text.split()[0] else f"{text[: limit - 1]}…"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left: Python's, torch's on any device, or accelerate's."""
+    if not isinstance(error, (RuntimeError, OSError)):
+        return isinstance(error, MemoryError)
+    return any(text in f"{type(error).__name__} {error}".lower() for text in _NO_MEMORY)
+
+
+def choice_error(field: str, value: object, names: Iterable[str]) -> str:
+    """The message for a value that is not among the known names."""
+    return f"{field}={value!r}: must be one of {', '.join(names)}"
+
+
+def unknown_key(path: str, known: Iterable[str], documented: str | None = None) -> str:
+    """
+    The message for a key that is not among the known ones: the closest of them, else where to look them up.
+
+    Args:
+        path: the key with its sections, dotted.
+        documented: where keys are documented that are too many to list.
+    """
+    known = sorted(known)
+    close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
+    if close:
+        return f"{path}: unknown key; did you mean {close[0]!r}?"
+    return f"{path}: unknown key; " + (f"see {documented}" if documented else f"known: {', '.join(known)}")

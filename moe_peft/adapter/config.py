@@ -11,8 +11,8 @@ from peft import PeftConfig, PeftType
 
 from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 from ..utils.compat import private
+from ..utils.messages import choice_error
 from ..utils.model_card import write_model_card
-from ..utils.validation import choice_error
 from .experts import EXPERTS, Experts
 
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")

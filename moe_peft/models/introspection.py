@@ -23,7 +23,6 @@ from ..adapter.router_recorder import Choice, Collection, observing
 from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts
 from ..utils.distributed import shape_of
-from ..utils.validation import check, is_a
 from .routed_gate import RoutedGate
 
 
@@ -137,7 +136,6 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     Raises:
         ValueError: the model has no router, or its adapter is disabled; the message begins with `caller`.
     """
-    check(caller, model=(model, is_a(nn.Module, remedy="give a model")))
     layers = adapter_layers(model)
     if layers and all(layer.disable_adapters for layer in layers):
         raise ValueError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")

@@ -6,11 +6,12 @@ Legend: T tokens, n experts, r rank, m, d, f widths (in or out features), A a ki
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from ...routing.routers import RouterSettings
 
@@ -72,21 +73,21 @@ class Experts:
         """
         raise NotImplementedError
 
-    def reset(self, A_all: Mapping[str, torch.Tensor], B_all: Mapping[str, torch.Tensor]) -> None:
+    def reset(self, A_all: nn.ParameterDict, B_all: nn.ParameterDict) -> None:
         """
         Initialise the experts of all projections, as `MoELoraConfig.init_lora_weights` says: A uniform as in LoRA, or
         normal; B zero, so that the module's output does not change at first, or random, too.
         """
         for A in A_all.values():
             if self.init_lora_weights == "gaussian":
-                torch.nn.init.normal_(A, std=1 / self.rank)
+                nn.init.normal_(A, std=1 / self.rank)
             else:  # Kaiming uniform with a = √5, whose bound is 1/√fan_in
-                torch.nn.init.uniform_(A, -(A.shape[-1] ** -0.5), A.shape[-1] ** -0.5)
+                nn.init.uniform_(A, -(A.shape[-1] ** -0.5), A.shape[-1] ** -0.5)
         for B in B_all.values():
             if self.init_lora_weights is False:
-                torch.nn.init.uniform_(B, -(self.rank**-0.5), self.rank**-0.5)
+                nn.init.uniform_(B, -(self.rank**-0.5), self.rank**-0.5)
             else:
-                torch.nn.init.zeros_(B)
+                nn.init.zeros_(B)
 
     # --- forward ---
 

@@ -13,8 +13,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from typing import NoReturn
 
 from .. import __version__
+from ..utils.plugins import load_plugins
 from .errors import ends_in_one_line
 
 COMMANDS = {
@@ -34,38 +36,51 @@ ONCE = ("inspect", "upcycle", "prune", "export")  # of a launcher's processes, t
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; see `ends_in_one_line` for how it ends that does not finish."""
     options, rest = _parser().parse_known_args(arguments)
+    rest = [*options.arguments, *rest]
     rank = os.environ.get("RANK", "")
     if options.command in ONCE and rank.isdigit() and int(rank):
         return
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # results have signs that not every terminal has
-    ours = options.command != "exec"  # or another program's options and environment
+    quiet, plugins, ours = options.quiet, [], options.command != "exec"  # or another program's options and environment
     if ours:
         os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
+        common, rest = _common().parse_known_args(rest)
+        quiet, plugins = quiet or common.quiet, common.plugins
     with ends_in_one_line(options.command):
         if ours:
             _check_launcher()
+        load_plugins(plugins)
         try:
             command = import_module(f".{options.command}", __name__)
         except ImportError as error:
             raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
-        given = [*options.arguments, *rest]
-        quiet = options.quiet or (ours and "--quiet" in given)
         if quiet:
             _hide_progress()  # before training arguments are made, which look
-        own = command.parser(f"moe-peft {options.command}").parse_args(
-            [one for one in given if not ours or one != "--quiet"]
-        )
         logging.basicConfig(format="%(message)s")
         logging.getLogger("moe_peft").setLevel(logging.WARNING if quiet else logging.INFO)
-        command.run(own)
+        parser = command.parser(f"moe-peft {options.command}")
+        parser.error = _refuse  # in one line, without the usage
+        command.run(parser.parse_args(rest))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _common() -> argparse.ArgumentParser:
+    """Options that every command has."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--plugins", nargs="+", default=[])
+    return parser
 
 
 def _check_launcher() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         value = os.environ.get(name, "0")
         if not re.fullmatch(r"-?\d+", value):
-            raise ValueError(f"{name}={value!r} in the environment: must be a whole number; a launcher sets it")
+            raise ValueError(f"{name}={value!r} in the environment: must be an integer; a launcher sets it")
 
 
 def _hide_progress() -> None:
@@ -81,11 +96,12 @@ def _hide_progress() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:9} {what}" for name, what in COMMANDS.items())
+    listed = "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="moe-peft",
         description="Mixture-of-Experts from dense language models.",
-        epilog=f"commands:\n{listed}\n\n`moe-peft COMMAND --help` lists a command's options.",
+        epilog=f"commands:\n{listed}\n\n`moe-peft COMMAND --help` lists a command's options. Each also takes\n"
+        "  --plugins MODULE …  modules to import first, also of the current folder, which add routers, say",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moe-peft {__version__}")

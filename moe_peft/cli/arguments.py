@@ -1,101 +1,80 @@
 """
-What several commands parse alike.
+What the commands read alike, as flags and from YAML files.
 
-The options of the commands that train: TRL's dataclasses and the fields of `MoELoraConfig`, all under their own names,
-as flags and as keys of a YAML file. Flags go first.
+The commands that train take the fields of TRL's dataclasses and of `MoELoraConfig`, all under their own names. Flags go
+before the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin, get_type_hints
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import torch
 from peft import PeftConfig
-from trl import ModelConfig, ScriptArguments, TrlParser
+from pydantic import TypeAdapter, ValidationError
+from transformers import TrainingArguments
+from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from ..adapter.config import MoELoraConfig
 from ..analysis.figures import FORMATS
+from ..training.checkpointing import names_checkpoint
+from ..training.router_losses import Stage
 from ..utils.io import read_text, read_yaml
-from ..utils.validation import one_line, unknown_key
+from ..utils.loading import Base
+from ..utils.messages import choice_error, one_line, unknown_key
+from ..utils.plugins import load_plugins
+from ..utils.validation import Count, check_range, prefixed, validate
 
-# --- parsing ---------------------------------------------------------------------------------------------------------
+# --- flags of several commands ---------------------------------------------------------------------------------------
 
-_QUANTIZATION = '{"load_in_4bit": true}'
+
+def reads(kind: Any, example: str = "") -> Callable[[str], Any]:
+    """A reader for argparse: text as YAML (so JSON too), which must be of a type of the border's."""
+    adapter = TypeAdapter(kind)
+
+    def read(text: str) -> Any:
+        try:
+            return adapter.validate_python(read_yaml(text, repr(text)))
+        except ValidationError as error:
+            allowed = example or error.errors()[0]["msg"].replace("Input should be", "must be")
+            raise argparse.ArgumentTypeError(f"{one_line(repr(text), 60)}: {allowed}") from None
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(example or str(error)) from None
+
+    return read
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
     """Which examples run through a model, and how."""
     add = parser.add_argument
     add("--split", default="train", help="split of the data; a file has only train, also train[:100]")
-    add("--batch-size", type=int, default=8)
-    add("--max-length", type=int, default=1024, help="maximum tokens per example")
-    add("--max-examples", type=int, help="maximum number of examples")
+    add("--batch-size", type=reads(Count), default=8)
+    add("--max-length", type=reads(Count), default=1024, help="maximum tokens per example")
+    add("--max-examples", type=reads(Count), help="maximum number of examples")
 
 
 def add_weights_options(parser: argparse.ArgumentParser) -> None:
-    """How the weights are held in memory; `quantization` reads the second."""
-    add = parser.add_argument
+    """How the weights are held in memory."""
+    add, example = parser.add_argument, '{"load_in_4bit": true}'
     add("--dtype", default="auto", help="of the weights: auto, float32, bfloat16 or float16")
-    add("--quantization", metavar="JSON", help=f"fields of BitsAndBytesConfig, e.g. {_QUANTIZATION}")
+    add(
+        "--quantization", metavar="JSON", type=reads(dict[str, Any], f"give JSON like {example}"),
+        help=f"fields of BitsAndBytesConfig, e.g. {example}",
+    )  # fmt: skip
 
 
 def add_figures_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figures", default="png", choices=FORMATS, help="format of the figures")
 
 
-def quantization(options: argparse.Namespace) -> dict[str, Any] | None:
-    """
-    The option `--quantization`.
-
-    Raises:
-        ValueError: it is not a JSON object.
-    """
-    return parse_json("--quantization", options.quantization, _QUANTIZATION)
-
-
-def parse_json(option: str, text: str | None, example: str) -> dict[str, Any] | None:
-    """
-    An option that is a JSON object.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if text is None:
-        return None
-    try:
-        value = read_json(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} {one_line(repr(text))}: give JSON like {example}")
-    return value
-
-
-def read_json(text: str) -> Any:
-    """
-    Raises:
-        ValueError: it is no JSON, or has a key twice.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_with_keys_once)
-    except RecursionError as error:
-        raise ValueError("is too deep") from error
-
-
-def _with_keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("has a key twice")
-    return found
-
-
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- options of training ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -113,37 +92,36 @@ class RunOptions:
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop."})
     processes: int | None = field(default=None, metadata={"help": "With dry_run: plan for this many processes."})
     strategy: str | None = field(
-        default=None, metadata={"help": "With dry_run: what divides the state among them: ddp, fsdp2, zero2 or zero3."}
+        default=None, metadata={"help": "With dry_run: what shards the state among them: ddp, fsdp2, zero2 or zero3."}
     )
 
 
 def _reduced(kind: type, left_out: set[str], types: Mapping[str, Any]) -> type:
     """A dataclass with the fields of another, of types that a command line can give."""
     hints = {**get_type_hints(kind), **types}
-    own: list[Any] = [
+    kept: list[Any] = [
         (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))  # type: ignore[call-overload]
         for f in dataclasses.fields(kind)
         if f.init and f.name not in left_out
     ]
-    return dataclasses.make_dataclass(kind.__name__, own)
+    return dataclasses.make_dataclass(kind.__name__, kept)
 
 
-_WORDS = ("target_modules", "target_projections", "exclude_modules", "layers_pattern", "modules_to_save")
 _MAPPINGS = ("num_experts_pattern", "rank_pattern", "alpha_pattern")
+_LISTS = ("target_modules", "target_projections", "exclude_modules", "layers_pattern", "modules_to_save")
 _LORA = {f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith("lora_")}
-_LORA |= {"use_peft", "use_rslora", "use_dora"}
-ModelOptions = _reduced(ModelConfig, _LORA, {})
+ModelOptions = _reduced(ModelConfig, _LORA | {"use_peft", "use_rslora", "use_dora"}, {})
 AdapterOptions = _reduced(
     MoELoraConfig,
     {f.name for f in dataclasses.fields(PeftConfig)} | {"router_aux_loss_coef"},  # TRL's configs have it
     {
-        **dict.fromkeys(_WORDS, list[str] | None),
+        **dict.fromkeys(_LISTS, list[str] | None),
         **dict.fromkeys(_MAPPINGS, dict),
         "layers_to_transform": list[int] | None,
         "init_lora_weights": str,
     },
 )
-# Options of TRL's that nothing here reads, and what to do instead.
+# TRL's options that nothing here reads, and what to do instead.
 _UNREAD = {
     "trust_remote_code": "code that comes with a model or with data is never run; leave it out",
     "model_init_kwargs": "use model_revision, dtype and attn_implementation",
@@ -154,7 +132,7 @@ _UNREAD = {
 @dataclass(frozen=True)
 class Options:
     """
-    What a training command was told.
+    What a command that trains was told.
 
     Args:
         data, training, model: TRL's `ScriptArguments`, the trainer's config and `ModelConfig`.
@@ -168,47 +146,53 @@ class Options:
     adapter: dict[str, Any]
     run: RunOptions
 
-    def changed_adapter_fields(self) -> list[tuple[str, Any]]:
-        """The fields of `adapter` that are not left as they are."""
-        usual = vars(AdapterOptions())
-        return [(name, value) for name, value in self.adapter.items() if value != usual[name]]
+    @cached_property
+    def base(self) -> Base:
+        """The model to train, or to train an adapter for."""
+        name = self.model.model_name_or_path
+        if name is None:
+            raise ValueError("model_name_or_path=None: name a model folder or a model of the hub")
+        return Base(
+            name, self.model.model_revision, self.model.dtype or "auto", self.model.attn_implementation,
+            get_quantization_config(self.model),
+        )  # fmt: skip
+
+    @property
+    def changed_adapter_fields(self) -> dict[str, Any]:
+        """The fields of `adapter` that do not have their default."""
+        defaults = vars(AdapterOptions())
+        return {name: value for name, value in self.adapter.items() if value != defaults[name]}
 
     def adapter_config(self) -> MoELoraConfig:
-        own = dict(self.adapter)
-        for name in ("target_modules", "exclude_modules"):  # like TRL: a single word may be a regex or "all-linear"
-            if own[name] is not None and len(own[name]) == 1 and not re.fullmatch(r"[\w.]+", own[name][0]):
-                own[name] = own[name][0]
+        fields = dict(self.adapter)
+        for name in ("target_modules", "exclude_modules"):  # as in TRL, a single word may be a regex or "all-linear"
+            if fields[name] is not None and len(fields[name]) == 1 and not re.fullmatch(r"[\w.]+", fields[name][0]):
+                fields[name] = fields[name][0]
         if self.training.router_aux_loss_coef is not None:
-            own["router_aux_loss_coef"] = self.training.router_aux_loss_coef
-        return MoELoraConfig(task_type="CAUSAL_LM", **own)
+            fields["router_aux_loss_coef"] = self.training.router_aux_loss_coef
+        return MoELoraConfig(task_type="CAUSAL_LM", revision=self.model.model_revision, **fields)
 
 
 class TrainingParser(TrlParser):
     """
-    TRL's parser, whose errors are one line that names the key, the value and the remedy.
+    TRL's parser, with a YAML file whose keys and values are checked.
 
     Args:
         config: the trainer's config, e.g. `MoESFTConfig`.
     """
 
-    def __init__(self, config: type, **own: Any) -> None:
-        self.actions: dict[str, argparse.Action] = {}  # by key; of a flag and its `--no_…`, the flag
+    def __init__(self, config: type, **kwargs: Any) -> None:
+        # The classes whose fields are read, and the ones whose types the values in a file must have.
         kinds: list[Any] = [ScriptArguments, config, ModelOptions, AdapterOptions, RunOptions]
-        super().__init__(kinds, allow_abbrev=False, **own)
-        self.hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
-        for name in (*_MAPPINGS, "expert_map"):
-            if name in self.actions:
-                self.actions[name].type = _mapping
-        self.actions["init_lora_weights"].type = _truth_or_word
-        self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
-
-    def add_argument(self, *names: Any, **own: Any) -> Any:
-        action = super().add_argument(*names, **own)
-        self.actions.setdefault(action.dest, action)
-        return action
-
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
+        self.kinds: list[Any] = [ScriptArguments, config, ModelConfig, MoELoraConfig, RunOptions]
+        super().__init__(kinds, allow_abbrev=False, **kwargs)
+        self.actions: dict[str, argparse.Action] = {}  # by key; of a flag and its `--no_…`, the flag
+        for action in self._actions:
+            self.actions.setdefault(action.dest, action)
+        for name in {*_MAPPINGS, "expert_map"} & self.actions.keys():
+            self.actions[name].type = reads(dict[str | int, Any], 'must be JSON like {"name": 4}')
+        self.actions["init_lora_weights"].type = lambda text: {"true": True, "false": False}.get(text.lower(), text)
+        self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings, and with plugins")
 
     def parse_args(self, arguments: Sequence[str]) -> Options:  # type: ignore[override]
         """
@@ -217,72 +201,113 @@ class TrainingParser(TrlParser):
         """
         files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         files.add_argument("--config")
-        found, flags = files.parse_known_args(arguments)
-        if found.config is not None:
-            self._take(_read(found.config), found.config)
-        known, rest = self.parse_known_args(flags)
-        for flag in rest:
-            raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help`"))
-        if known.dry_run and not torch.accelerator.is_available():
+        file, flags = files.parse_known_args(arguments)
+        settings = {} if file.config is None else self._read(file.config)
+        self.set_defaults_with_config(**settings)
+        plans = settings.get("dry_run") or {"--dry_run", "--dry-run"} & set(flags)
+        if plans and not torch.accelerator.is_available():
             self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
+        for flag in self.parse_known_args(flags)[1]:
+            raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help`"))
         try:
             data, training, model, adapter, run, _ = self.parse_args_into_dataclasses(flags)
         except (TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:  # of a library's own checks
             raise ValueError(f"{self.prog}: {one_line(error)}") from error
         for part in (data, training, model):
-            for name in _UNREAD.keys() & vars(part).keys():
-                if value := getattr(part, name):
+            for name, value in vars(part).items():
+                if name in _UNREAD and value:
                     raise ValueError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
         values = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         return Options(data, training, ModelConfig(**values), vars(adapter), run)
 
-    def _take(self, settings: Mapping[str, Any], path: str) -> None:
-        """Make the settings of a file the defaults."""
-        for key, value in settings.items():
-            if key not in self.actions:
-                raise ValueError(f"{path}: {unknown_key(str(key), self.actions, f'`{self.prog} --help`')}")
-            self.actions[key].default = self._value(key, value)
-            self.actions[key].required = False
-
-    def _value(self, key: str, value: Any) -> Any:
-        """A value of a file, of the type that the flag has."""
-        action, hint = self.actions[key], self.hints.get(key, Any)
-        kinds = [get_origin(kind) or kind for kind in (get_args(hint) or (hint,))]
-        if value is None and action.default is not None and not {Any, type(None)} & set(kinds):
-            raise ValueError(f"{key}=null: must have a value; leave it out for {action.default!r}")
-        if isinstance(value, dict) and not {Any, dict} & set(kinds) and key not in ("stages", "expert_map"):
-            raise ValueError(f"{key}={one_line(repr(value), 60)}: must not be a mapping")
-        if value is None or isinstance(value, dict):
-            return value
-        listed = action.nargs in ("+", "*")
-        if isinstance(value, list) and not listed:
-            raise ValueError(f"{key}={value!r}: must be a single value")
-        values = value if isinstance(value, list) else [value]
-        try:
-            found = [action.type(str(one)) if callable(action.type) else one for one in values]
-        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            kind = getattr(action.type, "__name__", "")
-            must = f"must be {kind}" if kind in ("int", "float", "str") else one_line(error)
-            raise ValueError(f"{key}={one_line(repr(value), 60)}: {must}") from error
-        return found if listed else found[0]
+    def _read(self, path: str) -> dict[str, Any]:
+        """The settings of a YAML file."""
+        settings = read_yaml(read_text(path), path)
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path}: must be a mapping of keys to values")
+        with prefixed(path):
+            load_plugins(settings.pop("plugins", ()))
+            for key, value in settings.items():
+                if key not in self.actions or key in ("help", "config"):
+                    raise ValueError(unknown_key(str(key), self.actions, f"`{self.prog} --help`"))
+                if self.actions[key].nargs == "+" and isinstance(value, str):
+                    settings[key] = [value]
+            for kind in self.kinds:
+                names = {f.name for f in dataclasses.fields(kind)} & settings.keys() - {"stages"}
+                validate(kind, {name: settings[name] for name in names})
+        return settings
 
 
-def _read(path: str) -> Mapping[str, Any]:
-    settings = read_yaml(read_text(path), path)
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path}: must be a mapping of keys to values")
-    return settings
+# --- stages of training ----------------------------------------------------------------------------------------------
+
+_STAGES = get_args(Stage)
+_OF_ALL_STAGES = {
+    "training_stage": "the stage's name says this",
+    "output_dir": "it is the folder of the stage's name in output_dir",
+}
 
 
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        found = read_json(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{one_line(repr(text), 60)}: must be JSON like {{"name": 4}}')
+def training_stages(options: Options) -> dict[str, Any]:
+    """
+    The training arguments of each stage, by the section that has them: "stages.routers", …; "" is a single training. A
+    stage has a folder of its own for its checkpoints.
+
+    Labels that supervise routers together with the language loss did harm in "Label-Supervised Routing in Upcycled
+    Mixture of Experts", so if nothing says when they do, routers are trained first and the rest afterwards.
+
+    Raises:
+        ValueError: an unknown stage, or a setting of one that is unknown or wrong.
+    """
+    training, stages = options.training, options.run.stages
+    names = [f.name for f in dataclasses.fields(training) if f.init]
+    for name in names:
+        check_range(name, getattr(training, name))
+    if stages is None and _labels_alone(training):
+        stages = ["routers", "rest"]
+    if stages is None:
+        return {"": training}
+    if not isinstance(stages, (list, dict)) or not stages or len(set(stages)) < len(stages):
+        raise ValueError(f"stages={stages!r}: name some of {', '.join(_STAGES)}, each once")
+    if training.training_stage != "joint":
+        raise ValueError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
+    if len(stages) > 1 and names_checkpoint(training):
+        raise ValueError(
+            f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: is of one of the stages "
+            f"{', '.join(stages)}; use true, or stages.<name>.resume_from_checkpoint"
+        )
+    found = {}
+    for name, settings in (stages if isinstance(stages, dict) else dict.fromkeys(stages)).items():
+        path, settings = f"stages.{name}", {} if settings is None else settings
+        if name not in _STAGES:
+            raise ValueError(choice_error("stages", name, _STAGES))
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path}={settings!r}: must be a mapping of settings")
+        for key in _OF_ALL_STAGES.keys() & settings.keys():
+            raise ValueError(f"{path}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
+        validate(type(training), settings, path)
+        common = {key: getattr(training, key) for key in names}
+        folder = str(Path(str(training.output_dir)) / name)
+        with prefixed(path):
+            found[path] = type(training)(
+                **{**common, "output_dir": folder, **_resolved(settings), **settings, "training_stage": name}
+            )
     return found
 
 
-def _truth_or_word(text: str) -> bool | str:
-    return {"true": True, "false": False}.get(text.lower(), text)
+def _labels_alone(training: Any) -> bool:
+    """Whether labels supervise routers, and nothing says when."""
+    if getattr(training, "expert_map", None) is None or training.router_label_loss_coef == 0:
+        return False
+    whenever = training.training_stage == "joint" and training.router_schedule == "constant"
+    return whenever and not training.router_label_mask
+
+
+def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments of all stages have set by themselves, and a stage changes under another name."""
+    changes: dict[str, Any] = {"bf16": False} if settings.get("fp16") else {}
+    known = {f.name for f in dataclasses.fields(TrainingArguments)}
+    for name in settings:
+        alias = name.replace("gradient_", "activation_")
+        if name.startswith("gradient_checkpoint") and alias in known:
+            changes[alias] = settings[name]
+    return changes

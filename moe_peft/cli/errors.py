@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..utils.validation import out_of_memory
+from ..utils.messages import out_of_memory
 
 INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

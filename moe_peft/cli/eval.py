@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import Annotated
+
+from pydantic import Field
 
 from ..evaluation import TaskSettings, evaluate_model
 from ..utils.distributed import leave_processes
-from .arguments import add_figures_option, add_weights_options, quantization
+from ..utils.validation import Seed
+from .arguments import add_figures_option, add_weights_options, reads
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -23,21 +27,43 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="tasks, groups, tags, patterns or YAML files, also with commas",
     )
     add("--include-path", "--include_path", metavar="FOLDER", help="a folder with further tasks")
-    add("--num-fewshot", "--num_fewshot", type=int, metavar="N", help="examples in the context")
+    add(
+        "--num-fewshot",
+        "--num_fewshot",
+        type=reads(Annotated[int, Field(ge=0)]),
+        metavar="N",
+        help="examples in the context",
+    )
     add("--batch-size", "--batch_size", default="8", metavar="N", help="requests per forward pass, or auto")
-    add("--limit", type=float, metavar="N", help="examples per task, or below 1 their share")
+    add(
+        "--limit",
+        type=reads(Annotated[float, Field(gt=0)]),
+        metavar="N",
+        help="examples per task, or below 1 their share",
+    )
     add(
         "--apply-chat-template", "--apply_chat_template", nargs="?", const=True, default=False, metavar="NAME",
         help="put prompts into the chat template",
     )  # fmt: skip
-    add("--seed", type=int, help="of random numbers, example choice included; default: the harness's seeds")
-    add("--experts", metavar="N,N,…", help="let routers choose among these only; a single one gets all tokens")
+    add("--seed", type=reads(Seed), help="of random numbers, example choice included; default: the harness's seeds")
+    add(
+        "--experts",
+        metavar="N,N,…",
+        type=_experts,
+        help="let routers choose among these only; a single one gets all tokens",
+    )
     add("--each-expert", action="store_true", help="evaluate each expert alone, too (of --experts, if given)")
     add_weights_options(parser)
     add("--output", default="evaluation", metavar="FOLDER", help="folder for results.json, results.md and the figure")
     add_figures_option(parser)
     parser.set_defaults(figures=None)
     return parser
+
+
+def _experts(text: str) -> list[int]:
+    """Indices with commas."""
+    read = reads(list[Annotated[int, Field(ge=0, le=2**16)]], "give numbers with commas, e.g. 0,3")
+    return sorted(set(read(f"[{text}]")))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -58,19 +84,10 @@ def run(options: argparse.Namespace) -> None:
         options.output,
         base=options.base,
         with_base=not options.no_base,
-        experts=_experts(options.experts),
+        experts=options.experts,
         each_expert=options.each_expert,
         dtype=options.dtype,
-        quantization=quantization(options),
+        quantization=options.quantization,
         suffix=f".{options.figures or 'png'}",
     )
     leave_processes()
-
-
-def _experts(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return sorted({int(one) for one in text.split(",")})
-    except ValueError as error:
-        raise ValueError(f"--experts {text!r}: give numbers with commas, e.g. 0,3") from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ..analysis.inspect import inspect_model
-from .arguments import add_data_options, add_figures_option, add_weights_options, parse_json, quantization
+from ..utils.validation import Count
+from .arguments import add_data_options, add_figures_option, add_weights_options, reads
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -17,12 +18,16 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--expert-map",
         metavar="JSON",
+        type=reads(dict[str | int, list[int]], 'give JSON like {"code": [0, 1], "prose": [2, 3]}'),
         help='domain → experts, for compliance, e.g. {"code": [0, 1]}, or masks, {"code": [1, 1, 0, 0]}',
     )
     add_data_options(parser)
     add_weights_options(parser)
     parser.add_argument(
-        "--position-width", type=int, metavar="TOKENS", help="compliance by this many positions, not by doubling widths"
+        "--position-width",
+        type=reads(Count),
+        metavar="TOKENS",
+        help="compliance by this many positions, not by doubling widths",
     )
     add_figures_option(parser)
     parser.add_argument("--html", action="store_true", help="also write report.html, a page that explains itself")
@@ -35,10 +40,10 @@ def run(options: argparse.Namespace) -> None:
         options.data,
         options.output,
         label_column=options.label_column,
-        expert_map=parse_json("--expert-map", options.expert_map, '{"code": [0, 1], "prose": [2, 3]}'),
+        expert_map=options.expert_map,
         split=options.split,
         dtype=options.dtype,
-        quantization=quantization(options),
+        quantization=options.quantization,
         position_width=options.position_width,
         suffix=f".{options.figures}",
         html=options.html,

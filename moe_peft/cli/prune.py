@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ..pruning import Pruning, prune_experts
 from ..pruning.prune import MIN_LOAD
-from ..utils.validation import one_line
-from .arguments import add_data_options, read_json
+from ..utils.validation import Count, Share
+from .arguments import add_data_options, reads
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -23,16 +23,22 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--label-column", help="column that holds the domains, for losses by domain")
     parser.add_argument(
         "--min-load",
-        type=float,
+        type=reads(Share),
         metavar="SHARE",
         help=f"with --data, drop experts with a smaller share of their layer's assignments ({MIN_LOAD})",
     )
     parser.add_argument(
-        "--merge-twins", type=float, metavar="COSINE", help="merge experts that are at least this much alike, e.g. 0.99"
+        "--merge-twins",
+        type=reads(Share),
+        metavar="COSINE",
+        help="merge experts that are at least this much alike, e.g. 0.99",
     )
-    parser.add_argument("--experts-per-layer", type=int, metavar="N", help="keep this many in every layer")
+    parser.add_argument("--experts-per-layer", type=reads(Count), metavar="N", help="keep this many in every layer")
     parser.add_argument(
-        "--drop", metavar="JSON", help='experts to drop: [1, 3] in every layer, or by layer, {"0": [1], "5": [2]}'
+        "--drop",
+        metavar="JSON",
+        type=reads(list[int] | dict[str | int, list[int]], 'give JSON like [1, 3] or {"0": [1], "5": [2]}'),
+        help='experts to drop: [1, 3] in every layer, or by layer, {"0": [1], "5": [2]}',
     )
     parser.add_argument("--dtype", default="auto", help="of the weights while data run through them")
     add_data_options(parser)
@@ -40,41 +46,28 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    own = {name: value for name, value in vars(options).items() if name not in ("model", "output", "drop")}
-    found = prune_experts(options.model, options.output, drop=_parse(options.drop), **own)
-    print_pruning(found)
+    settings = {name: value for name, value in vars(options).items() if name not in ("model", "output")}
+    print_pruning(prune_experts(options.model, options.output, **settings))
     print(options.output)
 
 
-def print_pruning(found: Pruning) -> None:
+def print_pruning(pruning: Pruning) -> None:
     """Tables of what became of the experts, and of the size and the loss before and after."""
     console = Console(markup=False, emoji=False)
     table = Table("layer", "experts", "dropped", "merged", "tokens that lost an expert", title="Pruning")
-    for i, layer in enumerate(found.layers):
+    for i, layer in enumerate(pruning.layers):
         merged = "; ".join("+".join(map(str, group)) for group in layer.groups if len(group) > 1)
-        lost = "" if found.lost is None else f"{found.lost['layers'][i]:.1%}"
+        lost = "" if pruning.lost is None else f"{pruning.lost['layers'][i]:.1%}"
         count = f"{layer.num_experts} → {len(layer.groups)}"
         table.add_row(layer.name, count, ", ".join(map(str, layer.dropped)), merged, lost)
     console.print(table)
     table = Table("", "before", "after")
     for row, name in (("parameters", "total"), ("active per token", "active")):
-        table.add_row(row, *(f"{getattr(found.size[when], name):,}" for when in ("before", "after")))
-    for domain in (found.loss or {"before": {}})["before"]:
-        assert found.loss is not None
-        table.add_row(f"loss: {domain}", *(f"{found.loss[when][domain]:.4f}" for when in ("before", "after")))
+        table.add_row(row, *(f"{getattr(pruning.size[when], name):,}" for when in ("before", "after")))
+    for domain in (pruning.loss or {"before": {}})["before"]:
+        assert pruning.loss is not None
+        table.add_row(f"loss: {domain}", *(f"{pruning.loss[when][domain]:.4f}" for when in ("before", "after")))
     console.print(table)
-    for what, shares in (("lost an expert", found.lost), ("had one that is merged", found.merged)):
+    for what, shares in (("lost an expert", pruning.lost), ("had one that is merged", pruning.merged)):
         if shares is not None and shares["any_layer"]:
             console.print(f"tokens that {what} in any layer: {shares['any_layer']:.1%}", highlight=False)
-
-
-def _parse(text: str | None) -> dict[str, list[int]] | list[int] | None:
-    if text is None:
-        return None
-    try:
-        found = read_json(text)
-        if found is None:
-            raise ValueError("null")
-        return found
-    except ValueError as error:
-        raise ValueError(f'--drop {one_line(repr(text))}: give JSON like [1, 3] or {{"0": [1], "5": [2]}}') from error

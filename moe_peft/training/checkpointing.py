@@ -1,13 +1,8 @@
 """
-Which checkpoints of a training were written to the end, and are still as they were.
+Training that may be killed at any moment and, run again, resumes and ends with the same bytes.
 
-Whether the checkpoints in a folder are those of the training that wants to go on from them.
-
-Trainers that save no weights which have diverged.
-
-Resumes the training of native MoEs from a checkpoint.
-
-Training that may be killed at any moment and, run again, goes on and ends with the same bytes.
+A checkpoint is complete when the file `complete.json` in it says so, which has the sizes and hashes of the other files
+and the fingerprint of the training. Without it, a checkpoint counts for nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +14,14 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import gather_object
-from peft import PeftModel, set_peft_model_state_dict
+from peft import PeftConfig, PeftModel, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
@@ -38,175 +32,147 @@ from transformers.training_args import TrainingArguments
 
 from ..models.introspection import native_routers
 from ..native.router_files import router_tensors
-from ..utils.distributed import shape_of
-from ..utils.io import read_object
-from ..utils.validation import one_line
+from ..utils.distributed import on_main_process, shape_of
+from ..utils.io import hash_file, read_json, remove, write_json
+from ..utils.messages import one_line
 from .estimate import steps_and_rows
-from .preflight import refuse_arguments, save_whole
+from .preflight import refuse_arguments
 from .progress import show_progress
 from .trainable import base_values
 
-# --- whole -----------------------------------------------------------------------------------------------------------
+logger = logging.getLogger("moe_peft")
 
-WHOLE = "whole"  # a file that says so, with the lengths of the files beside it, and hashes of all but large ones
-_LARGE = 2**30  # bytes; a shard of a whole model is not hashed, as all processes would wait for that at each saving
+# --- fingerprint -----------------------------------------------------------------------------------------------------
 
-
-def mark_whole(checkpoint: Path) -> None:
-    """Say that a checkpoint is whole as it is now."""
-    _note(checkpoint, {name: [length, _hash(checkpoint / name)] for name, length in _lengths(checkpoint)})
-
-
-def remove_from(checkpoint: Path, name: str) -> None:
-    """Remove a file of a checkpoint, which stays whole."""
-    _note(checkpoint, {other: noted for other, noted in _noted(checkpoint).items() if other != name})
-    (checkpoint / name).unlink()
-
-
-def _note(checkpoint: Path, files: dict[str, Any]) -> None:
-    (checkpoint / f"{WHOLE}.partial").write_text(json.dumps(files))
-    (checkpoint / f"{WHOLE}.partial").replace(checkpoint / WHOLE)
-
-
-def _lengths(checkpoint: Path) -> Iterator[tuple[str, int]]:
-    for path in sorted(checkpoint.rglob("*")):
-        if path.is_file() and not path.name.startswith(WHOLE):
-            yield str(path.relative_to(checkpoint)), path.stat().st_size
-
-
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _hash(path: Path) -> str | None:
-    return None if path.stat().st_size > _LARGE else hash_file(path)
-
-
-def _noted(checkpoint: Path) -> dict[str, Any]:
-    """What the file says, if it says anything."""
-    try:
-        found = json.loads((checkpoint / WHOLE).read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {name: noted if isinstance(noted, list) else [noted, None] for name, noted in found.items()}  # lengths once
-
-
-def numbered_checkpoints(folder: Path) -> dict[int, Path]:
-    """A trainer's checkpoints by step, whole or not; none of the folders that others made beside them."""
-    named = ((re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name), path) for path in folder.glob("*"))
-    return dict(sorted((int(name[1]), path) for name, path in named if name and path.is_dir()))
-
-
-def whole_checkpoints(folder: Path, thoroughly: bool = False) -> dict[int, Path]:
-    """
-    By step. A file that is missing or cut off makes a checkpoint a broken one.
-
-    Args:
-        thoroughly: so does a file with other bytes.
-    """
-    return {step: path for step, path in numbered_checkpoints(folder).items() if _is_whole(path, thoroughly)}
-
-
-def _is_whole(checkpoint: Path, thoroughly: bool) -> bool:
-    files, lengths = _noted(checkpoint), dict(_lengths(checkpoint))
-    as_long = bool(files) and all(lengths.get(name) == noted[0] for name, noted in files.items())
-    hashes = {name: noted[1] for name, noted in files.items() if noted[1] is not None}
-    return as_long and not (thoroughly and any(_hash(checkpoint / name) != known for name, known in hashes.items()))
-
-
-# --- continuing ------------------------------------------------------------------------------------------------------
-
-NOTE = "training.json"
-# Arguments that decide what is trained, beside those that begin with `router_`.
-_DECISIVE = {
-    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
-    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "seed", "data_seed", "label_smoothing_factor", "neftune_noise_alpha", "max_length",
-    "packing", "completion_only_loss", "assistant_only_loss", "training_stage", "expert_map", "beta", "loss_type",
-    "bf16", "fp16", "dataloader_drop_last", "train_sampling_strategy", "average_tokens_across_devices",
-    "optim_target_modules", "truncation_mode", "disable_dropout", "label_smoothing", "loss_weights", "ld_alpha",
-    "f_divergence_type", "f_alpha_divergence_coef", "use_weighting", "discopop_tau", "desirable_weight",
-    "undesirable_weight", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps",
+# Training arguments that do not change what is trained: what is shown, logged, evaluated and saved on the way, and how
+# rows are loaded. All others count.
+INCIDENTAL = {
+    "output_dir", "resume_from_checkpoint", "report_to", "run_name", "project", "trackio_space_id",
+    "trackio_bucket_id", "trackio_static_space_id", "disable_tqdm", "debug", "log_level", "log_level_replica",
+    "log_on_each_node", "logging_dir", "logging_strategy", "logging_first_step", "logging_steps",
+    "logging_nan_inf_filter", "include_num_input_tokens_seen", "include_tokens_per_second", "skip_memory_metrics",
+    "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node",
+    "enable_jit_checkpoint", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo",
+    "hub_always_push", "hub_revision", "do_train", "do_eval", "do_predict", "eval_strategy", "eval_on_start",
+    "eval_steps", "eval_delay", "eval_accumulation_steps", "eval_packing", "per_device_eval_batch_size",
+    "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics", "prediction_loss_only",
+    "include_for_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
+    "dataloader_prefetch_factor", "dataset_num_proc", "torch_empty_cache_steps", "ddp_timeout", "local_rank",
+    "restore_callback_states_from_checkpoint",
 }  # fmt: skip
+_LENGTH = {"num_train_epochs", "max_steps"}  # may grow when a training resumes
 _SAMPLE = 200  # rows of the data that are looked at
 
 
-def claim(trainer: Any, folder: Path | None, **more: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Fingerprint:
     """
-    Have a trainer note in its checkpoints what is trained. If `folder` has a note, check that it says the same.
+    What identifies a training.
 
     Args:
-        folder: the checkpoint that the training goes on from, or a folder in which all are of one training; None: it
-            begins anew.
-        more: to be noted, too.
-
-    Returns:
-        what is noted.
-
-    Raises:
-        ValueError: they are of another training.
+        facts: by name, as JSON has them.
     """
-    facts = {**_facts(trainer), **more}
-    noted = read_object(folder / NOTE) if folder is not None and (folder / NOTE).is_file() else None
-    unknown = {f.name for f in fields(trainer.args)} - (noted or {}).keys()  # arguments that an older note has not
-    for name in {**(noted or {}), **facts}:
-        if noted is not None and name not in unknown and noted.get(name) != facts.get(name):
-            raise ValueError(
-                f"{str(folder)!r}: is of another training, with {name} "
-                f"{one_line(str(noted.get(name)), 40)} and not {one_line(str(facts.get(name)), 40)}; choose another "
-                "output_dir, or remove it"
-            )
-    trainer.add_callback(_Note(facts))
-    return facts
+
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, trainer: Any, **more: Any) -> Fingerprint:
+        """
+        Of a trainer: its arguments (but for `INCIDENTAL` ones and its length), adapter, data and base.
+
+        Args:
+            more: what identifies it, too.
+        """
+        args, model, data = trainer.args, trainer.model, trainer.train_dataset
+        names = {f.name for f in fields(args) if f.init} - INCIDENTAL - _LENGTH
+        sample = range(0, len(data), -(-len(data) // _SAMPLE))
+        trained = sorted((name, list(shape_of(p))) for name, p in model.named_parameters() if p.requires_grad)
+        facts = {
+            "trainer": type(trainer).__name__,
+            **{name: getattr(args, name) for name in sorted(names)},
+            **(_adapter_facts(model.peft_config[model.active_adapter]) if isinstance(model, PeftModel) else {}),
+            "rows": len(data),
+            "data": _digest([data[i] for i in sample]),
+            "trained parameters": _digest(trained),
+            "base": _digest(base_values(model)),
+            **more,
+        }
+        return cls(json.loads(json.dumps(facts, default=str)))
+
+    def difference(self, other: Fingerprint) -> str | None:
+        """The first fact that differs, with its value here and in the other one; None if all are the same."""
+        for name in {**self.facts, **other.facts}:
+            here, there = self.facts.get(name), other.facts.get(name)
+            if here != there:
+                return f"{name} {one_line(here, 40)} and not {one_line(there, 40)}"
+        return None
 
 
-class _Note(TrainerCallback):
-    """Writes the note into each checkpoint: an output folder may have those of several trainings."""
-
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.facts = facts
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if args.should_save:
-            write_note(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self.facts)
-
-
-def write_note(folder: Path, facts: dict[str, Any]) -> None:
-    """Note in a folder what is trained there, as `claim` returned it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{NOTE}.partial"
-    partial.write_text(json.dumps(facts, indent=2))
-    partial.replace(folder / NOTE)
-
-
-def _facts(trainer: Any) -> dict[str, Any]:
-    known = {f.name for f in fields(trainer.args)}
-    names = [name for name in sorted(known) if name in _DECISIVE or name.startswith("router_")]
-    data = trainer.train_dataset
-    sample = range(0, len(data), -(-len(data) // _SAMPLE))
-    trained = sorted((name, list(shape_of(p))) for name, p in trainer.model.named_parameters() if p.requires_grad)
-    facts = {
-        "trainer": type(trainer).__name__,
-        "rows": len(data),
-        **{name: getattr(trainer.args, name) for name in names},
-        **{name: getattr(trainer, name) for name in ("alpha", "objective") if hasattr(trainer, name)},
-        "data": _digest([data[i] for i in sample]),
-        "trained parameters": _digest(trained),
-        "base": _digest(base_values(trainer.model)),
-    }
-    return json.loads(json.dumps(facts, default=str))  # as it will be read again
+def _adapter_facts(config: PeftConfig) -> dict[str, Any]:
+    names = {f.name for f in fields(config)} - {f.name for f in fields(PeftConfig)}
+    values = {name: getattr(config, name) for name in sorted(names)}
+    return {name: sorted(value, key=str) if isinstance(value, (list, set)) else value for name, value in values.items()}
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-# --- saving ----------------------------------------------------------------------------------------------------------
+# --- complete checkpoints --------------------------------------------------------------------------------------------
 
-logger = logging.getLogger("moe_peft")
+MARKER = "complete.json"
+_LARGE = 2**30  # bytes; larger files are not hashed, as all processes would wait for that at each save
+
+
+def mark_complete(checkpoint: Path, fingerprint: Fingerprint) -> None:
+    """Say that a checkpoint is complete as it is now, and of which training."""
+    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARKER)
+    files = {str(path.relative_to(checkpoint)): [path.stat().st_size, _hash(path)] for path in paths}
+    write_json(checkpoint / MARKER, {"fingerprint": fingerprint.facts, "files": files})
+
+
+def _hash(path: Path) -> str | None:
+    return None if path.stat().st_size > _LARGE else hash_file(path)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether all files of a checkpoint are there, as they were when it was marked."""
+    files = _marker(checkpoint).get("files")
+    if not isinstance(files, dict):
+        return False
+    paths = {checkpoint / name: noted for name, noted in files.items()}
+    return all(path.is_file() and [path.stat().st_size, _hash(path)] == noted for path, noted in paths.items())
+
+
+def _marker(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return read_json(checkpoint / MARKER)
+    except ValueError:
+        return {}
+
+
+def fingerprint_of(checkpoint: Path) -> Fingerprint:
+    """Of the training that wrote a complete checkpoint."""
+    return Fingerprint(_marker(checkpoint)["fingerprint"])
+
+
+def numbered_checkpoints(folder: Path) -> dict[int, Path]:
+    """A trainer's checkpoints by step, complete or not."""
+    named = ((re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name), path) for path in folder.glob("*"))
+    return dict(sorted((int(name[1]), path) for name, path in named if name and path.is_dir()))
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The last complete checkpoint in a folder."""
+    for checkpoint in reversed(numbered_checkpoints(folder).values()):
+        if is_complete(checkpoint):
+            return checkpoint
+        logger.warning("%s: is not complete; passed over", checkpoint)
+    return None
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -263,6 +229,10 @@ def _largest(parameter: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(own, torch.inf) if own.numel() else torch.zeros(())
 
 
+def _has_optimizer(checkpoint: Path) -> bool:
+    return any(checkpoint.glob("optimizer*")) or any(checkpoint.glob("global_step*"))
+
+
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
@@ -298,10 +268,10 @@ def _load_native(model: Any, folder: str) -> None:
     model.load_state_dict({**state, **router_tensors(model, folder)})
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- training --------------------------------------------------------------------------------------------------------
 
 _NOT_MODEL = (
-    WHOLE, NOTE, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
+    MARKER, "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin",
     "pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py",
 )  # fmt: skip
 
@@ -320,37 +290,56 @@ class Trained:
 
     def metrics(self) -> dict[str, float]:
         """The last record's losses, and the number of steps."""
-        last = (
-            {key: value for key, value in self.history[-1].items() if isinstance(value, float)} if self.history else {}
-        )
-        return {**last, "steps": max(self.checkpoints)}
+        last = self.history[-1] if self.history else {}
+        losses = {key: value for key, value in last.items() if isinstance(value, float)}
+        return {**losses, "steps": max(self.checkpoints)}
 
 
-class _Checkpoints(TrainerCallback):
+class MarkComplete(TrainerCallback):
+    """Marks each checkpoint of a training when all processes have written their part of it."""
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.fingerprint = fingerprint
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        checkpoint = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        on_main_process(lambda: mark_complete(checkpoint, self.fingerprint))
+
+
+class _Checkpoints(MarkComplete):
     """
-    Save at given steps, every `save_steps` and at the end, and mark what is whole. Each save comes with a log, so that
-    the averages of a run that goes on from it begin where they began in a run that was not stopped.
+    Saves at given steps, every `save_steps` and at the end. Each save comes with a log, so that the averages of a run
+    that resumes from it begin where they began in a run that was not stopped.
+
+    Args:
+        keep: steps whose checkpoints stay. Of others, only the last one does.
     """
 
-    def __init__(self, keep: Collection[int]) -> None:
+    def __init__(self, fingerprint: Fingerprint, keep: Collection[int]) -> None:
+        super().__init__(fingerprint)
         self.keep = set(keep)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         step = state.global_step
         if step in self.keep or step % int(args.save_steps) == 0 or step >= state.max_steps:
             control.should_log = control.should_save = True
+            # What a killed run left of this checkpoint must not mix with it.
+            on_main_process(lambda: remove(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        PartialState().wait_for_everyone()  # every process writes its part of a checkpoint
-        if not state.is_world_process_zero:
-            return
-        folder = Path(str(args.output_dir))
-        mark_whole(folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        for step, older in whole_checkpoints(folder).items():
-            if step < state.global_step and step not in self.keep:
+        super().on_save(args, state, control, **kwargs)
+        on_main_process(lambda: self._remove_older(Path(str(args.output_dir)), state.global_step))
+
+    def _remove_older(self, folder: Path, last: int) -> None:
+        for step, older in numbered_checkpoints(folder).items():
+            if step >= last or not (older / MARKER).is_file():
+                continue
+            if step not in self.keep:
                 shutil.rmtree(older)
-            elif step < state.global_step and (older / "optimizer.pt").is_file():
-                remove_from(older, "optimizer.pt")  # the most of it, and only for going on from there
+            elif "optimizer.pt" in (marker := _marker(older)).get("files", {}):
+                del marker["files"]["optimizer.pt"]  # most of it, and only needed to resume from there
+                write_json(older / MARKER, marker)
+                (older / "optimizer.pt").unlink()
 
 
 def total_steps(trainer: Trainer) -> int:
@@ -363,13 +352,20 @@ def step_rows(args: TrainingArguments) -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
-def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
+def save_full_weights(trainer: Trainer) -> None:
+    """Have FSDP write full weights, as any other trainer does; of sharded ones `save_model` writes nothing."""
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+
+
+def train(trainer: Trainer, keep: Collection[int] = (), **facts: Any) -> Trained:
     """
-    Train for `total_steps(trainer)`, from the last whole checkpoint in `trainer.args.output_dir` if there is one.
+    Train for `total_steps(trainer)`, from the last complete checkpoint in `trainer.args.output_dir` if there is one.
 
     Args:
-        trainer: made anew, from the same model, data and arguments as the run that was stopped.
+        trainer: recreated from the same model, data and arguments as the run that was stopped.
         keep: steps whose checkpoints stay. The last one always does.
+        facts: what identifies the training, beside its fingerprint.
 
     Raises:
         ValueError: the folder has checkpoints of another training, or an argument is not for a training like this.
@@ -379,59 +375,121 @@ def train(trainer: Trainer, keep: Collection[int] = ()) -> Trained:
     trainer.args.max_steps = steps
     if trainer.args.save_steps < 1:  # a share of all steps
         trainer.args.save_steps = math.ceil(steps * trainer.args.save_steps)
-    save_whole(trainer)
+    save_full_weights(trainer)
     folder = Path(trainer.args.output_dir)
-    if trainer.args.should_save:
-        _mend_note(folder)
-    PartialState().wait_for_everyone()
-    if not (folder / NOTE).is_file() and numbered_checkpoints(folder) and not whole_checkpoints(folder):
-        raise ValueError(f"{str(folder)!r}: has checkpoints of another training; choose another output_dir")
-    facts = claim(trainer, folder, steps=steps)
-    PartialState().wait_for_everyone()  # all have read
-    if trainer.args.should_save:
-        write_note(folder, facts)  # now, so that broken checkpoints without a whole one are known as ours
-    if trainer.args.should_save and folder.is_dir():
-        whole = set(whole_checkpoints(folder, thoroughly=True).values())
-        for broken in sorted(set(numbered_checkpoints(folder).values()) - whole):
-            logger.warning("%s: is cut off or damaged; removed", broken)
-            shutil.rmtree(broken)
-    PartialState().wait_for_everyone()
-    before = whole_checkpoints(folder)
-    latest = max(before, default=0)
-    lost = min((step for step in (*keep, steps) if step < latest and step not in before), default=steps)
+    fingerprint = Fingerprint.of(trainer, steps=steps, **facts)
+    complete = on_main_process(lambda: _own_checkpoints(folder, fingerprint))
+    # A kept checkpoint that is missing, or damaged, is trained again; it has lost its optimizer's state.
+    latest = max(complete, default=0)
+    lost = min((step for step in (*keep, steps) if step < latest and step not in complete), default=steps)
     if latest < steps or lost < steps:
-        trainer.add_callback(_Checkpoints(keep))
+        trainer.add_callback(_Checkpoints(fingerprint, keep))
         show_progress(trainer)
-        # One that is kept has lost its optimizer's state when a later one was saved, which may be damaged now.
-        resumable = [
-            path
-            for step, path in before.items()
-            if step < lost and (any(path.glob("optimizer*")) or any(path.glob("global_step*")))
-        ]
+        resumable = [path for step, path in complete.items() if step < lost and _has_optimizer(path)]
         trainer.train(resume_from_checkpoint=str(resumable[-1]) if resumable else None)
-    else:
-        if isinstance(trainer.model, PeftModel):
-            name = trainer.model.active_adapter
-            weights = load_peft_weights(str(_adapter(before[latest], name)), device="cpu")
-            set_peft_model_state_dict(trainer.model, weights, adapter_name=name)
-    PartialState().wait_for_everyone()
-    checkpoints = whole_checkpoints(folder)
-    state = TrainerState.load_from_json(str(checkpoints[steps] / TRAINER_STATE_NAME))
+        complete = on_main_process(
+            lambda: {s: p for s, p in numbered_checkpoints(folder).items() if s in {*keep, steps}}
+        )
+    elif isinstance(trainer.model, PeftModel):
+        name = trainer.model.active_adapter
+        weights = load_peft_weights(str(_adapter(complete[latest], name)), device="cpu")
+        set_peft_model_state_dict(trainer.model, weights, adapter_name=name)
+    state = TrainerState.load_from_json(str(complete[steps] / TRAINER_STATE_NAME))
     # `num_tokens` counts from the last start of the process.
     history = [{k: v for k, v in record.items() if k != "num_tokens"} for record in state.log_history]
-    return Trained(history, checkpoints)
+    return Trained(history, complete)
 
 
-def _mend_note(folder: Path) -> None:
-    """Put the last checkpoint's note in the place of one that cannot be read any more."""
-    if (folder / NOTE).is_file():
-        try:
-            read_object(folder / NOTE)
-        except ValueError as error:
-            logger.warning("%s; taken from the last checkpoint", error)
-            (folder / NOTE).unlink()
-            for checkpoint in list(whole_checkpoints(folder, thoroughly=True).values())[-1:]:
-                shutil.copy(checkpoint / NOTE, folder / NOTE)
+def _own_checkpoints(folder: Path, fingerprint: Fingerprint) -> dict[int, Path]:
+    """The complete checkpoints in a folder, by step."""
+    complete = {step: path for step, path in numbered_checkpoints(folder).items() if is_complete(path)}
+    for path in complete.values():
+        check_same(path, fingerprint)
+    return complete
+
+
+def check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
+    """
+    Raises:
+        ValueError: a complete checkpoint is of another training.
+    """
+    difference = fingerprint_of(checkpoint).difference(fingerprint)
+    if difference is not None:
+        raise ValueError(
+            f"{str(checkpoint)!r}: is of another training, with {difference}; set that, or choose another output_dir"
+        )
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+_YES, _NO = ("true", "1"), ("none", "false", "0")
+
+
+def resumes(args: TrainingArguments) -> bool:
+    """Whether training arguments ask for a checkpoint to resume from."""
+    return str(args.resume_from_checkpoint).lower() not in _NO
+
+
+def names_checkpoint(args: TrainingArguments) -> bool:
+    """Whether training arguments name one, and not just the last."""
+    return str(args.resume_from_checkpoint).lower() not in (*_YES, *_NO)
+
+
+def train_or_resume(trainer: Trainer) -> None:
+    """
+    Train as the trainer's arguments say. If `resume_from_checkpoint` is true, from the last complete checkpoint in
+    `output_dir`, or from the beginning if there is none; if it is a checkpoint's folder, from that.
+
+    Raises:
+        ValueError: the checkpoint is not complete, or of another training, or has more steps.
+    """
+    save_full_weights(trainer)
+    fingerprint = Fingerprint.of(trainer)
+    trainer.add_callback(MarkComplete(fingerprint))
+    checkpoint = on_main_process(lambda: _checkpoint_to_resume(trainer.args, fingerprint))
+    if checkpoint is None or not _load_if_done(trainer, checkpoint):
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+
+
+def _checkpoint_to_resume(args: TrainingArguments, fingerprint: Fingerprint) -> Path | None:
+    if not resumes(args):
+        return None
+    if names_checkpoint(args):
+        checkpoint = Path(str(args.resume_from_checkpoint))
+        if not is_complete(checkpoint):
+            raise ValueError(
+                f"resume_from_checkpoint={str(checkpoint)!r}: is not a complete checkpoint; name another, or use true"
+            )
+    else:
+        last = last_checkpoint(Path(str(args.output_dir)))
+        if last is None:
+            logger.info("%s: no complete checkpoint; training from the beginning", args.output_dir)
+            return None
+        checkpoint = last
+    check_same(checkpoint, fingerprint)
+    logger.info("resuming from %s", checkpoint)
+    return checkpoint
+
+
+def _load_if_done(trainer: Any, checkpoint: Path) -> bool:
+    """If a checkpoint has all steps of the training, load it, as the trainer would take one more."""
+    args, state = trainer.args, TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    if args.auto_find_batch_size and state.train_batch_size is not None:
+        trainer._train_batch_size = state.train_batch_size  # as the trainer does
+    steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
+    if state.global_step < steps:
+        return False
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if steps < state.global_step or sharded:
+        name, value = ("max_steps", steps) if args.max_steps > 0 else ("num_train_epochs", args.num_train_epochs)
+        raise ValueError(
+            f"{name}={value}: {checkpoint} has {state.global_step} steps already; raise {name}, or start anew"
+        )
+    trainer._load_from_checkpoint(str(checkpoint))
+    trainer.state = state
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        trainer._load_best_model()
+    return True
 
 
 def copy_result(checkpoint: Path, folder: Path, adapter_name: str = "default") -> None:

@@ -11,7 +11,7 @@ import glob
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from trl import is_conversational
 from trl.data_utils import maybe_convert_to_chatml
 
 from ..utils.io import reading
-from ..utils.validation import one_line
+from ..utils.messages import one_line
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
@@ -281,3 +282,58 @@ def _message(what: str, message: Any, template: Callable[[], Any]) -> dict[str, 
     if not isinstance(content, (str, list)) and not message.get("tool_calls"):
         raise ValueError(f"{what}: content={one_line(repr(content), 60)} of the role {role!r}: must be a text")
     return {**message, "role": role, "content": content}
+
+
+# --- leaving: datasets ---
+
+
+def check_dataset(caller: str, dataset: Any, columns: Collection[str] = ()) -> None:
+    """
+    Check a data set, on whose faults TRL stops with a StopIteration or a KeyError.
+
+    Args:
+        columns: it must have one of these; none: any will do.
+
+    Raises:
+        ValueError: it has no rows, or none of the columns.
+    """
+    if not isinstance(dataset, Dataset):
+        return
+    if not len(dataset):
+        raise ValueError(f"{caller}: train_dataset: no examples; give at least one")
+    if columns and not set(columns) & set(dataset.column_names):
+        raise ValueError(f"{caller}: train_dataset: columns {dataset.column_names}: needs {', '.join(sorted(columns))}")
+
+
+def check_answers(path: str, dataset: Any, completion_only: bool | None, assistant_only: bool | None) -> None:
+    """
+    Check that a data set has the answers that the loss is to be restricted to.
+
+    Args:
+        path: begins the message.
+        completion_only, assistant_only: `SFTConfig`'s `completion_only_loss` and `assistant_only_loss`.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not isinstance(dataset, Dataset):
+        return
+    if completion_only and not {"completion", "completion_mask"} & set(dataset.column_names):
+        raise ValueError(
+            f"{path}completion_only_loss=True: the data have no completions; use columns prompt and completion, or "
+            "assistant_only_loss for conversations"
+        )
+    if assistant_only and "assistant_masks" not in dataset.column_names and not is_conversational(dataset[0]):
+        raise ValueError(
+            f"{path}assistant_only_loss=True: the data have no conversations; use a column of messages, or "
+            "completion_only_loss for prompts and completions"
+        )
+
+
+def check_learnable(caller: str, dataset: Any, args: Any) -> None:
+    """
+    Raises:
+        ValueError: a prepared data set has no rows, as TRL leaves out those without a token to learn.
+    """
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError(f"{caller}: max_length={args.max_length}: no example keeps a token to learn from; raise it")

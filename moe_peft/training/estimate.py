@@ -10,11 +10,17 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from peft import PeftModel
+from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from ..utils.loading import chat_template
-from ..utils.validation import choice_error
+from ..models.introspection import router_parameters
+from ..models.model_size import model_size
+from ..utils.loading import Base, chat_template
+from ..utils.messages import choice_error
+from .trainable import freeze_for_stage
 
 _SAMPLED_ROWS = 500  # for the mean length
 # TRL computes logits and their gradients in tiles of at most so many tokens and words.
@@ -121,6 +127,43 @@ def memory(
         whole = 2 * (largest + trained.itemsize * held // model.config.get_text_config().num_hidden_layers) + outside
         shares["parameters"] = min(shares["parameters"] + whole, found.parameters)
     return replace(found, **shares)
+
+
+def print_estimates(
+    base: Base, model: Any, stages: Mapping[str, Any], data: Dataset, tokenizer: PreTrainedTokenizerBase, launch: Launch
+) -> None:
+    """
+    Print what each stage of `sft` or `dpo` will take: steps, tokens, parameters and memory.
+
+    Args:
+        model: what is trained, without weights: the base, or the base with an adapter.
+        stages: section → training arguments.
+    """
+    empty, trains_base = base.empty(), not isinstance(model, PeftModel)
+    total = sum(p.numel() for p in model.parameters())
+    quantization = {} if base.quantization is None else base.quantization.to_dict()
+    table = Table("stage", title=f"{base.name_or_path}: {len(data):,} examples")
+    for column in ("steps", "tokens", "trainable parameters", "memory per process, about"):
+        table.add_column(column, justify="right")
+    lines = []
+    for args in stages.values():
+        rows, length = rows_and_length(data, tokenizer, args)
+        steps, read = steps_and_rows(args, rows, launch.processes)
+        freeze_for_stage(model, router_parameters(model), args.training_stage, "sft")
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        needed = memory(
+            empty, args, length, total - empty.num_parameters(), trainable, launch=launch,
+            trained=base_dtype(empty, base.dtype) if trains_base else torch.float32,
+            half=bool(args.bf16 or args.fp16), dtype=base.dtype, quantization=quantization,
+        )  # fmt: skip
+        numbers = (f"{steps:,}", f"{round(read * length):,}", f"{trainable:,}", f"{needed.total / 2**30:.2f} GiB")
+        table.add_row(args.training_stage, *numbers)
+        lines.append(f"{args.training_stage}: {training_line(args)}; {needed}")
+    if PartialState().is_main_process:
+        console = Console(markup=False, emoji=False)
+        console.print(table)
+        for line in (*lines, f"model: {model_size(model)}"):
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 def rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[int, float]:

@@ -1,26 +1,14 @@
-"""
-What training arguments may be, which themselves take values as they are.
-
-Training arguments that serve several trainers.
-"""
+"""What a trainer would stumble over later, found before anything is spent: for `sft`, `dpo` and each stage of UpIT."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import difflib
-import enum
 import inspect
-import math
-import typing
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
 from datasets import Dataset
-from peft import PeftModel
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -34,106 +22,54 @@ from transformers import (
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.training_args import ParallelMode
 from transformers.utils import is_liger_kernel_available
-from trl import SFTConfig, is_conversational
+from trl import SFTConfig
 
-from ..adapter.config import MoELoraConfig
 from ..utils.compat import private
-from ..utils.validation import FOLDER, check, choice_error, is_a, one_line, unknown_key
+from ..utils.loading import chat_template
+from ..utils.messages import choice_error, one_line, unknown_key
+from ..utils.validation import FOLDER, check, check_range, is_a, validate
+from .data import check_answers, check_dataset, check_learnable  # noqa: F401
+from .preparation import for_one_trainer, rehearse  # noqa: F401
 
-# --- limits ----------------------------------------------------------------------------------------------------------
+# --- leaving ---------------------------------------------------------------------------------------------------------
 
-_FROM_1 = {
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-    "eval_accumulation_steps", "torch_empty_cache_steps", "dataset_num_proc", "dataloader_prefetch_factor",
-    "max_prompt_length", "max_completion_length", "pad_to_multiple_of",
-}  # fmt: skip
-_ABOVE_0 = {"logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"}
-_BELOW_1 = {"adam_beta1", "adam_beta2", "label_smoothing_factor", "label_smoothing"}
-_OF_ANY_SIGN = {"local_rank"}
+check_value = check_range
 
 
 def check_settings(kind: type, settings: Mapping[str, Any], path: str = "") -> None:
+    validate(kind, settings, path.removesuffix("."))
+
+
+# --- preflight -------------------------------------------------------------------------------------------------------
+
+
+def preflight(
+    args: TrainingArguments, data: Dataset, tokenizer: Any, path: str = "", on_this_machine: bool = True
+) -> None:
     """
-    Check values of training arguments, which the arguments themselves take as they are.
+    Find what a trainer would stumble over later, perhaps hours later: packages that are not installed, no launcher, a
+    chat template that is not there, answers that the data do not have, and examples that cannot be prepared.
 
     Args:
-        kind: the arguments' class.
-        settings: its fields, by name.
-        path: of the section that has them, with a dot at its end.
+        args: of one training.
+        data: what it trains on. Its rows are checked already, see `check_rows`.
+        path: of the section that has the arguments, for messages.
+        on_this_machine: whether it trains here and now; a plan may be for another machine.
 
     Raises:
-        ValueError: a value is of another type than its field, or a number is out of range.
+        ValueError: there is such a thing; in one line.
     """
-    hints = typing.get_type_hints(kind)
-    for name, value in settings.items():
-        if name == "expert_map":
-            continue  # `read_expert_map` takes more than the type that a command line can give
-        names = [one.value for part in (hints[name], *typing.get_args(hints[name])) for one in _members(part)]
-        if names and isinstance(value, str) and value not in names:
-            close = difflib.get_close_matches(value, names, n=3) or names[:8]
-            raise ValueError(choice_error(f"{path}{name}", value, close if len(close) == len(names) else [*close, "…"]))
-        try:
-            TypeAdapter(hints[name], config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_python(
-                value
-            )
-        except ValidationError as error:
-            wanted = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in error.errors())
-            raise ValueError(f"{path}{name}={value!r}: must be {' or '.join(wanted)}") from None
-        check_value(name, value, path)
-
-
-def _members(kind: Any) -> list[enum.Enum]:
-    return list(kind) if isinstance(kind, enum.EnumType) else []
-
-
-def check_value(name: str, value: Any, path: str = "") -> None:
-    """
-    Raises:
-        ValueError: a training argument is a number out of its range, or a text that should be a mapping.
-    """
-    if isinstance(value, str) and (name.endswith("_kwargs") or name == "liger_kernel_config"):
-        good, allowed = value.startswith("{"), 'a mapping, like {"name": 4}'  # which the arguments then read
-    elif isinstance(value, bool) or not isinstance(value, (int, float)) or name in _OF_ANY_SIGN:
-        good, allowed = True, ""
-    elif not math.isfinite(value):
-        good, allowed = False, "finite"
-    elif name == "max_steps":
-        good, allowed = value == -1 or value >= 1, "at least 1, or -1 for num_train_epochs"
-    elif name == "num_train_epochs":
-        good, allowed = 0 < value <= 1e6, "above 0, up to 1,000,000"
-    elif name == "max_length":
-        good, allowed = value >= 2, "at least 2: a token is predicted from those before it"
-    elif name in _FROM_1:
-        good, allowed = value >= 1, "at least 1"
-    elif name in _ABOVE_0:
-        good, allowed = value > 0, "above 0"
-    elif name in _BELOW_1:
-        good, allowed = 0 <= value < 1, "from 0 to below 1"
-    elif name.endswith("seed"):
-        good, allowed = 0 <= value < 2**32, "from 0 to 2**32 - 1"
-    else:
-        good, allowed = value >= 0, "at least 0"
-    if not good:
-        raise ValueError(f"{path}{name}={value!r}: must be {allowed}")
+    section = f"{path}." if path else ""
+    if on_this_machine:
+        check_packages(args, section)
+        check_launched(args, section)
+    chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
+    if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # the plugin serves one trainer
+        check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
+        rehearse(data, tokenizer, args, path or "sft")
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
-
-Arguments = TypeVar("Arguments", bound=TrainingArguments)
-
-
-def save_whole(trainer: Trainer) -> None:
-    """Have FSDP write whole weights, as any other trainer does; of sharded ones `save_model` writes nothing."""
-    if trainer.is_fsdp_enabled:
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-
-
-def for_one_trainer(args: Arguments) -> Arguments:
-    """
-    A copy of training arguments, which the trainer that gets it may change. DeepSpeed's plugin, which they hold, serves
-    the first trainer only, so under DeepSpeed they are made anew.
-    """
-    return copy.copy(args) if args.deepspeed_plugin is None else dataclasses.replace(args)
 
 
 def check_packages(args: TrainingArguments, path: str = "") -> None:
@@ -235,66 +171,6 @@ def check_launched(args: TrainingArguments, path: str = "") -> None:
     """
     if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
         raise ValueError(f"{path}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
-
-
-def check_dataset(caller: str, dataset: Any, columns: Collection[str] = ()) -> None:
-    """
-    Check a data set, on whose faults TRL stops with a StopIteration or a KeyError.
-
-    Args:
-        columns: it must have one of these; none: any will do.
-
-    Raises:
-        ValueError: it has no rows, or none of the columns.
-    """
-    if not isinstance(dataset, Dataset):
-        return
-    if not len(dataset):
-        raise ValueError(f"{caller}: train_dataset: no examples; give at least one")
-    if columns and not set(columns) & set(dataset.column_names):
-        raise ValueError(f"{caller}: train_dataset: columns {dataset.column_names}: needs {', '.join(sorted(columns))}")
-
-
-def check_answers(path: str, dataset: Any, completion_only: bool | None, assistant_only: bool | None) -> None:
-    """
-    Check that a data set has the answers that the loss is to be restricted to.
-
-    Args:
-        path: begins the message.
-        completion_only, assistant_only: `SFTConfig`'s `completion_only_loss` and `assistant_only_loss`.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if not isinstance(dataset, Dataset):
-        return
-    if completion_only and not {"completion", "completion_mask"} & set(dataset.column_names):
-        raise ValueError(
-            f"{path}completion_only_loss=True: the data have no completions; use columns prompt and completion, or "
-            "assistant_only_loss for conversations"
-        )
-    if assistant_only and "assistant_masks" not in dataset.column_names and not is_conversational(dataset[0]):
-        raise ValueError(
-            f"{path}assistant_only_loss=True: the data have no conversations; use a column of messages, or "
-            "completion_only_loss for prompts and completions"
-        )
-
-
-def check_learnable(caller: str, dataset: Any, args: Any) -> None:
-    """
-    Raises:
-        ValueError: a prepared data set has no rows, as TRL leaves out those without a token to learn.
-    """
-    if isinstance(dataset, Dataset) and not len(dataset):
-        raise ValueError(f"{caller}: max_length={args.max_length}: no example keeps a token to learn from; raise it")
-
-
-def trains_adapter(given: Iterable[Any]) -> bool:
-    """Whether a trainer that is given these trains a MoE-LoRA adapter."""
-    configs = [
-        config for one in given for config in (one.peft_config.values() if isinstance(one, PeftModel) else [one])
-    ]
-    return any(isinstance(config, MoELoraConfig) for config in configs)
 
 
 def text_columns(args: SFTConfig | None) -> set[str]:

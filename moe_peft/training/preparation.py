@@ -7,20 +7,32 @@ Batches of calibration data, as `init_attention_routers` and `upcycle` take them
 from __future__ import annotations
 
 import copy
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from transformers import IntervalStrategy, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import IntervalStrategy, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from ..utils.io import reading
 from ..utils.validation import COUNT, SEED, check, is_a
-from .data import drawn
-from .preflight import check_dataset, check_learnable, for_one_trainer
+from .data import check_dataset, check_learnable, drawn
 from .scoring import Collator
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+
+def for_one_trainer(args: Arguments) -> Arguments:
+    """
+    A copy of training arguments, which the trainer that gets it may change. DeepSpeed's plugin, which they hold, serves
+    the first trainer only, so under DeepSpeed they are made anew.
+    """
+    return copy.copy(args) if args.deepspeed_plugin is None else dataclasses.replace(args)
+
 
 # --- tokenizing ------------------------------------------------------------------------------------------------------
 

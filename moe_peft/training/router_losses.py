@@ -24,10 +24,12 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from ..adapter.config import MoELoraConfig
 from ..models.introspection import (
     RoutedPass,
     active_routers,
@@ -45,7 +47,6 @@ from ..routing.statistics import compliance, counted_experts, entropies, load_he
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.validation import FLAG, TEXT, Rule, check, check_fields, one_of, within
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
-from .preflight import trains_adapter
 from .trainable import freeze_for_stage
 from .training_card import ModelCardMixin
 
@@ -86,6 +87,14 @@ def loss_coefficients(model: Any, args: Any, caller: str) -> dict[str, float]:
 def is_reentrant(args: Any) -> bool:
     """Whether layers run again inside the backward pass, without gradients in the first one."""
     return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+
+
+def trains_adapter(given: Iterable[Any]) -> bool:
+    """Whether a trainer that is given these trains a MoE-LoRA adapter."""
+    configs = [
+        config for one in given for config in (one.peft_config.values() if isinstance(one, PeftModel) else [one])
+    ]
+    return any(isinstance(config, MoELoraConfig) for config in configs)
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------

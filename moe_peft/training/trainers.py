@@ -24,9 +24,10 @@ from ..utils.loading import changed_embeddings, read_config, read_tokenizer
 from ..utils.model_card import TAGS
 from ..utils.validation import TEXT, Rule, check, check_fields, is_a
 from .checkpointing import NativeResumeMixin
+from .data import check_answers, check_dataset, check_learnable
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
-from .preflight import check_answers, check_dataset, check_learnable, text_columns, trains_adapter
-from .router_losses import RouterLossConfig, RouterLossesMixin
+from .preflight import text_columns
+from .router_losses import RouterLossConfig, RouterLossesMixin, trains_adapter
 
 # --- sft -------------------------------------------------------------------------------------------------------------
 
@@ -153,6 +154,22 @@ def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
         common_size(model, caller)
         check_allowed(known, fewest_allowed(model), caller)
     return known
+
+
+def check_expert_labels(model: Any, args: MoESFTConfig, datasets: Mapping[str, Any]) -> None:
+    """
+    Args:
+        model: with or without weights.
+        datasets: "train" and "eval" → rows, or None.
+
+    Raises:
+        ValueError: `expert_map` names experts that the model lacks, or the data have a label without experts.
+    """
+    experts_of_labels(model, args)
+    labels = [label_text(label) for label in args.expert_map or {}]
+    for name, rows in datasets.items():
+        if rows is not None and args.label_column is not None:
+            check_labels(rows, args.label_column, labels, name)
 
 
 def check_padding(caller: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:

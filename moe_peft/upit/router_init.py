@@ -504,7 +504,7 @@ def init_router(
         expert_map=expert_map,
     )
     _set_buckets(trainer, found)
-    return RouterInit(found, perplexity, train(trainer))
+    return RouterInit(found, perplexity, train(trainer, alpha=trainer.alpha, objective=trainer.objective))
 
 
 def _set_buckets(trainer: RouterInitTrainer, buckets: Buckets) -> None:
@@ -637,7 +637,7 @@ def init_expert_routers(
             objective=objective,
         )
         trainer.set_batches([batches])
-        trained = train(trainer)
+        trained = train(trainer, alpha=alpha, objective=objective)
         vectors.append(_keep_expert(trainer, trained, source, target))
         logs.append(trained)
         del trainer, model

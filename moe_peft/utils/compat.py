@@ -36,6 +36,8 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_get_base_layer_device_and_dtype",
         "_move_adapter_to_device_of_base_layer",
     ),
+    # ZeRO-3's config, taken away in `utils.loading` where models without weights are made.
+    "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
     # Which modules of a native MoE are routers, read in `models.view` and `adapter.bases`, `adapter.protocol`.
     "transformers.PreTrainedModel": ("_can_record_outputs",),
     # Resuming of native MoEs, overridden in `training.resuming`; clipping, in `training.clipping`.

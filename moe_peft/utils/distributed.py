@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -147,25 +147,39 @@ class ZeROAccess(Access):
         safe_set_full_grad(parameter, grad)
 
 
-def in_first_process(act: Callable[[], Any]) -> None:
+Result = TypeVar("Result")
+
+
+def on_main_process(act: Callable[[], Result]) -> Result:
     """
-    Do something in the first process alone. All must call this: what the first one refuses ends the others, too, which
-    would wait for it.
+    Do something in the main process alone, when all have come here; the others wait for it.
+
+    Args:
+        act: what to do; what it returns can be pickled.
+
+    Returns:
+        what it returned, in every process.
 
     Raises:
-        ValueError: what the first process raised; there, that itself.
+        ValueError: what the main process raised, which ends the others too; there, that itself.
     """
-    refused: Exception | None = None
-    if PartialState().is_main_process:
+    state = PartialState()
+    state.wait_for_everyone()
+    result, error = None, None
+    if state.is_main_process:
         try:
-            act()
-        except Exception as error:
-            refused = error
-    told = broadcast_object_list([None if refused is None else str(refused)])
-    if refused is not None:
-        raise refused
-    if told[0] is not None:
-        raise ValueError(told[0])
+            result = act()
+        except Exception as raised:
+            error = raised
+    result, message = broadcast_object_list([result, error and (str(error) or repr(error))])
+    if error is not None:
+        raise error
+    if message is not None:
+        raise ValueError(message)
+    return result  # type: ignore[return-value]
+
+
+in_first_process = on_main_process  # leaving
 
 
 def leave_processes() -> None:

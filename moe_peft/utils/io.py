@@ -1,19 +1,18 @@
 """
-Opens the files that come from outside: text, YAML, JSON and safetensors; `loading` has adapters and models.
+Files: text, YAML, JSON and safetensors that come from outside, and what is written. `loading` has adapters and models.
 
-Whatever is wrong with them, found here or inside a library that reads them, becomes a `ValueError` of one line that
+Whatever is wrong with a file, found here or inside a library that reads it, becomes a `ValueError` of one line that
 names the file and what to do. Weights are read from safetensors only: pickled ones could run code.
-
-Folders that are written to: checked before any work, and held by one process at a time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,16 +21,13 @@ import yaml
 from filelock import FileLock, Timeout
 from safetensors import safe_open
 
-from .validation import existing, one_line, out_of_memory, refuse_tilde
+from .messages import one_line, out_of_memory
+from .validation import existing, refuse_tilde
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt")
-_LARGEST_TEXT = 256 * 2**20  # bytes; tokenizers have tens of MiB
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_OCTAL = re.compile(r"[-+]?0[0-7_]+")
-_LARGEST_YAML = 100_000  # values, each as often as aliases repeat it
 
 
 @contextmanager
@@ -68,26 +64,20 @@ def read_text(path: str | os.PathLike, what: object = None) -> str:
         what: the field and its value, for messages; None: the path.
 
     Raises:
-        ValueError: there is no such file, it is too large for a text, or not UTF-8.
+        ValueError: there is no such file, or it is not UTF-8.
     """
     path, what = Path(path), what or path
+    if not path.is_file():  # a pipe that nobody fills would wait for ever
+        raise ValueError(f"{what}: " + ("not a file" if path.exists() else "no such file"))
     try:
-        # A pipe that nobody fills would wait for ever; a shell's <(…) has this name.
-        if not path.is_file() and not str(path).startswith("/dev/fd/"):
-            raise ValueError(f"{what}: no such file" if not path.exists() else f"{what}: not a file")
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_TEXT + 1)
+        return path.read_text("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{what}: {error.strerror}") from error
-    if len(data) > _LARGEST_TEXT:
-        raise ValueError(f"{what}: more than {_LARGEST_TEXT >> 20} MiB; is it the right file?")
-    try:
-        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
 
 
-def read_object(path: str | os.PathLike) -> dict[str, Any]:
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """
     A file with a JSON object.
 
@@ -104,18 +94,14 @@ def read_object(path: str | os.PathLike) -> dict[str, Any]:
     return found
 
 
-class YamlLoader(yaml.SafeLoader):
-    """
-    Refuses keys that occur twice, of which YAML would silently take the last one, and numbers like 1:30 and 010, which
-    it would silently read in base 60 and 8. Reads numbers as YAML 1.2 does, which takes `1e-4` for one, too.
-    """
+read_object = read_json  # leaving
 
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        if node.tag in _NUMBERS and (":" in node.value or _OCTAL.fullmatch(node.value)):
-            base = 60 if ":" in node.value else 8
-            message = f"{node.value!r} is a number in base {base}; write it in base 10, or in quotes"
-            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
-        return super().construct_object(node, deep)
+
+class _YamlLoader(yaml.SafeLoader):
+    """
+    Raises an error for keys that occur twice, of which YAML would silently take the last one. Reads numbers as YAML 1.2
+    does, for which `1e-4` is one, too.
+    """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
@@ -125,7 +111,7 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-YamlLoader.add_implicit_resolver(
+_YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+0123456789."),
@@ -134,33 +120,18 @@ YamlLoader.add_implicit_resolver(
 
 def read_yaml(text: str, source: object) -> Any:
     """
-    A YAML text.
+    The value of a YAML text, which may be JSON.
 
     Args:
         source: where it is from, for messages.
 
     Raises:
-        ValueError: it is not YAML, names a key twice, or repeats aliases until it is very large.
+        ValueError: it is not YAML, or names a key twice.
     """
     try:
-        found = yaml.load(text, YamlLoader)
-        if _size(found) > _LARGEST_YAML:
-            raise ValueError("its aliases make it very large; write it out")
+        return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
-    return found
-
-
-def _size(value: Any, sizes: dict[int, int] | None = None) -> int:
-    """How many values there are, each counted as often as aliases repeat it."""
-    sizes = {} if sizes is None else sizes
-    if not isinstance(value, (dict, list)):
-        return 1
-    if id(value) not in sizes:
-        sizes[id(value)] = _LARGEST_YAML + 1  # of one that contains itself
-        parts = value.values() if isinstance(value, dict) else value
-        sizes[id(value)] = 1 + sum(_size(part, sizes) for part in parts)
-    return sizes[id(value)]
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -175,10 +146,10 @@ def weight_files(folder: Path, what: object) -> dict[str, str]:
             the folder.
     """
     if (folder / SINGLE).is_file():  # as transformers, which looks for an index after it
-        with opened(folder / SINGLE, what) as file:
+        with open_safetensors(folder / SINGLE, what) as file:
             return dict.fromkeys(file.keys(), SINGLE)
     if (folder / INDEX).is_file():
-        files = read_object(folder / INDEX).get("weight_map")
+        files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
             raise ValueError(f"{what}: {folder / INDEX}: no weight_map of names and files; save the model again")
         for file in sorted(set(files.values())):
@@ -199,13 +170,13 @@ def check_weights(folder: Path, what: object) -> None:
     """
     files = weight_files(folder, what)
     for file in sorted(set(files.values())):
-        inside = set(opened(folder / file, what).keys())
+        inside = set(open_safetensors(folder / file, what).keys())
         lacking = [name for name, place in files.items() if place == file and name not in inside]
         if lacking:
             raise ValueError(f"{what}: {folder / file} lacks {lacking[0]}, which its index names; save the model again")
 
 
-def opened(path: Path, what: object) -> Any:
+def open_safetensors(path: Path, what: object) -> Any:
     """
     A safetensors file, whose header is checked against its length.
 
@@ -214,6 +185,9 @@ def opened(path: Path, what: object) -> Any:
     """
     with reading(f"{what}: {path} cannot be read", "download or save it again"):
         return safe_open(path, framework="pt")
+
+
+opened = open_safetensors  # leaving
 
 
 def no_weights(folder: Path, wanted: str) -> str:
@@ -227,7 +201,91 @@ def no_weights(folder: Path, wanted: str) -> str:
     return f"{folder} has no {wanted}; save the model with save_pretrained first"
 
 
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
+    """
+    Write a file or a folder that is there completely or not at all.
+
+    Yields a path beside `path`, to write to; it gets the name when the block ends, and is removed if that raises. What
+    was there under the name stays until then.
+    """
+    path = Path(path)
+    partial, former = (path.with_name(f"{path.name}.{word}") for word in ("partial", "former"))
+    remove(partial)
+    if former.exists() and not path.exists():
+        former.rename(path)  # of a process that was killed between the two names
+    try:
+        yield partial
+        if partial.is_dir() and path.exists():
+            remove(former)
+            path.rename(former)
+        partial.replace(path)
+        remove(former)
+    finally:
+        remove(partial)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Write a JSON file that is there completely or not at all; what JSON does not know becomes a string."""
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def hash_file(path: str | os.PathLike) -> str:
+    """The SHA-256 of a file's content."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def output_folder(
+    path: str | os.PathLike,
+    field: str,
+    is_ours: Callable[[Path], bool] | None = None,
+    remedy: str = "choose another",
+) -> Iterator[Path]:
+    """
+    Make a folder and hold it for this process. If nothing is put into it, it goes again.
+
+    Args:
+        path: its `~` is expanded.
+        field: the field that names it, for messages.
+        is_ours: whether a folder with content is of a run that this one resumes. None: it must be empty.
+        remedy: what to do if it is not.
+
+    Raises:
+        ValueError: it cannot be made or written to, holds something else, or another process holds it.
+    """
+    folder, what = Path(path).expanduser(), f"{field}={os.fspath(path)!r}"
+    parent = next(above for above in (folder.absolute(), *folder.absolute().parents) if _exists(above))
+    if not parent.is_dir():
+        raise ValueError(f"{what}: {parent} is not a folder; choose another")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{what}: {parent} cannot be written to; choose another, or change its permissions")
+    with made(folder, what), exclusive(folder / LOCK, what):
+        if any(entry.name != LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):
+            raise ValueError(f"{what}: is not empty; {remedy}")
+        yield folder
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()  # also a link that leads nowhere
+
+
 # --- folders ---------------------------------------------------------------------------------------------------------
+
+LOCK = ".lock"
 
 
 def writable(folder: str | os.PathLike, what: object) -> Path:

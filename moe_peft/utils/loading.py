@@ -5,11 +5,14 @@ weights are loaded that are missing, not finite, or pickled.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
-from .io import check_weights, no_weights, read_object, read_text, reading
-from .validation import choice_error, one_line, refuse_tilde, unknown_key
+from .io import check_weights, no_weights, read_json, read_text, reading
+from .messages import one_line, unknown_key
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -54,12 +57,12 @@ def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
         path = Path(folder, ADAPTER_CONFIG)
         if not path.is_file():
             raise ValueError(f"{what}: is not a folder with {ADAPTER_CONFIG}")
-        kind = read_object(path).get("peft_type")
+        kind = read_json(path).get("peft_type")
         if kind not in list(PeftType):
             raise ValueError(
                 f"{what}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
             )
-        _refuse_unknown(read_object(path), PeftType(kind), what)
+        _refuse_unknown(read_json(path), PeftType(kind), what)
     with reading(what):
         config = PeftConfig.from_pretrained(os.fspath(folder))
     base = config.base_model_name_or_path
@@ -112,13 +115,12 @@ def read_config(name: str | os.PathLike, what: object, revision: str | None = No
         ValueError: there is none, or it cannot be read.
     """
     folder = Path(name)
-    refuse_tilde(name, what)
     if folder.is_file():
         raise ValueError(f"{what}: a file; name a model's folder")
     if folder.is_dir():
         if not (folder / CONFIG).exists():
             raise ValueError(f"{what}: has no {CONFIG}; name a model's folder")
-        if not isinstance(read_object(folder / CONFIG).get("model_type"), str):
+        if not isinstance(read_json(folder / CONFIG).get("model_type"), str):
             raise ValueError(f"{what}: {CONFIG} has no model_type; save the model with save_pretrained")
     with reading(what if folder.is_dir() else f"{what}: neither a model folder nor a model of a reachable hub"):
         config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
@@ -133,8 +135,19 @@ def empty_model(config: PreTrainedConfig, what: object) -> PreTrainedModel:
     Raises:
         ValueError: there is no such model.
     """
-    with reading(what), torch.device("meta"):
+    with reading(what), _without_zero3(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+@contextmanager
+def _without_zero3() -> Iterator[None]:
+    """Inside this block, ZeRO-3 shards no model that is made."""
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 def read_tokenizer(name: str | os.PathLike, what: object, revision: str | None = None) -> Any:
@@ -159,6 +172,64 @@ def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, what: object) -> N
             f"{what}: its tokenizer has {len(tokenizer)} tokens, its embeddings have {rows} rows; use the tokenizer "
             "that the model was trained with, or resize its embeddings and save it"
         )
+
+
+@dataclass(frozen=True)
+class Base:
+    """
+    The base model that a run names. Each of its files is read once.
+
+    Args:
+        name_or_path: a folder, whose `~` is expanded, or a name on the hub.
+        dtype: of the weights, e.g. "bfloat16"; "auto" is the config's.
+        quantization: a `BitsAndBytesConfig`, or its fields.
+        field: the field that names it, for messages.
+    """
+
+    name_or_path: str
+    revision: str | None = None
+    dtype: str = "auto"
+    attn_implementation: str | None = None
+    quantization: Any = None
+    field: str = "model_name_or_path"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name_or_path", os.path.expanduser(self.name_or_path))
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.name_or_path!r}"
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        return read_config(self.name_or_path, self, self.revision)
+
+    @property
+    def tokenizer(self) -> Any:
+        """A copy each time, as trainers change theirs (padding, chat template)."""
+        return copy.deepcopy(self._tokenizer)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        config = self.config  # first: a model that is not there has no tokenizer either
+        tokenizer = read_tokenizer(self.name_or_path, self, self.revision)
+        check_tokenizer(tokenizer, config, self)
+        return tokenizer
+
+    def empty(self) -> PreTrainedModel:
+        """A new model without weights, on the meta device."""
+        return empty_model(self.config, self)
+
+    def load(self) -> PreTrainedModel:
+        """A new model with its weights."""
+        quantization = self.quantization
+        if isinstance(quantization, Mapping):
+            quantization = quantization_config(
+                quantization, f"{self.field.rpartition('.')[0]}.quantization".lstrip(".")
+            )
+        return read_model(
+            self.name_or_path, self, revision=self.revision, dtype=self.dtype,
+            attn_implementation=self.attn_implementation, quantization_config=quantization,
+        )  # fmt: skip
 
 
 def chat_template(path: str | None, field: str) -> str | None:
@@ -208,10 +279,6 @@ def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: Pre
     return f"{what}: its tokenizer {why}, and an adapter keeps its base's; name a .jinja file, and set eos_token"
 
 
-# Beginnings of fields that only one width reads; both leave modules out by llm_int8_skip_modules.
-_OF_4_BITS, _OF_8_BITS = ("bnb_4bit_",), ("llm_int8_threshold", "llm_int8_has_fp16_weight")
-
-
 def check_template(tokenizer: Any, asked: bool | str, what: str, remedy: str = "give it one") -> None:
     """
     Args:
@@ -242,34 +309,27 @@ def check_experts(config: PreTrainedConfig, what: object) -> None:
         raise ValueError(f"{what}: {CONFIG}: num_experts_per_tok={k}: must be from 1 to the number of experts, {n}")
 
 
-def quantization_config(fields: Mapping[str, Any], what: str) -> BitsAndBytesConfig:
+def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesConfig:
     """
-    The config, which itself takes unknown fields and no number of bits, and then does nothing.
+    The config, which itself ignores unknown fields, and does nothing without a number of bits.
 
     Args:
-        what: the field that has them, with the sign that stands before its value.
+        path: of the field that has them.
 
     Raises:
         ValueError: one is unknown or wrong, or none says how many bits.
     """
-    field = what.rstrip(" =")
+    path = path.rstrip(" =")
     known = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
     for name in fields:
         if name not in known:
-            raise ValueError(unknown_key(f"{field}.{name}", known, "transformers' BitsAndBytesConfig"))
+            raise ValueError(unknown_key(f"{path}.{name}", known, "transformers' BitsAndBytesConfig"))
     if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
-        raise ValueError(f"{what}{dict(fields)}: give load_in_4bit or load_in_8bit: true")
-    kind = fields.get("bnb_4bit_quant_type", "nf4")
-    if kind not in ("nf4", "fp4"):
-        raise ValueError(choice_error(f"{field}.bnb_4bit_quant_type", kind, ("nf4", "fp4")))
-    width, others = ("4", _OF_8_BITS) if fields.get("load_in_4bit") else ("8", _OF_4_BITS)
-    for name in fields:
-        if name.startswith(others):
-            raise ValueError(f"{field}.{name}={fields[name]!r}: load_in_{width}bit has no use for it; leave it out")
+        raise ValueError(f"{path}={dict(fields)}: give load_in_4bit or load_in_8bit: true")
     try:
         return BitsAndBytesConfig(**fields)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{what}{dict(fields)}: {one_line(error)}") from error
+        raise ValueError(f"{path}={dict(fields)}: {one_line(error)}") from error
 
 
 def read_model(

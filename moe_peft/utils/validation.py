@@ -1,72 +1,194 @@
 """
-Wording that error messages share: one line that names the field, its value and what is allowed.
+The border: what enters as text, from a YAML file or a command line, is checked here, once.
 
-What configs and functions accept, as rules that they share. A value that a rule does not allow is refused before
-anything is done, in one line: the field, the value, the remedy.
+Sections of recipes and options of commands are models of pydantic's; arguments of other classes (TRL's configs,
+`MoELoraConfig`, …) are checked by the types of their fields. Whatever is wrong ends in one `ValueError` of one line.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import enum
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-# --- messages --------------------------------------------------------------------------------------------------------
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
-_NO_MEMORY = (
-    "outofmemory", "out of memory", "allocate memory", "alloc_failed", "bad_alloc", "no executable batch size found"
-)  # fmt: skip
+from .messages import choice_error, one_line, out_of_memory, unknown_key  # noqa: F401
+
+# --- types of fields -------------------------------------------------------------------------------------------------
 
 
-def one_line(error: object, limit: int = 200) -> str:
+def _printable(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise PydanticCustomError("text", "must be a string of printable characters")
+    return text
+
+
+Integer = Annotated[int, Strict()]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict(), AfterValidator(_printable)]
+Texts = Annotated[list[Text], Field(min_length=1)]
+Count = Annotated[Integer, Field(ge=1, le=2**31 - 1)]
+NumExperts = Annotated[Integer, Field(ge=1, le=4096)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
+
+
+class Settings(BaseModel):
+    """A section of a recipe, or the options of a command: unknown keys are errors, and `"1"` is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+
+
+# --- validation ------------------------------------------------------------------------------------------------------
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@typing.overload
+def validate(kind: type[Model], values: Mapping[str, Any], path: str = "", documented: str | None = None) -> Model: ...
+@typing.overload
+def validate(
+    kind: type, values: Mapping[str, Any], path: str = "", documented: str | None = None
+) -> dict[str, Any]: ...
+def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: str | None = None) -> Any:
     """
-    The text of an error on one line of at most `limit` characters.
-
-    A longer text is cut between words, so never inside a URL, and ends with an ellipsis.
-    """
-    text = " ".join(str(error).split())
-    if len(text) <= limit:
-        return text
-    end = text.rfind(" ", 0, limit - 1)
-    if end > 0:
-        return f"{text[:end]} …"
-    return "…" if "://" in text.split()[0] else f"{text[: limit - 1]}…"
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left: Python's, torch's on any device, or accelerate's."""
-    if not isinstance(error, (RuntimeError, OSError)):
-        return isinstance(error, MemoryError)
-    return any(text in f"{type(error).__name__} {error}".lower() for text in _NO_MEMORY)
-
-
-def choice_error(field: str, value: object, names: Iterable[str]) -> str:
-    """The message for a value that is not among the known names."""
-    return f"{field}={value!r}: must be one of {', '.join(names)}"
-
-
-def unknown_key(path: str, known: Iterable[str], documented: str | None = None) -> str:
-    """
-    The message for a key that is not among the known ones: the closest of them, else where to look them up.
+    Check values that came as text.
 
     Args:
-        path: the key with its sections, dotted.
-        documented: where keys are documented that are too many to list.
+        kind: a model of pydantic's; or a dataclass, of whose fields `values` has some.
+        path: the section that has the values, dotted; it begins the message.
+        documented: where the fields are documented, if they are too many to list.
+
+    Returns:
+        the model; or of a dataclass, which is not made here, the values as a dictionary.
+
+    Raises:
+        ValueError: an unknown key, a value of another type than its field, or a number out of range; in one line.
     """
-    known = sorted(known)
-    close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
-    if close:
-        return f"{path}: unknown key; did you mean {close[0]!r}?"
-    return f"{path}: unknown key; " + (f"see {documented}" if documented else f"known: {', '.join(known)}")
+    if issubclass(kind, BaseModel):
+        try:
+            return kind.model_validate(dict(values))
+        except ValidationError as error:
+            errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelt key first
+            raise ValueError(_explain(kind, errors[0], path)) from None
+    hints, section = typing.get_type_hints(kind), f"{path}." if path else ""
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(unknown_key(f"{section}{name}", fields, documented))
+        if name != "expert_map":  # `read_expert_map` takes more than the type that a command line can give
+            _check_type(f"{section}{name}", value, hints[name])
+        if "learning_rate" in fields:
+            check_range(name, value, section)
+    return dict(values)
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
+@contextmanager
+def prefixed(path: str) -> Iterator[None]:
+    """Inside this block, the message of a `ValueError` begins with the section that has the values."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _explain(kind: Any, error: Any, path: str) -> str:
+    """One of pydantic's errors as field, value and what is allowed."""
+    if error["type"] == "value_error":  # of a check of ours, which names the field itself
+        return error["msg"].removeprefix("Value error, ")
+    names, fields = [path] if path else [], kind.model_fields
+    for part in error["loc"]:  # names of fields; the rest says which alternative of a type was tried
+        if part in fields:
+            names.append(str(part))
+            kinds = (fields[part].annotation, *typing.get_args(fields[part].annotation))
+            models = [one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)]
+            fields = models[0].model_fields if models else {}
+    if error["type"] == "extra_forbidden":
+        return unknown_key(".".join([*names, str(error["loc"][-1])]), fields)
+    field = ".".join(names) or "recipe"
+    if error["type"] == "missing":
+        return f"{field}: must be given"
+    allowed = error["msg"].replace("Input should be", "must be").replace("List should have", "must have")
+    if error["type"] in ("model_type", "dict_type"):
+        allowed = "must be a mapping"
+    return f"{field}={one_line(repr(error['input']), 80)}: {allowed}"
+
+
+def _check_type(path: str, value: Any, hint: Any) -> None:
+    enums: list[Any] = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, enum.EnumType)]
+    names = [str(member.value) for kind in enums for member in kind]
+    if names and isinstance(value, str) and value not in names:
+        close = difflib.get_close_matches(value, names, n=3) or names[:8]
+        raise ValueError(choice_error(path, value, close if len(close) == len(names) else [*close, "…"]))
+    try:
+        adapter = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+        adapter.validate_python(value)
+    except ValidationError as error:
+        wanted = dict.fromkeys(
+            one["msg"].removeprefix("Input should be ") for one in error.errors() if "instance" not in one["msg"]
+        )
+        raise ValueError(f"{path}={one_line(repr(value), 80)}: must be {' or '.join(wanted)}") from None
+
+
+# --- ranges of training arguments ------------------------------------------------------------------------------------
+
+_FROM_1 = {
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+    "eval_accumulation_steps", "torch_empty_cache_steps", "dataset_num_proc", "dataloader_prefetch_factor",
+    "max_prompt_length", "max_completion_length", "pad_to_multiple_of",
+}  # fmt: skip
+_ABOVE_0 = {"logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"}
+_BELOW_1 = {"adam_beta1", "adam_beta2", "label_smoothing_factor", "label_smoothing"}
+_OF_ANY_SIGN = {"local_rank"}
+
+
+def check_range(name: str, value: Any, section: str = "") -> None:
+    """
+    What training arguments themselves take as it is: numbers out of range, and strings in the place of mappings.
+
+    Raises:
+        ValueError: the value is one of these.
+    """
+    if isinstance(value, str) and (name.endswith("_kwargs") or name == "liger_kernel_config"):
+        good, allowed = value.startswith("{"), 'a mapping, like {"name": 4}'  # which the arguments then read
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or name in _OF_ANY_SIGN:
+        return
+    elif not math.isfinite(value):
+        good, allowed = False, "finite"
+    elif name == "max_steps":
+        good, allowed = value == -1 or value >= 1, "at least 1, or -1 for num_train_epochs"
+    elif name == "num_train_epochs":
+        good, allowed = 0 < value <= 1e6, "above 0, up to 1,000,000"
+    elif name == "max_length":
+        good, allowed = value >= 2, "at least 2: a token is predicted from those before it"
+    elif name in _FROM_1:
+        good, allowed = value >= 1, "at least 1"
+    elif name in _ABOVE_0:
+        good, allowed = value > 0, "above 0"
+    elif name in _BELOW_1:
+        good, allowed = 0 <= value < 1, "from 0 to below 1"
+    elif name.endswith("seed"):
+        good, allowed = 0 <= value < 2**32, "from 0 to 2**32 - 1"
+    else:
+        good, allowed = value >= 0, "at least 0"
+    if not good:
+        raise ValueError(f"{section}{name}={value!r}: must be {allowed}")
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
 
 MOST = 2**16  # experts, ranks, …: more is a slip of the keyboard, which would take all memory
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -21,7 +20,14 @@ from filelock import FileLock
 
 from moe_peft.cli import main
 from moe_peft.cli.errors import ends_in_one_line
-from moe_peft.training.checkpointing import WHOLE, _mend_note, mark_whole, remove_from, whole_checkpoints
+from moe_peft.training.checkpointing import (
+    MARKER,
+    Fingerprint,
+    is_complete,
+    last_checkpoint,
+    mark_complete,
+    numbered_checkpoints,
+)
 from moe_peft.utils import io as folders
 from moe_peft.utils.distributed import leave_processes
 from moe_peft.utils.io import reading
@@ -273,18 +279,16 @@ def flipped(path: Path) -> None:
         lambda checkpoint: flipped(checkpoint / "optimizer.pt"),
         lambda checkpoint: flipped(checkpoint / WEIGHTS),
         lambda checkpoint: flipped(checkpoint / "trainer_state.json"),
-        lambda checkpoint: (checkpoint / WHOLE).write_text(""),
-        lambda checkpoint: (checkpoint / WHOLE).write_text("[1]"),
-        lambda checkpoint: (checkpoint / WHOLE).write_bytes(b"\xff{"),
-        lambda checkpoint: (checkpoint.parent / "training.json").write_text('{"steps'),
+        lambda checkpoint: (checkpoint / MARKER).write_text(""),
+        lambda checkpoint: (checkpoint / MARKER).write_text("[1]"),
+        lambda checkpoint: (checkpoint / MARKER).write_bytes(b"\xff{"),
     ],
-    ids=["optimizer cut off", "optimizer", "weights", "state", "note empty", "note a list", "no text", "training"],
+    ids=["optimizer cut off", "optimizer", "weights", "state", "note empty", "note a list", "no text"],
 )
 def test_what_a_half_done_stage_left_may_be_damaged(damage, case, tmp_path):
     """What is whole is used, the rest is done again."""
     assert command(case, tmp_path, partial(_at_step, 9, signal.SIGKILL)).returncode == -9
-    checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
-    damage(checkpoints[max(checkpoints)])
+    damage(last_checkpoint(tmp_path / "out" / "prepare.partial" / "state" / "out"))
     run(case[0], tmp_path)
     assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
 
@@ -293,7 +297,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_has_its_optimizer(case, tmp_path):
     """Not from an expert's, which lost it when the newest was saved, if the newest is damaged."""
     settings = {**case[0], "sft": {**case[0]["sft"], "save_steps": 5}}
     assert command((settings,), tmp_path, partial(_at_step, 12, signal.SIGKILL)).returncode == -9
-    checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
+    checkpoints = numbered_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
     expert, newest = list(checkpoints)[-2:]
     assert not (checkpoints[expert] / "optimizer.pt").exists() and (checkpoints[newest] / "optimizer.pt").exists()
     (checkpoints[newest] / WEIGHTS).write_bytes((checkpoints[newest] / WEIGHTS).read_bytes()[:100])
@@ -313,25 +317,19 @@ def test_a_damaged_identity_begins_a_stage_anew(content, case, tmp_path):
     assert (tmp_path / "out" / "adapter" / WEIGHTS).is_file()
 
 
-def test_a_checkpoint_is_whole_as_long_as_its_files_are(tmp_path):
+def test_a_checkpoint_is_complete_as_long_as_its_files_are(tmp_path):
     checkpoint = tmp_path / "checkpoint-5"
     checkpoint.mkdir()
     for name in ("a", "optimizer.pt"):
         (checkpoint / name).write_text("content")
-    assert whole_checkpoints(tmp_path) == {}
-    mark_whole(checkpoint)
-    assert whole_checkpoints(tmp_path) == {5: checkpoint}
-    (checkpoint / WHOLE).write_text(json.dumps({"a": 7, "optimizer.pt": 7}))  # as earlier versions wrote it
-    assert whole_checkpoints(tmp_path, thoroughly=True) == {5: checkpoint}
-    mark_whole(checkpoint)
-    digest = hashlib.sha256(b"content").hexdigest()
-    assert json.loads((checkpoint / WHOLE).read_text()) == {"a": [7, digest], "optimizer.pt": [7, digest]}
-    remove_from(checkpoint, "optimizer.pt")
-    assert whole_checkpoints(tmp_path, thoroughly=True) == {5: checkpoint}
+    assert not is_complete(checkpoint) and last_checkpoint(tmp_path) is None
+    mark_complete(checkpoint, Fingerprint({}))
+    assert last_checkpoint(tmp_path) == checkpoint
     (checkpoint / "a").write_text("c0ntent")
-    assert whole_checkpoints(tmp_path) == {5: checkpoint} and whole_checkpoints(tmp_path, thoroughly=True) == {}
-    (checkpoint / "a").write_text("cont")
-    assert whole_checkpoints(tmp_path) == {}
+    assert not is_complete(checkpoint)
+    mark_complete(checkpoint, Fingerprint({}))
+    (checkpoint / "a").unlink()
+    assert not is_complete(checkpoint)
 
 
 def _interrupted(*args):
@@ -343,21 +341,9 @@ def test_large_files_have_lengths_alone(tmp_path, monkeypatch):
     checkpoint = tmp_path / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / "a").write_text("content")
-    mark_whole(checkpoint)
-    assert json.loads((checkpoint / WHOLE).read_text()) == {"a": [7, None]}
-    assert whole_checkpoints(tmp_path, thoroughly=True) == {5: checkpoint}
-
-
-def test_a_damaged_note_lets_no_other_training_go_on(case, tmp_path):
-    """The last checkpoint has the same note."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("moe_peft.upit.prepare.copy_adapter", _interrupted)
-        run(case[0], tmp_path)
-    state = tmp_path / "out" / "prepare.partial" / "state" / "out"
-    before = (state / "training.json").read_bytes()
-    (state / "training.json").write_text("{")
-    _mend_note(state)
-    assert (state / "training.json").read_bytes() == before
+    mark_complete(checkpoint, Fingerprint({}))
+    assert json.loads((checkpoint / MARKER).read_text())["files"] == {"a": [7, None]}
+    assert is_complete(checkpoint)
 
 
 def test_an_experts_checkpoint_that_is_lost_is_made_again(case, tmp_path):
@@ -366,7 +352,7 @@ def test_an_experts_checkpoint_that_is_lost_is_made_again(case, tmp_path):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("moe_peft.upit.prepare.copy_adapter", _interrupted)
         run(settings, tmp_path)
-    checkpoints = whole_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
+    checkpoints = numbered_checkpoints(tmp_path / "out" / "prepare.partial" / "state" / "out")
     flipped(checkpoints[min(checkpoints)] / WEIGHTS)
     run(settings, tmp_path)
     assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")

@@ -103,7 +103,11 @@ def test_what_is_no_list_of_experts_is_not_ignored(drop, tmp_path, capsys):
     command = ["prune", "--model", str(tmp_path / "moe"), "--output", str(tmp_path / "out"), "--merge-twins", "0.99"]
     with pytest.raises(SystemExit) as end:
         main([*command, "--drop", drop])
-    assert end.value.code == 2 and "error: prune: " in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        end.value.code == 2
+        and "error: argument --drop: " in capsys.readouterr().err
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_a_link_that_leads_nowhere_is_no_folder(tmp_path, capsys):

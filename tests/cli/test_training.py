@@ -20,11 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, s
 
 from moe_peft import MoELoraConfig
 from moe_peft.cli import main
+from moe_peft.cli.arguments import training_stages
 from moe_peft.cli.sft import parser
-from moe_peft.cli.training import stages
 from moe_peft.models.introspection import adapter_layers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training import MoESFTConfig, MoESFTTrainer
+from moe_peft.training.checkpointing import fingerprint_of, mark_complete
 from tests.helpers.models import tiny_llama
 from tests.helpers.training_case import ADAPTER, MAPS, MASKS, SETTINGS, make_case, run, weights
 from tests.helpers.upit_case import make_case as make_recipe
@@ -145,8 +146,7 @@ def test_one_training_of_labels_and_all_does_not_begin_anew_as_two(case, tmp_pat
     shutil.rmtree(tmp_path / "out/joint")
     with pytest.raises(SystemExit):
         run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
-    found = capsys.readouterr().err
-    assert "has checkpoints of one training with all losses; move them to" in found and "stages=[joint]" in found
+    assert "is not empty; set resume_from_checkpoint=true (and the stages that it had)" in capsys.readouterr().err
     (tmp_path / "out/joint").mkdir()
     shutil.move(tmp_path / "out/checkpoint-3", tmp_path / "out/joint/checkpoint-3")
     again = weights(run("sft", tmp_path, {**own, "stages": ["joint"]}, "--resume_from_checkpoint", "true"))
@@ -289,14 +289,14 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
 
 @pytest.mark.parametrize("own, message", [
     ({"num_expert": 4}, "num_expert: unknown key; did you mean 'num_experts'?"),
-    ({"num_experts": "four"}, "num_experts='four': must be int"),
-    ({"num_experts": [4]}, r"num_experts=[4]: must be a single value"),
+    ({"num_experts": "four"}, "num_experts='four': must be a valid integer"),
+    ({"num_experts": [4]}, "num_experts=[4]: must be a valid integer"),
     ({"use_cpu": "maybe"}, "use_cpu='maybe'"),
     ({"mixing": "both"}, "mixing='both'"),
     ({"top_k": 9}, "top_k=9: use at most the number of experts (6)"),
     ({"stages": ["router"]}, "stages='router': must be one of joint, routers, rest"),
-    ({"stages": []}, "stages=[]: name at least one of"),
-    ({"stages": ["joint", "joint"]}, "stages=['joint', 'joint']: name each stage once"),
+    ({"stages": []}, "stages=[]: name some of"),
+    ({"stages": ["joint", "joint"]}, "stages=['joint', 'joint']: name some of joint, routers, rest, each once"),
     ({"stages": ["joint"], "training_stage": "rest"}, "training_stage='rest': stages says which; leave it out"),
     ({"stages": {"joint": {"output_dir": "x"}}}, "stages.joint.output_dir: it is the folder of the stage's name"),
     ({"stages": {"rest": None, "joint": {"chat_template_path": "no"}}}, "chat_template_path='no'"),
@@ -398,13 +398,13 @@ def test_numbers_out_of_range_and_what_would_be_ignored(own, message, case, tmp_
 def test_a_checkpoint_is_resumed_with_its_own_settings(case, tmp_path, capsys):
     run("sft", tmp_path, {**case, "max_steps": 3, "save_steps": 3})
     for own, message in (
-        ({"top_k": 1}, "error: top_k=1: resume_from_checkpoint: "),
-        ({"lora_alpha": 2}, "error: lora_alpha=2.0: resume_from_checkpoint: "),
+        ({"top_k": 1}, "checkpoint-3': is of another training, with top_k 2 and not 1"),
+        ({"lora_alpha": 2}, "with lora_alpha 8 and not 2"),
     ):
         with pytest.raises(SystemExit):
             run("sft", tmp_path, {**case, **own}, "--resume_from_checkpoint", "true")
         error = capsys.readouterr().err
-        assert message in error and "set that, or start anew" in error
+        assert message in error and "set that, or choose another output_dir" in error
 
 
 def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
@@ -415,7 +415,7 @@ def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert not (out / "checkpoint-5").exists() and "4 steps of 4 rows" in (out / "README.md").read_text()
     for flags, message in (
-        (["--max_steps", "3"], "max_steps=3: resume_from_checkpoint: "),
+        (["--max_steps", "3"], "max_steps=3: "),
         (["--max_steps", "9", "--learning_rate", "0.5"], "learning_rate 0.005 and not 0.5"),
         (["--max_steps", "9", "--optim", "sgd"], "optim adamw_torch"),
     ):
@@ -431,16 +431,20 @@ def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
     assert (out / "checkpoint-6").is_dir()
 
 
-def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_gone_on_from(case, tmp_path, capsys):
-    run("sft", tmp_path, {**case, "learning_rate": 5e-2})
-    out = run("sft", tmp_path, {**case, "learning_rate": 1e-4, "max_steps": 3})  # leaves checkpoint-6 of the other one
-    assert (out / "checkpoint-6").is_dir()
+def test_a_folder_that_is_not_empty_is_not_written_to(case, tmp_path, capsys):
+    """Unless the training in it is resumed, which must be the same one."""
+    out = run("sft", tmp_path, {**case, "learning_rate": 5e-2, "max_steps": 3})
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, {**case, "learning_rate": 1e-4})
+    assert f"output_dir='{out}': is not empty; set resume_from_checkpoint=true" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run("sft", tmp_path, {**case, "learning_rate": 1e-4}, "--resume_from_checkpoint", "true")
-    assert "checkpoint-6': is of another training, with learning_rate 0.05 and not 0.0001" in capsys.readouterr().err
-    run("sft", tmp_path, {**case, "learning_rate": 1e-4}, "--resume_from_checkpoint", str(out / "checkpoint-3"))
-    log = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
-    assert max(record.get("learning_rate", 0) for record in log) == 1e-4
+    assert "checkpoint-3': is of another training, with learning_rate 0.05 and not 0.0001" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, {**case, "output_dir": str(tmp_path / "mine")})
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
 def test_a_run_of_a_part_of_an_epoch_is_done_when_it_is(case, tmp_path, capsys):
@@ -453,7 +457,7 @@ def test_a_run_of_a_part_of_an_epoch_is_done_when_it_is(case, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("sft", tmp_path, {**own, "num_train_epochs": 1}, "--resume_from_checkpoint", "true")
     message = capsys.readouterr().err
-    assert "num_train_epochs=1.0: resume_from_checkpoint: " in message and "has 9 steps already" in message
+    assert "num_train_epochs=1: " in message and "has 9 steps already" in message
 
 
 def test_the_best_checkpoint_stays_the_result_of_a_run_that_is_done(case, tmp_path):
@@ -489,22 +493,21 @@ def test_a_batch_that_the_trainer_made_smaller_is_that_of_the_steps_to_go(case, 
     out = run("sft", tmp_path, own)  # 6 steps of 4 of 24 rows
     path = out / "checkpoint-6" / "trainer_state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "train_batch_size": 2, "max_steps": 12}))
+    mark_complete(path.parent, fingerprint_of(path.parent))
     run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
     assert json.loads((out / "checkpoint-12" / "trainer_state.json").read_text())["global_step"] == 12
 
 
-def test_going_on_skips_a_checkpoint_that_was_cut_off(case, tmp_path, capsys, caplog):
+def test_a_checkpoint_that_was_cut_off_is_none(case, tmp_path, capsys, caplog):
+    """A killed training resumes from the one before, or begins anew; either way it ends with the same weights."""
     out = run("sft", tmp_path, case)
     before = weights(out)
-    (out / "checkpoint-6" / "trainer_state.json").unlink()  # which is written last
-    after = weights(run("sft", tmp_path, case, "--resume_from_checkpoint", "true"))
-    assert "going on from checkpoint-3" in caplog.text + capsys.readouterr().err
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    for step in (3, 6):
-        (out / f"checkpoint-{step}" / "trainer_state.json").unlink()
-    with pytest.raises(SystemExit):
-        run("sft", tmp_path, case, "--resume_from_checkpoint", "true")
-    assert "checkpoint-6: has no trainer_state.json, so it is no whole checkpoint; remove it" in capsys.readouterr().err
+    for cut_off, told in (([6], "resuming from"), ([3, 6], "training from the beginning")):
+        for step in cut_off:
+            (out / f"checkpoint-{step}" / "complete.json").unlink()  # which is written last
+        after = weights(run("sft", tmp_path, case, "--resume_from_checkpoint", "true"))
+        assert told in caplog.text and "checkpoint-6: is not complete; passed over" in caplog.text
+        assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize(
@@ -567,7 +570,7 @@ def test_a_stage_changes_what_the_arguments_have_set_by_themselves(alias, case, 
         **own, "output_dir": "out", "label_column": "domain", "expert_map": MASKS,
         "stages": {"routers": first, "rest": rest},
     }, sort_keys=False))  # fmt: skip
-    routers, rest = stages(parser("moe-peft sft").parse_args(["--config", str(path)]))
+    routers, rest = training_stages(parser("moe-peft sft").parse_args(["--config", str(path)])).values()
     assert routers.gradient_checkpointing and routers.gradient_checkpointing_kwargs == {"use_reentrant": True}
     assert rest.fp16 and not rest.bf16 and not rest.gradient_checkpointing
     for args in (routers, rest):
@@ -593,13 +596,14 @@ def test_data_of_the_other_kind_is_refused(case, tmp_path, capsys):
 
 
 def test_flags_go_before_the_file_and_all_fields_are_flags(case, tmp_path):
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**case, "output_dir": "out", "learning_rate": "3e-4"}))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**case, "output_dir": "out", "learning_rate": 3e-4}))
     options = parser("moe-peft sft").parse_args(["--config", str(tmp_path / "run.yaml"), "--top-k", "1"])
     assert options.adapter["top_k"] == 1 and options.adapter["num_experts"] == 6
     assert options.training.learning_rate == 3e-4
     fields = {f for f in MoELoraConfig.__dataclass_fields__ if f not in PeftConfig.__dataclass_fields__}
     assert fields - {"router_aux_loss_coef"} == options.adapter.keys()
-    assert options.adapter_config() == MoELoraConfig(task_type="CAUSAL_LM", **{**ADAPTER, "top_k": 1})
+    config = MoELoraConfig(task_type="CAUSAL_LM", revision="main", **{**ADAPTER, "top_k": 1})
+    assert options.adapter_config() == config
 
 
 def test_two_processes_train_as_one(case, tmp_path):
@@ -643,11 +647,11 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
     ("key", "value", "message"),
     [
         *(
-            (key, None, f"{key}=null: must have a value; leave it out for")
+            (key, None, f"{key}=None: must be a valid ")
             for key in ("learning_rate", "seed", "logging_steps", "optim", "lr_scheduler_type", "save_strategy", "beta")
         ),
         *(
-            (key, {"a": 1}, f"{key}={{'a': 1}}: must not be a mapping")
+            (key, {"a": 1}, f"{key}={{'a': 1}}: must be a valid ")
             for key in ("learning_rate", "output_dir", "model_name_or_path", "max_length", "bf16", "use_cpu", "dtype",
                         "target_modules", "load_in_4bit", "use_peft", "r", "report_to", "dry_run")
         ),
@@ -662,14 +666,14 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
         ("num_train_epochs", 1e308, "num_train_epochs=1e+308: must be above 0"),
         ("chat_template_path", "nowhere", "chat_template_path='nowhere'"),
         ("expert_map", "[" * 100_000, "must be JSON like"),
-        ("rank_pattern", '{"a": 1, "a": 2}', "must be JSON like"),
+        ("rank_pattern", '{"a": 1, "a": 2}', "must be a valid dictionary"),
         ("activation_checkpointing_kwargs", "x", "activation_checkpointing_kwargs='x': must be a mapping"),
         ("dataset_kwargs", "x", "dataset_kwargs='x': must be a mapping"),
         ("torch_compile_mode", "fast", "torch_compile_mode='fast': must be one of default, "),
         ("trust_remote_code", True, "trust_remote_code=True: is not read here; code that comes with a model"),
         ("model_init_kwargs", {"a": 1}, "model_init_kwargs={'a': 1}: is not read here; use model_revision"),
         ("assistant_only_loss", True, "assistant_only_loss=True: the data have no conversations; use"),
-        ("resume_from_checkpoint", "nowhere", "resume_from_checkpoint: nowhere: has no trainer_state.json"),
+        ("resume_from_checkpoint", "nowhere", "resume_from_checkpoint='nowhere': is not a complete checkpoint"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, capsys):
@@ -691,7 +695,7 @@ def test_another_tokenizers_template_that_would_change_the_base(
     rows_of_base, added, why, command, case, tmp_path, tokenizer, capsys, monkeypatch
 ):
     """It is said before weights are loaded; a native MoE, whose embeddings are saved with it, may have it."""
-    monkeypatch.setattr("moe_peft.cli.training.read_model", None)
+    monkeypatch.setattr("moe_peft.utils.loading.read_model", None)
     tiny_llama(vocab=rows_of_base).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     other = copy.deepcopy(tokenizer)
@@ -710,7 +714,7 @@ def test_another_tokenizers_template_that_would_change_the_base(
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
 def test_a_launchers_variable_that_is_no_number(name, case, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(name, "two")
-    assert f"error: {name}='two' in the environment: must be a whole number" in refused(
+    assert f"error: {name}='two' in the environment: must be an integer" in refused(
         "sft", tmp_path, case, capsys=capsys
     )
 
@@ -752,15 +756,3 @@ def test_the_models_own_folder_and_fields_of_an_adapter(case, tmp_path, capsys):
     ):
         assert message in refused("sft", tmp_path, own, *flags, capsys=capsys)
     assert (moe / "model.safetensors").read_bytes() == before
-
-
-@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "adapter_model.safetensors", "trainer_state.json"])
-def test_a_checkpoint_that_is_cut_off(file, case, tmp_path, capsys):
-    out = run("sft", tmp_path, {**case, "max_steps": 2, "save_steps": 2})
-    path = out / "checkpoint-2" / file
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(SystemExit) as end:
-        run("sft", tmp_path, {**case, "max_steps": 4}, "--resume_from_checkpoint", "true")
-    assert end.value.code == 2
-    assert file in capsys.readouterr().err.splitlines()[-1]
-    run("sft", tmp_path, {**case, "max_steps": 1}, "--resume_from_checkpoint", "false")

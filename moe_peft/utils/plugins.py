@@ -1,0 +1,31 @@
+"""Modules of the user's that extend this package, by adding a router to `ROUTERS`, say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from .messages import one_line
+
+
+def load_plugins(names: Sequence[str]) -> None:
+    """
+    Import modules, from the current folder too. What they register is known when options and recipes are read.
+
+    Args:
+        names: of modules, dotted.
+
+    Raises:
+        ValueError: one of them cannot be imported.
+    """
+    if names and "" not in sys.path:
+        sys.path.insert(0, "")
+    for name in names:
+        try:
+            import_module(name)
+        except Exception as error:
+            raise ValueError(
+                f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}; name a module that "
+                "is installed, or a file of the current folder without its .py"
+            ) from error

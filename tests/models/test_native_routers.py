@@ -436,7 +436,7 @@ def test_steering_reaches_them():
 
 
 @pytest.mark.parametrize("make, settings, message", [
-    (moe, "liner", "router_type='liner': use one of linear, mlp"),
+    (moe, "liner", "router_type='liner': must be one of linear, mlp"),
     (moe, RouterSettings("top_p", threshold=2.0), "router_threshold=2.0"),
     (moe, RouterSettings("attention", num_heads=3), "router_num_heads=3: must divide"),
     (lambda: dense_model("llama"), "mlp", "replace_routers: LlamaForCausalLM has no router"),

@@ -35,7 +35,8 @@ from pydantic_core import PydanticCustomError
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from ..adapter.config import EXPERT_FIELDS, ExpertType, MoELoraConfig
+from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
+from ..adapter.experts import EXPERTS
 from ..evaluation.harness import Harness, TaskSettings
 from ..evaluation.results import Score, Scores, read_scores
 from ..models.native_routers import check_router
@@ -86,7 +87,7 @@ class Method:
         copies: every expert is a copy of stage 1's last checkpoint. Otherwise several checkpoints become experts.
         initialises_routers: stage 3 runs.
         trains_experts: stage 4 trains more than the routers.
-        expert_type: what the experts of the mode `lora` are, as `MoELoraConfig.expert_type`.
+        expert_type: what the experts of the mode `lora` are, as `MoELoraConfig.expert_type`; None: the recipe's choice.
     """
 
     prepares: bool = True
@@ -94,7 +95,7 @@ class Method:
     copies: bool = False
     initialises_routers: bool = False
     trains_experts: bool = True
-    expert_type: ExpertType = "lora"
+    expert_type: str | None = None
 
     @property
     def specialises(self) -> bool:
@@ -271,7 +272,6 @@ ADAPTER = Passthrough(
     {
         **dict.fromkeys(_names(PeftConfig), "PEFT sets this"),
         "num_experts": "set the recipe's num_experts",
-        "expert_type": "the method decides this; `method: pesc` has bottleneck experts",
         **_for_each(
             "target_modules exclude_modules layers_to_transform layers_pattern",
             "a recipe adapts the FFNs of all layers; choose their projections with target_projections",
@@ -284,9 +284,6 @@ ADAPTER = Passthrough(
 )
 # What `lora_to_moe` reads off the LoRA adapters that it stacks; their values are given, so they need no initial ones.
 FROM_EXPERTS = frozenset(EXPERT_FIELDS)
-# What has no meaning for other experts than LoRAs, or than bottlenecks, and would be refused.
-OF_LORAS = frozenset({"mixing", "target_projections"})
-OF_BOTTLENECKS = frozenset({"bottleneck_size"})
 
 ROUTER = Passthrough(_names(RouterSettings), {"attention_size": "it follows from the model"})
 MOE = Passthrough(
@@ -524,6 +521,13 @@ class Recipe:
         given = self.prepare.checkpoints
         _require("prepare.checkpoints", given, given is None, "null in the mode 'lora'; use prepare.adapters")
         config = self.moe_config()
+        stacks = self.facts.prepares and self.facts.assembles
+        _require(
+            "adapter.expert_type",
+            config.expert_type,
+            EXPERTS[config.expert_type].holds_loras or not stacks,
+            f"'lora' with the method {self.method!r}, which stacks LoRAs; or use the method loramoe_pt",
+        )
         if not config.router_class.has_parameters and self.facts.assembles:
             remedy = "these routers have no parameters; use another router_type"
             if self.initialises_routers:
@@ -718,10 +722,12 @@ class Recipe:
 
     def moe_config(self) -> MoELoraConfig:
         """The MoE adapter's configuration."""
-        kind = self.facts.expert_type
-        others = OF_BOTTLENECKS if kind == "lora" else OF_LORAS  # it may serve several methods
-        settings = {key: value for key, value in self.adapter.items() if key not in others}
-        return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", expert_type=kind, **settings)
+        kind = self.facts.expert_type or self.adapter.get("expert_type", "lora")
+        # The section may serve several methods: what the kind of experts has no use for is left out.
+        unread = EXPERTS[kind].unread if kind in EXPERTS else ()
+        settings = {key: value for key, value in self.adapter.items() if key not in unread}
+        settings |= {"num_experts": max(self.num_experts, 2), "task_type": "CAUSAL_LM", "expert_type": kind}
+        return MoELoraConfig(**settings)
 
     @property
     def routed(self) -> tuple[int, int]:

@@ -21,8 +21,9 @@ from moe_peft.models.introspection import native_routers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.native.families import FAMILIES
 from moe_peft.native.safetensors_io import Checkpoint
-from moe_peft.pruning.expert_groups import LayerFacts, Rules, kept_rows, kept_updates, plan_layers, weights_of
+from moe_peft.pruning.expert_groups import LayerFacts, Rules, plan_layers, weights_of
 from moe_peft.routing.routers import Router
+from moe_peft.utils.expert_merging import mean_rows, mean_updates
 from tests.helpers.native_case import IDS, MOE, adapter, dense_model, saved
 from tests.helpers.reference import merged_weight
 from tests.helpers.upit_case import rows
@@ -41,6 +42,7 @@ ADAPTERS = {
     "threshold": {"router_type": "threshold"},
     "switch": {"router_type": "switch", "mixing": "projection"},
     "attention": {"router_type": "attention", "router_num_heads": 1},
+    "hydra": {"expert_type": "hydra_lora"},
     "bottleneck": {"expert_type": "bottleneck", "bottleneck_size": 6},
     "linears": {
         "target_modules": ["mlp", "q_proj", "v_proj"],
@@ -341,12 +343,12 @@ def test_means_are_weighted_and_computed_in_float64():
     weights = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     values = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     exact = (values[[0, 2, 3]].bfloat16().double() * weights.unsqueeze(1)).sum(0)
-    found = kept_rows(values.bfloat16(), [[1], [0, 2, 3]], [torch.ones(1), weights])
+    found = mean_rows(values.bfloat16(), [[1], [0, 2, 3]], [torch.ones(1), weights])
     assert torch.equal(found, torch.stack([values[1].bfloat16(), exact.bfloat16()]))
     A, B = (torch.randn(3, 2, size, generator=torch.Generator().manual_seed(size)) for size in (9, 7))
     mean_update = sum(w * B[i].double().T @ A[i].double() for i, w in enumerate(weights))
     U, S, V = torch.linalg.svd(mean_update)
-    found_A, found_B = kept_updates(A, B, [[0, 1, 2]], [weights])
+    found_A, found_B = mean_updates(A, B, [[0, 1, 2]], [weights])
     nearest = U[:, :2] * S[:2] @ V[:2]
     torch.testing.assert_close(found_B[0].double().T @ found_A[0].double(), nearest, rtol=0, atol=1e-6)
 

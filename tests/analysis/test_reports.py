@@ -174,8 +174,6 @@ def test_the_suffix_is_the_format(suffix, magic, tmp_path):
     assert [path.stem for path in drawings] == ["load", "coactivation", "compliance"]
     assert all(path.read_bytes().startswith(magic) for path in drawings)
     assert all(one.read_bytes() == other.read_bytes() for one, other in zip(first, again, strict=True))
-    with pytest.raises(ValueError, match=r"load.gif': a figure is one of .png, .pdf, .svg"):
-        figures.plot_shares(shares(1, 2, 4), tmp_path / "load.gif")
 
 
 # --- verdicts in a training's log, and inspect ------------------------------------------------------------------------

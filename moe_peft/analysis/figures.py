@@ -238,13 +238,10 @@ def _figure(width: float, height: float) -> Any:
 def _save(figure: Any, path: str | Path, title: str) -> None:
     import matplotlib
 
-    suffix = Path(path).suffix
-    if suffix not in _METADATA:
-        raise ValueError(f"{str(path)!r}: a figure is one of {', '.join(_METADATA)}")
     if title:
         figure.suptitle(title, parse_math=False)
     with matplotlib.rc_context({"svg.hashsalt": "moe-peft"}):
-        figure.savefig(path, dpi=150, metadata=_METADATA[suffix])
+        figure.savefig(path, dpi=150, metadata=_METADATA[Path(path).suffix])
 
 
 def _ticks(n: int, most: int = 16) -> list[int]:

@@ -105,9 +105,6 @@ def load_rows(
     Raises:
         ValueError: the data do not exist, or have no such column, or one of too many values for domains.
     """
-    for name, value in (("batch_size", batch_size), ("max_length", max_length), ("max_examples", max_examples)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
     dataset = load_data(data, "--data", label_column, split)
     if max_examples is not None:
         dataset = dataset.select(range(min(max_examples, len(dataset))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,8 +67,6 @@ def inspect_model(
     """
     if position_width is not None and expert_map is None:
         raise ValueError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")
-    if position_width is not None and position_width < 1:
-        raise ValueError(f"position_width={position_width}: must be at least 1")
     with output_folder(output_dir, "output_dir", REPORT.is_in) as folder:
         model, tokenizer = load(model_path, dtype, quantization)
         rows = load_rows(
@@ -92,24 +89,20 @@ def _recorded(
     """The routing of all rows."""
     labels = rows.domains or ["all"] * len(rows.data)
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
+    device = next(model.parameters()).device
     with record_routing(model, sorted(set(labels)), expert_map, classes, position_width) as statistics:
-        _run(model, rows, labels, statistics)
+        for start in tqdm(range(0, len(rows.data), rows.batch_size), desc="routing"):
+            stop = min(start + rows.batch_size, len(rows.data))
+            batch = rows.collator([rows.data[i] for i in range(start, stop)])
+            statistics.current = labels[start:stop]
+            inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+            model(**inputs, logits_to_keep=1)
     if statistics.broken.any():
         layer = int(statistics.broken.nonzero()[0])
         raise ValueError(
             f"dtype={dtype!r}: logits of router {layer} are not finite; use bfloat16 or float32, or another model"
         )
     return statistics
-
-
-def _run(model: Any, rows: Rows, labels: Sequence[str], statistics: RoutingStatistics) -> None:
-    """Forward passes over all rows, whose labels the statistics are told."""
-    device, size = next(model.parameters()).device, rows.batch_size
-    for start in tqdm(range(0, len(rows.data), size), desc="routing"):
-        batch = rows.collator([rows.data[i] for i in range(start, min(start + size, len(rows.data)))])
-        statistics.current = labels[start : start + size]
-        inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-        model(**inputs, logits_to_keep=1)
 
 
 def _about(model: Any) -> dict[str, Any]:
@@ -125,14 +118,18 @@ def _about(model: Any) -> dict[str, Any]:
 
 def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Path]) -> None:
     console = Console(markup=False, emoji=False)
-    how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
-    for line in (
-        f"{about['model']}: {how}",
+    # What was measured.
+    lines = [
+        f"{about['model']}: {about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}",
         f"{about['data']}: split {about['split']}, {about['examples']:,} examples",
         str(ModelSize(**about["size"])),
-        *_alike(about["similarity"], about["similarity_of"]),
-    ):
+    ]
+    if (alike := likeness(about["similarity"])) is not None:
+        between = f"({alike.smallest:.3f} to {alike.largest:.3f})"
+        lines.append(f"similarity of experts: cosine of their {about['similarity_of']} {alike.mean:.3f} {between}")
+    for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+    # Where the tokens of each domain go.
     has_map = statistics.allowed is not None
     columns = ("tokens", BUSIEST, *(["compliance", "chance"] if has_map else []))
     table = Table("domain", *columns, title="Routing")
@@ -143,8 +140,9 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
             cells += [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])]
         table.add_row(*cells)
     console.print(table)
-    if statistics.allowed is not None:
+    if has_map:
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
+    # Whether the load is healthy.
     warnings = statistics.warnings()
     for line in [*warnings, f"Try this: {REMEDY}"] if warnings else []:
         console.print(line, style="yellow", highlight=False, soft_wrap=True)
@@ -152,13 +150,3 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         console.print(statistics.doubt(), highlight=False, soft_wrap=True)
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)
-
-
-def _alike(similarity: list[list[float]] | None, of: str) -> list[str]:
-    """How alike two different experts are, by their cosine."""
-    alike = likeness(similarity)
-    if alike is None:
-        return []
-    return [
-        f"similarity of experts: cosine of their {of} {alike.mean:.3f} ({alike.smallest:.3f} to {alike.largest:.3f})"
-    ]

@@ -54,12 +54,8 @@ class TaskSettings:
             raise ValueError("tasks: name at least one")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"include_path={self.include_path!r}: no such folder")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ValueError(f"num_fewshot={self.num_fewshot}: must be at least 0")
         if self.limit is not None and not (0 < self.limit < 1 or (self.limit >= 1 and self.limit % 1 == 0)):
             raise ValueError(f"limit={self.limit}: must be a whole number of at least 1, or a share below 1")
-        if self.seed is not None and not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed}: must be from 0 to 2**32 - 1")
         if not re.fullmatch(r"0*[1-9]\d{0,5}|auto(:[1-9]\d*)?", str(self.batch_size)):
             raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number from 1 to 999999, auto or auto:N")
 

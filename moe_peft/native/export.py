@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 
-from ..adapter.config import ExpertSpec, MoELoraConfig
+from ..adapter.config import MoELoraConfig
+from ..adapter.experts import EXPERTS, Experts
 from ..routing.routers import make_router
 from ..utils import loading
 from ..utils.io import reading
@@ -149,11 +150,11 @@ def _check_complete(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
 
 
 class _Update(NamedTuple):
-    """The LoRAs of one weight W: expert i has `W + scaling·B_iᵀ A_i`."""
+    """The experts of one weight."""
 
-    A: torch.Tensor  # [n, r, in]
-    B: torch.Tensor  # [n, r, out]
-    scaling: float
+    A: torch.Tensor
+    B: torch.Tensor
+    experts: Experts
 
 
 @dataclass
@@ -161,10 +162,10 @@ class Adapted:
     """A MoE's content, from the base's tensors and the adapter's."""
 
     dense: DenseModel
-    spec: ExpertSpec = field(init=False)  # of the FFNs that have a router
+    spec: Experts = field(init=False)  # of the FFNs that have a router
     state: Mapping[str, torch.Tensor]  # the adapter's tensors
     routers: dict[int, torch.Tensor] = field(default_factory=dict)
-    specs: dict[int, ExpertSpec] = field(default_factory=dict)  # of each adapted FFN
+    specs: dict[int, Experts] = field(default_factory=dict)  # of each adapted FFN
     updates: dict[str, _Update] = field(default_factory=dict)  # by the weight's name in the base
 
     def backbone(self, name: str) -> torch.Tensor:
@@ -190,8 +191,8 @@ class Adapted:
         """Expert `expert`'s weight, in float32; a weight without LoRAs as it is."""
         if name not in self.updates:
             return weight
-        A, B, scaling = self.updates[name]
-        return torch.addmm(weight.float(), B[expert].float().T, A[expert].float(), alpha=scaling)
+        A, B, experts = self.updates[name]
+        return experts.merge(weight, A, B, expert)
 
 
 def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseModel) -> Adapted:
@@ -204,11 +205,8 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
     Raises:
         ValueError: a tensor is not finite or does not fit the base, or the adapter computes what no native MoE does.
     """
-    if config.expert_type != "lora":
-        raise ValueError(
-            f"export: expert_type={config.expert_type!r}: these experts stand behind the FFN, with a non-linearity "
-            "between, so no native MoE computes this; train with expert_type='lora'"
-        )
+    if reason := EXPERTS[config.expert_type].no_lora:
+        raise ValueError(f"expert_type={config.expert_type!r}: no native MoE computes this: {reason}")
     content = Adapted(dense, state)
     layers = {DENSE_BLOCK.format(layer=layer): layer for layer in range(dense.config.num_hidden_layers)}
     shapes = dense.shapes()
@@ -223,14 +221,16 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
         spec = config.expert_spec(module, dense.config)
         if matrix in ("A", "B"):
             weight = f"{module}.{projection}.weight" if module in layers else f"{module}.weight"
-            size = shapes[weight][matrix == "A"] if weight in shapes else None  # of [out, in]
-            shape = () if size is None else (spec.num_experts, spec.r, size)
-            _check_size(key, tuple(tensor.shape), shape, "its config and the base say")
+            if module not in layers:
+                spec = spec.for_linear()
+            features = {projection: (shapes[weight][1], shapes[weight][0])} if weight in shapes else {}
+            expected = spec.shapes(features).get(projection, ((), ()))[matrix == "B"]
+            _check_size(key, tuple(tensor.shape), expected, "its config and the base say")
             other = f"{module}.moe_lora_{'B' if matrix == 'A' else 'A'}.{projection}"
             if other not in state:
                 raise ValueError(f"the adapter has {key}, but no {other}; save it again")
             if matrix == "A":
-                content.updates[weight] = _Update(tensor, state[other], spec.scaling)
+                content.updates[weight] = _Update(tensor, state[other], spec)
         if module in layers:
             content.specs[layers[module]] = spec
         elif spec.num_experts > 1:

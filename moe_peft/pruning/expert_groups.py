@@ -1,43 +1,26 @@
 """
-Which experts of a layer stay, and their tensors.
+Which experts of a layer stay.
 
-A group is a list of experts that become one; an expert in no group is dropped.
-
-Legend: n experts before, m after (groups), g experts of a group, r rank.
+A group is a list of experts that become one; an expert in no group is dropped. n experts before, m after (groups).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from ..utils.expert_merging import similarities, update_gram, value_gram
-
-# --- groups ----------------------------------------------------------------------------------------------------------
 
 Groups = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """
-    What makes experts go, see `prune_experts`.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
+    """What makes experts go, see `prune_experts`."""
 
     min_load: float = 0.0
     merge_twins: float | None = None
     experts_per_layer: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.min_load < 1:
-            raise ValueError(f"min_load={self.min_load}: use a share of a layer's assignments, from 0 to below 1")
-        if self.merge_twins is not None and not 0 < self.merge_twins <= 1:
-            raise ValueError(f"merge_twins={self.merge_twins}: use a cosine above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -159,59 +142,3 @@ def _join(groups: Groups, a: int, b: int, layer: LayerFacts, rules: Rules) -> No
         first += second
         first.sort()
         groups.sort()
-
-
-# --- tensors ---------------------------------------------------------------------------------------------------------
-
-
-def kept_rows(rows_N: torch.Tensor, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[m, …] of [n, …]: the experts' own rows, bit for bit, or the weighted mean of a group's."""
-    return torch.stack([mean([rows_N[i] for i in group], w) for group, w in zip(groups, weights, strict=True)])
-
-
-def mean(tensors: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """The weighted mean, computed in float64; equal tensors are kept bit for bit."""
-    if all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:]):
-        return tensors[0]
-    total = sum(w * tensor.double() for w, tensor in zip(weights.tolist(), tensors, strict=True))
-    return torch.as_tensor(total).to(tensors[0].dtype)
-
-
-def kept_updates(
-    A_NRI: torch.Tensor, B_NRO: torch.Tensor, groups: Groups, weights: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [m, r, in] and B [m, r, out] of [n, …]: the experts' own, or the best of rank r for the mean of the updates."""
-    updates = [_mean_update(A_NRI[group], B_NRO[group], w) for group, w in zip(groups, weights, strict=True)]
-    return torch.stack([A for A, _ in updates]), torch.stack([B for _, B in updates])
-
-
-def _mean_update(
-    A_GRI: torch.Tensor, B_GRO: torch.Tensor, weights_G: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    The rank-r matrices whose product is nearest to Σ w_i B_iᵀ A_i (Eckart–Young). Means of the A's and of the B's would
-    depend on how each update is factorised.
-    """
-    if all(torch.equal(A, A_GRI[0]) and torch.equal(B, B_GRO[0]) for A, B in zip(A_GRI, B_GRO, strict=True)):
-        return A_GRI[0], B_GRO[0]
-    r = A_GRI.shape[1]
-    left_OK = (B_GRO.double() * weights_G.view(-1, 1, 1)).flatten(0, 1).T  # K = g·r
-    right_KI = A_GRI.double().flatten(0, 1)
-    q_left, r_left = torch.linalg.qr(left_OK)
-    q_right, r_right = torch.linalg.qr(right_KI.T)
-    U, S, V = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
-    root_R = S[:r].sqrt()
-    B_OR, A_RI = q_left @ U[:, :r] * root_R, (V[:r] * root_R.unsqueeze(1)) @ q_right.T
-    missing = r - len(root_R)  # a layer narrower than r
-    A_RI, B_RO = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (A_RI, B_OR.T))
-    return A_RI.to(A_GRI.dtype), B_RO.to(B_GRO.dtype)
-
-
-def update_similarity(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Cosines of the experts' updates B A over all projections, [n, n], from each one's A and B."""
-    return similarities(sum((update_gram(A, B) for A, B in pairs), torch.zeros(())))
-
-
-def value_similarity(values: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Cosines of the experts' values over several tensors [n, …], [n, n]."""
-    return similarities(sum((value_gram(tensor_N.flatten(1)) for tensor_N in values), torch.zeros(())))

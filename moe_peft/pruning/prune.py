@@ -149,7 +149,7 @@ def prune_experts(
     if data is None and merge_twins is None and drop is None:
         raise ValueError("data=None: nothing says which experts go; give data, merge_twins or drop")
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
-    rules, dropped = Rules(lowest, merge_twins, experts_per_layer), _drops(drop)
+    rules = Rules(lowest, merge_twins, experts_per_layer)
     with new_folder(output_dir) as partial:
         folder = open_folder(model)
         choices, loss, rows = Choices([layer.num_experts for layer in folder.layers]), {}, None
@@ -162,7 +162,7 @@ def prune_experts(
             loss["before"] = losses_of(loaded, rows, choices)
             del loaded
             free_memory()
-        layers = _write(folder, partial, None if rows is None else choices.loads(), dropped, rules)
+        layers = _write(folder, partial, None if rows is None else choices.loads(), drop, rules)
         after = open_folder(partial)
         after.check()
         if rows is not None:
@@ -180,28 +180,15 @@ def prune_experts(
     return pruning
 
 
-def _drops(drop: Mapping[Any, Sequence[int]] | Sequence[int] | None) -> dict[int | None, list[int]]:
-    """Layer → experts; the key None stands for all layers. JSON has strings as keys."""
-    per_layer = drop if isinstance(drop, Mapping) else {None: drop or []}
-    try:
-        drops = {key if key is None else int(key): list(experts) for key, experts in per_layer.items()}
-        numbers = [number for layer, experts in drops.items() for number in (layer or 0, *experts)]
-        if len(drops) == len(per_layer) and all(type(number) is int and number >= 0 for number in numbers):
-            return drops
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(f'drop={drop!r}: give a list of experts, or layers and theirs, like {{"0": [1, 3]}}')
-
-
 def _write(
     folder: Folder,
     output: Path,
     loads: Sequence[torch.Tensor] | None,
-    dropped: Mapping[int | None, list[int]],
+    drop: Mapping[Any, Sequence[int]] | Sequence[int] | None,
     rules: Rules,
 ) -> list[PrunedLayer]:
     """Decide which experts stay, and write them."""
-    facts = _facts(folder, loads, dropped, rules)
+    facts = _facts(folder, loads, drop, rules)
     groups = plan_layers(facts, rules, folder.same_size)
     layers, weights = [], []
     for layer, of_layer in zip(facts, groups, strict=True):
@@ -216,15 +203,23 @@ def _write(
 
 
 def _facts(
-    folder: Folder, loads: Sequence[torch.Tensor] | None, dropped: Mapping[int | None, list[int]], rules: Rules
+    folder: Folder,
+    loads: Sequence[torch.Tensor] | None,
+    drop: Mapping[Any, Sequence[int]] | Sequence[int] | None,
+    rules: Rules,
 ) -> list[LayerFacts]:
+    names = [str(i) for i in range(len(folder.layers))]  # as JSON has them
+    if isinstance(drop, Mapping):
+        per_layer = {str(i): experts for i, experts in drop.items()}
+    else:
+        per_layer = dict.fromkeys(names, drop or [])
+    for name in per_layer:
+        if name not in names:
+            raise ValueError(f"drop: layer {name}: the model has layers 0 to {names[-1]} with routers")
     facts = []
-    for i in dropped:
-        if i is not None and i >= len(folder.layers):
-            raise ValueError(f"drop: layer {i}: the model has layers 0 to {len(folder.layers) - 1} with routers")
     for i, layer in enumerate(folder.layers):
-        gone = sorted({*dropped.get(None, []), *dropped.get(i, [])})
-        if gone and gone[-1] >= layer.num_experts:
+        gone = sorted(set(per_layer.get(names[i], [])))
+        if not set(gone) <= set(range(layer.num_experts)):
             raise ValueError(f"drop={gone}: {layer.name} has experts 0 to {layer.num_experts - 1}")
         similarity = None if rules.merge_twins is None else folder.similarity(i)
         load = None if loads is None else loads[i]

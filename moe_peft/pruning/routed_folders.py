@@ -17,7 +17,6 @@ import torch
 from peft import get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import nn
 
 from ..adapter.config import MoELoraConfig
 from ..adapter.layers import MoELoraLayer
@@ -29,10 +28,11 @@ from ..native.model_folder import HEAD, NOT_WEIGHTS, copy_companions
 from ..native.moe_config import backbone_shapes
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..routing.routers import make_router
+from ..utils.expert_merging import mean_rows, mean_tensor, similarities, value_gram
 from ..utils.io import read_json
 from ..utils.loading import empty_model, read_adapter_weights, read_config
 from ..utils.messages import one_line
-from .expert_groups import Groups, kept_rows, kept_updates, mean, update_similarity, value_similarity
+from .expert_groups import Groups
 
 _PREFIX, _ROUTER = "base_model.model.", "moe_lora_router."
 _SHARD = 5 * 10**9  # bytes
@@ -130,7 +130,6 @@ class AdapterFolder(Folder):
         self.single = [name for name in adapted if name not in found]
         self.specs = {name: next(iter(layer.moe_lora_spec.values())) for name, layer in found.items()}
         self.widths = {name: layer.in_features for name, layer in found.items()}
-        self.bottlenecks = {name for name, layer in found.items() if "bottleneck" in _first(layer.moe_lora_A)}
         takes_all = self.config.router_class.all_experts  # and so has no k that must stay
         self.layers = [
             RoutedLayer(name, spec.num_experts, spec.top_k, 2 if takes_all else max(2, spec.top_k))
@@ -152,9 +151,7 @@ class AdapterFolder(Folder):
     def similarity(self, layer: int) -> torch.Tensor:
         name = self.layers[layer].name
         pairs = [(self.state[key], self.state[_other(key)]) for key in self._keys(name, "moe_lora_A.")]
-        if name in self.bottlenecks:  # their hidden units are compared one by one: there is a non-linearity in between
-            return value_similarity([tensor for pair in pairs for tensor in pair])
-        return update_similarity(pairs)
+        return similarities(torch.stack([self.specs[name].gram(A, B) for A, B in pairs]).sum(0))
 
     def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
         config = self._pruned_config({layer.name: len(own) for layer, own in zip(self.layers, groups, strict=True)})
@@ -162,13 +159,10 @@ class AdapterFolder(Folder):
         for layer, own, w in zip(self.layers, groups, weights, strict=True):
             for key in self._keys(layer.name, "moe_lora_A."):
                 A, B = state[key], state[_other(key)]
-                if layer.name in self.bottlenecks:
-                    state[key], state[_other(key)] = kept_rows(A, own, w), kept_rows(B, own, w)
-                else:
-                    state[key], state[_other(key)] = kept_updates(A, B, own, w)
+                state[key], state[_other(key)] = self.specs[layer.name].mean(A, B, own, w)
             for name in self.config.router_class.expert_rows:
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
-                state[key] = kept_rows(state[key], own, w)
+                state[key] = mean_rows(state[key], own, w)
             self._check_router(layer.name, config, state)
         copy_companions(self.path, folder)
         save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "adapter_model.safetensors",
@@ -247,7 +241,8 @@ class NativeFolder(Folder):
             raise ValueError(f"model={str(path)!r}: no layer has experts; there is nothing to prune")
 
     def similarity(self, layer: int) -> torch.Tensor:
-        return value_similarity(self._stacked(layer, part) for part in range(len(self._names(layer, 0))))
+        parts = range(len(self._names(layer, 0)))
+        return similarities(sum((value_gram(self._stacked(layer, part).flatten(1)) for part in parts), torch.zeros(())))
 
     def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
         make: dict[str, Callable[[], torch.Tensor]] = {
@@ -287,10 +282,10 @@ class NativeFolder(Folder):
         _check_shapes(self.path, shapes, expected)
 
     def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        return kept_rows(self.tensors.tensor(name), groups, weights)
+        return mean_rows(self.tensors.tensor(name), groups, weights)
 
     def _mean(self, layer: int, part: int, group: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
-        return mean([self.tensors.tensor(self._names(layer, expert)[part]) for expert in group], weights)
+        return mean_tensor([self.tensors.tensor(self._names(layer, expert)[part]) for expert in group], weights)
 
     def _names(self, layer: int, expert: int) -> tuple[str, ...]:
         return self.family.expert_names(self.places[layer], expert)
@@ -311,10 +306,6 @@ def _check_shapes(path: Path, shapes: Mapping[str, torch.Size], expected: Mappin
                 f"{path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
                 "it was saved with"
             )
-
-
-def _first(modules: nn.ModuleDict) -> Any:
-    return next(iter(modules.values()))
 
 
 def _other(key: str) -> str:

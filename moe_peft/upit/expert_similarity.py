@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.utils import load_peft_weights
 from transformers import AutoConfig
 
+from ..adapter.config import MoELoraConfig
 from ..adapter.lora_conversion import lora_scalings
 from ..native.expert_init import FFN
 from ..native.families import FAMILIES, DenseFamily, find_families
@@ -48,8 +49,9 @@ def of_loras(folder: Path) -> dict[str, Any]:
     if not (folder / "adapter" / ADAPTER_FILES[0]).exists():
         return {}
     state = load_peft_weights(str(folder / "adapter"), device="cpu")
-    names = [name for name in sorted(state) if ".moe_lora_A" in name and state[name].dim() == 3]
-    grams = [update_gram(state[name], state[name.replace(".moe_lora_A", ".moe_lora_B")]) for name in names]
+    kind = cast(MoELoraConfig, read_adapter_config(folder / "adapter", _CALLER)).expert_spec("")
+    names = [name for name in sorted(state) if ".moe_lora_A" in name]
+    grams = [kind.gram(state[name], state[name.replace(".moe_lora_A", ".moe_lora_B")]) for name in names]
     return summarised(sum(grams) if grams and len({len(gram) for gram in grams}) == 1 else None)  # type: ignore[arg-type]
 
 

@@ -147,7 +147,7 @@ def write_model_card(
         title=title or _title(adapter, num_experts, bases),
         adapter=adapter,
         ours=ours,
-        experts=_experts(adapter) if ours else None,
+        experts=f"experts of the kind `{adapter.get('expert_type', 'lora')}`" if ours else None,
         model=model,
         num_experts=num_experts,
         facts=[line for subject, lines in facts.items() if subject != "training" for line in lines],
@@ -183,13 +183,6 @@ def _title(adapter: dict[str, Any], num_experts: int | None, bases: list[str]) -
         kind = "MoE-LoRA" if adapter.get("peft_type") == "MOE_LORA" else adapter.get("peft_type")
         return f"{kind} adapter" + (f" for {names}" if bases else "")
     return ("Mixture-of-Experts" if num_experts else "Language model") + (f" of {names}" if bases else "")
-
-
-def _experts(adapter: dict[str, Any]) -> str:
-    """What kind of experts an adapter of the type `MOE_LORA` has."""
-    if adapter.get("expert_type") == "bottleneck":
-        return f"bottleneck experts of size {adapter['bottleneck_size']}"
-    return f"LoRA experts of rank {adapter['r']}"
 
 
 def _tokenizer(folder: Path, adapter: dict[str, Any], bases: list[str], place: str) -> str | None:

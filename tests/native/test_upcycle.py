@@ -325,14 +325,14 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
     saved(dense_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=12), tmp_path / "dense")
     command = ["upcycle", "--model", str(tmp_path / "dense"), "--output", str(tmp_path / "moe"), "--init", "drop"]
     process = start(main, command)
-    partial = tmp_path / ".moe.partial"
+    partial = tmp_path / "moe.partial"
     while not (partial / "model.safetensors").exists() or (partial / "model.safetensors").stat().st_size < 10**7:
         assert process.is_alive(), "it ended before it could be killed"
         time.sleep(0.005)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert not (tmp_path / "moe").exists() and not (partial / "config.json").exists()
+    assert {path.name for path in (tmp_path / "moe").iterdir()} <= {".lock"} and not (partial / "config.json").exists()
     main(command)
     assert not partial.exists()
     expected = upcycle(tmp_path / "dense", tmp_path / "other", UpcycleConfig(init="drop"))
@@ -515,7 +515,7 @@ def refused(tmp_path, message, models, **settings):
     with pytest.raises(ValueError, match=message) as raised:
         upcycle(models, tmp_path / "moe", UpcycleConfig(**settings))
     assert "\n" not in str(raised.value)
-    assert not (tmp_path / "moe").exists() and not (tmp_path / ".moe.partial").exists()
+    assert not (tmp_path / "moe").exists() and not (tmp_path / "moe.partial").exists()
 
 
 def test_folders_that_were_made_for_nothing_go_again(folders, tmp_path, monkeypatch):
@@ -593,7 +593,8 @@ def test_broken_checkpoints_are_refused(folders, tmp_path):
     refused(tmp_path, "save the model with save_pretrained", str(tmp_path / "lacking"))
     refused(tmp_path, "model '.*nothing'", str(tmp_path / "nothing"))
     (tmp_path / "there").mkdir()
-    with pytest.raises(ValueError, match=r"output_dir=.*exists"):
+    (tmp_path / "there" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"output_dir=.*is not empty; choose another"):
         upcycle(folders["llama"], tmp_path / "there")
     with pytest.raises(ValueError, match="layer 0 holds NaN"):
         upcycle(folders["llama"], tmp_path / "moe", UpcycleConfig(), {0: torch.full((8, 32), torch.nan)})

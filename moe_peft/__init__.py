@@ -7,16 +7,17 @@ it is. The public names (listed in `__init__.pyi`) are imported on first use.
 
 from typing import Any
 
-import lazy_loader
-import wrapt
+from .utils.lazy_imports import lazy_exports, when_imported
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
 
 
-@wrapt.when_imported("peft")
 def _add_adapter_type(peft: Any) -> None:
     from .adapter.registration import register
 
     register()
+
+
+when_imported("peft", _add_adapter_type)

@@ -102,11 +102,12 @@ def has_routed_experts(model: nn.Module) -> bool:
     return any(isinstance(m, routers) or _holds_experts(m) for m in model.modules())
 
 
-def recorded_routers(module: nn.Module) -> tuple[type, ...]:
-    """The classes of the routers whose logits a transformers model records."""
+def recorded_routers(module: nn.Module) -> dict[type, int]:
+    """The classes of the routers whose logits a transformers model records, and their place in what each returns."""
     recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or []
     recorders: list[Any] = recorded if isinstance(recorded, list) else [recorded]
-    return tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)  # a class alone is allowed, too
+    # A class alone is allowed, too.
+    return {getattr(r, "target_class", r): getattr(r, "index", 0) for r in recorders}
 
 
 def _holds_experts(module: nn.Module) -> bool:

@@ -2,76 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Callable, Collection
+from dataclasses import Field, dataclass, field, fields
+from math import inf
 from typing import Any, Literal, get_args
 
 from peft import PeftConfig, PeftType
 
 from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 from ..utils.compat import private
+from ..utils.messages import choice_error
 from ..utils.model_card import write_model_card
-from ..utils.validation import (
-    COUNT,
-    EXPERTS,
-    FLAG,
-    MOST,
-    TEXT,
-    Rule,
-    are_names,
-    check_fields,
-    is_a,
-    is_regex,
-    mapping_of,
-    one_of,
-    shown,
-    within,
-)
+from .experts import EXPERTS, Experts
 
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")
 
 # Fields that the LoRA adapters determine when they are stacked into a MoE adapter.
 EXPERT_FIELDS = (
-    "num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections", "expert_type",
+    "num_experts", "r", "lora_alpha", "use_rslora", "target_modules", "target_projections",
     "bottleneck_size", "exclude_modules", "layers_to_transform", "layers_pattern", "num_experts_pattern",
     "rank_pattern", "alpha_pattern", "init_lora_weights",
 )  # fmt: skip
 
-ExpertType = Literal["lora", "bottleneck"]
 # Settings of routers that only some read.
-_OWN_SETTINGS = {field.name for field in fields(RouterSettings)} - {"type", "jitter_noise", "attention_size"}
+_ROUTER_SETTINGS = {field.name for field in fields(RouterSettings)} - {"type", "jitter_noise", "attention_size"}
 
 
 def unread_settings(router: type[Router]) -> list[Field]:
     """The fields of `RouterSettings` that routers of this class have no use for."""
-    return [setting for setting in fields(RouterSettings) if setting.name in _OWN_SETTINGS - set(router.reads)]
-
-
-@dataclass(frozen=True)
-class ExpertSpec:
-    """The settings of one adapter on one layer, after the patterns have been applied."""
-
-    num_experts: int
-    top_k: int
-    r: int
-    lora_alpha: float
-    use_rslora: bool
-    lora_dropout: float
-    mixing: Literal["output", "projection"]
-    normalize_top_k: bool
-    router: RouterSettings
-    init_lora_weights: bool | Literal["gaussian"]
-    target_projections: frozenset[str] | None
-    expert_type: ExpertType = "lora"  # of FFNs: a single linear always has LoRAs
-    bottleneck_size: int = 64
-
-    def bottleneck(self) -> ExpertSpec:
-        """These settings for bottlenecks behind an FFN: matrices of `bottleneck_size` in place of `r`, and s = 1."""
-        return replace(self, r=self.bottleneck_size, lora_alpha=self.bottleneck_size, use_rslora=False)
-
-    @property
-    def scaling(self) -> float:
-        """s, the factor of every expert's update."""
-        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+    return [setting for setting in fields(RouterSettings) if setting.name in _ROUTER_SETTINGS - set(router.reads)]
 
 
 @dataclass
@@ -175,80 +134,89 @@ class MoELoraConfig(PeftConfig):
     router_jitter_noise: float = field(default=0.0, metadata={"help": "Training noise on the router's input."})
     router_aux_loss_coef: float = field(default=0.01, metadata={"help": "Load-balancing loss coefficient."})
     init_lora_weights: bool | Literal["gaussian"] = field(default=True, metadata={"help": "True, False or 'gaussian'."})
-    expert_type: ExpertType = field(
-        default="lora", metadata={"help": "LoRAs on an FFN's projections, or bottleneck adapters behind it (PESC)."}
-    )
+    expert_type: str = field(default="lora", metadata={"help": f"One of {', '.join(EXPERTS)}."})
     bottleneck_size: int = field(default=64, metadata={"help": "Size of every bottleneck expert."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PeftType.MOE_LORA
         for name in ("target_modules", "exclude_modules", "target_projections"):
-            value = getattr(self, name)
-            if isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
+            if isinstance(value := getattr(self, name), (list, tuple)):
                 setattr(self, name, set(value))
-        given, top_k = self.top_k, self.router_class.only_top_k
-        if top_k is not None:
-            self.top_k, self.normalize_top_k = top_k, False
-        self._check()
-        if self.router_class.all_experts:
-            top_k = self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
-        self._refuse_other("top_k", given, top_k)
-        if self.router_class.all_experts or self.router_class.by_token_id:
-            self._refuse_other("router_aux_loss_coef", self.router_aux_loss_coef, 0.0)
+        self._check_values()
+        router = self.router_class
+        if not self.inference_mode:  # a saved adapter may have what its router overrides
+            self._check_combinations()
+        if router.only_top_k is not None:
+            self.top_k, self.normalize_top_k = router.only_top_k, False
+        if router.all_experts:
+            self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
+        if router.all_experts or router.by_token_id:
             self.router_aux_loss_coef = 0.0  # the balancing loss would be a constant
+        for n in {self.num_experts, *self.num_experts_pattern.values()}:
+            if 1 < n < self.top_k and not router.all_experts:
+                self._fail("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
 
     @property
     def router_class(self) -> type[Router]:
         """The class that `router_type` names; its attributes say what it needs and allows."""
-        known = isinstance(self.router_type, str) and self.router_type in ROUTERS
-        return ROUTERS[self.router_type] if known else Router
+        return ROUTERS[self.router_type]
 
-    def _check(self) -> None:
-        check_fields("MoELoraConfig", self, {**_RULES, "router_type": one_of(ROUTERS)})
-        for n in {self.num_experts, *self.num_experts_pattern.values()}:
-            if 1 < n < self.top_k and not self.router_class.all_experts:
-                self._refuse("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
-        if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
-            other = "" if self.expert_type == "bottleneck" else "mixing='projection', or "
-            self._refuse("router_type", f"{reason}; use {other}router_type='linear'")
-        if self.expert_type == "bottleneck":
-            self._check_bottlenecks()
-        elif self.bottleneck_size != type(self).bottleneck_size and not self.inference_mode:
-            self._refuse(
-                "bottleneck_size", "LoRA experts have the rank r; leave it out, or set expert_type='bottleneck'"
-            )
-        if self.router_class.by_token_id and not self.inference_mode:
-            for name in ("router_jitter_noise", "normalize_top_k"):
-                if getattr(self, name) != getattr(type(self), name):
-                    self._refuse(name, f"router_type={self.router_type!r} reads token ids alone; leave it out")
+    def _check_values(self) -> None:
+        """Values that would compute something else than asked, or NaN."""
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"MoELoraConfig: {choice_error(name, getattr(self, name), map(str, allowed))}")
+        for names, (allows, interval) in _RANGES.items():
+            for name in names.split():
+                value = getattr(self, name)
+                for number in value.values() if isinstance(value, dict) else [value]:
+                    if number is not None and not allows(number):
+                        self._fail(name, f"use {interval}")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             for name in ("layers_to_transform", "layers_pattern"):
                 if getattr(self, name) is not None:
-                    self._refuse(name, "give target_modules as a list of names, not as a regex, to choose layers")
+                    self._fail(name, "give target_modules as a list of names, not as a regex, to choose layers")
         if self.layers_pattern is not None and self.layers_to_transform is None:
-            self._refuse("layers_pattern", "set layers_to_transform too")
-        for setting in () if self.inference_mode else unread_settings(self.router_class):
-            name = f"router_{setting.name}"
-            if getattr(self, name) != setting.default:
-                self._refuse(name, f"router_type={self.router_type!r} has no use for it; leave it out")
+            self._fail("layers_pattern", "set layers_to_transform too")
+        experts = EXPERTS[self.expert_type]
+        if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
+            other = "" if "mixing" in experts.unread else "mixing='projection', or "
+            self._fail("router_type", f"{reason}; use {other}router_type='linear'")
+        for name in experts.unread:
+            self._check_unread(name, self._default(name), f"expert_type={self.expert_type!r} has no use for it")
 
-    def _refuse_other(self, name: str, given: Any, fixed: Any) -> None:
-        """Raise if a field that the router fixes was given another value; saved adapters may have one."""
-        if fixed is not None and given not in (fixed, getattr(type(self), name)) and not self.inference_mode:
-            setattr(self, name, given)
-            self._refuse(name, f"router_type={self.router_type!r} has {name}={fixed}; leave it out")
+    def _check_combinations(self) -> None:
+        """Settings that the router overrides, or has no use for."""
+        router, kind = self.router_class, f"router_type={self.router_type!r}"
+        for setting in unread_settings(router):
+            self._check_unread(f"router_{setting.name}", setting.default, f"{kind} has no use for it")
+        if router.by_token_id:
+            for name in ("router_jitter_noise", "normalize_top_k"):
+                self._check_unread(name, self._default(name), f"{kind} reads token ids alone")
+        if router.only_top_k is not None:
+            self._check_fixed("top_k", router.only_top_k)
+        if router.all_experts:
+            self._check_fixed("top_k", max([self.num_experts, *self.num_experts_pattern.values()]))
+        if router.all_experts or router.by_token_id:
+            self._check_fixed("router_aux_loss_coef", 0.0)
 
-    def _check_bottlenecks(self) -> None:
-        if self.mixing != "output":
-            self._refuse("mixing", "bottleneck experts follow the whole FFN; use mixing='output'")
-        if self.target_projections is not None:
-            self._refuse("target_projections", "bottleneck experts follow the whole FFN; leave it out")
+    def _check_fixed(self, name: str, value: Any) -> None:
+        if getattr(self, name) != value:
+            self._check_unread(name, self._default(name), f"router_type={self.router_type!r} has {name}={value}")
 
-    def _refuse(self, name: str, remedy: str) -> None:
-        raise ValueError(f"MoELoraConfig: {name}={shown(getattr(self, name))}: {remedy}")
+    def _check_unread(self, name: str, default: Any, reason: str) -> None:
+        if getattr(self, name) != default:
+            self._fail(name, f"{reason}; leave it out")
 
-    def expert_spec(self, module_name: str, model_config: Any = None) -> ExpertSpec:
+    def _default(self, name: str) -> Any:
+        return getattr(type(self), name)
+
+    def _fail(self, name: str, remedy: str) -> None:
+        value = getattr(self, name)
+        raise ValueError(f"MoELoraConfig: {name}={sorted(value) if isinstance(value, set) else value!r}: {remedy}")
+
+    def expert_spec(self, module_name: str, model_config: Any = None) -> Experts:
         """
         The settings of one module, with `num_experts_pattern`, `rank_pattern` and `alpha_pattern` applied.
 
@@ -268,7 +236,7 @@ class MoELoraConfig(PeftConfig):
         r = by_pattern(self.rank_pattern, self.r)
         alpha = by_pattern(self.alpha_pattern, self.lora_alpha)
         projections = self.target_projections
-        return ExpertSpec(
+        return EXPERTS[self.expert_type](
             num_experts=num_experts,
             top_k=min(self.top_k, num_experts),
             r=r,
@@ -288,7 +256,6 @@ class MoELoraConfig(PeftConfig):
             ),
             init_lora_weights=self.init_lora_weights,
             target_projections=None if projections is None else frozenset(projections),
-            expert_type=self.expert_type,
             bottleneck_size=self.bottleneck_size,
         )
 
@@ -313,48 +280,21 @@ def _attention_size(config: Any) -> int:
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-def _are_modules(value: Any) -> bool:
-    """None, one regex, or a list of names that is not empty."""
-    return value is None or (is_regex(value) and value != "") or (are_names(value) and len(value) > 0)
-
-
-def _are_layers(value: Any) -> bool:
-    layers = value if isinstance(value, (list, tuple, set)) else [value]
-    return len(layers) > 0 and all(type(layer) is int and layer >= 0 for layer in layers)
-
-
-# Fields and what they may be.
-_RULES: dict[str, Rule] = {
-    "r num_experts bottleneck_size": EXPERTS,
-    "top_k": COUNT,
-    "num_experts_pattern rank_pattern": mapping_of(
-        lambda v: type(v) is int and EXPERTS.allows(v), f"use a dict of module name to a whole number from 1 to {MOST}"
-    ),
-    "alpha_pattern": mapping_of(within(0, above=True).allows, "use a dict of module name to a finite number above 0"),
-    "lora_alpha": within(0, above=True),
-    "lora_dropout router_jitter_noise": within(0, 1, below=True),
-    "router_aux_loss_coef": Rule(within(0).allows, "use 0 (off) or a finite positive number"),
-    "use_rslora normalize_top_k inference_mode": FLAG,
-    "router_type": one_of(ROUTERS),
-    "router_threshold": within(0, 1, above=True).or_none(),
-    "router_capacity_factor": within(0, above=True).or_none(),
-    "router_num_heads": EXPERTS.or_none(),
-    "router_mixture": one_of(get_args(Mixture)),
-    "mixing": one_of(("output", "projection")),
-    "expert_type": one_of(get_args(ExpertType)),
-    "init_lora_weights": Rule(
-        lambda v: isinstance(v, bool) or (isinstance(v, str) and v == "gaussian"), "use True, False or 'gaussian'"
-    ),
-    "target_modules": Rule(_are_modules, "use None, a list of module names, or one regex"),
-    "exclude_modules": Rule(lambda v: v in ([], set()) or _are_modules(v), "use None, a list of names, or one regex"),
-    "target_projections": Rule(
-        lambda v: v is None or (are_names(v) and len(v) > 0), "use None or a list of projections"
-    ),
-    "modules_to_save": Rule(are_names, "use a list of module names").or_none(),
-    "layers_to_transform": Rule(_are_layers, "use a layer index or a list of them").or_none(),
-    "layers_pattern": Rule(
-        lambda v: TEXT.allows(v) or (are_names(v) and len(v) > 0), "use the name of the layer list"
-    ).or_none(),
-    "revision": TEXT.or_none(),
-    "base_model_name_or_path": is_a(str, remedy="give a text").or_none(),
+# Field → the values that have a meaning.
+_CHOICES: dict[str, Collection[Any]] = {
+    "router_type": ROUTERS,
+    "router_mixture": get_args(Mixture),
+    "mixing": ("output", "projection"),
+    "expert_type": EXPERTS,
+    "init_lora_weights": (True, False, "gaussian"),
 }
+# Fields → numbers that neither compute nothing nor give NaN, and how to say it.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r num_experts top_k bottleneck_size router_num_heads num_experts_pattern rank_pattern": (
+        lambda v: v >= 1 and v % 1 == 0, "a whole number of at least 1"
+    ),
+    "lora_alpha alpha_pattern router_capacity_factor": (lambda v: 0 < v < inf, "a finite number above 0"),
+    "lora_dropout router_jitter_noise": (lambda v: 0 <= v < 1, "a number in [0, 1)"),
+    "router_aux_loss_coef": (lambda v: 0 <= v < inf, "0 (off) or a finite positive number"),
+    "router_threshold": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
+}  # fmt: skip

@@ -136,12 +136,23 @@ class Dispatch:
         return (y_TKM * self.gates.unsqueeze(-1) if gated else y_TKM).sum(1)
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        return y_PM @ A[0].T if len(A) == 1 else self._shrink(y_PM, A)
 
     def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+        if len(B) > 1:
+            return self._expand(h_PR, B, onto_PM)
+        return h_PR @ B[0] if onto_PM is None else onto_PM.addmm_(h_PR, B[0])
+
+    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor, shared: bool = False) -> torch.Tensor:
+        return (h_PR.T @ y_PM).unsqueeze(0) if shared else self._outer(h_PR, y_PM)
+
+    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     # --- on tokens ----------------------------------------------------------------------------------------------------
@@ -150,6 +161,9 @@ class Dispatch:
         """`shrink(spread(x), A)` [P, r] of each part, for each x [T, m] and its A. A shared x is spread once."""
         if not A:
             return []
+        if len(A[0]) == 1:  # shared by all experts: one product a token, for all its pairs
+            low = [x_TM @ A_1RM[0].T for x_TM, A_1RM in zip(x, A, strict=True)]
+            return [[part.spread(low_TR) for part in self.parts] for low_TR in low]
         if self.all_columns:
             rows = [part.pair_rows() for part in self.parts]
             tables = [(x_TM @ A_NRM.flatten(0, 1).T).view(-1, A_NRM.shape[1]) for x_TM, A_NRM in zip(x, A, strict=True)]
@@ -196,8 +210,11 @@ class Dispatch:
     def weighted_columns(self, x_TM: torch.Tensor, A_NRM: torch.Tensor) -> torch.Tensor:
         """`s g_i A_i x` for all experts, [T, n·r]; zero for those that a token did not choose."""
         gates_TC, unchosen_TC = self.gate_columns(A_NRM.shape[1])
+        h_TC = F.linear(x_TM, A_NRM.flatten(0, 1))
+        if len(A_NRM) == 1:  # shared by all experts
+            h_TC = h_TC.repeat(1, self.n)
         # Masked and not only multiplied by 0: an expert that was not chosen may overflow.
-        return F.linear(x_TM, A_NRM.flatten(0, 1)).masked_fill(unchosen_TC, 0) * gates_TC
+        return h_TC.masked_fill(unchosen_TC, 0) * gates_TC
 
 
 def _plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor, in_place: bool) -> torch.Tensor:
@@ -218,31 +235,31 @@ class Dense(Dispatch):
         index = self.pair_experts().view(-1, 1, 1).expand(-1, 1, r)
         return h_PC.view(-1, self.n, r).gather(1, index).squeeze(1)
 
-    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return self._own_columns(y_PM @ A.flatten(0, 1).T)
 
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
         masked, matrix = self._mask(h_PR), B.flatten(0, 1)
         return masked @ matrix if onto_PM is None else onto_PM.addmm_(masked, matrix)
 
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         return (self._mask(h_PR).T @ y_PM).view(self.n, h_PR.shape[1], -1)
 
 
 class Gather(Dispatch):
     """Copies the expert's matrices for each pair: for few tokens and many experts."""
 
-    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return torch.bmm(A.index_select(0, self.pair_experts()), y_PM.unsqueeze(-1)).squeeze(-1)
 
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
         own, h_P1R = B.index_select(0, self.pair_experts()), h_PR.unsqueeze(1)
         if onto_PM is None:
             return torch.bmm(h_P1R, own).squeeze(1)
         onto_PM.unsqueeze(1).baddbmm_(h_P1R, own)
         return onto_PM
 
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         products = h_PR.unsqueeze(2) * y_PM.unsqueeze(1)
         return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
 
@@ -341,7 +358,7 @@ class _Part(Dispatch):
         return self._tokens
 
     def spread(self, x_TM: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return _Spread.apply(x_TM, self._tokens, self._rows)
         return x_TM.index_select(0, self._tokens)
 
@@ -438,18 +455,18 @@ class Blocks(_Part):
     def pair_experts(self) -> torch.Tensor:
         return self._block_experts.repeat_interleave(self._size)
 
-    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         # A yᵀ and not y Aᵀ: a product with few rows is faster than one with few columns.
         h_BRS = torch.bmm(self._own(A), self._blocks(y_PM).transpose(1, 2))
         return h_BRS.transpose(1, 2).flatten(0, 1)
 
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
         if onto_PM is None:
             return torch.bmm(self._blocks(h_PR), self._own(B)).flatten(0, 1)
         self._blocks(onto_PM).baddbmm_(self._blocks(h_PR), self._own(B))
         return onto_PM
 
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         products = torch.bmm(self._blocks(h_PR).transpose(1, 2), self._blocks(y_PM))
         # An expert's blocks are contiguous. Unlike `index_add`, this gives the same bits in every run on a GPU.
         sums = F.embedding_bag(self._block_range, products.flatten(1), self._first_blocks, mode="sum")
@@ -488,14 +505,14 @@ class Sorted(_Part):
     def pair_experts(self) -> torch.Tensor:
         return self._experts
 
-    def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(y_PM, A.transpose(1, 2), offs=self._ends)
 
-    def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
+    def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
         y_PM = F.grouped_mm(h_PR, B, offs=self._ends)
         return y_PM if onto_PM is None else onto_PM.add_(y_PM)
 
-    def outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
+    def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(h_PR.T, y_PM, offs=self._ends)
 
 

@@ -12,7 +12,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..utils.distributed import gathered
 from ..utils.torch_contexts import evaluating
-from ..utils.validation import FLAG, TEXT, check, check_fields, is_a
 from .liger import plain_forward
 
 
@@ -41,14 +40,7 @@ class FFNLayout:
     residual: bool = False
 
     def __post_init__(self) -> None:
-        act = self.act.removeprefix("F.") if isinstance(self.act, str) else ""
-        rules = {
-            "up down act": TEXT,
-            "gate dropout": TEXT.or_none(),
-            "fused residual": FLAG,
-        }
-        check_fields("FFNLayout", self, rules)
-        if act != self.act and not hasattr(F, act):
+        if self.act.startswith("F.") and not hasattr(F, self.act[2:]):
             raise ValueError(f"FFNLayout: act={self.act!r}: torch.nn.functional has no such function")
 
     @property
@@ -138,7 +130,6 @@ _LAYOUTS: list[FFNLayout] = [
 
 def register_ffn_layout(layout: FFNLayout) -> None:
     """Add a layout; it is tried before the built-in ones."""
-    check("register_ffn_layout", layout=(layout, is_a(FFNLayout)))
     if layout not in _LAYOUTS:
         _LAYOUTS.insert(0, layout)
 
@@ -169,7 +160,7 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
     Whether the layout computes what the block's own forward computes, on a few random tokens, and has every dropout
     of the block.
 
-    Weights that ZeRO-3 has divided are gathered. Blocks whose weights are not available (on the meta device, or sharded
+    Weights that ZeRO-3 has sharded are gathered. Blocks whose weights are not available (on the meta device, or sharded
     by FSDP2) cannot run, nor can those of Liger's classes on a CPU; they pass.
     """
     dropouts = [m for m in ffn.modules() if isinstance(m, nn.Dropout) and m.p > 0]

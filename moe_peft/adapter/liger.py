@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import wrapt
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.activations import ACT2FN
 
 from ..utils.compat import private
+from ..utils.lazy_imports import when_imported
 
 _BINDERS = "liger_kernel.transformers.monkey_patch"
 
@@ -51,7 +51,6 @@ def _is_ligers(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).startswith("liger_kernel.")
 
 
-@wrapt.when_imported(_BINDERS)
 def spare_layers(binders: Any) -> None:
     """Keep Liger from binding its FFN's forward to a tuner layer."""
     bind = private(_BINDERS, "_bind_method_to_module")
@@ -61,3 +60,6 @@ def spare_layers(binders: Any) -> None:
             bind(module, method_name, new_method)
 
     binders._bind_method_to_module = bind_elsewhere
+
+
+when_imported(_BINDERS, spare_layers)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.functional import pad
 
 from ..utils.compat import private
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.model_card import write_model_card
-from ..utils.validation import ADAPTER_NAME, FOLDER, PATH, TEXT, Rule, check, is_a, is_whole, shown, unknown_key
 from .config import EXPERT_FIELDS, MoELoraConfig
+from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout
 from .layers import MoELoraLayer, MoELoraLinear
 
@@ -62,14 +64,6 @@ class _Lora:
     B: dict[str, torch.Tensor]
 
 
-_ADAPTERS = Rule(
-    lambda v: (
-        isinstance(v, (list, tuple)) and len(v) > 0 and all(PATH.allows(a) or isinstance(a, PeftModel) for a in v)
-    ),
-    "give at least one LoRA adapter, in a list of folders or models",
-)
-
-
 def lora_to_moe(
     model: nn.Module,
     adapters: Sequence[str | os.PathLike | PeftModel],
@@ -97,18 +91,8 @@ def lora_to_moe(
         ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter; or
             `settings` has a field that the adapters determine.
     """
-    for name in EXPERT_FIELDS:
-        if name in settings:
-            raise ValueError(f"lora_to_moe: {name}={shown(settings[name])}: the adapters determine this; leave it out")
-    known = {field.name for field in fields(MoELoraConfig)}
-    for name in settings.keys() - known:
-        raise ValueError(f"lora_to_moe: {unknown_key(name, known)}")
-    check(
-        "lora_to_moe",
-        model=(model, is_a(nn.Module, remedy="give the base model")),
-        adapters=(adapters, _ADAPTERS),
-        adapter_name=(adapter_name, ADAPTER_NAME),
-    )
+    for name in settings.keys() & set(EXPERT_FIELDS):
+        raise ValueError(f"lora_to_moe: {name}: the adapters determine this; leave it out")
     if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
         raise ValueError(
             "lora_to_moe: model holds an adapter, whose update would count, too; give a base without, or unload() it"
@@ -118,8 +102,16 @@ def lora_to_moe(
     settings.setdefault("revision", loras[0].config.revision)
     settings.setdefault("top_k", min(2, len(loras)))
     config = MoELoraConfig(num_experts=len(loras), **_determined(loras, places), **settings)
+    matrices = _stacked(loras, places, config.expert_spec(""))
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
-    _fill_experts(peft_model, adapter_name, loras, places)
+    layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
+    for layer in layers.values():
+        for parameter in chain.from_iterable(of.values() for of in layer.expert_parameters(adapter_name)):
+            parameter.data.zero_()
+    for module, stacked in matrices.items():
+        owner, projection = places[module]
+        for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
+            parameters[projection].data.copy_(values)
     return peft_model
 
 
@@ -154,25 +146,31 @@ def _scaling(loras: Sequence[_Lora]) -> float:
     return lora_scaling(loras[0].config, next(iter(loras[0].A)))
 
 
-@torch.no_grad()
-def _fill_experts(
-    model: PeftModel, adapter_name: str, loras: Sequence[_Lora], places: dict[str, tuple[str, str]]
-) -> None:
-    """Fill expert i with LoRA i, padded with zeros. A difference in scaling is folded into B."""
-    layers = {name: m for name, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
-    for layer in layers.values():
-        for weights in layer.expert_parameters(adapter_name):
-            for weight in weights.values():
-                weight.zero_()
-    scaling = _scaling(loras)
-    for i, lora in enumerate(loras):
-        for module, A in lora.A.items():
-            owner, projection = places[module]
-            factor = lora_scaling(lora.config, module) / scaling
-            B = lora.B[module] if factor == 1 else lora.B[module] * factor
-            A_all, B_all = layers[owner].expert_parameters(adapter_name)
-            A_all[projection][i, : A.shape[0]] = A
-            B_all[projection][i, : A.shape[0]] = B.T
+def _stacked(
+    loras: Sequence[_Lora], places: dict[str, tuple[str, str]], experts: Experts
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """
+    The experts' A and B of each module. Smaller ranks are padded with zeros, a difference in scaling is folded into B,
+    and a module that an adapter lacks is zero in its expert.
+    """
+    scaling, stacked = _scaling(loras), {}
+    for module in places:
+        first = next(lora for lora in loras if module in lora.A)
+        A: list[torch.Tensor] = []
+        B: list[torch.Tensor] = []
+        for lora in loras:
+            if module not in lora.A:
+                A.append(first.A[module].new_zeros(experts.rank, first.A[module].shape[1]))
+                B.append(first.B[module].new_zeros(first.B[module].shape[0], experts.rank))
+                continue
+            missing, factor = experts.rank - len(lora.A[module]), lora_scaling(lora.config, module) / scaling
+            A.append(pad(lora.A[module], (0, 0, 0, missing)))
+            B.append(pad(lora.B[module] if factor == 1 else lora.B[module] * factor, (0, missing)))
+        try:
+            stacked[module] = experts.from_loras(A, B)
+        except ValueError as error:
+            raise ValueError(f"lora_to_moe: {module}: {error}") from error
+    return stacked
 
 
 def expert_to_lora(
@@ -200,25 +198,16 @@ def expert_to_lora(
         ValueError: the adapter has no such expert, or its experts are bottlenecks.
         FileExistsError: `save_directory` already exists.
     """
-    check(
-        "expert_to_lora",
-        model=(model, is_a(PeftModel)),
-        save_directory=(save_directory, FOLDER.or_none()),
-        adapter_name=(adapter_name, TEXT.or_none()),
-    )
     adapter_name = model.active_adapter if adapter_name is None else adapter_name
     source = model.peft_config.get(adapter_name)
     if not isinstance(source, MoELoraConfig):
         known = [name for name, config in model.peft_config.items() if isinstance(config, MoELoraConfig)]
         raise ValueError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {known}")
-    if source.expert_type != "lora":
-        raise ValueError(
-            f"expert_to_lora: expert_type={source.expert_type!r}: such an expert has a non-linearity, which no LoRA "
-            "has; keep the whole adapter"
-        )
+    if reason := EXPERTS[source.expert_type].no_lora:
+        raise ValueError(f"expert_to_lora: expert_type={source.expert_type!r}: {reason}")
     most = max([source.num_experts, *source.num_experts_pattern.values()])
-    if not is_whole(expert) or not 0 <= expert < most:
-        raise ValueError(f"expert_to_lora: expert={shown(expert)}: the adapter has experts 0 to {most - 1}")
+    if not 0 <= expert < most:
+        raise ValueError(f"expert_to_lora: expert={expert}: the adapter has experts 0 to {most - 1}")
     state, ranks, alphas = _matrices_of(model, expert, adapter_name)
     config = LoraConfig(
         r=source.r,
@@ -260,9 +249,9 @@ def _matrices_of(
         for projection, A in A_all.items():
             name = owner if isinstance(layer, MoELoraLinear) else f"{owner}.{projection}"
             name = name.replace(".base_layer", "")
-            B = B_all[projection]
-            state[f"{_PREFIX}{name}.lora_A.weight"] = A[index].detach().cpu().clone()
-            state[f"{_PREFIX}{name}.lora_B.weight"] = B[index].detach().cpu().T.contiguous()
+            A_RI, B_OR = spec.to_lora(A.detach(), B_all[projection].detach(), index)
+            state[f"{_PREFIX}{name}.lora_A.weight"] = A_RI.cpu().clone(memory_format=torch.contiguous_format)
+            state[f"{_PREFIX}{name}.lora_B.weight"] = B_OR.cpu().clone(memory_format=torch.contiguous_format)
             ranks[name], alphas[name] = spec.r, spec.lora_alpha
     return state, ranks, alphas
 
@@ -302,10 +291,6 @@ def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
         state = read_adapter_weights(source, f"lora_to_moe: {name}")
     A: dict[str, torch.Tensor] = {}
     B: dict[str, torch.Tensor] = {}
-    for field in ("r", "lora_alpha"):
-        value = getattr(config, field)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise ValueError(f"lora_to_moe: {name}: {field}={value!r}: must be a number above 0")
     for key, tensor in state.items():
         module, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
         if kind not in ("A.weight", "B.weight"):

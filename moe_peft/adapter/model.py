@@ -14,13 +14,13 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
-from ..routing.routers import Router, make_router
+from ..routing.routers import make_router
 from ..utils.compat import private
 from ..utils.model_card import TAGS
-from ..utils.validation import ADAPTER_NAME, check
 from . import liger, router_outputs
 from .base_model import find_ffns, is_encoder_decoder
-from .config import ExpertSpec, MoELoraConfig
+from .config import MoELoraConfig
+from .experts import EXPERTS, Experts
 from .ffn_layout import FFNLayout, find_layout, probe_ffn
 from .layers import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features
 
@@ -93,13 +93,15 @@ class MoELoraModel(BaseTuner):
                 )
             _check_target(name, module, peft_config, model)
         if targets and not any(map(_ffn_layout, targets.values())):
-            for field, default in (("expert_type", "lora"), ("target_projections", None)):
-                if (value := getattr(peft_config, field)) != default:
-                    value = sorted(value) if isinstance(value, set) else value
-                    raise ValueError(
-                        f"MoELoraConfig: {field}={value!r}: target_modules matches no FFN, only {_endings(names)}; "
-                        "name FFNs too, or leave it out"
-                    )
+            projections = peft_config.target_projections
+            wrong = f"target_projections={sorted(projections)}" if projections is not None else ""
+            if EXPERTS[peft_config.expert_type].needs_ffn:
+                wrong = f"expert_type={peft_config.expert_type!r}"
+            if wrong:
+                raise ValueError(
+                    f"MoELoraConfig: {wrong}: target_modules matches no FFN, only {_endings(names)}; name FFNs too, or "
+                    "leave it out"
+                )
         self._refuse_unbalanced(peft_config, model, names)
         if names and not peft_config.inference_mode:
             _refuse_unmatched(peft_config, names, model)
@@ -117,7 +119,8 @@ class MoELoraModel(BaseTuner):
     # --- injection --------------------------------------------------------------------------------------------------
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        check("MoELoraConfig", adapter_name=(adapter_name, ADAPTER_NAME))
+        if "." in adapter_name:  # PEFT finds an adapter's tensors by the parts of their names
+            raise ValueError(f"MoELoraConfig: adapter_name={adapter_name!r}: use a name without dots")
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         # Here and not in `_post_injection_hook`, which a second `add_adapter` does not call.
         router_outputs.install(model)
@@ -201,12 +204,6 @@ class MoELoraModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: MoELoraConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        state_dict = dict(state_dict)
-        for path, router in model.named_modules():
-            if isinstance(router, Router) and path.endswith(f".{adapter_name}"):
-                saved = cls._remove_adapter_name_from_key(f"{path}.x", adapter_name).removesuffix("x")
-                for prefix in ("", "base_model.model."):  # the model may lack it; so may the keys
-                    router.convert_old(state_dict, prefix + saved.removeprefix("base_model.model."))
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         expected = {
             f"{path}.{name}": tensor
@@ -215,17 +212,17 @@ class MoELoraModel(BaseTuner):
             for name, tensor in chain(layer.named_parameters(), layer.named_buffers())
             if name.startswith(f"{cls.prefix}") and name.split(".")[1] == adapter_name
         }
-        found = {key: tensor for key, tensor in remapped.items() if f".{cls.prefix}" in key}
-        for key in sorted(expected.keys() | found.keys()):
-            if key not in found or key not in expected or found[key].shape != expected[key].shape:
-                has = f"shape {tuple(found[key].shape)}" if key in found else "no such weight"
-                wants = f"shape {tuple(expected[key].shape)}" if key in expected else "no such weight"
+        saved = {key: tensor for key, tensor in remapped.items() if f".{cls.prefix}" in key}
+        for key in sorted(expected.keys() | saved.keys()):
+            shapes = [str(list(of[key].shape)) if key in of else "no such weight" for of in (saved, expected)]
+            if shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"{key}: the adapter has {has}, this model has {wants}; load it on the base that it was trained on"
+                    f"{key}: the adapter has {shapes[0]}, this model has {shapes[1]}; load it on the base that it was "
+                    "trained on"
                 )
-            if found[key].is_floating_point() != expected[key].is_floating_point():
-                raise ValueError(f"{key}: the adapter has {found[key].dtype}; save it in float32, bfloat16 or float16")
-            if not found[key].isfinite().all():
+            if saved[key].is_floating_point() != expected[key].is_floating_point():
+                raise ValueError(f"{key}: the adapter has {saved[key].dtype}; save it in float32, bfloat16 or float16")
+            if not saved[key].isfinite().all():
                 raise ValueError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
         return remapped
 
@@ -235,13 +232,13 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise ValueError(
             f"MoELoraConfig: tp_size={model.tp_size}: experts need whole projections, not those of tensor parallelism; "
-            "load the base without tp_plan, and divide it by FSDP2 or DeepSpeed"
+            "load the base without tp_plan, and shard it by FSDP2 or DeepSpeed"
         )
     for name, module in targets.items():
         if any(getattr(getattr(part, "_hf_hook", None), "offload", False) for part in module.modules()):
             raise ValueError(
                 f"MoELoraConfig: target module {name!r} is offloaded to the CPU or to disk; load the base with a "
-                "device_map of GPUs alone, quantize it, or divide it by FSDP2 or DeepSpeed"
+                "device_map of GPUs alone, quantize it, or shard it by FSDP2 or DeepSpeed"
             )
 
 
@@ -309,7 +306,7 @@ def _remove_tags(model: Any) -> None:
         model.model_tags = kept
 
 
-def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> ExpertSpec:
+def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> Experts:
     """The settings of the module `name` of `model`."""
     return config.expert_spec(name, router_outputs.text_config(model))
 
@@ -353,10 +350,10 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
                 "nor a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"
             )
         return
-    if config.expert_type == "bottleneck" and (spec.r, spec.lora_alpha) != (config.r, config.lora_alpha):
+    if spec.needs_ffn and (spec.r, spec.lora_alpha) != (config.r, config.lora_alpha):
         raise ValueError(
-            f"MoELoraConfig: rank_pattern or alpha_pattern matches {name!r}, which gets bottleneck experts; leave it "
-            "out of the pattern, and set bottleneck_size"
+            f"MoELoraConfig: rank_pattern or alpha_pattern matches {name!r}, which gets {config.expert_type} experts; "
+            "leave it out of the pattern"
         )
     unknown = set(spec.target_projections or ()) - set(layout.projections)
     if unknown:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from aenum import extend_enum
 from peft import PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import register_peft_method
@@ -13,10 +12,21 @@ NAME = "MOE_LORA"
 def register() -> None:
     """Add `MOE_LORA` to the enum `PeftType` and register the method. A second call does nothing."""
     if NAME not in PeftType.__members__:
-        extend_enum(PeftType, NAME, NAME)
+        _add_member()
     if PeftType[NAME] in PEFT_TYPE_TO_CONFIG_MAPPING:
         return
     from .config import MoELoraConfig
     from .model import MoELoraModel
 
     register_peft_method(name=NAME.lower(), config_cls=MoELoraConfig, model_cls=MoELoraModel, prefix="moe_lora_")
+
+
+def _add_member() -> None:
+    """What a line `MOE_LORA = "MOE_LORA"` in the enum's class would do; PEFT has no way of its own to add a type."""
+    member = str.__new__(PeftType, NAME)
+    member._name_ = member._value_ = NAME
+    member.__objclass__ = PeftType
+    member._sort_order_ = len(PeftType)
+    PeftType._member_names_.append(NAME)
+    PeftType._member_map_[NAME] = PeftType._value2member_map_[NAME] = member
+    type.__setattr__(PeftType, NAME, member)  # an enum's own refuses to set a member; Python ≥ 3.12 needs it

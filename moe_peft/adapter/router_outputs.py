@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -27,9 +26,8 @@ from ..routing.losses import balancing_loss
 from ..routing.statistics import counted_experts
 from .base_model import has_routed_experts, is_encoder_decoder
 from .layers import MoELoraLayer
-from .router_recorder import Collection, state
+from .router_recorder import Collection, argument, begin, end, outer_collection, state, tell
 
-CHOICES, ROUTERS = "_moe_lora_choices", "_moe_lora_routers"  # attributes of a backbone's output
 IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 
@@ -158,14 +156,11 @@ def _is_installed(model: nn.Module) -> bool:
 
 def _begin(module: nn.Module, args: tuple, kwargs: dict, ours: dict[str, bool]) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
-    outer = state.collection
-    # Neither calls itself, nor a backbone its model: a call was left by Ctrl-C, on which torch runs no hooks.
-    while outer is not None and (outer.owner is module or outer.owner is module.base_model):
-        outer = outer.outer
+    outer = outer_collection(module)
     if outer is not None and module is getattr(outer.owner, "base_model", None):
-        # A dense backbone does not know the argument. A caller that passes it to the backbone alone, as `models.view`
-        # does, gets the backbone's router logits and leaves the outer model's output and loss as they are.
-        outer.enabled |= bool(kwargs.pop("output_router_logits", False))
+        # A dense backbone does not know the argument. A caller that passes it to the backbone alone gets the backbone's
+        # router logits and leaves the outer model's output and loss as they are.
+        outer.of_backbone |= bool(kwargs.pop("output_router_logits", False))
         return args, {**kwargs, **ours}
     # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
     sync_config(module, getattr(module, "peft_config", {}))
@@ -177,12 +172,9 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict, ours: dict[str, bool]) 
     asked = (kwargs.get if theirs else kwargs.pop)("output_router_logits", None)
     # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
     by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
-    enabled = by_config if asked is None else bool(asked)
     if not theirs:
         kwargs = {**kwargs, **({"output_router_logits": False} if fused else ours)}
-    both = getattr(config, "is_encoder_decoder", False)  # then a decoder's tokens are not `input_ids`
-    token_ids = None if both else _argument(module, "input_ids", args, kwargs)
-    state.collection = Collection(module, enabled, enabled, bool(asked), outer, token_ids)
+    begin(module, args, kwargs, attached=by_config if asked is None else bool(asked), explicit=bool(asked))
     return args, kwargs
 
 
@@ -199,9 +191,12 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     if collection is None or module not in (collection.owner, getattr(collection.owner, "base_model", None)):
         return None
     if module is collection.owner:
-        state.collection = collection.outer
-    wanted = collection.enabled if module is module.base_model else collection.attached
-    if output is None or not wanted:  # None: the forward raised
+        end(collection)
+    if output is None:  # the forward raised
+        return None
+    if collection.logits and collection.observers:
+        tell(collection)
+    if not (collection.attached or (collection.of_backbone and module is module.base_model)):
         return None
     n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
     router_logits = tuple(pad_logits(logits, n) for logits in collection.logits) or None
@@ -211,10 +206,6 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         output["aux_loss"] = output["loss"].new_zeros(())  # there may be no router; its class has no `router_logits`
     elif isinstance(output, dict):
         output = _with_router_logits(output, router_logits)
-        # No field: it is for `models.view` alone, and would otherwise be a part of every output that is taken apart.
-        output.__dict__[CHOICES] = tuple(collection.choices)
-        if not torch.compiler.is_compiling():
-            output.__dict__[ROUTERS] = tuple(collection.routers)
     if router_logits is None:
         return output
     if _has_loss(module):
@@ -291,7 +282,7 @@ def _with_aux_loss(
 ) -> Any:
     is_dict = isinstance(output, dict)
     loss = output.get("loss") if is_dict else None
-    if isinstance(output, tuple) and _argument(model, "labels", args, kwargs) is not None:
+    if isinstance(output, tuple) and argument(model, "labels", args, kwargs) is not None:
         loss = output[0]
     if loss is None and not (is_dict and collection.explicit):
         return output
@@ -301,14 +292,13 @@ def _with_aux_loss(
             "make no balancing loss; set it to 0, or target modules that read every token once"
         )
     config = text_config(model)
-    mask = _argument(model, "attention_mask", args, kwargs)
-    known = isinstance(mask, torch.Tensor) and mask.dim() == 2  # else packed, or no padding
-    if known:
-        mask = mask[:, -(len(router_logits[0]) // len(mask)) :]  # after a cache, whose tokens come first
+    mask = collection.attention_mask
+    if mask is not None:
+        mask = mask[:, -(len(router_logits[0]) // len(mask)) :].flatten()  # after a cache, whose tokens come first
     k = config.num_experts_per_tok
     chosen = counted_experts(collection.routers, router_logits, _ks(model, collection.routers, k))
     sizes = [logits.shape[-1] for logits in collection.logits]
-    aux_loss = balancing_loss(router_logits, k, mask.flatten() if known else None, sizes=sizes, chosen=chosen)
+    aux_loss = balancing_loss(router_logits, k, mask, sizes=sizes, chosen=chosen)
     if loss is not None:
         loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
     if not is_dict:
@@ -329,10 +319,3 @@ def _ks(model: nn.Module, routers: Sequence[nn.Module], k: int) -> list[int]:
         for name, router in layer.moe_lora_router.items()
     }
     return [found[id(router)] for router in routers]
-
-
-def _argument(model: nn.Module, name: str, args: tuple, kwargs: dict) -> Any:
-    if name in kwargs or not args:
-        return kwargs.get(name)
-    names = [p for p in inspect.signature(type(model).forward).parameters if p != "self"]
-    return dict(zip(names, args, strict=False)).get(name)

@@ -1,18 +1,25 @@
 """
-Records router logits, and what was chosen, while a backbone runs; `protocol.py` starts and ends the recording.
+Records router logits, and what was chosen, while a backbone runs.
 
-A layer appends its router's logits (as the router's own forward hooks leave them) to the current collection, and then
-the experts that were chosen and their gates (steering and routers' own rules included). The collection is thread-local:
-two threads may generate with one model, and CUDA runs backward, including the second runs of checkpointed layers, in a
-separate thread.
+`begin` starts a forward pass's collection and `end` closes it; both are called by hooks. A layer appends its router's
+logits (as the router's own forward hooks leave them) to the current collection, and then the experts that were chosen
+and their gates (steering and routers' own rules included). Whoever wants them subscribes by `observing`: the gates of
+native MoEs are recorded in the same way, for as long as somebody does.
+
+The current collection is thread-local: two threads may generate with one model, and CUDA runs backward, including the
+second runs of checkpointed layers, in a separate thread.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,18 +35,27 @@ Choice = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass
 class Collection:
-    """Router logits and choices of one forward pass."""
+    """Router logits and choices of one forward pass, and what the model was called with."""
 
     owner: nn.Module  # the module whose forward starts and ends it
-    enabled: bool  # whether routers record
-    attached: bool  # whether the owner's output gets the logits, and its loss the balancing loss
-    explicit: bool  # requested by an argument of the call, not by the config
-    outer: Collection | None  # that of the pass around this one
-    token_ids: torch.Tensor | None = None  # the call's `input_ids`
+    attached: bool = False  # whether the owner's output gets the logits, and its loss the balancing loss
+    explicit: bool = False  # requested by an argument of the call, not by the config
+    outer: Collection | None = None  # that of the pass around this one
+    token_ids: torch.Tensor | None = None  # the call's `input_ids`, unless they are an encoder's
+    attention_mask: torch.Tensor | None = None  # [B, S]; None: packed, or no padding
+    rows: int = 1  # B
+    of_backbone: bool = False  # whether the backbone's output gets the logits, too
+    observers: Sequence[Observer] = ()
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+    # One entry for each router that has run. A choice of None has not been seen.
     logits: list[torch.Tensor] = field(default_factory=list)
-    routers: list[nn.Module] = field(default_factory=list)  # one for each of the logits
-    choices: list[Choice] = field(default_factory=list)  # one for each of the logits
+    routers: list[nn.Module] = field(default_factory=list)
+    choices: list[Choice | None] = field(default_factory=list)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody wants what routers compute."""
+        return self.attached or self.of_backbone or len(self.observers) > 0
 
 
 class State(threading.local):
@@ -48,6 +64,46 @@ class State(threading.local):
 
 
 state = State()
+
+
+# --- a pass ----------------------------------------------------------------------------------------------------------
+
+
+def outer_collection(module: nn.Module) -> Collection | None:
+    """
+    That of the forward pass around one of `module`. Neither a model nor its backbone calls itself or the other way
+    round: such a call was left by Ctrl-C, on which torch runs no hooks.
+    """
+    outer = state.collection
+    while outer is not None and (outer.owner is module or outer.owner is getattr(module, "base_model", None)):
+        outer = outer.outer
+    return outer
+
+
+def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = False, explicit: bool = False) -> None:
+    """Start the collection of a forward pass of `module`, a transformers model, that is called with these arguments."""
+    ids, embeds, mask = (argument(module, x, args, kwargs) for x in ("input_ids", "inputs_embeds", "attention_mask"))
+    rows = next((len(tensor) for tensor in (ids, embeds) if isinstance(tensor, torch.Tensor)), 1)
+    if getattr(module.config, "is_encoder_decoder", False):
+        ids = None
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        mask = None
+    observers = _observers.get(module.base_model, ())
+    outer = outer_collection(module)
+    state.collection = Collection(module, attached, explicit, outer, ids, mask, rows, observers=observers)
+
+
+def end(collection: Collection) -> None:
+    """Go back to the collection of the pass around this one."""
+    state.collection = collection.outer
+
+
+def argument(model: nn.Module, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An argument of a call of `model`, passed by name or by position; None if it was not."""
+    if name in kwargs or not args:
+        return kwargs.get(name)
+    names = [p for p in inspect.signature(type(model).forward).parameters if p != "self"]
+    return dict(zip(names, args, strict=False)).get(name)
 
 
 def recorded(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
@@ -68,6 +124,67 @@ def record_choice(experts_TK: torch.Tensor, gates_TK: torch.Tensor) -> None:
     collection = state.collection
     if collection is not None and collection.enabled:
         collection.choices.append((experts_TK, gates_TK.detach()))
+
+
+# --- observers -------------------------------------------------------------------------------------------------------
+
+Observer = Callable[[Collection], None]
+_observers: dict[nn.Module, list[Observer]] = {}  # by backbone, while there are any
+_gate_hooks: dict[nn.Module, list[Any]] = {}  # of native MoEs, likewise
+
+
+@contextmanager
+def observing(backbone: nn.Module, observe: Observer, gates: Mapping[nn.Module, int]) -> Iterator[None]:
+    """
+    Call `observe` with the collection of each forward pass of a backbone inside the block.
+
+    Args:
+        gates: of a native MoE, with the place of the logits in what each returns; none if the model has an adapter,
+            whose layers record by themselves.
+    """
+    if backbone not in _observers and gates:
+        _gate_hooks[backbone] = [
+            backbone.register_forward_pre_hook(begin, with_kwargs=True),
+            backbone.register_forward_hook(_end_native, with_kwargs=True, always_call=True),
+            *(gate.register_forward_hook(partial(_see_gate, place=place)) for gate, place in gates.items()),
+        ]
+    _observers.setdefault(backbone, []).append(observe)
+    try:
+        yield
+    finally:
+        _observers[backbone].remove(observe)
+        if not _observers[backbone]:
+            del _observers[backbone]
+            for handle in _gate_hooks.pop(backbone, ()):
+                handle.remove()
+
+
+@torch.compiler.disable
+def tell(collection: Collection) -> None:
+    """Call the observers, once a pass."""
+    observers, collection.observers = collection.observers, ()
+    for observe in list(observers):
+        observe(collection)
+
+
+def _end_native(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    collection = state.collection
+    if collection is not None and collection.owner is module:
+        end(collection)
+        if output is not None and collection.logits:  # None: the forward raised
+            tell(collection)
+
+
+def _see_gate(gate: nn.Module, args: tuple, output: Any, place: int) -> None:
+    """After a native gate, most of which return (logits, gates, experts); not if a checkpointed layer runs again."""
+    collection = state.collection
+    if collection is None or not collection.enabled:
+        return
+    logits = output[place] if isinstance(output, tuple) else output
+    collection.logits.append(logits.reshape(-1, logits.shape[-1]))
+    collection.routers.append(getattr(gate, "moe_router", gate))
+    is_choice = isinstance(output, tuple) and len(output) == 3 and place == 0
+    collection.choices.append((output[2], output[1].detach()) if is_choice else None)
 
 
 # --- token ids ------------------------------------------------------------------------------------------------------

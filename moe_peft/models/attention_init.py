@@ -23,17 +23,11 @@ from ..adapter.layers import MoELoraFFN
 from ..routing.attention_heads import attention_weights, check_heads, fitting_heads
 from ..routing.routers import LinearRouter, Router, RouterSettings, folded_weight
 from ..utils.torch_contexts import evaluating
-from ..utils.validation import COUNT, TEXT, Rule, check
 from .introspection import adapter_layers, backbone, base_model, router_sizes, text_config
 from .native_routers import fold_native_routers, native_gates, replace_routers
 from .routed_gate import RoutedGate
 
 # --- attention -------------------------------------------------------------------------------------------------------
-
-_BATCHES = Rule(
-    lambda v: isinstance(v, Iterable) and not isinstance(v, (str, bytes, Mapping, torch.Tensor)),
-    "give a list of batches, or a data loader",
-)
 
 
 class AttentionMeans(NamedTuple):
@@ -136,16 +130,13 @@ def attention_means(
 
         return hook
 
-    check("init_attention_routers", batches=(batches, _BATCHES))
-    vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
     device = next(backbone(model).parameters()).device
     adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
     handles = [plain_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
     try:
         for layer, _ in adapters:
             layer._disable_adapters = True
-        for i, batch in enumerate(batches):
-            _check_batch(i, batch, vocabulary)
+        for batch in batches:
             given = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
             mask_BS1 = given.get("attention_mask", torch.ones_like(given["input_ids"])).unsqueeze(-1).double()
             tokens = tokens + mask_BS1.sum()
@@ -162,33 +153,6 @@ def attention_means(
         AttentionMeans((key / tokens.to(key.device)).float(), (total / tokens.to(total.device)).float())
         for key, total in zip(keys, inputs, strict=True)
     ]
-
-
-def _check_batch(i: int, batch: Any, vocabulary: int) -> None:
-    """Raise if the model cannot run on a batch."""
-    ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    is_ids = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32)
-    if not (is_ids and ids.dim() == 2 and ids.numel() > 0):
-        raise ValueError(
-            f"init_attention_routers: batches[{i}]: no token ids; give a dict with input_ids, an integer tensor [B, S]"
-        )
-    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise ValueError(
-            f"init_attention_routers: batches[{i}]: token ids {int(ids.min())} to {int(ids.max())}; the model has 0 to "
-            f"{vocabulary - 1}: use its own tokenizer"
-        )
-    places = batch.get("position_ids", ids)
-    if not isinstance(places, torch.Tensor) or places.shape != ids.shape:
-        raise ValueError(
-            f"init_attention_routers: batches[{i}]: position_ids: give a tensor {list(ids.shape)} as input_ids, or "
-            "leave it out"
-        )
-    mask = batch.get("attention_mask", torch.ones_like(ids))
-    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(
-            f"init_attention_routers: batches[{i}]: attention_mask: give a tensor of 0 and 1, {list(ids.shape)} as "
-            "input_ids, or leave it out"
-        )
 
 
 # --- attention routers -----------------------------------------------------------------------------------------------
@@ -231,7 +195,6 @@ def init_attention_routers(
             do not fit, or there is no data.
     """
     router_sizes(model, "init_attention_routers")
-    check("init_attention_routers", num_heads=(num_heads, COUNT.or_none()))
     adapted = bool(adapter_layers(model))
     if not adapted and adapter_name is not None:
         raise ValueError(f"init_attention_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
@@ -389,7 +352,6 @@ def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
     layers = adapter_layers(model)
     known = {name for layer in layers for name in layer.moe_lora_router}
     active = (name for layer in layers for name in layer.active_adapters if name in known)
-    check(caller, adapter_name=(adapter_name, TEXT.or_none()))
     found = next(active, None) if adapter_name is None else adapter_name
     if found not in known:
         raise ValueError(

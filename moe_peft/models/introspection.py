@@ -7,7 +7,7 @@ No other module knows where router logits come from. Legend: B rows, S positions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ..adapter import router_outputs, router_recorder
+from ..adapter import router_outputs
 from ..adapter.base_model import recorded_routers
 from ..adapter.layers import MoELoraLayer
+from ..adapter.router_recorder import Choice, Collection, observing
 from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts
 from ..utils.distributed import shape_of
-from ..utils.validation import check, is_a
 from .routed_gate import RoutedGate
 
 
@@ -34,13 +34,6 @@ def base_model(model: Any) -> Any:
 def backbone(model: Any) -> Any:
     """The transformers model without its head."""
     return base_model(model).base_model
-
-
-def _decoder(model: Any) -> Any:
-    """What a causal LM calls, if that is not its backbone; else its backbone."""
-    base = base_model(model)
-    found = base.get_decoder() if hasattr(base, "get_decoder") else None
-    return backbone(model) if found is None or found is base else found
 
 
 def text_config(model: Any) -> Any:
@@ -75,142 +68,60 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
     Call `observe` after each forward pass of the model's backbone inside the block. Outputs, losses and configs do not
     change. Passes in which no router ran (adapters may be disabled) are skipped.
     """
-    module, observer = backbone(model), _Observer(observe, int(getattr(text_config(model), "num_experts_per_tok", 1)))
-    handles = [
-        # First, so that the adapter's own hook finds the argument.
-        module.register_forward_pre_hook(observer.begin, with_kwargs=True, prepend=True),
-        module.register_forward_hook(observer.end, with_kwargs=True, always_call=True),
-    ]
-    if not adapter_layers(model):
-        handles += [router.register_forward_hook(observer.see) for router in native_routers(model)]
-    elif (decoder := _decoder(model)) is not module:
-        handles += [
-            decoder.register_forward_pre_hook(observer.begin_part),
-            decoder.register_forward_hook(observer.end_part, with_kwargs=True, always_call=True),
-        ]
-    try:
+    gates = {} if adapter_layers(model) else _native_gates(model)
+    order: list[nn.Module] = []  # the model's active routers
+
+    def tell(collection: Collection) -> None:
+        nonlocal order
+        ran = collection.routers
+        if {*ran} != {*order}:
+            order = active_routers(model)
+        # In the model's order, unless others ran, or one more than once.
+        places = {router: i for i, router in enumerate(ran)}
+        in_order = len(ran) == len(order) and places.keys() == {*order}
+        indices = [places[router] for router in order] if in_order else range(len(ran))
+        n = max(logits_TN.shape[-1] for logits_TN in collection.logits)
+        logits = [pad_logits(collection.logits[i], n) for i in indices]
+        choices = [collection.choices[i] for i in indices]
+        mask = collection.attention_mask
+        if mask is None:
+            rows = collection.rows
+            mask = torch.ones(rows, len(logits[0]) // rows, dtype=torch.long, device=logits[0].device)
+        k = int(getattr(text_config(model), "num_experts_per_tok", 1))
+        chosen = (_chosen(*of_router, k) for of_router in zip(logits, choices, strict=True))
+        observe(RoutedPass(tuple(logits), tuple(chosen), mask, collection.token_ids, torch.is_grad_enabled()))
+
+    with observing(backbone(model), tell, gates):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-class _Observer:
-    """
-    The hooks of one observer.
-
-    Args:
-        observe: called with each pass.
-        k: experts per token, where a router's choice cannot be seen (in a compiled model).
-    """
-
-    def __init__(self, observe: Callable[[RoutedPass], None], k: int) -> None:
-        self.observe, self.k = observe, k
-        # Of native routers; None outside the backbone's forward.
-        self.choices: list[router_recorder.Choice] | None = None
-        self.routers: list[nn.Module] = []  # which made them
-        self.order: list[nn.Module] = []  # of the model's active routers
-        self.part: tuple[router_recorder.Collection, int] | None = None  # and the logits that it had before
-
-    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Before the backbone."""
-        self.choices, self.routers = [], []
-        return args, {**kwargs, "output_router_logits": True}
-
-    def see(self, router: nn.Module, args: tuple, output: Any) -> None:
-        """After a native router, which returns (logits, gates, experts); in the forward pass only, not if run again."""
-        if self.choices is not None and isinstance(output, tuple) and len(output) == 3:
-            _, gates, experts = output
-            self.choices.append((experts, gates.detach()))
-            self.routers.append(getattr(router, "moe_router", router))
-
-    @torch.compiler.disable
-    def end(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        """After the backbone."""
-        choices, self.choices = self.choices or [], None
-        router_logits = getattr(outputs, "router_logits", None)
-        if not router_logits:
-            return
-        choices = getattr(outputs, router_outputs.CHOICES, choices)
-        self._tell(
-            module,
-            args,
-            kwargs,
-            outputs,
-            router_logits,
-            choices,
-            getattr(outputs, router_outputs.ROUTERS, self.routers),
-        )
-
-    @torch.compiler.disable
-    def begin_part(self, module: nn.Module, args: tuple) -> None:
-        """Before the decoder of a causal LM that does not call its backbone as a whole (OPT)."""
-        collection = router_recorder.state.collection
-        if self.choices is None and collection is not None:
-            collection.enabled = True
-            self.part = collection, len(collection.logits)
-
-    @torch.compiler.disable
-    def end_part(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        """After it."""
-        part, self.part = self.part, None
-        if part is None or outputs is None:  # the forward raised
-            return
-        collection, start = part
-        logits = collection.logits[start:]
-        if logits:
-            n = max(of_router.shape[-1] for of_router in logits)
-            padded = [pad_logits(of_router, n) for of_router in logits]
-            self._tell(module, args, kwargs, outputs, padded, collection.choices[start:], collection.routers[start:])
-
-    def _tell(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any,
-        router_logits: Sequence[torch.Tensor], choices: Sequence[router_recorder.Choice], routers: Sequence[nn.Module],
-    ) -> None:  # fmt: skip
-        mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids", next(iter(args), None))
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # packed, padding-free, or no padding
-            mask = torch.ones(outputs[0].shape[:2], dtype=torch.long, device=router_logits[0].device)
-        chosen = tuple(_chosen(router_logits, choices, self.k))
-        order = self._in_order(module, routers)
-        if len(order) == len(router_logits):
-            router_logits, chosen = (tuple(of[i] for i in order) for of in (router_logits, chosen))
-        self.observe(RoutedPass(tuple(router_logits), chosen, mask, ids, torch.is_grad_enabled()))
-
-    def _in_order(self, module: nn.Module, ran: Sequence[nn.Module]) -> Sequence[int]:
-        """Where the model's routers are among those that ran; nothing if others ran, or one more than once."""
-        if len(ran) == len(self.order) and all(a is b for a, b in zip(ran, self.order, strict=True)):
-            return range(len(ran))
-        place = {router: i for i, router in enumerate(ran)}
-        if place.keys() != set(self.order):
-            self.order = active_routers(module)
-        return [place[router] for router in self.order] if place.keys() == set(self.order) else []
-
-
-def _chosen(
-    router_logits: Sequence[torch.Tensor], choices: Sequence[router_recorder.Choice], k: int
-) -> Iterator[torch.Tensor]:
-    """Each router's choice as a mask, bool [T, n]; the top k where the choices were not seen."""
-    if len(choices) != len(router_logits):
-        choices = [(logits_TN.topk(k, dim=-1).indices, None) for logits_TN in router_logits]
-    for logits_TN, (experts_TK, gates_TK) in zip(router_logits, choices, strict=True):
-        if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
-            gates_TK = None
-        yield chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1])
+def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> torch.Tensor:
+    """A router's choice as a mask, bool [T, n]; the top k if it was not seen."""
+    experts_TK, gates_TK = (logits_TN.topk(k, dim=-1).indices, None) if choice is None else choice
+    if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
+        gates_TK = None
+    return chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1])
 
 
 def native_routers(model: nn.Module) -> list[nn.Module]:
     """The router modules of a native transformers MoE, as its class declares them; none in a dense model."""
-    found: dict[nn.Module, None] = {}
+    return list(_native_gates(model))
+
+
+def _native_gates(model: nn.Module) -> dict[nn.Module, int]:
+    """The routers of a native MoE, and the place of the logits in what each returns."""
+    found: dict[nn.Module, int] = {}
     idle: set[nn.Module] = set()  # copies that PEFT keeps beside the active module
     for module in model.modules():
-        classes = recorded_routers(module)
-        if classes:
-            found.update((m, None) for m in module.modules() if isinstance(m, classes))
+        if places := recorded_routers(module):
+            for part in module.modules():
+                for kind in (kind for kind in places if isinstance(part, kind)):
+                    found.setdefault(part, places[kind])
         if isinstance(module, ModulesToSaveWrapper):
             copies = {**module.modules_to_save, "": module.original_module}
             running = "" if module.disable_adapters or not module.active_adapters else module.active_adapters[0]
             idle.update(m for name, part in copies.items() if name != running for m in part.modules())
-    return [router for router in found if router not in idle]
+    return {router: place for router, place in found.items() if router not in idle}
 
 
 def adapter_layers(model: nn.Module) -> list[MoELoraLayer]:
@@ -225,7 +136,6 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     Raises:
         ValueError: the model has no router, or its adapter is disabled; the message begins with `caller`.
     """
-    check(caller, model=(model, is_a(nn.Module, remedy="give a model")))
     layers = adapter_layers(model)
     if layers and all(layer.disable_adapters for layer in layers):
         raise ValueError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")

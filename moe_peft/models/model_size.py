@@ -15,7 +15,7 @@ from torch import nn
 from ..adapter.layers import MoELoraLayer
 from ..routing.routers import AttentionRouter
 from ..utils.distributed import shape_of
-from ..utils.expert_merging import similarities, update_gram, value_gram
+from ..utils.expert_merging import similarities, value_gram
 from .introspection import adapter_layers, base_model, gate_size, native_routers
 
 
@@ -65,17 +65,16 @@ def model_size(model: nn.Module) -> ModelSize:
 @torch.no_grad()
 def expert_similarity(model: nn.Module) -> torch.Tensor | None:
     """
-    How alike a model's experts are over all layers, [n, n]: cosines of their updates s B A, in a native MoE of their
-    weights (which have a common origin after upcycling, so look at differences from 1). None without experts, or where
-    layers have different numbers of them.
+    How alike a model's experts are over all layers, [n, n]: cosines of their updates s B A; of bottlenecks and in a
+    native MoE, of their weights (which have a common origin after upcycling, so look at differences from 1). None
+    without experts, or where layers have different numbers of them.
     """
     grams = []
     for layer in adapter_layers(model):
         for name in layer.active_adapters:
             if name in layer.moe_lora_router:
-                A_all, B_all = layer.expert_parameters(name)
-                s = layer.moe_lora_spec[name].scaling
-                grams += [s**2 * update_gram(A, B_all[projection]) for projection, A in A_all.items()]
+                experts, (A_all, B_all) = layer.moe_lora_spec[name], layer.expert_parameters(name)
+                grams += [experts.gram(A, B_all[projection]) for projection, A in A_all.items()]
     if not grams:
         grams = [value_gram(p.flatten(1)) for experts, n, _ in _blocks(model) for p in _stacked(experts, n)]
     if not grams or len({len(gram) for gram in grams}) > 1:
@@ -91,8 +90,11 @@ def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
             for name, module in getattr(layer, part).items():
                 spec = layer.moe_lora_spec[name]
                 of_experts = Fraction(min(spec.top_k, spec.num_experts), spec.num_experts)
-                share = Fraction(1) if part == "moe_lora_router" else of_experts
-                yield from ((p, share if name in running else Fraction(0)) for p in module.parameters())
+                for p in module.parameters():
+                    # A tensor [n, …] has a part of each expert; what is shared serves every token.
+                    is_stacked = part != "moe_lora_router" and shape_of(p)[0] == spec.num_experts
+                    share = of_experts if is_stacked else Fraction(1)
+                    yield p, share if name in running else Fraction(0)
     for experts, n, k in _blocks(model):
         yield from ((p, Fraction(k, n)) for p in experts.parameters())
     for wrapper in (m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)):

@@ -10,7 +10,6 @@ from torch import nn
 
 from ..adapter.config import MoELoraConfig, unread_settings
 from ..routing.routers import ROUTERS, RouterSettings, make_router
-from ..utils.validation import COUNT, SEED, check, is_a
 from .introspection import base_model, native_routers, router_sizes, text_config
 from .routed_gate import RoutedGate, gate_rule, put_router, take_router
 
@@ -43,12 +42,6 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     """
     sizes, gates = router_sizes(model, "replace_routers"), native_gates(model, "replace_routers")
     given = RouterSettings(router) if isinstance(router, str) else router
-    check(
-        "replace_routers",
-        router=(given, is_a(RouterSettings, remedy=f"give RouterSettings, or one of {', '.join(ROUTERS)}")),
-        top_k=(top_k, COUNT.or_none()),
-        seed=(seed, SEED),
-    )
     if given.type in ROUTERS and ROUTERS[given.type].by_token_id:
         raise ValueError(f"replace_routers: router={given.type!r}: a native gate has no token ids to route by")
     _refuse_unread(given, top_k, max(n for n, _ in sizes))

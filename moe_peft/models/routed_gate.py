@@ -61,10 +61,6 @@ class RoutedGate:
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}weight", None)
-        for old, new in (("attention_query", "query"), ("attention_key", "key")):  # names that were used before
-            if f"{prefix}{old}" in state_dict:
-                tensor = state_dict.pop(f"{prefix}{old}")
-                state_dict[f"{prefix}moe_router.{new}"] = tensor.unsqueeze(0) if tensor.dim() == 2 else tensor
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:  # pickle cannot find the class by a name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,22 +11,8 @@ import torch
 from torch import nn
 
 from ..routing.gates import Steering, top_k_gates
-from ..utils.validation import Rule, check, is_whole
 from .introspection import active_routers, adapter_layers, native_routers, router_sizes
 from .routed_gate import RoutedGate
-
-_EXPERTS = Rule(
-    lambda v: isinstance(v, torch.Tensor) and v.dim() == 1 and not _is_inexact(v),
-    "give a tensor of the rows' experts, integers [rows]",
-)
-_LIST = Rule(
-    lambda v: isinstance(v, (Sequence, Set)) and not isinstance(v, (str, bytes)) and all(map(is_whole, v)),
-    "give a list of experts, whole numbers, or a mask",
-)
-
-
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
 
 
 @contextmanager
@@ -46,7 +32,6 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
         ValueError: the model has no router, or fewer experts than `experts_B` asks for.
     """
     smallest = min(n for n, _ in router_sizes(model, "force_experts"))
-    check("force_experts", experts_B=(experts_B, _EXPERTS))
     if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
         raise ValueError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
     with steered(model, Steering(experts=experts_B.long())):
@@ -72,11 +57,10 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
     """
     n = common_size(model, "allow_experts")
     if not isinstance(allowed, torch.Tensor):
-        check("allow_experts", allowed=(allowed, _LIST))
         if not all(0 <= i < n for i in allowed):
             raise ValueError(f"allow_experts: allowed={list(allowed)}: the model has experts 0 to {n - 1}")
         mask = torch.zeros(1, n, dtype=torch.bool)
-        mask[0, [int(i) for i in allowed]] = True
+        mask[0, list(allowed)] = True
         allowed = mask
     if allowed.dim() != 2 or allowed.shape[1] != n or allowed.dtype != torch.bool:
         raise ValueError(f"allow_experts: a mask {allowed.dtype} {tuple(allowed.shape)}; give bool [rows, {n}]")

@@ -1,50 +1,26 @@
 """
-Which experts go: for one layer, the groups of experts that are left.
+Which experts of a layer stay.
 
-A group is a list of experts that become one; an expert in no group is dropped. n experts, m groups.
-
-The tensors of the experts that are left. Legend: n experts before, m after, g of a group, r rank, d, f sizes.
+A group is a list of experts that become one; an expert in no group is dropped. n experts before, m after (groups).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from ..utils.expert_merging import similarities, update_gram, value_gram
-from ..utils.validation import COUNT, Rule, check_fields, within
-
-# --- plan ------------------------------------------------------------------------------------------------------------
 
 Groups = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """
-    What makes experts go, see `prune_experts`.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
+    """What makes experts go, see `prune_experts`."""
 
     min_load: float = 0.0
     merge_twins: float | None = None
     experts_per_layer: int | None = None
-
-    def __post_init__(self) -> None:
-        share, cosine = within(0, 1, below=True), within(0, 1, above=True)
-        check_fields(
-            "prune",
-            self,
-            {
-                "min_load": Rule(share.allows, "use a share of a layer's assignments, from 0 to below 1"),
-                "merge_twins": Rule(cosine.allows, "use a cosine above 0 and at most 1").or_none(),
-                "experts_per_layer": COUNT.or_none(),
-            },
-        )
 
 
 @dataclass(frozen=True)
@@ -86,31 +62,31 @@ def plan_layers(layers: Sequence[LayerFacts], rules: Rules, same_size: bool) -> 
         ValueError: too few experts would stay, or layers that must keep as many cannot.
     """
     for layer in layers:
-        asked = rules.experts_per_layer
-        if asked is not None and not layer.smallest <= asked <= layer.num_experts:
+        count = rules.experts_per_layer
+        if count is not None and not layer.smallest <= count <= layer.num_experts:
             raise ValueError(
-                f"prune: experts_per_layer={asked}: {layer.name} has {layer.num_experts} experts and must keep "
+                f"experts_per_layer={count}: {layer.name} has {layer.num_experts} experts and must keep "
                 f"{layer.smallest}; use a number from {layer.smallest} to {layer.num_experts}"
             )
         left = layer.num_experts - len(set(layer.dropped))
         wanted = max(layer.smallest, rules.experts_per_layer or 0)
         if left < wanted:
             raise ValueError(
-                f"prune: {layer.name}: drop={sorted(set(layer.dropped))} leaves {left} of {layer.num_experts} experts; "
+                f"{layer.name}: drop={sorted(set(layer.dropped))} leaves {left} of {layer.num_experts} experts; "
                 f"keep at least {wanted}"
             )
-    found = [plan_layer(layer, rules) for layer in layers]
+    plan = [plan_layer(layer, rules) for layer in layers]
     if not same_size:
-        return found
-    most = max(map(len, found))
-    found = [plan_layer(layer, rules, most) for layer in layers]
-    for layer, groups in zip(layers, found, strict=True):
+        return plan
+    most = max(map(len, plan))
+    plan = [plan_layer(layer, rules, most) for layer in layers]
+    for layer, groups in zip(layers, plan, strict=True):
         if len(groups) != most:
             raise ValueError(
-                f"prune: {layer.name} keeps {len(groups)} experts, another layer {most}: a native MoE has as many in "
+                f"{layer.name} keeps {len(groups)} experts, another layer {most}: a native MoE has as many in "
                 f"every layer; drop fewer here or more there, or give experts_per_layer={len(groups)}"
             )
-    return found
+    return plan
 
 
 def plan_layer(layer: LayerFacts, rules: Rules, least: int = 0) -> Groups:
@@ -127,7 +103,7 @@ def plan_layer(layer: LayerFacts, rules: Rules, least: int = 0) -> Groups:
     if rules.experts_per_layer is not None:
         if len(groups) > stop and layer.load is None:
             raise ValueError(
-                f"prune: {layer.name}: experts_per_layer={rules.experts_per_layer}: {len(groups)} are left, and only "
+                f"{layer.name}: experts_per_layer={rules.experts_per_layer}: {len(groups)} are left, and only "
                 "data say which are used least; give data"
             )
         while len(groups) > stop:
@@ -166,64 +142,3 @@ def _join(groups: Groups, a: int, b: int, layer: LayerFacts, rules: Rules) -> No
         first += second
         first.sort()
         groups.sort()
-
-
-# --- tensors ---------------------------------------------------------------------------------------------------------
-
-
-def kept_rows(rows_N: torch.Tensor, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[m, …] of [n, …]: the experts' own rows, bit for bit, or the weighted mean of a group's."""
-    return torch.stack([mean([rows_N[i] for i in group], w) for group, w in zip(groups, weights, strict=True)])
-
-
-def mean(tensors: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """The weighted mean, computed in float64; equal tensors are kept bit for bit."""
-    if all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:]):
-        return tensors[0]
-    total = sum(w * tensor.double() for w, tensor in zip(weights.tolist(), tensors, strict=True))
-    return torch.as_tensor(total).to(tensors[0].dtype)
-
-
-def kept_updates(
-    A_NRI: torch.Tensor, B_NRO: torch.Tensor, groups: Groups, weights: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [m, r, in] and B [m, r, out] of [n, …]: the experts' own, or the best of rank r for the mean of the updates."""
-    found = [_mean_update(A_NRI[group], B_NRO[group], w) for group, w in zip(groups, weights, strict=True)]
-    return torch.stack([A for A, _ in found]), torch.stack([B for _, B in found])
-
-
-def _mean_update(
-    A_GRI: torch.Tensor, B_GRO: torch.Tensor, weights_G: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    The rank-r matrices whose product is nearest to Σ w_i B_iᵀ A_i (Eckart–Young). Means of the A's and of the B's would
-    depend on how each update is factorised.
-    """
-    if all(torch.equal(A, A_GRI[0]) and torch.equal(B, B_GRO[0]) for A, B in zip(A_GRI, B_GRO, strict=True)):
-        return A_GRI[0], B_GRO[0]
-    r = A_GRI.shape[1]
-    left_OK = (B_GRO.double() * weights_G.view(-1, 1, 1)).flatten(0, 1).T  # K = g·r
-    right_KI = A_GRI.double().flatten(0, 1)
-    q_left, r_left = torch.linalg.qr(left_OK)
-    q_right, r_right = torch.linalg.qr(right_KI.T)
-    U, S, V = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
-    root_R = S[:r].sqrt()
-    B_OR, A_RI = q_left @ U[:, :r] * root_R, (V[:r] * root_R.unsqueeze(1)) @ q_right.T
-    missing = r - len(root_R)  # a layer narrower than r
-    A_RI, B_RO = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (A_RI, B_OR.T))
-    return A_RI.to(A_GRI.dtype), B_RO.to(B_GRO.dtype)
-
-
-def stacked(of_each: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The tensors of n experts as one, [n, …]."""
-    return torch.stack(list(of_each))
-
-
-def update_similarity(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Cosines of the experts' updates B A over all projections, [n, n], from each one's A and B."""
-    return similarities(sum((update_gram(A, B) for A, B in pairs), torch.zeros(())))
-
-
-def value_similarity(values: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Cosines of the experts' values over several tensors [n, …], [n, n]."""
-    return similarities(sum((value_gram(tensor_N.flatten(1)) for tensor_N in values), torch.zeros(())))

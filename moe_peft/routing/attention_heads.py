@@ -6,9 +6,9 @@ Legend: H query heads of width w, d hidden size, m routers, n experts, d' = H·w
 
 from __future__ import annotations
 
+import itertools
 import math
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -81,23 +81,22 @@ def group_heads(keys_HW: torch.Tensor, groups: int) -> list[list[int]]:
     Args:
         keys_HW: mean keys [H, w].
     """
-    size = keys_HW.shape[0] // groups
-    unit_HW = nn.functional.normalize(keys_HW.double().cpu(), dim=1)
-    similarity = (unit_HW @ unit_HW.T).round(decimals=9)  # equal heads compare equal, however summed
-    heads = keys_HW.shape[0]
+    heads = range(len(keys_HW))
+    size = len(heads) // groups
     if size == 1:
-        return [[head] for head in range(heads)]
-    pairs = np.where(np.triu(np.ones((heads, heads), dtype=bool), 1), similarity.numpy(), -np.inf)
-    taken = np.zeros(heads, dtype=bool)
-    result = []
+        return [[head] for head in heads]
+    unit_HW = nn.functional.normalize(keys_HW.double().cpu(), dim=1)
+    similarity = (unit_HW @ unit_HW.T).round(decimals=9).tolist()  # equal heads compare equal, however summed
+    pairs = sorted(itertools.combinations(heads, 2), key=lambda pair: -similarity[pair[0]][pair[1]])
+    free, result = set(heads), []
     for _ in range(groups):
-        group = [int(i) for i in np.unravel_index(pairs.argmax(), pairs.shape)]
-        taken[group] = True
+        group = list(next(pair for pair in pairs if free.issuperset(pair)))
+        free -= set(group)
         while len(group) < size:
-            likeness = np.where(taken, -np.inf, similarity.numpy()[:, group].mean(1))
-            group.append(int(likeness.argmax()))
-            taken[group[-1]] = True
-        pairs[group] = pairs[:, group] = -np.inf
+            candidates = sorted(free)
+            nearness = [sum(similarity[head][member] for member in group) for head in candidates]
+            group.append(candidates[nearness.index(max(nearness))])
+            free.remove(group[-1])
         result.append(group)
     return result
 
@@ -150,12 +149,12 @@ def _even_shares(gains_SW: torch.Tensor) -> torch.Tensor:
             f"init_attention_routers: {rows} experts share a key of {width} entries; use fewer routers (num_heads) or "
             "fewer experts"
         )
-    owner_W, free = np.full(width, -1), np.full(rows, width // rows)
+    owner, free = [-1] * width, [width // rows] * rows
     for place in gains_SW.cpu().flatten().argsort(descending=True, stable=True).tolist():
         row, column = divmod(place, width)
-        if owner_W[column] < 0 and free[row]:
-            owner_W[column] = row
+        if owner[column] < 0 and free[row]:
+            owner[column] = row
             free[row] -= 1
-    rest = owner_W < 0  # fewer than there are rows
-    owner_W[rest] = gains_SW.cpu().argmax(0).numpy()[rest]
-    return (torch.from_numpy(owner_W) == torch.arange(rows).unsqueeze(1)).to(gains_SW.device)
+    for column in (column for column in range(width) if owner[column] < 0):  # fewer than there are rows
+        owner[column] = int(gains_SW[:, column].argmax())
+    return (torch.tensor(owner) == torch.arange(rows).unsqueeze(1)).to(gains_SW.device)

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from ..utils.validation import COUNT, check
-
 
 def label_text(label: Any) -> str:
     """
@@ -39,7 +37,6 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
         ValueError: a list has neither form, lists have different forms, the map can be read in both, or it looks like
             masks for two of more experts.
     """
-    check(caller, num_experts=(num_experts, COUNT))
     if not isinstance(expert_map, Mapping) or not expert_map:
         raise ValueError(f"{caller}: {expert_map!r}: give a map of labels to experts, e.g. {{'math': [0, 1]}}")
     read: dict[str, dict[str, list[int]]] = {}

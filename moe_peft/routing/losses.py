@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 
-from ..utils.validation import check, one_of
 from .gates import check_top_k
 
 Scope = Literal["global", "layer"]
@@ -47,7 +46,6 @@ def balancing_loss(
         sizes: each layer's n, where logits are padded; None: none are.
         chosen: the experts that f_i counts, bool [T, n] per layer (`counted_experts`); None: the k best.
     """
-    check("balancing_loss", scope=(scope, one_of(get_args(Scope))))
     mean = mean or _of_one
     logits_LTN = _stacked(router_logits)
     check_top_k(logits_LTN, k)
@@ -84,25 +82,21 @@ def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor
         allowed_TN: m, bool [T, n], true for the experts of the token's label.
     """
     logits_LTN = _stacked(router_logits)
-    if allowed_TN.dtype != torch.bool or allowed_TN.shape != logits_LTN.shape[1:]:
-        given, wanted = tuple(allowed_TN.shape), tuple(logits_LTN.shape[1:])
-        raise ValueError(f"label_losses: allowed_TN is {allowed_TN.dtype} {given}; give bool {wanted}")
+    if allowed_TN.shape != logits_LTN.shape[1:]:  # else it would be broadcast
+        raise ValueError(f"label_losses: allowed_TN: {list(allowed_TN.shape)}; give {list(logits_LTN.shape[1:])}")
     log_p_LTN = logits_LTN.log_softmax(-1)  # precise however large the logits are
     return -log_p_LTN.masked_fill(~allowed_TN, -torch.inf).logsumexp(-1).mean(0)
 
 
 def _stacked(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
     """[L, T, n] in float32, on the first layer's device (layers may be on different ones)."""
-    if len({logits_TN.shape for logits_TN in router_logits}) != 1:
-        shapes = [tuple(logits_TN.shape) for logits_TN in router_logits]
-        raise ValueError(f"router_logits: shapes {shapes}: give one [T, n] per layer, all of one shape (pad_logits)")
     return torch.stack([logits_TN.to(router_logits[0].device) for logits_TN in router_logits]).float()
 
 
 def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None, mean: Mean) -> torch.Tensor:
     """Each token's weight in a mean, [T]."""
     tokens = probabilities_LTN.shape[1]
-    if mask_T is not None and mask_T.shape != (tokens,):
+    if mask_T is not None and mask_T.shape != (tokens,):  # else it would be broadcast
         raise ValueError(f"balancing_loss: mask_T has shape {list(mask_T.shape)}; give one entry per token, [{tokens}]")
     mask_T = probabilities_LTN.new_ones(tokens) if mask_T is None else mask_T.to(probabilities_LTN)
     count = mean(mask_T.sum())

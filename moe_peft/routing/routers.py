@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..utils.torch_contexts import evaluating, without_autocast
-from ..utils.validation import COUNT, EXPERTS, check, one_of
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]
@@ -132,13 +131,6 @@ class Router(nn.Module):
     def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
         """Initialise from an attention's queries [m, d', d] and mean keys [n, c, d'] (if `takes_attention`)."""
         raise NotImplementedError
-
-    def convert_old(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
-        """Rename and convert, in place, the tensors below `prefix` that an earlier version saved."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
-        self.convert_old(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}"
@@ -313,11 +305,6 @@ class AttentionRouter(Router):
             self.mean_query.copy_(query_MWD.mean(0, keepdim=True))
         self.key.copy_(key_NCW)
 
-    def convert_old(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
-        """With the mixture "sum", `query` used to hold the sum of the routers."""
-        if self.settings.mixture == "sum" and f"{prefix}query" in state_dict:
-            state_dict[f"{prefix}mean_query"] = state_dict.pop(f"{prefix}query") / self.num_heads
-
 
 def folded_weight(query_WD: torch.Tensor, key_N1W: torch.Tensor) -> torch.Tensor:
     """The linear gate [n, d] of an attention router with one key per expert, from the sum of its queries [d', d]."""
@@ -395,6 +382,4 @@ ROUTERS: dict[str, type[Router]] = {
 
 def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) -> Router:
     """The router that `settings.type` names."""
-    kind = (getattr(settings, "type", None), one_of(ROUTERS))
-    check("make_router", hidden_size=(hidden_size, COUNT), num_experts=(num_experts, EXPERTS), settings=kind)
     return ROUTERS[settings.type](hidden_size, num_experts, settings)

@@ -103,14 +103,6 @@ class LoadHealth:
     by_chance: float = 0.0  # the coefficient of variation that even routing of as many assignments would have
 
 
-def _check_counts(caller: str, counts_LN: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Raise if the sizes are not those of counts."""
-    fits = isinstance(counts_LN, torch.Tensor) and counts_LN.dim() == 2 and len(counts_LN) == len(sizes) > 0
-    if not fits or not all(1 <= n <= counts_LN.shape[1] for n in sizes):
-        shape = list(getattr(counts_LN, "shape", []))
-        raise ValueError(f"{caller}: sizes={list(sizes)}: the counts have shape {shape}; give the sizes of its rows")
-
-
 def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
     """
     How evenly the assignments are spread over experts.
@@ -119,7 +111,6 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
     """
-    _check_counts("load_health", counts_LN, sizes)
     shares = [_shares(counts_N[:n]) for counts_N, n in zip(counts_LN, sizes, strict=True)]
     variations = [_variation(share_N) for share_N in shares]
     return LoadHealth(
@@ -148,7 +139,6 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float |
         tokens: whose assignments they are. With a top_k above 2, two experts that serve all of them have but a small
             share of the assignments.
     """
-    _check_counts("load_verdicts", counts_LN, sizes)
     found = []
     for layer, (counts_N, n) in enumerate(zip(counts_LN, sizes, strict=True)):
         share_N, by_chance = _shares(counts_N[:n]), _by_chance(counts_N, n)
@@ -176,7 +166,6 @@ def load_doubt(counts_LN: torch.Tensor, sizes: Sequence[int]) -> str:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
     """
-    _check_counts("load_doubt", counts_LN, sizes)
     chances = [_by_chance(counts_N, n) for counts_N, n in zip(counts_LN, sizes, strict=True)]
     layer = max(range(len(sizes)), key=chances.__getitem__)
     if not is_clear(HEALTHY_VARIATION, chances[layer]):

@@ -1,5 +1,5 @@
 """Training of routed models with TRL. Needs the extra `train`."""
 
-import lazy_loader
+from ..utils.lazy_imports import lazy_exports
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

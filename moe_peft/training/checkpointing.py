@@ -125,9 +125,15 @@ MARKER = "complete.json"
 _LARGE = 2**30  # bytes; larger files are not hashed, as all processes would wait for that at each save
 
 
-def mark_complete(checkpoint: Path, fingerprint: Fingerprint) -> None:
-    """Say that a checkpoint is complete as it is now, and of which training."""
-    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARKER)
+def mark_complete(checkpoint: Path, fingerprint: Fingerprint, editable: Collection[str] = ()) -> None:
+    """
+    Say that a checkpoint is complete as it is now, and of which training.
+
+    Args:
+        editable: names of files that may change afterwards.
+    """
+    left_out = {MARKER, *editable}
+    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name not in left_out)
     files = {str(path.relative_to(checkpoint)): [path.stat().st_size, _hash(path)] for path in paths}
     write_json(checkpoint / MARKER, {"fingerprint": fingerprint.facts, "files": files})
 

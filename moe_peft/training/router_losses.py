@@ -97,6 +97,18 @@ class RouterLossConfig(_Coefficients):
 
     Raises:
         ValueError: fields contradict each other, or no loss trains what should be trained.
+
+    Example:
+
+    ```python
+    >>> from dataclasses import dataclass
+    >>> from trl import RewardConfig
+    >>> from moe_peft import RouterLossConfig
+    >>> @dataclass
+    ... class MoERewardConfig(RouterLossConfig, RewardConfig):
+    ...     pass
+    >>> args = MoERewardConfig("out", router_schedule="three_phase", use_cpu=True)
+    ```
     """
 
     router_balancing: Scope = field(default="global", metadata={"help": "Scope of the balancing loss."})
@@ -327,6 +339,15 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     Raises:
         ValueError: the model has no routers, nothing is left to train, or vLLM would generate with an adapter.
         RuntimeError: the trainer computes its loss without `compute_loss`, as TRL's `OnlineDPOTrainer` does.
+
+    Example:
+
+    ```python
+    >>> from trl import RewardTrainer
+    >>> from moe_peft import RouterLossesMixin
+    >>> class MoERewardTrainer(RouterLossesMixin, RewardTrainer):
+    ...     pass
+    ```
     """
 
     args: Any

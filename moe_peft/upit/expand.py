@@ -118,7 +118,7 @@ class _Displacements(Mapping[str, torch.Tensor]):
     """A checkpoint's FFN weights minus the base's, in float32, each computed when it is asked for."""
 
     def __init__(self, folder: Path, base: Checkpoint, names: list[str]) -> None:
-        self.folder, self.own, self.base = folder, Checkpoint(folder, "expand_checkpoints"), base
+        self.folder, self.own, self.base = folder, Checkpoint(folder), base
         self.names = names
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -154,8 +154,8 @@ def expand_checkpoints(
         the n folders, and the descent of each new expert.
     """
     folders = expert_folders(Path(output_dir), num_experts)
-    origin, config = Checkpoint(Path(base), "expand_checkpoints"), AutoConfig.from_pretrained(base)
-    names = sorted(find_families(config.model_type, None, "expand_checkpoints")[0].ffn_shapes(config))
+    origin, config = Checkpoint(Path(base)), AutoConfig.from_pretrained(base)
+    names = sorted(find_families(config.model_type)[0].ffn_shapes(config))
     given = [_Displacements(Path(folder), origin, names) for folder in experts]
     made: list[Path] = []
 

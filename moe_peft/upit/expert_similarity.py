@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.utils import load_peft_weights
 from transformers import AutoConfig
 
+from ..adapter.config import MoELoraConfig
 from ..adapter.lora_conversion import lora_scalings
 from ..native.expert_init import FFN
 from ..native.families import FAMILIES, DenseFamily, find_families
 from ..native.safetensors_io import Checkpoint
-from ..utils.expert_merging import likeness, similarities, update_gram, update_inner, value_gram
+from ..utils.expert_merging import likeness, similarities, update_inner, value_gram
 from ..utils.loading import read_adapter_config
 from .files import ADAPTER_FILES
 
@@ -39,8 +40,9 @@ def of_loras(folder: Path) -> dict[str, Any]:
     if not (folder / "adapter" / ADAPTER_FILES[0]).exists():
         return {}
     state = load_peft_weights(str(folder / "adapter"), device="cpu")
-    names = [name for name in sorted(state) if ".moe_lora_A" in name and state[name].dim() == 3]
-    grams = [update_gram(state[name], state[name.replace(".moe_lora_A", ".moe_lora_B")]) for name in names]
+    kind = cast(MoELoraConfig, read_adapter_config(folder / "adapter", _CALLER)).expert_spec("")
+    names = [name for name in sorted(state) if ".moe_lora_A" in name]
+    grams = [kind.gram(state[name], state[name.replace(".moe_lora_A", ".moe_lora_B")]) for name in names]
     return _summary(sum(grams) if grams and len({len(gram) for gram in grams}) == 1 else None)  # type: ignore[arg-type]
 
 
@@ -60,14 +62,14 @@ def _inner(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def of_ffns(folder: Path, base: Path) -> dict[str, Any]:
     """Cosines of the displacements from the base's FFNs, of a stage's dense models or of the experts of its MoE."""
     config = AutoConfig.from_pretrained(base)
-    dense = find_families(config.model_type, None, _CALLER)[0]
+    dense = find_families(config.model_type)[0]
     experts, moe = _experts(folder), folder / "model"
     if experts:
         return _summary(_gram(base, dense, range(config.num_hidden_layers), _of_models(experts, dense)))
     moe_config = AutoConfig.from_pretrained(moe) if moe.is_dir() else None
     if moe_config is None or moe_config.model_type not in FAMILIES:
         return {}
-    family, checkpoint = FAMILIES[moe_config.model_type], Checkpoint(moe, _CALLER)
+    family, checkpoint = FAMILIES[moe_config.model_type], Checkpoint(moe)
     layers = [layer for layer in range(moe_config.num_hidden_layers) if family.has_experts(moe_config, layer)]
     count = range(getattr(moe_config, family.count))
     return _summary(
@@ -80,7 +82,7 @@ def _experts(folder: Path) -> list[Path]:
 
 
 def _of_models(folders: Sequence[Path], dense: DenseFamily) -> Callable[[int], Iterator[FFN]]:
-    checkpoints = [Checkpoint(folder, _CALLER) for folder in folders]
+    checkpoints = [Checkpoint(folder) for folder in folders]
     return lambda layer: (dense.ffn(layer).split(checkpoint.tensor) for checkpoint in checkpoints)
 
 
@@ -88,7 +90,7 @@ def _gram(
     base: Path, dense: DenseFamily, layers: Sequence[int], experts: Callable[[int], Iterator[FFN]]
 ) -> torch.Tensor | None:
     """Inner products of the experts' displacements over all layers; None if they are narrower than the base's FFN."""
-    origin, total = Checkpoint(base, _CALLER), None
+    origin, total = Checkpoint(base), None
     for layer in layers:
         before, ffns = dense.ffn(layer).split(origin.tensor), list(experts(layer))
         for name in FFN._fields:

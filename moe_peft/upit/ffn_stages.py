@@ -78,14 +78,14 @@ class FFNPostTrain(_OfFFNs, PostTrain):
 
     def check_base(self) -> None:
         r = self.recipe
-        base = open_dense(str(self.context.base_folder), r.moe.get("family"), "upit")
+        base = open_dense(str(self.context.base_folder), r.moe.get("family"))
         plugin = self.arguments().deepspeed_plugin if r.post_train.router else None
         if plugin is not None and plugin.zero_stage == 3:
             raise ValueError(f"post_train.router={r.post_train.router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
         self.put_routers(self._empty(self.context.base.config))
         self._check_attention()
         for folder in r.prepare.given or []:
-            check_same_architecture(open_dense(folder, r.moe.get("family"), "upit"), base, "prepare.checkpoints")
+            check_same_architecture(open_dense(folder, r.moe.get("family")), base)
 
     def _check_attention(self) -> None:
         """Raise if the base's attention cannot initialise the routers, which happens after stage 1."""

@@ -63,12 +63,12 @@ def write_routers(path: Path, routers: Sequence[torch.Tensor]) -> None:
 
 def read_tensor(folder: Path, name: str) -> torch.Tensor:
     """One tensor of a checkpoint."""
-    return Checkpoint(folder, "upit").tensor(name)
+    return Checkpoint(folder).tensor(name)
 
 
 def write_without(source: Path, prefix: str, like: Path, target: Path) -> None:
     """A checkpoint as a model folder without the tensors whose names begin so, with the config of another folder."""
-    checkpoint = Checkpoint(source, "upit")
+    checkpoint = Checkpoint(source)
     shutil.rmtree(target, ignore_errors=True)
     link_model(like, target, weights=False)
     names = [name for name in checkpoint if not name.startswith(prefix)]

@@ -168,15 +168,15 @@ def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
         ValueError: the recipe says otherwise, or the base cannot have them.
     """
     folders = sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
-    found, _ = determined_fields(model, folders)
+    determined, _ = determined_fields(model, folders)
     configs = [read_adapter_config(folder, f"prepare.adapters: {folder}") for folder in folders]
-    values = {name: [getattr(own, name) for own in configs] for name in ("r", "lora_alpha", "use_rslora")}
-    values["target_projections"] = [found["target_projections"]]
-    for name, known in values.items():
+    values = {name: [getattr(config, name) for config in configs] for name in ("r", "lora_alpha", "use_rslora")}
+    values["target_projections"] = [determined["target_projections"]]
+    for name, given in values.items():
         asked = recipe.adapter.get(name)
-        if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in known:
-            raise ValueError(f"adapter.{name}={asked!r}: those of prepare.adapters have {known[0]!r}; leave it out")
-    return replace(recipe.moe_config(), use_rslora=False, **found)
+        if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in given:
+            raise ValueError(f"adapter.{name}={asked!r}: those of prepare.adapters have {given[0]!r}; leave it out")
+    return replace(recipe.moe_config(), use_rslora=False, **determined)
 
 
 def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> Sizes:

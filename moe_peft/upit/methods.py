@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapter.config import ExpertType
-
 
 @dataclass(frozen=True)
 class Method:
@@ -20,7 +18,7 @@ class Method:
         copies: every expert is a copy of stage 1's last checkpoint. Otherwise several checkpoints become experts.
         initialises_routers: stage 3 runs.
         trains_experts: stage 4 trains more than the routers.
-        expert_type: what the experts of the mode `lora` are, as `MoELoraConfig.expert_type`.
+        expert_type: what the experts of the mode `lora` are, as `MoELoraConfig.expert_type`; None: the recipe's choice.
     """
 
     prepares: bool = True
@@ -28,7 +26,7 @@ class Method:
     copies: bool = False
     initialises_routers: bool = False
     trains_experts: bool = True
-    expert_type: ExpertType = "lora"
+    expert_type: str | None = None
 
     @property
     def specialises(self) -> bool:

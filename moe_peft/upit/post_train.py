@@ -20,7 +20,7 @@ from trl import SFTConfig
 
 from ..models.introspection import router_parameters
 from ..training.checkpointing import Trained, copy_result, train
-from ..training.preflight import for_one_trainer
+from ..training.preparation import for_one_trainer
 from ..training.trainable import unfreeze_stage
 from ..training.trainers import MoESFTTrainer
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..training.checkpointing import FiniteWeightsMixin, Trained, total_steps, train
-from ..training.preflight import check_learnable, for_one_trainer
+from ..training.data import check_learnable
+from ..training.preparation import for_one_trainer
 from .files import copy_adapter, expert_folders, link_model
 
 # --- selection -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
+from ..adapter.experts import EXPERTS
 from ..evaluation.harness import TaskSettings
 from ..models.native_routers import check_router
 from ..native.upcycle import UpcycleConfig
@@ -25,7 +26,7 @@ from ..routing.expert_map import check_allowed, read_expert_map
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
 from ..utils.expert_merging import Expansion, Similarity
-from ..utils.io import read_text, read_yaml
+from ..utils.io import read_text
 from ..utils.loading import Base
 from ..utils.messages import choice_error, unknown_key
 from ..utils.plugins import load_plugins
@@ -41,6 +42,7 @@ from ..utils.validation import (
     Text,
     Texts,
     prefixed,
+    read_yaml,
     validate,
 )
 from .buckets import BUCKETS, BucketRule
@@ -53,7 +55,6 @@ from .prepare import SELECTIONS
 _ADAPTER = {
     **{field.name: "PEFT sets this" for field in fields(PeftConfig)},
     "num_experts": "set the recipe's num_experts",
-    "expert_type": "the method decides this; `method: pesc` has bottleneck experts",
     **dict.fromkeys(
         ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         "a recipe adapts the FFNs of all layers; choose their projections with target_projections",
@@ -103,8 +104,6 @@ _POST_TRAIN_SFT = {
 
 # What `lora_to_moe` reads off the LoRA adapters that it stacks; their values are given, so they need no initial ones.
 FROM_EXPERTS = frozenset(EXPERT_FIELDS)
-# What has no meaning for other experts than LoRAs, or than bottlenecks, and would be an error.
-_OF_LORAS, _OF_BOTTLENECKS = {"mixing", "target_projections"}, {"bottleneck_size"}
 
 
 def _check_fields(
@@ -399,6 +398,13 @@ class Recipe(Settings):
         self._forbid("prepare.checkpoints", given is not None, "null in the mode 'lora'; use prepare.adapters")
         with prefixed("adapter"):
             config = self.moe_config()
+        stacks = self.facts.prepares and self.facts.assembles
+        _require(
+            "adapter.expert_type",
+            config.expert_type,
+            EXPERTS[config.expert_type].holds_loras or not stacks,
+            f"'lora' with the method {self.method!r}, which stacks LoRAs; or use the method loramoe_pt",
+        )
         router, field = config.router_class, f"adapter.router_type={config.router_type!r}"
         if self.initialises_routers and not issubclass(router, LinearRouter):
             raise ValueError(f"{field}: stage 3 makes linear gates; use one of these, or router_init.buckets=none")
@@ -568,10 +574,12 @@ class Recipe(Settings):
 
     def moe_config(self) -> MoELoraConfig:
         """The MoE adapter's configuration."""
-        kind = self.facts.expert_type
-        others = _OF_BOTTLENECKS if kind == "lora" else _OF_LORAS  # the recipe may serve several methods
-        settings = {key: value for key, value in self.adapter.items() if key not in others}
-        return MoELoraConfig(num_experts=max(self.num_experts, 2), task_type="CAUSAL_LM", expert_type=kind, **settings)
+        kind = self.facts.expert_type or self.adapter.get("expert_type", "lora")
+        # The section may serve several methods: what the kind of experts has no use for is left out.
+        unread = EXPERTS[kind].unread if kind in EXPERTS else ()
+        settings = {key: value for key, value in self.adapter.items() if key not in unread}
+        settings |= {"num_experts": max(self.num_experts, 2), "task_type": "CAUSAL_LM", "expert_type": kind}
+        return MoELoraConfig(**settings)
 
     @property
     def routed(self) -> tuple[int, int]:

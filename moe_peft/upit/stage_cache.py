@@ -230,10 +230,7 @@ def _begin(stage: Stage, fingerprint: Fingerprint, place: str) -> None:
 
 def _finish(stage: Stage, fingerprint: Fingerprint, metrics: dict[str, Any]) -> None:
     write_json(stage.folder / _RECORD, metrics)
-    mark_complete(stage.folder, fingerprint)
-    marker = read_json(stage.folder / MARKER)
-    files = {name: noted for name, noted in marker["files"].items() if Path(name).name != "README.md"}
-    write_json(stage.folder / MARKER, {**marker, "files": files})  # a model card may be edited
+    mark_complete(stage.folder, fingerprint, editable=["README.md"])  # a model card
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -136,9 +136,6 @@ def on_main_process(act: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-in_first_process = on_main_process  # leaving
-
-
 def leave_processes() -> None:
     """
     Leave the process group, if there is one, at the end of a program.

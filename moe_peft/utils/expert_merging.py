@@ -10,22 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
-
-from .validation import EXPERTS, SEED, SHARE, Rule, check, is_a, one_of, within
 
 Expert = Mapping[str, torch.Tensor]
 Inner = Callable[[Expert, Expert], float]
 Merge = Callable[[Expert, Expert, float, float, torch.Generator], Expert]
 Similarity = Literal["update", "values", "displacement"]
 Expansion = Literal["genetic", "random", "none"]
-DROP_RATE = within(0, 1, below=True)
-_EXPERTS = Rule(
-    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(isinstance(expert, Mapping) for expert in v),
-    "give a list of experts, each a dict of name to tensor",
-)
 
 
 @dataclass(frozen=True)
@@ -51,8 +44,8 @@ def displacement_inner(initial: Expert) -> Inner:
     """Inner product of the parameters' displacements from `initial`, in float64."""
 
     def inner(a: Expert, b: Expert) -> float:
-        moved = ((a[name].double() - initial[name], b[name].double() - initial[name]) for name in sorted(a))
-        return sum(float((x * y).sum()) for x, y in moved)
+        displacements = ((a[name].double() - initial[name], b[name].double() - initial[name]) for name in sorted(a))
+        return sum(float((x * y).sum()) for x, y in displacements)
 
     return inner
 
@@ -122,7 +115,7 @@ def likeness(cosines_NN: torch.Tensor | Sequence[Sequence[float]] | None) -> Lik
 def dare_tensor(
     a: torch.Tensor, b: torch.Tensor, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """`dare_merge` of one tensor, with its errors."""
+    """`dare_merge` of one tensor."""
     parts = []
     for weight, tensor in ((alpha, a), (1 - alpha, b)):
         kept = torch.rand(tensor.shape, generator=generator) >= drop_rate
@@ -130,8 +123,8 @@ def dare_tensor(
     merged = (parts[0] + parts[1]).to(a.dtype)
     if not merged.isfinite().all():
         raise ValueError(
-            f"dare_merge: drop_rate={drop_rate}: values divided by {1 - drop_rate:g} are not finite in {a.dtype}, or a "
-            "parent's are not; use a lower drop_rate, or mend the parent"
+            f"drop_rate={drop_rate}: values divided by {1 - drop_rate:g} are not finite in {a.dtype}, or a parent's "
+            "are not; use a lower drop_rate, or mend the parent"
         )
     return merged
 
@@ -154,19 +147,8 @@ def dare_merge(
         the new expert, in the dtypes of `a`.
 
     Raises:
-        ValueError: a setting is out of range, the experts differ in names or shapes, or a value of a parent is not
-            finite, or a merged one overflows its dtype.
+        ValueError: a value of a parent is not finite, or a merged one overflows its dtype.
     """
-    check(
-        "dare_merge",
-        a=(a, is_a(Mapping)),
-        b=(b, is_a(Mapping)),
-        alpha=(alpha, SHARE),
-        drop_rate=(drop_rate, DROP_RATE),
-        generator=(generator, is_a(torch.Generator)),
-    )
-    if {name: tensor.shape for name, tensor in a.items()} != {name: tensor.shape for name, tensor in b.items()}:
-        raise ValueError("dare_merge: a and b differ in names or shapes; give experts of the same modules")
     return {name: dare_tensor(a[name], b[name], alpha, drop_rate, generator) for name in sorted(a)}
 
 
@@ -191,7 +173,8 @@ def expand(
     Args:
         experts: m ≥ 2 experts (m ≥ 1 if no more are needed).
         num_experts: n ≥ m.
-        method: `"genetic"`: the least similar pair. `"random"`: a random pair. `"none"`: refuse to make any.
+        method: `"genetic"`: the least similar pair. `"random"`: a random pair. `"none"`: no expansion; raises an error
+            if one is needed.
         similarity: the cosine of `"update"` B A, of the parameters' `"values"`, or of their `"displacement"` from
             `initial`.
         drop_rate: DARE's p.
@@ -204,37 +187,29 @@ def expand(
         all n experts, the given ones first, and the descent of each new one.
 
     Raises:
-        ValueError: a setting is out of range, the experts differ in names or shapes, or values are not finite.
+        ValueError: the experts cannot be expanded as asked, differ in names or shapes, or values are not finite.
     """
-    check(
-        "expand",
-        experts=(experts, _EXPERTS),
-        num_experts=(num_experts, EXPERTS),
-        method=(method, one_of(get_args(Expansion))),
-        similarity=(similarity, one_of(get_args(Similarity))),
-        drop_rate=(drop_rate, DROP_RATE),
-        seed=(seed, SEED),
-        initial=(initial, is_a(Mapping, remedy="give a LoRA's tensors").or_none()),
-        scaling=(scaling, is_a(Mapping, remedy="give a factor for each module").or_none()),
-        merge=(merge, Rule(callable, "give a function")),
-    )
     _check(experts, num_experts, method, similarity, initial)
     family, descents = list(experts), list[Descent]()
     generator = torch.Generator().manual_seed(seed)
-    of_updates: Inner = update_inner if scaling is None else partial(update_inner, scaling=scaling)
-    inner: Inner = {"update": of_updates, "values": values_inner}.get(similarity) or displacement_inner(initial or {})
+    inners: dict[str, Inner] = {
+        "update": update_inner if scaling is None else partial(update_inner, scaling=scaling),
+        "values": values_inner,
+        "displacement": displacement_inner(initial or {}),
+    }
+    inner = inners[similarity]
     gram: list[list[float]] = []
     while len(family) < num_experts:
         if method == "random":
             j, k = sorted(torch.randperm(len(family), generator=generator)[:2].tolist())
-            likeness = None
+            cosine = None
         else:
             for i in range(len(gram), len(family)):
                 gram.append([inner(family[i], family[j]) for j in range(i + 1)])
-            likeness, j, k = min((_cosine(gram, j, k), j, k) for k in range(len(family)) for j in range(k))
+            cosine, j, k = min((_cosine(gram, j, k), j, k) for k in range(len(family)) for j in range(k))
         alpha = float(torch.rand((), generator=generator))
         family.append(merge(family[j], family[k], alpha, drop_rate, generator))
-        descents.append(Descent(len(family) - 1, (j, k), alpha, drop_rate, likeness))
+        descents.append(Descent(len(family) - 1, (j, k), alpha, drop_rate, cosine))
     return family, descents
 
 
@@ -244,42 +219,76 @@ def _cosine(gram: list[list[float]], j: int, k: int) -> float:
 
 
 def _check(
-    experts: Sequence[Expert],
-    num_experts: int,
-    method: Expansion,
-    similarity: Similarity,
-    initial: Expert | None,
+    experts: Sequence[Expert], num_experts: int, method: Expansion, similarity: Similarity, initial: Expert | None
 ) -> None:
+    """Raise a ValueError if experts cannot be expanded as asked."""
     m = len(experts)
     if not 1 <= m <= num_experts:
-        raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given; ask for that many or more")
+        raise ValueError(f"num_experts={num_experts}: {m} experts are given; ask for that many or more")
     if num_experts > m and (method == "none" or m < 2):
         why = "method='none' makes none" if method == "none" else "expansion needs two parents"
-        raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given and {why}; give more experts")
+        raise ValueError(f"num_experts={num_experts}: {m} experts are given and {why}; give more experts")
     if similarity == "displacement" and method == "genetic" and num_experts > m and initial is None:
-        raise ValueError("expand: similarity='displacement': the experts' initial values are unknown; use 'update'")
-    first = _facts("experts[0]", experts[0])
-    if not first:
-        raise ValueError("expand: experts[0]: it has no tensors; give adapters' state dicts")
-    if similarity == "update" and not any(".lora_A." in name for name in first) and method == "genetic":
-        raise ValueError("expand: similarity='update': the experts have no lora_A and lora_B; use 'values'")
+        raise ValueError("similarity='displacement': the experts' initial values are unknown; use 'update'")
+    if similarity == "update" and method == "genetic" and not any(".lora_A." in name for name in experts[0]):
+        raise ValueError("similarity='update': the experts have no lora_A and lora_B; use 'values'")
     others = {f"experts[{i}]": expert for i, expert in enumerate(experts)}
     if initial is not None and similarity == "displacement":
         others["initial"] = initial
+    first = _layout(experts[0])
     for what, expert in others.items():
-        if _facts(what, expert) != first:
-            raise ValueError(
-                f"expand: {what} differs from experts[0] in names, shapes or dtypes; adapt the same modules"
-            )
+        if _layout(expert) != first:
+            raise ValueError(f"{what} differs from experts[0] in names, shapes or dtypes; adapt the same modules")
+        for name, tensor in expert.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{what}: {name} holds NaN or infinity; train or save it again")
 
 
-def _facts(what: str, expert: Expert) -> dict[str, tuple]:
-    """Shapes and dtypes of an expert's tensors, by name."""
-    found = {}
-    for name, tensor in expert.items():
-        if not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
-            raise ValueError(f"expand: {what}: {name} is no tensor of floats; give adapters' state dicts")
-        if not tensor.isfinite().all():
-            raise ValueError(f"expand: {what}: {name} holds NaN or infinity; train or save it again")
-        found[name] = (tensor.shape, tensor.dtype)
-    return found
+def _layout(expert: Expert) -> dict[str, tuple]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in expert.items()}
+
+
+# --- means of groups of experts: n experts before, m after, g of a group ---------------------------------------------
+
+
+def mean_rows(rows_N: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[m, …] of [n, …]: the experts' own rows, bit for bit, or the weighted mean of a group's."""
+    return torch.stack([mean_tensor([rows_N[i] for i in group], w) for group, w in zip(groups, weights, strict=True)])
+
+
+def mean_tensor(tensors: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """The weighted mean, computed in float64; equal tensors are kept bit for bit."""
+    if all(torch.equal(tensor, tensors[0]) for tensor in tensors[1:]):
+        return tensors[0]
+    total = sum(w * tensor.double() for w, tensor in zip(weights.tolist(), tensors, strict=True))
+    return torch.as_tensor(total).to(tensors[0].dtype)
+
+
+def mean_updates(
+    A_NRI: torch.Tensor, B_NRO: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [m, r, in] and B [m, r, out] of [n, …]: the experts' own, or the best of rank r for the mean of the updates."""
+    found = [_mean_update(A_NRI[list(group)], B_NRO[list(group)], w) for group, w in zip(groups, weights, strict=True)]
+    return torch.stack([A for A, _ in found]), torch.stack([B for _, B in found])
+
+
+def _mean_update(
+    A_GRI: torch.Tensor, B_GRO: torch.Tensor, weights_G: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The rank-r matrices whose product is nearest to Σ w_i B_iᵀ A_i (Eckart–Young). Means of the A's and of the B's would
+    depend on how each update is factorised.
+    """
+    if all(torch.equal(A, A_GRI[0]) and torch.equal(B, B_GRO[0]) for A, B in zip(A_GRI, B_GRO, strict=True)):
+        return A_GRI[0], B_GRO[0]
+    r = A_GRI.shape[1]
+    left_OK = (B_GRO.double() * weights_G.view(-1, 1, 1)).flatten(0, 1).T  # K = g·r
+    right_KI = A_GRI.double().flatten(0, 1)
+    q_left, r_left = torch.linalg.qr(left_OK)
+    q_right, r_right = torch.linalg.qr(right_KI.T)
+    U, S, V = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
+    root_R = S[:r].sqrt()
+    B_OR, A_RI = q_left @ U[:, :r] * root_R, (V[:r] * root_R.unsqueeze(1)) @ q_right.T
+    missing = r - len(root_R)  # a layer narrower than r
+    A_RI, B_RO = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (A_RI, B_OR.T))
+    return A_RI.to(A_GRI.dtype), B_RO.to(B_GRO.dtype)

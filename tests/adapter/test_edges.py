@@ -67,7 +67,7 @@ def steering_of(kind: str, rows: int, n: int) -> Steering | None:
 def check_without_tokens(layer: MoELoraLayer, x: torch.Tensor, forward: Callable | None = None) -> None:
     """The output is the base's, and every parameter gets a zero gradient, not none; routing is recorded."""
     layer.zero_grad()
-    collection = Collection(layer, True, True, False, None, torch.zeros(x.shape[:-1], dtype=torch.long))
+    collection = Collection(layer, attached=True, token_ids=torch.zeros(x.shape[:-1], dtype=torch.long))
     state.collection = collection if forward is None else None
     try:
         output = layer(x) if forward is None else forward(x)
@@ -325,12 +325,12 @@ def test_recording_a_batch_of_padding_counts_nothing():
         ),
         (
             lambda: expand([lora(0), {name: x * math.nan for name, x in lora(1).items()}], 3),
-            "expand: experts[1]: m.lora_A.weight holds NaN or infinity; train or save it again",
+            "experts[1]: m.lora_A.weight holds NaN or infinity; train or save it again",
         ),
         (
             lambda: dare_merge(*([{"w": torch.full((999,), 2e3).half()}] * 2), 0.5, 0.99, torch.Generator()),
-            "dare_merge: drop_rate=0.99: values divided by 0.01 are not finite in torch.float16, or a parent's are "
-            "not; use a lower drop_rate, or mend the parent",
+            "drop_rate=0.99: values divided by 0.01 are not finite in torch.float16, or a parent's are not; use a "
+            "lower drop_rate, or mend the parent",
         ),
     ],
     ids=["no-token", "no-perplexity", "nan-expert", "overflow"],

@@ -153,7 +153,7 @@ class _Loop:
         if self.adapter is None:
             return self._block(lambda name, v: self._base(name) @ v, x)
         gates = self.gates[t]
-        if self.layout is not None and self.spec.expert_type == "bottleneck":
+        if self.layout is not None and self.leaves.get(f"moe_lora_A.{self.adapter}.bottleneck") is not None:
             h = self._block(lambda name, v: self._base(name) @ v, x)
             return sum(gate * self._bottleneck(i, h, t) for i, gate in gates.items())
         if self.layout is None or self.spec.mixing == "projection":
@@ -272,7 +272,10 @@ class _Loop:
 
     def _experts(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         A = self.leaves.get(f"moe_lora_A.{self.adapter}.{name}")
-        return None if A is None else (A, self.leaves[f"moe_lora_B.{self.adapter}.{name}"])
+        if A is None:
+            return None
+        B = self.leaves[f"moe_lora_B.{self.adapter}.{name}"]
+        return A.expand(len(B), -1, -1), B  # one A may be that of all experts
 
     def _base(self, name: str, what: str = "weight") -> torch.Tensor | None:
         """Weight [out, in] or bias of a base projection."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from peft import get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from moe_peft import MoELoraConfig
-from moe_peft.native import export_adapter
 from moe_peft.routing.routers import RouterSettings, make_router
 from moe_peft.training.router_losses import full_norm
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
@@ -149,51 +145,3 @@ def test_random_values_give_logits_as_large_as_a_linear_gates():
                 query = router.mean_query * m if mixture == "sum" else router.query
                 scores = torch.einsum("mwd,td,ncw->tmnc", query, x, router.key) / (1024 / m) ** 0.5
             assert float(scores.std()) == pytest.approx(0.02 * 256**0.5, rel=0.3)
-
-
-def old_folder(tmp_path, mixture: str, **own):
-    """An adapter and its folder as they were before the mean was stored: `query` holds the sum."""
-    torch.manual_seed(0)
-    settings = {"num_experts": 4, "r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM", **own}
-    config = MoELoraConfig(router_type="attention", router_mixture=mixture, **settings)
-    model = get_peft_model(tiny_llama(), config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "query" in name:
-                parameter.normal_(std=0.05)  # with large logits, rounding would show
-    tiny_llama().save_pretrained(tmp_path / "base")
-    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    model.save_pretrained(tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    m = own.get("router_num_heads", 4)
-    tensors = {
-        name.replace("mean_query", "query"): t * m if "mean_query" in name else t for name, t in load_file(file).items()
-    }
-    assert sum(name.endswith("moe_lora_router.query") for name in tensors) == 2
-    save_file(tensors, file, metadata={"format": "pt"})
-    return model, tmp_path / "adapter"
-
-
-@pytest.mark.parametrize("mixture, own", [
-    ("sum", {}), ("sum", {"router_num_heads": 2}), ("sum", {"router_num_heads": 8}), ("max", {}),
-])  # fmt: skip
-def test_old_adapters_load(mixture, own, tmp_path):
-    model, folder = old_folder(tmp_path, mixture, **own)
-    ids = torch.arange(3, 19).view(2, 8)
-    expected = model(input_ids=ids).logits
-    again = PeftModel.from_pretrained(tiny_llama(), folder, adapter_name="other").eval()
-    torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6)
-    if mixture == "sum" and own.get("router_num_heads", 4) <= 4:
-        native = AutoModelForCausalLM.from_pretrained(export_adapter(folder, tmp_path / "moe")).eval()
-        torch.testing.assert_close(native(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_state_dict_of_before_loads_into_a_router_without_being_changed():
-    ours, separate = pair(4)
-    old = {"query": sum(q.data for q in separate.queries).unsqueeze(0), "key": ours.key.data.clone()}
-    names = list(old)
-    other = copy.deepcopy(ours)
-    nn.init.zeros_(other.mean_query)
-    other.load_state_dict(old)
-    torch.testing.assert_close(other.mean_query, ours.mean_query, rtol=1e-12, atol=1e-12)
-    assert list(old) == names

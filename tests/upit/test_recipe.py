@@ -38,7 +38,10 @@ def recipe(**settings):
         ({"adapter": {"rank": 3}}, "adapter.rank: unknown key"),
         ({"adapter": {"num_experts": 3}}, "adapter.num_experts: set the recipe's num_experts"),
         ({"adapter": {"target_modules": ["mlp"]}}, "adapter.target_modules: a recipe adapts the FFNs of all layers"),
-        ({"adapter": {"expert_type": "bottleneck"}}, "adapter.expert_type: the method decides this; `method: pesc`"),
+        (
+            {"adapter": {"expert_type": "bottleneck"}},
+            "adapter.expert_type='bottleneck': must be 'lora' with the method 'upit'",
+        ),
         ({"method": "pesc", "adapter": {"bottleneck_size": 0}}, "bottleneck_size=0"),
         ({"mode": "ffn", "method": "pesc"}, "method='pesc': must be one of sft, upcycle_pt"),
         ({"adapter": {"peft_type": "LORA"}}, "adapter.peft_type: PEFT sets this"),
@@ -103,6 +106,11 @@ def test_settings_of_loras_in_a_shared_recipe_do_not_apply_to_bottlenecks():
     assert (config.mixing, config.target_projections) == ("output", None)
     lora = recipe(method="loramoe_pt", adapter=adapter).moe_config()
     assert (lora.expert_type, lora.mixing, lora.target_projections) == ("lora", "projection", {"up_proj"})
+
+
+def test_new_experts_may_be_of_any_kind():
+    config = recipe(method="loramoe_pt", adapter={"expert_type": "hydra_lora", "bottleneck_size": 6}).moe_config()
+    assert config.expert_type == "hydra_lora"
 
 
 def test_yaml_and_overrides(tmp_path):

@@ -64,7 +64,7 @@ def test_card_of_an_adapter_leads_with_what_it_is_and_with_code_that_runs(folder
     card = ModelCard.load(folder / "README.md")
     lines = card.text.strip().splitlines()
     assert lines[0] == "# MoE-LoRA adapter for tiny-base"
-    assert "4 LoRA experts of rank 4" in lines[2] and "picks 2 of them" in lines[2]
+    assert "4 experts of the kind `lora`" in lines[2] and "picks 2 of them" in lines[2]
     assert lines[4:6] == ["- Base model: `tiny-base`", "- Licence of the base: tiny-licence"]
     assert lines.index("## How to load") < 10 and UNFILLED not in card.text
     assert {"peft", "moe_peft", "mixture-of-experts"} <= set(card.data.tags)

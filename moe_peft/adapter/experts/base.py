@@ -1,0 +1,149 @@
+"""
+The base class of the kinds of experts.
+
+Legend: T tokens, n experts, r rank, m, d, f widths (in or out features), A a kind's first matrices, B its second ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from ...routing.routers import RouterSettings
+
+# The shapes of the two tensors that hold the experts of one projection.
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """
+    The experts of one adapter on one module: their settings, after the config's patterns have been applied, and, in
+    subclasses, everything that depends on what an expert is.
+
+    The experts of each projection are two tensors, A and B, usually [n, …] each. They are parameters of the tuner
+    layer (`MoELoraLayer.expert_parameters`), which is passed to the methods that compute.
+    """
+
+    num_experts: int
+    top_k: int
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    lora_dropout: float
+    mixing: Literal["output", "projection"]
+    normalize_top_k: bool
+    router: RouterSettings
+    init_lora_weights: bool | Literal["gaussian"]
+    target_projections: frozenset[str] | None
+    bottleneck_size: int
+
+    # --- traits: what the rest of the package reads ---
+    unread: ClassVar[tuple[str, ...]] = ()  # fields of `MoELoraConfig` that would have no effect; they raise an error
+    needs_ffn: ClassVar[bool] = False  # whether they stand behind an FFN; single linears then get LoRA experts
+    holds_loras: ClassVar[bool] = False  # whether LoRAs that were trained apart can become such experts
+    no_lora: ClassVar[str] = ""  # why an expert is no LoRA, and no dense FFN with other weights; "": it is one
+
+    @property
+    def rank(self) -> int:
+        """r, the size of each expert's inner dimension."""
+        return self.r
+
+    @property
+    def scaling(self) -> float:
+        """s, the factor of every expert's update."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+    # --- parameters ---
+
+    def for_linear(self) -> Experts:
+        """The experts of a single linear, which is not a part of a targeted FFN."""
+        return self
+
+    def shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
+        """
+        The shapes of A and B by the name under which they are saved.
+
+        Args:
+            projections: in and out features of the module's projections, in the order of the forward pass.
+        """
+        raise NotImplementedError
+
+    def reset(self, A_all: nn.ParameterDict, B_all: nn.ParameterDict) -> None:
+        """
+        Initialise the experts of all projections, as `MoELoraConfig.init_lora_weights` says: A uniform as in LoRA, or
+        normal; B zero, so that the module's output does not change at first, or random, too.
+        """
+        for A in A_all.values():
+            if self.init_lora_weights == "gaussian":
+                nn.init.normal_(A, std=1 / self.rank)
+            else:  # Kaiming uniform with a = √5, whose bound is 1/√fan_in
+                nn.init.uniform_(A, -(A.shape[-1] ** -0.5), A.shape[-1] ** -0.5)
+        for B in B_all.values():
+            if self.init_lora_weights is False:
+                nn.init.uniform_(B, -(self.rank**-0.5), self.rank**-0.5)
+            else:
+                nn.init.zeros_(B)
+
+    # --- forward ---
+
+    @classmethod
+    def ffn_output(cls, ffn: Any, adapters: Sequence[str], x_TD: torch.Tensor) -> torch.Tensor:
+        """
+        The output [T, d] of an FFN with the experts of `adapters`, which are all of this kind; the changes that each
+        makes to the output add up.
+        """
+        raise NotImplementedError
+
+    def linear_output(
+        self, layer: Any, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
+    ) -> torch.Tensor:
+        """The output of a single linear, from its input and the base's output, which `in_place` allows to overwrite."""
+        raise NotImplementedError
+
+    # --- an expert by itself ---
+
+    def to_lora(self, A: torch.Tensor, B: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        One expert as a LoRA, A [r, in] and B [out, r], of rank `r` and scaling `scaling`.
+
+        Raises:
+            ValueError: such an expert is no LoRA.
+        """
+        raise ValueError(self.no_lora)
+
+    def from_loras(self, A: Sequence[torch.Tensor], B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The experts of one projection from n LoRAs, A [r, in] and B [out, r] each.
+
+        Raises:
+            ValueError: these experts cannot hold them.
+        """
+        raise ValueError(self.no_lora)
+
+    def merge(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, expert: int) -> torch.Tensor:
+        """The projection's weight [out, in] with one expert merged, float32."""
+        A_RI, B_OR = self.to_lora(A, B, expert)
+        return torch.addmm(weight.float(), B_OR.float(), A_RI.float(), alpha=self.scaling)
+
+    # --- experts compared with each other ---
+
+    def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """Inner products of what one projection's experts are compared by, float64 [n, n]."""
+        raise NotImplementedError
+
+    def mean(
+        self, A: torch.Tensor, B: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        One expert for each group of a projection's experts.
+
+        Args:
+            groups: the experts of each group; that of a single expert keeps it bit for bit.
+            weights: what each of them counts, float64 [len(group)], with the sum 1.
+        """
+        raise NotImplementedError

@@ -1,0 +1,79 @@
+"""
+Bottleneck experts behind the FFN (PESC, Wu et al., 2024, arXiv 2401.02731, section 3).
+
+Legend: T tokens, n experts, b the bottleneck's size, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...utils.expert_merging import mean_rows, value_gram
+from ...utils.torch_contexts import without_autocast
+from .base import Experts, Shapes
+from .lora import LoraExperts
+
+_NAME = "bottleneck"  # the name of the parameters, where LoRA experts have a projection's
+
+
+class BottleneckExperts(Experts):
+    """
+    `y = Σ_i g_i (U_i GELU(D_i h) + h)` for the FFN's output h, with D_i [b, d] and U_i [d, b]. D is stored as A, and Uᵀ
+    as B, [n, b, d] both. `r`, `lora_alpha` and their patterns do not apply.
+    """
+
+    unread = ("mixing", "target_projections")
+    needs_ffn = True
+    no_lora = "such an expert stands behind the FFN, with a non-linearity between; only expert_type='lora' has this"
+
+    @property
+    def rank(self) -> int:
+        return self.bottleneck_size
+
+    @property
+    def scaling(self) -> float:
+        return 1.0
+
+    def for_linear(self) -> Experts:
+        return LoraExperts(**{field.name: getattr(self, field.name) for field in fields(self)}).for_linear()
+
+    def shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
+        d = list(projections.values())[-1][1]  # the down projection's
+        return {_NAME: ((self.num_experts, self.rank, d), (self.num_experts, self.rank, d))}
+
+    @classmethod
+    def ffn_output(cls, ffn: Any, adapters: Sequence[str], x_TD: torch.Tensor) -> torch.Tensor:
+        # The FFN as it is, once for all adapters: the experts read its output.
+        h_TD = ffn.layout.block(ffn.base_layer, x_TD)
+        outputs = [ffn.moe_lora_spec[adapter]._behind(ffn, adapter, x_TD, h_TD) for adapter in adapters]
+        y_TD = outputs[0]
+        for other_TD in outputs[1:]:
+            y_TD = y_TD + other_TD - h_TD
+        return y_TD
+
+    def _behind(self, ffn: Any, adapter: str, x_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
+        """One adapter's output. The residual is `(Σ_i g_i) h`, which is h where gates sum to 1."""
+        dispatch = ffn.route(adapter, x_TD, h_TD.dtype)
+        D_NBD, U_NBD = (weights[_NAME].to(h_TD.dtype) for weights in ffn.expert_parameters(adapter))
+        inputs = ffn.dropped(adapter, h_TD, 1)  # one mask for all experts; the residual has none
+        with without_autocast(h_TD):
+            if dispatch is None:
+                return torch.addmm(h_TD, F.gelu(inputs[0] @ D_NBD[0].T), U_NBD[0])
+            (low,) = dispatch.shrink_tokens(inputs, [D_NBD])
+            if not self.normalize_top_k:
+                h_TD = h_TD * dispatch.gates.sum(-1, keepdim=True)
+            return dispatch.expand_collect([F.gelu(low_PB) for low_PB in low], U_NBD, h_TD)
+
+    def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """Of the weights: hidden units are compared one by one, because there is a non-linearity in between."""
+        return value_gram(A.flatten(1)) + value_gram(B.flatten(1))
+
+    def mean(
+        self, A: torch.Tensor, B: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return mean_rows(A, groups, weights), mean_rows(B, groups, weights)

@@ -1,0 +1,41 @@
+"""LoRA experts that share their first matrix (HydraLoRA, Tian et al., 2024, arXiv 2404.19245, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...utils.expert_merging import mean_rows, update_gram
+from .base import Shapes
+from .lora import LoraExperts
+
+
+class HydraLoraExperts(LoraExperts):
+    """
+    `W_i = W + s·B_i A`: one A for all experts of a projection, stored as [1, r, in], and a B_i each. A token's `A x`
+    is computed once, whatever top_k is.
+    """
+
+    holds_loras = False
+
+    def shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
+        return {name: ((1, *A[1:]), B) for name, (A, B) in super().shapes(projections).items()}
+
+    def to_lora(self, A: torch.Tensor, B: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return A[0], B[expert].T
+
+    def from_loras(self, A: Sequence[torch.Tensor], B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        used = [A_RI for A_RI, B_OR in zip(A, B, strict=True) if B_OR.any()] or list(A[:1])
+        if any(not torch.equal(A_RI, used[0]) for A_RI in used):
+            raise ValueError("the LoRAs differ in A, and these experts share one; use expert_type='lora'")
+        return used[0].unsqueeze(0), torch.stack([B_OR.T for B_OR in B])
+
+    def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return self.scaling**2 * update_gram(A.expand(len(B), -1, -1), B)
+
+    def mean(
+        self, A: torch.Tensor, B: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean of the B_i, which gives exactly the mean update."""
+        return A, mean_rows(B, groups, weights)

@@ -1,0 +1,201 @@
+"""
+LoRA experts: on every projection, expert i adds `s·B_i A_i`.
+
+Legend: T tokens, n experts, P pairs of (token, expert), r rank, d hidden size, f the FFN's intermediate size (f' the
+output size of one input projection: 2f where gate and up are fused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...utils.expert_merging import mean_updates, update_gram
+from ...utils.torch_contexts import without_autocast
+from ..dispatch import Dispatch
+from ..moe_ffn_autograd import PairInputs, mixed_hidden
+from .base import Experts, Shapes
+
+
+class _Branch(NamedTuple):
+    """What one adapter has computed before the down projection."""
+
+    z_TF: torch.Tensor  # its hidden activation
+    dispatch: Dispatch | None  # None: a single expert
+    mixes_outputs: bool
+    low: list[torch.Tensor] | None = None  # with mixing "output": A_down a of each part's pairs, [P, r]
+
+
+class LoraExperts(Experts):
+    """
+    `W_i = W + s·B_i A_i` with A_i [r, in] and B_i [out, r]. A is stored as [n, r, in] and B as [n, r, out] (with rows
+    of `out`, not of r, so that products read B in memory order).
+    """
+
+    unread = ("bottleneck_size",)
+    holds_loras = True
+
+    def for_linear(self) -> Experts:
+        return replace(self, target_projections=None)
+
+    def shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
+        n, r, chosen = self.num_experts, self.rank, self.target_projections
+        return {
+            name: ((n, r, features_in), (n, r, features_out))
+            for name, (features_in, features_out) in projections.items()
+            if chosen is None or name in chosen
+        }
+
+    # --- forward ---
+
+    @classmethod
+    def ffn_output(cls, ffn: Any, adapters: Sequence[str], x_TD: torch.Tensor) -> torch.Tensor:
+        layout, branches = ffn.layout, []
+
+        # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
+        #    once; experts only add low-rank updates to their outputs.
+        inputs = [ffn.projection(name) for name in layout.inputs]
+        pre = [projection(x_TD) for projection in inputs]
+
+        # 2. Each adapter routes the tokens and computes its own hidden activation. With a single adapter, nothing else
+        #    reads the base's outputs, so updates may be added in place.
+        in_place = len(adapters) == 1 and all(map(may_overwrite, inputs))
+        for adapter in adapters:
+            branches.append(ffn.moe_lora_spec[adapter]._hidden(ffn, adapter, x_TD, pre, in_place))
+
+        # 3. The base's down projection. It is linear, so it is applied to the gated sum of the experts' activations and
+        #    also runs once. With several adapters, the changes that each makes to the base's activation add up.
+        z_TF = branches[0].z_TF
+        for branch in branches[1:]:
+            z_TF = z_TF + branch.z_TF - layout.hidden(ffn.base_layer, pre)
+        y_TD = ffn.projection(layout.down)(z_TF)
+
+        # 4. Each adapter's experts on the down projection.
+        for adapter, branch in zip(adapters, branches, strict=True):
+            y_TD = ffn.moe_lora_spec[adapter]._after_down(ffn, adapter, branch, y_TD)
+
+        # 5. The block's own dropout, if it has one.
+        return layout.drop(ffn.base_layer, y_TD)
+
+    def linear_output(
+        self, layer: Any, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
+    ) -> torch.Tensor:
+        dispatch = layer.route(adapter, x_TM, y_TM.dtype)
+        return self._updated(layer, adapter, dispatch, x_TM, {"weight": y_TM}, in_place)[0]
+
+    def _hidden(self, ffn: Any, adapter: str, x_TD: torch.Tensor, pre: list[torch.Tensor], in_place: bool) -> _Branch:
+        """Step 2: one adapter's hidden activation, from the FFN's input and the base's `pre` [T, f']."""
+        layout, dtype = ffn.layout, pre[0].dtype
+        A_all, B_all = ffn.expert_parameters(adapter)
+        names = [name for name in layout.inputs if name in A_all]
+
+        # 2a. Router logits, gates and experts of each token, and the method by which this batch is computed. With
+        #     experts on the down projection alone, all hidden activations are the base's: both mixings are the same.
+        mixes_outputs = self.num_experts > 1 and self.mixing == "output" and (bool(names) or not self.normalize_top_k)
+        dispatch = ffn.route(adapter, x_TD, dtype, mixes_outputs)
+
+        # 2b. Mixing "projection" (and a single expert): `Wx + s Σ g_i B_i A_i x` on each projection, then the
+        #     activation, once per token.
+        if dispatch is None or not mixes_outputs:
+            base = dict(zip(layout.inputs, pre, strict=True))
+            updated = self._updated(ffn, adapter, dispatch, x_TD, base, in_place)
+            return _Branch(layout.hidden(ffn.base_layer, updated), dispatch, mixes_outputs)
+
+        # 2c. Mixing "output": there is a non-linearity between the projections, so every pair has its own activation
+        #     a_i. First come its low-rank inputs `s A_i x` [P, r], on all projections that have experts …
+        x = ffn.dropped(adapter, x_TD.to(dtype), len(names))
+        with without_autocast(x_TD):
+            low = dispatch.shrink_tokens(x, [A_all[name].to(dtype) for name in names])
+
+            # 2d. … then, in one step that saves little for backward, `a_i = act(pre + B_i h)`, their gated sum
+            #     `z = Σ g_i a_i`, and `A_down a_i`, which the down projection's experts need for each pair (step 4).
+            B = {name: B_all[name].to(dtype) for name in names}
+            A_down = A_all[layout.down].to(dtype) if layout.down in A_all else None
+            inputs = []
+            for low_of_part in zip(*low, strict=True) if low else [()] * len(dispatch.parts):
+                h = {name: h_PR * dispatch.scaling for name, h_PR in zip(names, low_of_part, strict=True)}
+                inputs.append(PairInputs(pre, [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs]))
+            dropout = self.lora_dropout if ffn.training else 0.0
+            z_TF, low_down = mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, dropout)
+        return _Branch(z_TF, dispatch, mixes_outputs, low_down)
+
+    def _after_down(self, ffn: Any, adapter: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
+        """Step 4: add an adapter's change to the down projection's output."""
+        name, dispatch = ffn.layout.down, branch.dispatch
+        down = ffn.projection(name)
+        if dispatch is None or not branch.mixes_outputs:
+            return self._updated(ffn, adapter, dispatch, branch.z_TF, {name: y_TD}, may_overwrite(down))[0]
+        if branch.low is not None:
+            B_NRD = ffn.expert_parameters(adapter)[1][name].to(y_TD.dtype)
+            with without_autocast(y_TD):
+                y_TD = dispatch.expand_collect(branch.low, B_NRD, y_TD, may_overwrite(down))
+        bias = getattr(down, "bias", None)
+        if bias is not None and not self.normalize_top_k:
+            # The bias belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once.
+            y_TD = y_TD + ((dispatch.gates.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
+        return y_TD
+
+    def _updated(
+        self,
+        layer: Any,
+        adapter: str,
+        dispatch: Dispatch | None,
+        x_TM: torch.Tensor,
+        base: dict[str, torch.Tensor],
+        in_place: bool,
+    ) -> list[torch.Tensor]:
+        """
+        The base's outputs by projection, with `s Σ_i g_i B_i A_i x` added where a projection has experts.
+
+        Everything is computed in the dtype of the base's output, also under autocast. There it is autocast's dtype,
+        except for quantized linears, which return the dtype they are given. With `in_place` that output may be
+        overwritten.
+        """
+        A_all, B_all = layer.expert_parameters(adapter)
+        names = [name for name in base if name in A_all]
+        if not names:
+            return list(base.values())
+        outputs = [base[name] for name in names]
+        dtype = outputs[0].dtype
+        x = layer.dropped(adapter, x_TM.to(dtype), len(names))
+        A, B = ([M_all[name].to(dtype) for name in names] for M_all in (A_all, B_all))
+        with without_autocast(x_TM):
+            if dispatch is None:
+                outputs = [
+                    torch.addmm(y_TM, (x_TM @ A_1RM[0].T) * self.scaling, B_1RM[0])
+                    for y_TM, x_TM, A_1RM, B_1RM in zip(outputs, x, A, B, strict=True)
+                ]
+            else:
+                outputs = dispatch.update(x, A, B, outputs, in_place)
+        return list({**base, **dict(zip(names, outputs, strict=True))}.values())
+
+    # --- an expert by itself, and compared with others ---
+
+    def to_lora(self, A: torch.Tensor, B: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return A[expert], B[expert].T
+
+    def from_loras(self, A: Sequence[torch.Tensor], B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack(list(A)), torch.stack([B_OR.T for B_OR in B])
+
+    def gram(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """Of the updates `s·B_i A_i`."""
+        return self.scaling**2 * update_gram(A, B)
+
+    def mean(
+        self, A: torch.Tensor, B: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The updates of rank r that are nearest to the groups' mean updates."""
+        return mean_updates(A, B, groups, weights)
+
+
+def may_overwrite(projection: nn.Module) -> bool:
+    """
+    Whether nothing else uses a base projection's output. The projection must be a plain linear without forward hooks or
+    a replaced forward, and gradients must be off: in training, backward hooks and checkpoints may hold the output.
+    """
+    replaced = projection._forward_hooks or "forward" in vars(projection)
+    return type(projection) is nn.Linear and not replaced and not torch.is_grad_enabled()

@@ -622,7 +622,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     ```python
     >>> from pathlib import Path
     >>> from moe_peft.upit import load_recipe
-    >>> text = "output_dir: upit\nmodel: {name_or_path: Qwen/Qwen3-0.6B}\ndata: {train: train.jsonl}\n"
+    >>> text = "{output_dir: upit, model: {name_or_path: Qwen/Qwen3-0.6B}, data: {train: train.jsonl}}"
     >>> _ = Path("upit.yaml").write_text(text)
     >>> load_recipe("upit.yaml", ["method=self_moe", "post_train.seed=3"]).post_train.seed
     3

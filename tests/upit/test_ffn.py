@@ -285,7 +285,7 @@ def test_plan_counts_what_is_trained(case, upit):
     ({"expand": {"similarity": "update"}}, "expand.similarity='update'"),
     ({"prepare": {"adapters": ["x"]}}, r"prepare.adapters=\['x'\]: must be null"),
     ({"moe": {"dtype": "bf16"}}, "dtype='bf16': use one of float32"),
-    ({"moe": {"top_k": "two"}}, "top_k='two': use a whole number of at least 1"),
+    ({"moe": {"top_k": "two"}}, "moe.top_k='two': must be a valid integer"),
     ({"moe": {"router_aux_loss_coef": -1}}, "router_aux_loss_coef=-1: use a finite number of at least 0"),
     ({"method": "upcycle_sft", "moe": {"init": "checkpoints"}}, "moe.init='checkpoints': must be another"),
     ({"mode": "lora", "moe": {"top_k": 2}}, "moe.top_k: unknown key"),

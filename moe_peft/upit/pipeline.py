@@ -176,7 +176,7 @@ class UpIT:
             data = trainer.examples()
             if data is not None:
                 section = f"{trainer.name}.sft" if getattr(trainer.section, "sft", None) else "sft"
-                preflight(trainer.example_arguments(**own), data, self.context.base.tokenizer, section)
+                preflight(trainer.example_arguments(**own), data, self.context.base.tokenizer, section, weights)
         unset_hf_deepspeed_config()  # or ZeRO-3 would shard empty models; a stage recreates its arguments
         if weights:
             self.context.check_base()

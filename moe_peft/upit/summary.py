@@ -53,10 +53,8 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
         ValueError: the recipe, its base or its data do not fit together.
     """
     r = pipeline.recipe
-    # A plan may be made without the launcher and the accelerator that the run will have.
-    own: dict[str, Any] = {"fsdp": None}
-    if not torch.accelerator.is_available():
-        own |= {"bf16": False, "fp16": False, "use_cpu": True}
+    # A plan may be made on a machine without the accelerator that the run will have.
+    own = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
     pipeline.join_processes(**own)
     launch = launch or Launch(PartialState().num_processes)
     data = pipeline.context.train_data

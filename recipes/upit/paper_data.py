@@ -32,7 +32,7 @@ def conversation(row: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]}
 
 
-# domain: data set, conversion, parts of five
+# domain: dataset, conversion, parts of five
 SOURCES = {
     "code": ("ise-uiuc/Magicoder-Evol-Instruct-110K", pair("instruction", "response"), 1),
     "mathematics": ("meta-math/MetaMathQA", pair("query", "response"), 1),

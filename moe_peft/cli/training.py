@@ -16,7 +16,7 @@ from transformers import set_seed
 
 from ..adapter.config import MoELoraConfig
 from ..models.introspection import native_routers, router_sizes
-from ..training.checkpointing import numbered_checkpoints, resumes, train_or_resume
+from ..training.checkpointing import numbered_checkpoints, resumes, save_full_weights, train_or_resume
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
 from ..training.estimate import planned_launch, print_estimates
 from ..training.preflight import preflight
@@ -98,6 +98,7 @@ def _train(
             train_or_resume(trainer)
         facts = trainer.training_facts()
         model, config = trainer.model, None
+    save_full_weights(trainer)
     trainer.save_model(str(folder))
     if options.training.push_to_hub:
         trainer.push_to_hub(dataset_name=options.data.dataset_name)

@@ -16,7 +16,7 @@ from transformers import set_seed
 
 from ..adapter.config import MoELoraConfig
 from ..models.introspection import native_routers, router_sizes
-from ..training.checkpointing import numbered_checkpoints, resumes, train_or_resume
+from ..training.checkpointing import numbered_checkpoints, resumes, save_full_weights, train_or_resume
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
 from ..training.estimate import planned_launch, print_estimates
 from ..training.preflight import preflight
@@ -24,7 +24,7 @@ from ..training.router_losses import loss_coefficients
 from ..training.trainers import check_expert_labels
 from ..utils.distributed import leave_processes, on_main_process
 from ..utils.io import output_folder, reading
-from ..utils.loading import changed_embeddings, chat_template
+from ..utils.loading import changed_embeddings, chat_template, without_zero3
 from ..utils.messages import one_line
 from ..utils.model_card import write_model_card
 from ..utils.validation import prefixed
@@ -98,6 +98,7 @@ def _train(
             train_or_resume(trainer)
         facts = trainer.training_facts()
         model, config = trainer.model, None
+    save_full_weights(trainer)
     trainer.save_model(str(folder))
     if options.training.push_to_hub:
         trainer.push_to_hub(dataset_name=options.data.dataset_name)
@@ -153,9 +154,8 @@ def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     """
     model = options.base.empty()
     if options.run.use_peft or (options.run.use_peft is None and not native_routers(model)):
-        config = options.adapter_config()
-        with torch.device("meta"):
-            return get_peft_model(model, config), options.adapter_config()
+        with without_zero3(), torch.device("meta"):
+            return get_peft_model(model, options.adapter_config()), options.adapter_config()
     router_sizes(model, "use_peft=False")
     for name, value in options.changed_adapter_fields.items():
         raise ValueError(f"{name}={value!r}: is for a MoE-LoRA adapter, and this model is trained itself; leave it out")

@@ -444,7 +444,6 @@ def train_or_resume(trainer: Trainer) -> None:
     Raises:
         ValueError: the checkpoint is not complete, or of another training, or has more steps.
     """
-    save_full_weights(trainer)
     fingerprint = Fingerprint.of(trainer)
     trainer.add_callback(MarkComplete(fingerprint))
     checkpoint = on_main_process(lambda: _checkpoint_to_resume(trainer.args, fingerprint))

@@ -179,6 +179,8 @@ class MoELoraConfig(PeftConfig):
                     self._fail(name, "give target_modules as a list of names, not as a regex, to choose layers")
         if self.layers_pattern is not None and self.layers_to_transform is None:
             self._fail("layers_pattern", "set layers_to_transform too")
+        if self.target_projections is not None and not self.target_projections:
+            self._fail("target_projections", "name at least one, or leave it out for all")
         experts = EXPERTS[self.expert_type]
         if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
             other = "" if "mixing" in experts.unread else "mixing='projection', or "
@@ -214,7 +216,8 @@ class MoELoraConfig(PeftConfig):
 
     def _fail(self, name: str, remedy: str) -> None:
         value = getattr(self, name)
-        raise ValueError(f"MoELoraConfig: {name}={sorted(value) if isinstance(value, set) else value!r}: {remedy}")
+        value = sorted(value) if isinstance(value, set) else value
+        raise ValueError(f"MoELoraConfig: {name}={value!r}: {remedy}")
 
     def expert_spec(self, module_name: str, model_config: Any = None) -> Experts:
         """

@@ -20,9 +20,9 @@ from ..adapter.lora_conversion import lora_scalings
 from ..native.families import find_families
 from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
-from ..utils.expert_merging import DROP_RATE, Descent, Expansion, Similarity, dare_tensor, expand
+from ..utils.expert_merging import Descent, Expansion, Similarity, dare_tensor, expand
 from ..utils.loading import read_adapter_config, read_adapter_weights
-from ..utils.validation import EXPERTS, FOLDER, PATH, PATHS, SEED, check
+from ..utils.validation import EXPERTS, FOLDER, PATH, PATHS, SEED, check, within
 from .files import copy_adapter, link_model, own_folders, write_adapter
 
 # --- expand ----------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def expand_experts(
         experts=(experts, PATHS),
         output_dir=(output_dir, FOLDER),
         num_experts=(num_experts, EXPERTS),
-        drop_rate=(drop_rate, DROP_RATE),
+        drop_rate=(drop_rate, within(0, 1, below=True)),
         seed=(seed, SEED),
         initial=(initial, PATH.or_none()),
     )

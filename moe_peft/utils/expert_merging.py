@@ -10,22 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
-
-from .validation import EXPERTS, SEED, SHARE, Rule, check, is_a, one_of, within
 
 Expert = Mapping[str, torch.Tensor]
 Inner = Callable[[Expert, Expert], float]
 Merge = Callable[[Expert, Expert, float, float, torch.Generator], Expert]
 Similarity = Literal["update", "values", "displacement"]
 Expansion = Literal["genetic", "random", "none"]
-DROP_RATE = within(0, 1, below=True)
-_EXPERTS = Rule(
-    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(isinstance(expert, Mapping) for expert in v),
-    "give a list of experts, each a dict of name to tensor",
-)
 
 
 @dataclass(frozen=True)
@@ -157,14 +150,6 @@ def dare_merge(
         ValueError: a setting is out of range, the experts differ in names or shapes, or a value of a parent is not
             finite, or a merged one overflows its dtype.
     """
-    check(
-        "dare_merge",
-        a=(a, is_a(Mapping)),
-        b=(b, is_a(Mapping)),
-        alpha=(alpha, SHARE),
-        drop_rate=(drop_rate, DROP_RATE),
-        generator=(generator, is_a(torch.Generator)),
-    )
     if {name: tensor.shape for name, tensor in a.items()} != {name: tensor.shape for name, tensor in b.items()}:
         raise ValueError("dare_merge: a and b differ in names or shapes; give experts of the same modules")
     return {name: dare_tensor(a[name], b[name], alpha, drop_rate, generator) for name in sorted(a)}
@@ -206,18 +191,6 @@ def expand(
     Raises:
         ValueError: a setting is out of range, the experts differ in names or shapes, or values are not finite.
     """
-    check(
-        "expand",
-        experts=(experts, _EXPERTS),
-        num_experts=(num_experts, EXPERTS),
-        method=(method, one_of(get_args(Expansion))),
-        similarity=(similarity, one_of(get_args(Similarity))),
-        drop_rate=(drop_rate, DROP_RATE),
-        seed=(seed, SEED),
-        initial=(initial, is_a(Mapping, remedy="give a LoRA's tensors").or_none()),
-        scaling=(scaling, is_a(Mapping, remedy="give a factor for each module").or_none()),
-        merge=(merge, Rule(callable, "give a function")),
-    )
     _check(experts, num_experts, method, similarity, initial)
     family, descents = list(experts), list[Descent]()
     generator = torch.Generator().manual_seed(seed)
@@ -277,8 +250,6 @@ def _facts(what: str, expert: Expert) -> dict[str, tuple]:
     """Shapes and dtypes of an expert's tensors, by name."""
     found = {}
     for name, tensor in expert.items():
-        if not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
-            raise ValueError(f"expand: {what}: {name} is no tensor of floats; give adapters' state dicts")
         if not tensor.isfinite().all():
             raise ValueError(f"expand: {what}: {name} holds NaN or infinity; train or save it again")
         found[name] = (tensor.shape, tensor.dtype)

@@ -22,7 +22,21 @@ from filelock import FileLock, Timeout
 from safetensors import safe_open
 
 from .messages import one_line, out_of_memory
-from .validation import existing, refuse_tilde
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+def existing(path: str | os.PathLike) -> Path:
+    """A path, or the nearest folder above it that is there; also a link that leads nowhere."""
+    path = Path(path).absolute()
+    return next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
+
+
+def refuse_tilde(path: str | os.PathLike, what: object) -> None:
+    """Raise ValueError if a path begins with the home folder's sign, which only shells expand."""
+    if os.fspath(path).startswith("~") and not Path(path).exists():
+        raise ValueError(f"{what}: ~ is not expanded here; write {Path(path).expanduser()}")
+
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 

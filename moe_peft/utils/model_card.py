@@ -30,7 +30,6 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import safe_open
 
 from .io import read_object
-from .validation import FLAG, PATH, TEXT, TEXTS, Rule, check
 
 # --- contents --------------------------------------------------------------------------------------------------------
 
@@ -333,12 +332,6 @@ Where the tokens go: each expert's share of its layer's assignments.
 """
 
 
-_BASES = Rule(
-    lambda v: all(isinstance(name, (str, os.PathLike)) for name in (v if isinstance(v, (list, tuple)) else [v])),
-    "give a name or a folder, or a list of them",
-)
-
-
 def write_model_card(
     folder: str | os.PathLike,
     *,
@@ -377,19 +370,7 @@ def write_model_card(
     Raises:
         ValueError: the folder holds neither an adapter nor a model, or an argument is not what it should be.
     """
-    lists = {"training": training, "datasets": datasets, "tags": tags}
-    lists = {name: v if isinstance(v, str) or not isinstance(v, Iterable) else list(v) for name, v in lists.items()}
-    check(
-        "write_model_card",
-        folder=(folder, PATH),
-        base=(base, _BASES.or_none()),
-        made=(made, TEXT.or_none()),
-        **{name: (value, TEXTS) for name, value in lists.items()},
-        title=(title, TEXT.or_none()),
-        repo=(repo, TEXT.or_none()),
-        overwrite=(overwrite, FLAG),
-    )
-    training, datasets, tags = (list(value) for value in lists.values())
+    training, datasets, tags = (list(values) for values in (training, datasets, tags))
     held = Contents.read(Path(folder), base)
     path = held.folder / "README.md"
     if (old := load_card(path)) is None and path.is_file() and not overwrite:

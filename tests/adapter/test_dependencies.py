@@ -1,4 +1,4 @@
-"""The plain adapter, conversions and exports work where only the core's dependencies are installed."""
+"""The plain adapter and its conversions work where only the core's dependencies are installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 # What the extras bring. Packages that PEFT or transformers need themselves are not ours to leave out.
-OF_EXTRAS = ("trl", "datasets", "pydantic", "pydantic_core", "rich", "matplotlib", "jinja2", "scipy", "lm_eval")
+OF_EXTRAS = ("trl", "datasets", "pydantic", "pydantic_core", "rich", "matplotlib", "scipy", "lm_eval")
 
 SCRIPT = f"""
 import sys
@@ -40,9 +40,6 @@ PeftModel.from_pretrained(base(), "adapter")
 for expert in range(2):
     expert_to_lora(model, expert, f"expert-{{expert}}")
 lora_to_moe(base(), ["expert-0", "expert-1"])
-base().save_pretrained("base")
-from moe_peft.native import export_adapter
-export_adapter("adapter", "moe", "base")
 """
 
 

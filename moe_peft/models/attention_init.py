@@ -1,10 +1,12 @@
 """
-Reads a model's attentions: where they are, their query projections, and their means on calibration data.
-
 Router Upcycling: initialises routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1), and
-folds them back into plain linear gates.
+folds routers into plain linear gates.
 
-Legend: H query heads of width w, d hidden size, m routers, n experts, d' = H·w/m the width of a router.
+`init_attention_routers` and `fold_routers` change a model; `attention_gates` computes the gates of a MoE that is still
+to be made. Then come the places of routers in a model, and what is read of its attentions.
+
+Legend: H query heads of width w, K = H'·w of all key heads, d hidden size, m routers, n experts, d' = H·w/m the width
+of a router.
 """
 
 from __future__ import annotations
@@ -26,136 +28,6 @@ from ..utils.torch_contexts import evaluating
 from .introspection import adapter_layers, backbone, base_model, router_sizes, text_config
 from .native_routers import fold_native_routers, native_gates, replace_routers
 from .routed_gate import RoutedGate
-
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
-class AttentionMeans(NamedTuple):
-    """Means over all real tokens, float32."""
-
-    key_K: torch.Tensor  # of the key projection's output
-    input_D: torch.Tensor
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether its queries and keys can be read."""
-    return all(hasattr(module, name) for name in ("q_proj", "k_proj", "head_dim"))
-
-
-def attention_before(model: nn.Module, path: str) -> str:
-    """
-    The path of the attention in the layer that the FFN or gate at `path` belongs to.
-
-    Raises:
-        ValueError: there is none whose queries and keys can be read.
-    """
-    while path:
-        path = path.rpartition(".")[0]
-        found = [
-            (name, module)
-            for name, module in model.get_submodule(path).named_modules()
-            if hasattr(module, "q_proj") and hasattr(module, "k_proj")
-        ]
-        if len(found) == 1 and is_attention(found[0][1]):
-            return f"{path}.{found[0][0]}".lstrip(".")
-        if found:
-            break
-    raise no_attention(model)
-
-
-def no_attention(model: nn.Module) -> ValueError:
-    return ValueError(
-        f"init_attention_routers: {type(model).__name__} has no attention with q_proj, k_proj and head_dim before each "
-        "of its FFNs; use random routers"
-    )
-
-
-def query_weight(attention: Any) -> torch.Tensor:
-    """
-    The weight of the query projection [H·w, d], float32. For a quantized one it is computed from its outputs.
-
-    Raises:
-        ValueError: the projection returns more than queries.
-    """
-    linear = plain_linear(attention.q_proj)
-    weight_HD = _weight(linear)
-    if weight_HD.shape[0] != attention.config.num_attention_heads * int(attention.head_dim):
-        raise ValueError(
-            f"init_attention_routers: q_proj of {type(attention).__name__} returns more than queries; use random "
-            "routers"
-        )
-    return weight_HD
-
-
-def _weight(linear: Any) -> torch.Tensor:
-    if type(linear.weight) is nn.Parameter and linear.weight.is_floating_point():
-        return linear.weight.float()
-    bias = getattr(linear, "bias", None)
-    dtype = torch.float32 if bias is None else bias.dtype
-    unit_DD = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
-    with evaluating(linear):
-        columns_DH = linear(unit_DD).float()
-    return (columns_DH if bias is None else columns_DH - bias.float()).T
-
-
-def plain_linear(module: nn.Module) -> Any:
-    """The linear inside tuner layers."""
-    while isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    return module
-
-
-_ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
-
-
-def attention_means(
-    model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]]
-) -> list[AttentionMeans]:
-    """
-    Means of each attention over all real tokens of the batches, with adapters disabled.
-
-    Raises:
-        ValueError: there are no tokens, or a batch lacks them, or they are not the model's.
-    """
-    keys: list[Any] = [0.0] * len(attentions)
-    inputs: list[Any] = [0.0] * len(attentions)
-    tokens: Any = 0.0
-    mask_BS1 = torch.ones(())
-
-    def adder(i: int) -> Any:
-        def hook(module: nn.Module, args: tuple, keys_BSK: torch.Tensor) -> None:
-            weights_BS1 = mask_BS1.to(keys_BSK.device)
-            keys[i] = keys[i] + (keys_BSK.double() * weights_BS1).sum(dim=(0, 1))
-            inputs[i] = inputs[i] + (args[0].double() * weights_BS1).sum(dim=(0, 1))
-
-        return hook
-
-    device = next(backbone(model).parameters()).device
-    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
-    handles = [plain_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
-    try:
-        for layer, _ in adapters:
-            layer._disable_adapters = True
-        for batch in batches:
-            given = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-            mask_BS1 = given.get("attention_mask", torch.ones_like(given["input_ids"])).unsqueeze(-1).double()
-            tokens = tokens + mask_BS1.sum()
-            with evaluating(model):
-                backbone(model)(**given, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for layer, disabled in adapters:
-            layer._disable_adapters = disabled
-    if not tokens:
-        raise ValueError("init_attention_routers: batches: no tokens; give at least one batch of calibration data")
-    return [
-        AttentionMeans((key / tokens.to(key.device)).float(), (total / tokens.to(total.device)).float())
-        for key, total in zip(keys, inputs, strict=True)
-    ]
-
-
-# --- attention routers -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -344,7 +216,7 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
         cast(Any, model).peft_config[name] = config
 
 
-# --- the places in a model ------------------------------------------------------------------------------------------
+# --- where routers are -----------------------------------------------------------------------------------------------
 
 
 def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
@@ -412,3 +284,131 @@ def _checked(path: str, place: _Place) -> _Place:
             "attention; use 'attention', or a router with a linear gate"
         )
     return place
+
+
+# --- what is read of attentions --------------------------------------------------------------------------------------
+
+
+class AttentionMeans(NamedTuple):
+    """Means over all real tokens, float32."""
+
+    key_K: torch.Tensor  # of the key projection's output
+    input_D: torch.Tensor
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether its queries and keys can be read."""
+    return all(hasattr(module, name) for name in ("q_proj", "k_proj", "head_dim"))
+
+
+def attention_before(model: nn.Module, path: str) -> str:
+    """
+    The path of the attention in the layer that the FFN or gate at `path` belongs to.
+
+    Raises:
+        ValueError: there is none whose queries and keys can be read.
+    """
+    while path:
+        path = path.rpartition(".")[0]
+        found = [
+            (name, module)
+            for name, module in model.get_submodule(path).named_modules()
+            if hasattr(module, "q_proj") and hasattr(module, "k_proj")
+        ]
+        if len(found) == 1 and is_attention(found[0][1]):
+            return f"{path}.{found[0][0]}".lstrip(".")
+        if found:
+            break
+    raise no_attention(model)
+
+
+def no_attention(model: nn.Module) -> ValueError:
+    return ValueError(
+        f"init_attention_routers: {type(model).__name__} has no attention with q_proj, k_proj and head_dim before each "
+        "of its FFNs; use random routers"
+    )
+
+
+def query_weight(attention: Any) -> torch.Tensor:
+    """
+    The weight of the query projection [H·w, d], float32. For a quantized one it is computed from its outputs.
+
+    Raises:
+        ValueError: the projection returns more than queries.
+    """
+    linear = plain_linear(attention.q_proj)
+    weight_HD = _weight(linear)
+    if weight_HD.shape[0] != attention.config.num_attention_heads * int(attention.head_dim):
+        raise ValueError(
+            f"init_attention_routers: q_proj of {type(attention).__name__} returns more than queries; use random "
+            "routers"
+        )
+    return weight_HD
+
+
+def _weight(linear: Any) -> torch.Tensor:
+    if type(linear.weight) is nn.Parameter and linear.weight.is_floating_point():
+        return linear.weight.float()
+    bias = getattr(linear, "bias", None)
+    dtype = torch.float32 if bias is None else bias.dtype
+    unit_DD = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
+    with evaluating(linear):
+        columns_DH = linear(unit_DD).float()
+    return (columns_DH if bias is None else columns_DH - bias.float()).T
+
+
+def plain_linear(module: nn.Module) -> Any:
+    """The linear inside tuner layers."""
+    while isinstance(module, BaseTunerLayer):
+        module = module.get_base_layer()
+    return module
+
+
+_ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
+
+
+def attention_means(
+    model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]]
+) -> list[AttentionMeans]:
+    """
+    Means of each attention over all real tokens of the batches, with adapters disabled.
+
+    Raises:
+        ValueError: there are no tokens, or a batch lacks them, or they are not the model's.
+    """
+    keys: list[Any] = [0.0] * len(attentions)
+    inputs: list[Any] = [0.0] * len(attentions)
+    tokens: Any = 0.0
+    mask_BS1 = torch.ones(())
+
+    def adder(i: int) -> Any:
+        def hook(module: nn.Module, args: tuple, keys_BSK: torch.Tensor) -> None:
+            weights_BS1 = mask_BS1.to(keys_BSK.device)
+            keys[i] = keys[i] + (keys_BSK.double() * weights_BS1).sum(dim=(0, 1))
+            inputs[i] = inputs[i] + (args[0].double() * weights_BS1).sum(dim=(0, 1))
+
+        return hook
+
+    device = next(backbone(model).parameters()).device
+    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
+    handles = [plain_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
+    try:
+        for layer, _ in adapters:
+            layer._disable_adapters = True
+        for batch in batches:
+            given = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
+            mask_BS1 = given.get("attention_mask", torch.ones_like(given["input_ids"])).unsqueeze(-1).double()
+            tokens = tokens + mask_BS1.sum()
+            with evaluating(model):
+                backbone(model)(**given, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, disabled in adapters:
+            layer._disable_adapters = disabled
+    if not tokens:
+        raise ValueError("init_attention_routers: batches: no tokens; give at least one batch of calibration data")
+    return [
+        AttentionMeans((key / tokens.to(key.device)).float(), (total / tokens.to(total.device)).float())
+        for key, total in zip(keys, inputs, strict=True)
+    ]

@@ -65,8 +65,10 @@ class MoELoraConfig(PeftConfig):
         exclude_modules: Names or a regex of modules to leave alone.
         layers_to_transform: Layer index or indices to adapt; not with a regex in `target_modules`.
         layers_pattern: Name of the model's layer list, with `layers_to_transform`.
-        expert_type: What the experts of an FFN are. `"lora"`: LoRAs on its projections. `"bottleneck"`: PESC's
-            bottleneck adapters behind it; only with mixing "output" and without `target_projections`.
+        expert_type: What the experts are, a name in `moe_peft.adapter.experts.EXPERTS`. `"lora"`: LoRAs on projections.
+            `"hydra_lora"`: the same with one A for all experts of a projection (HydraLoRA, arXiv 2404.19245).
+            `"bottleneck"`: PESC's bottleneck adapters behind an FFN; only with mixing "output" and without
+            `target_projections`.
         bottleneck_size: b, the size of every bottleneck expert (PESC: 64). `r`, `lora_alpha` and their patterns do not
             apply to bottlenecks.
         modules_to_save: Other modules to train in full and save with the adapter.
@@ -95,6 +97,14 @@ class MoELoraConfig(PeftConfig):
 
     Raises:
         ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import MoELoraConfig
+    >>> config = MoELoraConfig(num_experts=8, top_k=2, r=8)
+    >>> paper = MoELoraConfig(expert_type="hydra_lora", mixing="projection", router_type="soft")
+    ```
     """
 
     r: int = field(default=8, metadata={"help": "Rank of every expert."})

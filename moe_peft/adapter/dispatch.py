@@ -573,6 +573,18 @@ def pin_dispatch(method: Method) -> Iterator[None]:
 
     Raises:
         ValueError: there is no such method.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, pin_dispatch
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM"))
+    >>> with pin_dispatch("blocks"):
+    ...     outputs = model(**base.dummy_inputs)
+    ```
     """
     global _pinned
     if method not in ("auto", *_METHODS):

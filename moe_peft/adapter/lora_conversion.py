@@ -90,6 +90,22 @@ def lora_to_moe(
     Raises:
         ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter; or
             `settings` has a field that the adapters determine.
+
+    Example:
+
+    ```python
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import lora_to_moe
+    >>> for name in ("math", "code"):
+    ...     base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    ...     lora = get_peft_model(base, LoraConfig(target_modules=["up_proj", "down_proj"], task_type="CAUSAL_LM"))
+    ...     lora.save_pretrained(name)
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = lora_to_moe(base, ["math", "code"], top_k=1)
+    >>> model.peft_config["default"].num_experts
+    2
+    ```
     """
     for name in settings.keys() & set(EXPERT_FIELDS):
         raise ValueError(f"lora_to_moe: {name}: the adapters determine this; leave it out")
@@ -197,6 +213,18 @@ def expert_to_lora(
     Raises:
         ValueError: the adapter has no such expert, or its experts are bottlenecks.
         FileExistsError: `save_directory` already exists.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, expert_to_lora
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM"))
+    >>> config, state = expert_to_lora(model, 0, "expert-0")
+    >>> base = AutoModelForCausalLM.from_pretrained("expert-0")
+    ```
     """
     adapter_name = model.active_adapter if adapter_name is None else adapter_name
     source = model.peft_config.get(adapter_name)

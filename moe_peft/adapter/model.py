@@ -44,6 +44,17 @@ class MoELoraModel(BaseTuner):
         model: the model to adapt.
         config: the adapter's configuration.
         adapter_name: its name.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, MoELoraModel
+    >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), MoELoraConfig())
+    >>> isinstance(model.base_model, MoELoraModel)
+    True
+    ```
     """
 
     prefix = "moe_lora_"

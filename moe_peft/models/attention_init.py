@@ -65,6 +65,17 @@ def init_attention_routers(
     Raises:
         ValueError: the model has no router, a router has no attention with `q_proj` and `k_proj` before it, the sizes
             do not fit, or there is no data.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, init_attention_routers
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(router_type="attention", num_experts=4, task_type="CAUSAL_LM"))
+    >>> init_attention_routers(model, [base.dummy_inputs])
+    ```
     """
     router_sizes(model, "init_attention_routers")
     adapted = bool(adapter_layers(model))
@@ -182,6 +193,19 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
 
     Raises:
         ValueError: a router does not fold; the message says why, and nothing is changed.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, fold_routers
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(router_type="attention", num_experts=4, task_type="CAUSAL_LM"))
+    >>> fold_routers(model)
+    >>> model.peft_config["default"].router_type
+    'linear'
+    ```
     """
     router_sizes(model, "fold_routers")
     if not adapter_layers(model):

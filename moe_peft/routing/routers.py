@@ -24,7 +24,16 @@ Mixture = Literal["sum", "max"]
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """The settings of a router: the fields of `MoELoraConfig` without the prefix `router_`."""
+    """
+    The settings of a router: the fields of `MoELoraConfig` without the prefix `router_`.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.routing import RouterSettings
+    >>> settings = RouterSettings("top_p", threshold=0.7)
+    ```
+    """
 
     type: str = "linear"
     jitter_noise: float = 0.0
@@ -45,6 +54,23 @@ class Router(nn.Module):
         num_experts: n.
         settings: see `RouterSettings`. With `jitter_noise` ε, the input is multiplied by noise from U(1 - ε, 1 + ε) in
             training (Fedus et al., 2021, section 2.4).
+
+    Example:
+
+    ```python
+    >>> from moe_peft import MoELoraConfig
+    >>> from moe_peft.routing import ROUTERS, Router
+    >>> from moe_peft.routing.routers import LinearRouter
+    >>> class CosineRouter(LinearRouter):
+    ...     no_fold = "its logits are cosines"
+    ...
+    ...     def logits(self, x_TD):
+    ...         return super().logits(x_TD / x_TD.norm(dim=-1, keepdim=True))
+    >>> ROUTERS["cosine"] = CosineRouter
+    >>> config = MoELoraConfig(router_type="cosine")
+    >>> issubclass(config.router_class, Router)
+    True
+    ```
     """
 
     # --- traits: what the rest of the package reads ---
@@ -381,5 +407,17 @@ ROUTERS: dict[str, type[Router]] = {
 
 
 def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) -> Router:
-    """The router that `settings.type` names."""
+    """
+    The router that `settings.type` names.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import RouterSettings, make_router
+    >>> router = make_router(16, 4, RouterSettings("mlp"))
+    >>> router(torch.randn(10, 16)).shape
+    torch.Size([10, 4])
+    ```
+    """
     return ROUTERS[settings.type](hidden_size, num_experts, settings)

@@ -1,1 +1,1 @@
-"""Measurements of speed, memory and quality; run from the repository root: `python -m benchmarks.adapter`."""
+"""Measurements of speed and memory; run from the repository root: `python -m benchmarks.adapter`."""

@@ -220,13 +220,13 @@ def _grid(count: int, most: int) -> tuple[int, int]:
 def _leave_out(axes: Any, used: int) -> None:
     """Hide the panels after the used ones; those above them then have the ticks' labels."""
     columns = axes.shape[1]
-    for place, axis in list(enumerate(axes.flat))[used:]:
+    for index, axis in list(enumerate(axes.flat))[used:]:
         axis.set_visible(False)
-        axes.flat[place - columns].xaxis.set_tick_params(labelbottom=True)
+        axes.flat[index - columns].xaxis.set_tick_params(labelbottom=True)
 
 
-def _title(title: str, shown: int, there: int) -> str:
-    return f"{title} ({shown} of {there} domains)" if shown < there else title
+def _title(title: str, shown: int, total: int) -> str:
+    return f"{title} ({shown} of {total} domains)" if shown < total else title
 
 
 def _figure(width: float, height: float) -> Any:
@@ -238,13 +238,10 @@ def _figure(width: float, height: float) -> Any:
 def _save(figure: Any, path: str | Path, title: str) -> None:
     import matplotlib
 
-    suffix = Path(path).suffix
-    if suffix not in _METADATA:
-        raise ValueError(f"{str(path)!r}: a figure is one of {', '.join(_METADATA)}")
     if title:
         figure.suptitle(title, parse_math=False)
     with matplotlib.rc_context({"svg.hashsalt": "moe-peft"}):
-        figure.savefig(path, dpi=150, metadata=_METADATA[suffix])
+        figure.savefig(path, dpi=150, metadata=_METADATA[Path(path).suffix])
 
 
 def _ticks(n: int, most: int = 16) -> list[int]:

@@ -80,7 +80,7 @@ class Section:
 
 
 def write_page(path: Path, title: str, lead: Sequence[str], sections: Sequence[Section]) -> Path:
-    """Write a page that is whole in one file and loads nothing from elsewhere."""
+    """Write a page that is complete in one file and loads nothing from elsewhere."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["inlined"] = _inlined
     page = environment.from_string(_PAGE).render(title=title, lead=lead, sections=sections)
@@ -88,12 +88,13 @@ def write_page(path: Path, title: str, lead: Sequence[str], sections: Sequence[S
     return path
 
 
-def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, Any]) -> Path:
+def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, Any], files: Sequence[Path]) -> Path:
     """
     The page of `moe-peft inspect`: what `write_report` writes and the command prints, explained.
 
     Args:
         about: what was measured, as in `routing.json`.
+        files: what `write_files` has written. Figures that no page can show are drawn again.
     """
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
     n = max(statistics.sizes)
@@ -105,7 +106,8 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
         f"a router in each layer sends every token to {statistics.k} of them",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        figures = {figure.stem: figure for figure in write_figures(statistics, Path(folder), ".png")}
+        figures = {file.stem: file for file in files if file.suffix in _TYPES}
+        figures = figures or {file.stem: file for file in write_figures(statistics, Path(folder), ".png")}
         sections = [
             load_section(statistics.warnings(), statistics.doubt()),
             shares_section(statistics.shares(), figures["load"], dict(_tokens(statistics)), statistics.sizes),
@@ -183,9 +185,7 @@ def busiest(share_LN: torch.Tensor, sizes: Sequence[int] | None = None) -> str:
 def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:
     """Held-out losses by model and domain, and what training has gained."""
     base, trained = losses["base"], losses["adapted"]
-    rows = [
-        [name, *(f"{x:.3f}" for x in (base[name], own)), f"{own - base[name]:+.3f}"] for name, own in trained.items()
-    ]
+    rows = [[name, f"{base[name]:.3f}", f"{loss:.3f}", f"{loss - base[name]:+.3f}"] for name, loss in trained.items()]
     return Section(
         "Losses on held-out data",
         [
@@ -222,12 +222,12 @@ def _layers(statistics: RoutingStatistics) -> Section:
 
 
 def _similarity(similarity: list[list[float]] | None, of: str) -> Iterator[Section]:
-    found = likeness(similarity)
-    if similarity is None or found is None:
+    alike = likeness(similarity)
+    if similarity is None or alike is None:
         return
     text = (
         f"Cosine of the experts' {of}, over all layers: 1 says that two experts are the same, 0 that they have nothing "
-        f"in common. Here it is {found.mean:.3f} on average, from {found.smallest:.3f} to {found.largest:.3f}."
+        f"in common. Here it is {alike.mean:.3f} on average, from {alike.smallest:.3f} to {alike.largest:.3f}."
     )
     names = [str(i) for i in range(len(similarity))]
     rows = [[name, *(f"{value:.2f}" for value in row)] for name, row in zip(names, similarity, strict=True)]
@@ -261,8 +261,8 @@ def _token_classes(statistics: RoutingStatistics, figures: Mapping[str, Path]) -
     rows = []
     for expert, counts_C in enumerate(counts_CN.T):
         total, best = float(counts_C.sum()), counts_C.topk(min(3, len(counts_C)))
-        found = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        rows.append([str(expert), ", ".join(f"{TOKEN_CLASSES[i]} ({v / total:.0%})" for v, i in found if v)])
+        kinds = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        rows.append([str(expert), ", ".join(f"{TOKEN_CLASSES[i]} ({v / total:.0%})" for v, i in kinds if v)])
     yield Section(
         "Kinds of tokens",
         ["What each expert mostly gets, over all layers, and below which experts get each kind of token."],

@@ -16,8 +16,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from ..models.introspection import base_model
 from ..native.router_files import read_routed_model
 from ..routing.expert_map import label_text
-from ..training.data import check_domains, check_rows, load_data
-from ..training.preflight import check_learnable
+from ..training.data import check_domains, check_learnable, check_rows, load_data
 from ..training.preparation import preparation, tokenized
 from ..training.scoring import Collator
 from ..utils.io import reading
@@ -30,24 +29,9 @@ from ..utils.loading import (
     read_model,
     read_tokenizer,
 )
-from ..utils.validation import COUNT, check, choice_error
+from ..utils.messages import choice_error
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def check_limits(caller: str, batch_size: int, max_length: int, max_examples: int | None) -> None:
-    """
-    Check what limits passes over data.
-
-    Raises:
-        ValueError: one is no whole number of at least 1.
-    """
-    check(
-        caller,
-        batch_size=(batch_size, COUNT),
-        max_length=(max_length, COUNT),
-        max_examples=(max_examples, COUNT.or_none()),
-    )
 
 
 def load(
@@ -73,18 +57,16 @@ def load(
     """
     if dtype not in DTYPES:
         raise ValueError(choice_error("--dtype", dtype, DTYPES))
-    own: dict[str, Any] = {"dtype": dtype}
+    options: dict[str, Any] = {"dtype": dtype}
     if torch.accelerator.is_available():
-        own["device_map"] = {"": PartialState().device}
+        options["device_map"] = {"": PartialState().device}
     if quantization is not None:
-        own["quantization_config"] = quantization_config(quantization, "--quantization ")
+        options["quantization_config"] = quantization_config(quantization, "--quantization ")
     what = f"{option} {path!r}"
-    own_tokenizer = (Path(path) / "tokenizer_config.json").is_file()
     if is_adapter(path) or base is not None:
-        model, tokenizer = _load_adapter(path, base, own_tokenizer, what, own)
+        model, tokenizer = _load_adapter(path, base, what, options)
     else:
-        model = read_routed_model(path, what, **own)
-        tokenizer = read_tokenizer(path, what)
+        model, tokenizer = read_routed_model(path, what, **options), read_tokenizer(path, what)
     check_tokenizer(tokenizer, model.config, what)
     return model.eval(), tokenizer
 
@@ -113,7 +95,7 @@ def load_rows(
     The examples that a command passes through a model.
 
     Args:
-        data: a file or a data set's name, in a format that TRL accepts.
+        data: a file or a dataset's name, in a format that TRL accepts.
         label_column: the column that holds the domains.
         split: the split of the data.
         batch_size: examples per forward pass.
@@ -154,15 +136,15 @@ def describe(model: Any) -> dict[str, Any]:
 
 def _quantization_of(config: Any) -> str | None:
     """E.g. "bitsandbytes, load_in_4bit"; None for a model that is not quantized."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         return None
-    fields = found if isinstance(found, dict) else found.to_dict()
+    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
     return ", ".join([str(method), *(name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name))])
 
 
-def _load_adapter(path: str, base: str | None, own_tokenizer: bool, what: str, own: dict[str, Any]) -> tuple[Any, Any]:
+def _load_adapter(path: str, base: str | None, what: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """An adapter on its base, and the tokenizer that it was saved with, else the base's."""
     config = read_adapter_config(path, what)
     source = base or config.base_model_name_or_path
@@ -170,10 +152,13 @@ def _load_adapter(path: str, base: str | None, own_tokenizer: bool, what: str, o
     if not source:
         raise ValueError(f"{named}: it names no base; set it in {ADAPTER_CONFIG}")
     revision = config.revision if base is None else None
-    model: Any = read_model(source, named, revision=revision, **own)
-    tokenizer = read_tokenizer(path, what) if own_tokenizer else read_tokenizer(source, named, revision)
-    if own_tokenizer and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))  # as PEFT does, which saves such embeddings with the adapter
+    model: Any = read_model(source, named, revision=revision, **options)
+    if (Path(path) / "tokenizer_config.json").is_file():
+        tokenizer = read_tokenizer(path, what)
+        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(len(tokenizer))  # as PEFT does, which saves such embeddings with the adapter
+    else:
+        tokenizer = read_tokenizer(source, named, revision)
     read_adapter_weights(path, what)
     with reading(what):
         return PeftModel.from_pretrained(model, path), tokenizer

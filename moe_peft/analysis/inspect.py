@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ from ..models.introspection import adapter_layers
 from ..models.model_size import ModelSize, expert_similarity, model_size
 from ..routing.statistics import REMEDY
 from ..utils.expert_merging import likeness
-from ..utils.io import held, writable
-from ..utils.validation import COUNT, FLAG, FOLDER, PATH, TEXT, check, is_a, one_of
-from .figures import SUFFIXES
+from ..utils.io import output_folder
 from .html import BUSIEST, busiest, write_html
-from .inputs import Rows, check_limits, describe, load, load_rows
+from .inputs import Rows, describe, load, load_rows
 from .recorder import RoutingStatistics, record_routing
 from .routing_report import REPORT, write_files
 from .token_classes import classify_tokens
@@ -45,13 +42,13 @@ def inspect_model(
     max_examples: int | None = None,
 ) -> RoutingStatistics:
     """
-    Report the routing of an adapter or a native MoE on a data set: tables, figures and a printed summary, which also
+    Report the routing of an adapter or a native MoE on a dataset: tables, figures and a printed summary, which also
     has the model's size and the similarity of its experts.
 
     Args:
         model_path: the folder of an adapter or a native MoE.
-        data: a .json, .jsonl, .csv or .parquet file, or a data set's name; in a format that TRL accepts.
-        output_dir: the folder for the files of `write_report`, which replace an earlier report's.
+        data: a .json, .jsonl, .csv or .parquet file, or a dataset's name; in a format that TRL accepts.
+        output_dir: the folder for the files of `write_report`: a new one, or one with an earlier report.
         label_column: the column that holds the domains.
         expert_map: domain → experts, for compliance.
         split: the split of the data.
@@ -66,28 +63,11 @@ def inspect_model(
 
     Raises:
         ValueError: the model or the data does not exist, the model has no routers or computes numbers that are not
-            finite, the folder has files of these names that are no report's, or a setting is not what it takes.
+            finite, or the folder holds something else.
     """
-    check(
-        "inspect",
-        model_path=(model_path, PATH),
-        data=(data, TEXT),
-        output_dir=(output_dir, FOLDER),
-        label_column=(label_column, TEXT.or_none()),
-        quantization=(quantization, is_a(dict).or_none()),
-        position_width=(position_width, COUNT.or_none()),
-        suffix=(suffix, one_of(SUFFIXES)),
-        html=(html, FLAG),
-    )
     if position_width is not None and expert_map is None:
-        raise ValueError(
-            f"inspect: position_width={position_width}: is for compliance, so give expert_map (--expert-map), too"
-        )
-    check_limits("inspect", batch_size, max_length, max_examples)
-    what = f"inspect: output_dir={str(output_dir)!r}"
-    folder = writable(output_dir, what)
-    REPORT.check(folder, what)
-    with held(folder, what):
+        raise ValueError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")
+    with output_folder(output_dir, "output_dir", REPORT.is_in) as folder:
         model, tokenizer = load(model_path, dtype, quantization)
         rows = load_rows(
             tokenizer, data, label_column, split,
@@ -98,7 +78,7 @@ def inspect_model(
         with REPORT.replaced(folder) as partial:
             files = write_files(statistics, partial, suffix, about)
             if html:
-                files.append(write_html(statistics, partial / "report.html", about))
+                files.append(write_html(statistics, partial / "report.html", about, files))
     _print(statistics, about, [folder / path.name for path in files])
     return statistics
 
@@ -109,58 +89,60 @@ def _recorded(
     """The routing of all rows."""
     labels = rows.domains or ["all"] * len(rows.data)
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
+    device = next(model.parameters()).device
     with record_routing(model, sorted(set(labels)), expert_map, classes, position_width) as statistics:
-        _run(model, rows, labels, statistics)
+        for start in tqdm(range(0, len(rows.data), rows.batch_size), desc="routing"):
+            stop = min(start + rows.batch_size, len(rows.data))
+            batch = rows.collator([rows.data[i] for i in range(start, stop)])
+            statistics.current = labels[start:stop]
+            inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+            model(**inputs, logits_to_keep=1)
     if statistics.broken.any():
         layer = int(statistics.broken.nonzero()[0])
         raise ValueError(
-            f"inspect: dtype={dtype!r}: logits of router {layer} are not finite; use bfloat16 or float32, or another "
-            "model"
+            f"dtype={dtype!r}: logits of router {layer} are not finite; use bfloat16 or float32, or another model"
         )
     return statistics
 
 
-def _run(model: Any, rows: Rows, labels: Sequence[str], statistics: RoutingStatistics) -> None:
-    """Forward passes over all rows, whose labels the statistics are told."""
-    device, size = next(model.parameters()).device, rows.batch_size
-    for start in tqdm(range(0, len(rows.data), size), desc="routing"):
-        batch = rows.collator([rows.data[i] for i in range(start, min(start + size, len(rows.data)))])
-        statistics.current = labels[start : start + size]
-        inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-        model(**inputs, logits_to_keep=1)
-
-
 def _about(model: Any) -> dict[str, Any]:
     """The model's kind, dtype, quantization, size, and how alike its experts are."""
-    found = expert_similarity(model)
+    cosines_NN = expert_similarity(model)
     return {
         **describe(model),
         "size": asdict(model_size(model)),
-        "similarity": None if found is None else found.tolist(),
+        "similarity": None if cosines_NN is None else cosines_NN.tolist(),
         "similarity_of": "updates B A" if adapter_layers(model) else "weights",
     }
 
 
 def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Path]) -> None:
     console = Console(markup=False, emoji=False)
-    how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
-    for line in (
-        f"{about['model']}: {how}",
+    # What was measured.
+    lines = [
+        f"{about['model']}: {about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}",
         f"{about['data']}: split {about['split']}, {about['examples']:,} examples",
         str(ModelSize(**about["size"])),
-        *_alike(about["similarity"], about["similarity_of"]),
-    ):
+    ]
+    if (alike := likeness(about["similarity"])) is not None:
+        between = f"({alike.smallest:.3f} to {alike.largest:.3f})"
+        lines.append(f"similarity of experts: cosine of their {about['similarity_of']} {alike.mean:.3f} {between}")
+    for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+    # Where the tokens of each domain go.
     has_map = statistics.allowed is not None
     columns = ("tokens", BUSIEST, *(["compliance", "chance"] if has_map else []))
     table = Table("domain", *columns, title="Routing")
     for domain, share_LN in statistics.shares().items():
         tokens = int(statistics.tokens[statistics.domains.index(domain)])
-        own = [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])] if has_map else []
-        table.add_row(domain, f"{tokens:,}", busiest(share_LN, statistics.sizes), *own)
+        cells = [domain, f"{tokens:,}", busiest(share_LN, statistics.sizes)]
+        if has_map:
+            cells += [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])]
+        table.add_row(*cells)
     console.print(table)
-    if statistics.allowed is not None:
+    if has_map:
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
+    # Whether the load is healthy.
     warnings = statistics.warnings()
     for line in [*warnings, f"Try this: {REMEDY}"] if warnings else []:
         console.print(line, style="yellow", highlight=False, soft_wrap=True)
@@ -168,12 +150,3 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         console.print(statistics.doubt(), highlight=False, soft_wrap=True)
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)
-
-
-def _alike(similarity: list[list[float]] | None, of: str) -> list[str]:
-    """How alike two different experts are, by their cosine."""
-    found = likeness(similarity)
-    if found is None:
-        return []
-    between = f"({found.smallest:.3f} to {found.largest:.3f})"
-    return [f"similarity of experts: cosine of their {of} {found.mean:.3f} {between}"]

@@ -10,8 +10,6 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..routing.statistics import verdict_line
-from ..utils.validation import COUNT, FOLDER, check, one_of
-from .figures import SUFFIXES
 from .recorder import record_routing
 from .routing_report import read_load_over_time, write_load_over_time
 
@@ -22,7 +20,7 @@ class LoadCallback(TrainerCallback):
     """
     Plots the load of the experts during training with any `Trainer`: `load.png`, and `load.json` with the numbers,
     written at each save and at the end. Where the load of a layer is not healthy, it warns and says what to try, once
-    for the same layers; see `moe_peft.routing.load_verdicts`. A training that resumes goes on from the numbers that are
+    for the same layers; see `moe_peft.routing.load_verdicts`. A training that resumes continues the numbers that are
     there.
 
     Args:
@@ -31,16 +29,17 @@ class LoadCallback(TrainerCallback):
         suffix: the figure's format: ".png", ".pdf" or ".svg".
 
     Raises:
-        ValueError: an argument is not what it should be; or, when training begins, the model has no routers.
+        ValueError: when training begins: the model has no routers.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import LoadCallback
+    >>> callback = LoadCallback("load", every=50)  # SFTTrainer(..., callbacks=[callback])
+    ```
     """
 
     def __init__(self, output_dir: str | Path, every: int = 10, suffix: str = ".png") -> None:
-        check(
-            "LoadCallback",
-            output_dir=(output_dir, FOLDER),
-            every=(every, COUNT),
-            suffix=(suffix, one_of(SUFFIXES)),
-        )
         self.output_dir, self.every, self.suffix = Path(output_dir), every, suffix
         self.steps: list[int] = []
         self.loads: list[list[float]] = []

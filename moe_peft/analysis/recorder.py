@@ -13,38 +13,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..models.introspection import RoutedPass, base_model, observed_routing, router_sizes, text_config
+from ..models.introspection import RoutedPass, observed_routing, router_sizes, text_config
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts, load_doubt, load_health, load_verdicts
-from ..utils.validation import COUNT, FLAG, Rule, check, whole
 from .token_classes import TOKEN_CLASSES
 
 POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
 LINEAR_BUCKETS = 64  # of a given width
-
-
-_SIZES = Rule(
-    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(map(COUNT.allows, v)),
-    "give a list of the layers' numbers of experts",
-)
-_DOMAINS = Rule(
-    lambda v: (
-        isinstance(v, Sequence)
-        and not isinstance(v, str)
-        and 0 < len(v) == len({label_text(name) for name in v if isinstance(name, (str, int, float))})
-    ),
-    "give a list of different names",
-)
-_CLASSES = Rule(
-    lambda v: (
-        isinstance(v, torch.Tensor)
-        and v.dtype == torch.int64
-        and v.dim() == 1
-        and 0 <= int(v.min()) <= int(v.max()) < len(TOKEN_CLASSES)
-    ),
-    "give what classify_tokens returns, int64 [V]",
-)
 
 
 class RoutingStatistics:
@@ -74,7 +50,18 @@ class RoutingStatistics:
         domain_compliance_tokens: number of tokens by domain and position bucket, [D, P].
 
     Raises:
-        ValueError: `expert_map` lacks a domain or has no valid form; `position_width` is not positive.
+        ValueError: `expert_map` lacks a domain or has no valid form.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.analysis import RoutingStatistics
+    >>> statistics = RoutingStatistics(sizes=[4, 4], k=2, domains=["code", "prose"])
+    >>> statistics.current = "prose"  # of the next batch
+    >>> statistics.update([torch.randn(6, 4), torch.randn(6, 4)], torch.ones(2, 3), None)
+    >>> shares = statistics.shares()["prose"]  # [layers, experts]
+    ```
     """
 
     def __init__(
@@ -86,14 +73,6 @@ class RoutingStatistics:
         token_classes: torch.Tensor | None = None,
         position_width: int | None = None,
     ) -> None:
-        check(
-            "RoutingStatistics",
-            sizes=(sizes, _SIZES),
-            domains=(domains, _DOMAINS),
-            token_classes=(token_classes, _CLASSES.or_none()),
-            position_width=(position_width, whole(1, 2**31).or_none()),
-        )
-        check("RoutingStatistics", k=(k, whole(1, max(sizes))))
         L, n, D = len(sizes), max(sizes), len(domains)
         self.sizes, self.k, self.domains = list(sizes), k, [label_text(domain) for domain in domains]
         self.token_classes = token_classes
@@ -101,11 +80,11 @@ class RoutingStatistics:
         P = LINEAR_BUCKETS if position_width else POSITION_BUCKETS
         self.allowed = None
         if expert_map is not None:
-            known = read_expert_map(expert_map, n, "expert_map")
-            missing = [domain for domain in self.domains if domain not in known]
+            experts = read_expert_map(expert_map, n, "expert_map")
+            missing = [domain for domain in self.domains if domain not in experts]
             if missing:
                 raise ValueError(f"expert_map: no experts for the domains {missing}; add them")
-            self.allowed = expert_masks({domain: known[domain] for domain in self.domains}, n)
+            self.allowed = expert_masks({domain: experts[domain] for domain in self.domains}, n)
         self.counts = torch.zeros(D, L, n, dtype=torch.float64)
         self.tokens = torch.zeros(D, dtype=torch.float64)
         self.coactivation = torch.zeros(L, n, n, dtype=torch.float64)
@@ -132,11 +111,6 @@ class RoutingStatistics:
             ids_BS: the tokens, for token classes.
             chosen: the experts that served each token, bool [T, n] per layer; None: the k with the largest logits.
         """
-        if len(router_logits) != len(self.sizes) or mask_BS.dim() != 2 or len(router_logits[0]) % max(1, len(mask_BS)):
-            raise ValueError(
-                f"RoutingStatistics: {len(router_logits)} layers of logits, mask {list(mask_BS.shape)}: give logits of "
-                f"{len(self.sizes)} layers and a mask [B, S]"
-            )
         first, n = router_logits[0].device, max(self.sizes)  # layers may be on different devices
         broken = [(logits.isnan() | logits.isposinf()).any().to(first) for logits in router_logits]
         self.broken |= torch.stack(broken).cpu()
@@ -169,14 +143,12 @@ class RoutingStatistics:
         """The index of each row's domain, [B]."""
         several = isinstance(self.current, Sequence) and not isinstance(self.current, str)
         names = list(self.current) if several else [self.current] * rows
-        if len(names) != rows:
-            raise ValueError(f"RoutingStatistics: current names {len(names)} domains, the batch has {rows} rows")
         return torch.tensor([self._index(name) for name in names], dtype=torch.long)
 
     def _index(self, domain: Any) -> int:
-        """The place of a domain, by its name."""
+        """The index of a domain, by its name."""
         if label_text(domain) not in self.domains:
-            raise ValueError(f"RoutingStatistics: domain {domain!r}: no such domain; there is {self.domains}")
+            raise ValueError(f"domain {domain!r}: no such domain; there is {self.domains}")
         return self.domains.index(label_text(domain))
 
     def _buckets_of(self, positions: torch.Tensor) -> torch.Tensor:
@@ -232,7 +204,7 @@ class RoutingStatistics:
 
     def _needs_map(self) -> None:
         if self.allowed is None:
-            raise ValueError("RoutingStatistics: compliance needs an expert_map")
+            raise ValueError("compliance needs an expert_map")
 
     def warnings(self) -> list[str]:
         """One line for each layer whose load is not healthy, see `load_verdicts`."""
@@ -266,7 +238,7 @@ class RoutingStatistics:
             "compliance": self.compliance().nan_to_num(-1).tolist(),
             "mean_compliance": self.mean_compliance() if by_domain else None,
             "position_starts": self.position_starts,
-            "compliance_by_domain": {name: found.nan_to_num(-1).tolist() for name, found in by_domain.items()},
+            "compliance_by_domain": {name: share_LP.nan_to_num(-1).tolist() for name, share_LP in by_domain.items()},
             "mean_compliance_by_domain": {name: self.mean_compliance(name) for name in by_domain},
             "chance": self.chance(),
         }
@@ -296,21 +268,28 @@ def record_routing(
 
     Raises:
         ValueError: the model has no router, or a domain has no experts in `expert_map`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, record_routing
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    >>> with record_routing(model) as statistics:
+    ...     outputs = model(input_ids=torch.tensor([[3, 4, 5]]))
+    >>> shares = statistics.shares()["all"]  # [layers, experts]
+    ```
     """
     sizes = [n for n, _ in router_sizes(model, "record_routing")]
     k = text_config(model).num_experts_per_tok
-    vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
-    if isinstance(token_classes, torch.Tensor) and len(token_classes) < vocabulary:
-        raise ValueError(
-            f"record_routing: token_classes has {len(token_classes)} entries, the vocabulary {vocabulary}: give "
-            "classify_tokens that size"
-        )
     statistics = RoutingStatistics(sizes, k, domains, expert_map, token_classes, position_width)
 
     def add(seen: RoutedPass) -> None:
         if seen.trains or not training_only:
             statistics.update(seen.router_logits, seen.mask, seen.input_ids, seen.chosen)
 
-    check("record_routing", training_only=(training_only, FLAG))
     with observed_routing(model, add):
         yield statistics

@@ -1,23 +1,19 @@
 """
-Where reports are written: they replace an earlier report when they are whole, and nothing that is not one's.
+Routing statistics as files, tables and figures, which replace an earlier report's when all are written.
 
-Routing statistics as files: tables and figures.
+Legend: L layers, n experts, P position buckets.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..utils.io import held, read_object
-from ..utils.validation import FOLDER, check, is_a, one_of
+from ..utils.io import atomic_write, output_folder, read_json, remove, write_json
 from .figures import (
     MOST_PANELS,
     SUFFIXES,
@@ -29,7 +25,7 @@ from .figures import (
 )
 from .recorder import RoutingStatistics
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- folders of reports ----------------------------------------------------------------------------------------------
 
 
 class ReportFiles(NamedTuple):
@@ -46,26 +42,20 @@ class ReportFiles(NamedTuple):
     keys: frozenset[str]
     others: frozenset[str]
 
-    def check(self, folder: Path, what: object) -> None:
-        """
-        Raises:
-            ValueError: a file that a report would replace is there, but no report.
-        """
-        there = [name for name in (self.main, *sorted(self.others)) if os.path.lexists(folder / name)]
+    def is_in(self, folder: Path) -> bool:
+        """Whether a folder holds such a report."""
         with suppress(ValueError):
-            if there and self.keys <= read_object(folder / self.main).keys():
-                return
-        if there:
-            raise ValueError(f"{what}: {folder / there[0]} is there already, not of such a report; choose another")
+            return self.keys <= read_json(folder / self.main).keys()
+        return False
 
     @contextmanager
     def replaced(self, folder: Path) -> Iterator[Path]:
         """
         A temporary folder to write a report into. When the block succeeds, its files replace those of an earlier
-        report, of which nothing stays. The folder is held.
+        report, of which nothing stays.
         """
         partial = folder / ".report.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        remove(partial)  # of a run that was killed
         partial.mkdir()
         try:
             yield partial
@@ -75,10 +65,8 @@ class ReportFiles(NamedTuple):
             for name in self.others - written:
                 (folder / name).unlink(missing_ok=True)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(partial)
 
-
-# --- report ----------------------------------------------------------------------------------------------------------
 
 _FIGURES = [
     f"{kind}{suffix}" for kind in ("load", "coactivation", "token_classes", "compliance") for suffix in SUFFIXES
@@ -89,6 +77,8 @@ REPORT = ReportFiles(
     frozenset({"load.csv", "compliance.csv", "report.html", *_FIGURES}),
 )
 
+# --- report ----------------------------------------------------------------------------------------------------------
+
 
 def write_report(
     statistics: RoutingStatistics, folder: str | Path, suffix: str = ".png", about: Mapping[str, Any] | None = None
@@ -96,10 +86,10 @@ def write_report(
     """
     Write `routing.json` (everything), `load.csv` (share by domain, layer, expert), with an expert map `compliance.csv`
     (by domain, layer and position), and the figures that the statistics allow: `load`, `coactivation`, `token_classes`,
-    `compliance`. Figures by domain show the 12 domains with the most tokens. They replace an earlier report's files,
-    `report.html` among them, when all are whole.
+    `compliance`. Figures by domain show the 12 domains with the most tokens.
 
     Args:
+        folder: a new folder, or one with an earlier report, whose files are replaced when all are written.
         suffix: the figures' format: ".png", ".pdf" or ".svg".
         about: what was measured; becomes `"about"` in `routing.json`.
 
@@ -107,25 +97,13 @@ def write_report(
         the paths of the files.
 
     Raises:
-        ValueError: nothing was recorded, an argument is not what it should be, or the folder has files of these names
-            that are no report's; no file is written.
+        ValueError: nothing was recorded, or the folder holds something else; no file is written.
     """
-    check(
-        "write_report",
-        statistics=(statistics, is_a(RoutingStatistics)),
-        folder=(folder, FOLDER),
-        suffix=(suffix, one_of(SUFFIXES)),
-        about=(about, is_a(Mapping, remedy="give a dict").or_none()),
-    )
     if not statistics.tokens.any():
-        raise ValueError(
-            "write_report: statistics: no token was seen; run a model in record_routing, not on padding alone"
-        )
-    folder, what = Path(folder), f"write_report: folder={str(folder)!r}"
-    REPORT.check(folder, what)
-    with held(folder, what), REPORT.replaced(folder) as partial:
-        written = write_files(statistics, partial, suffix, about)
-    return [folder / path.name for path in written]
+        raise ValueError("statistics: no token was seen; run a model in record_routing, not on padding alone")
+    with output_folder(folder, "folder", REPORT.is_in) as output, REPORT.replaced(output) as partial:
+        files = write_files(statistics, partial, suffix, about)
+    return [output / path.name for path in files]
 
 
 def write_files(
@@ -133,9 +111,7 @@ def write_files(
 ) -> list[Path]:
     """The files of `write_report`; returns their paths."""
     written = [folder / "routing.json", folder / "load.csv"]
-    written[0].write_text(
-        json.dumps({**statistics.as_dict(), "about": dict(about or {})}, indent=2, default=str) + "\n"
-    )
+    write_json(written[0], {**statistics.as_dict(), "about": dict(about or {})})
     shares = statistics.shares()
     rows: list[list[Any]] = []
     for domain, share_LN in shares.items():
@@ -158,10 +134,14 @@ def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> l
         written.append(folder / f"token_classes{suffix}")
         plot_token_classes(statistics.class_counts.sum(1), written[-1])
     if statistics.allowed is not None:
-        found = statistics.compliance_by_domain()
-        ordered = {domain: found[domain] for domain in largest}
+        compliance = statistics.compliance_by_domain()
         written.append(folder / f"compliance{suffix}")
-        plot_compliance(ordered, written[-1], statistics.position_starts, statistics.chance())
+        plot_compliance(
+            {domain: compliance[domain] for domain in largest},
+            written[-1],
+            statistics.position_starts,
+            statistics.chance(),
+        )
     return written
 
 
@@ -195,8 +175,7 @@ def write_load_over_time(
     suffix: str = ".png",
 ) -> None:
     """
-    Write `load.json` and the figure `load`: the experts' shares of assignments during training. They replace those that
-    are there when both are whole.
+    Write `load.json` and the figure `load`: the experts' shares of assignments during training.
 
     Args:
         steps: the steps.
@@ -206,19 +185,18 @@ def write_load_over_time(
         suffix: the figure's format.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = {"steps": list(steps), "loads": list(loads), "warnings": list(verdicts)}
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
-        Path(partial, "load.json").write_text(json.dumps(numbers) + "\n")
-        plot_load_over_time(steps, loads, Path(partial, f"load{suffix}"))
-        for name in ("load.json", f"load{suffix}"):
-            Path(partial, name).replace(folder / name)
+    figure = folder / f".partial{suffix}"  # the suffix says the format
+    plot_load_over_time(steps, loads, figure)
+    with atomic_write(folder / "load.json") as partial:
+        partial.write_text(json.dumps({"steps": list(steps), "loads": list(loads), "warnings": list(verdicts)}) + "\n")
+    figure.replace(folder / f"load{suffix}")
 
 
 def read_load_over_time(folder: Path, until: int) -> tuple[list[int], list[list[float]], list[list[str]]]:
     """The steps up to `until`, loads and verdicts that `write_load_over_time` wrote; none if it did not."""
     with suppress(ValueError, KeyError, TypeError):
-        numbers = read_object(folder / "load.json")
-        found = list(zip(numbers["steps"], numbers["loads"], numbers["warnings"], strict=True))
-        steps, loads, verdicts = zip(*(point for point in found if point[0] <= until), strict=True)
+        numbers = read_json(folder / "load.json")
+        points = zip(numbers["steps"], numbers["loads"], numbers["warnings"], strict=True)
+        steps, loads, verdicts = zip(*(point for point in points if point[0] <= until), strict=True)
         return list(steps), list(loads), list(verdicts)
     return [], [], []

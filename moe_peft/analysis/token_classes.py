@@ -7,8 +7,6 @@ import re
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..utils.validation import COUNT, check, is_a
-
 TOKEN_CLASSES = ("words", "digits", "operators", "brackets", "punctuation", "space", "other")
 _PATTERNS = (
     ("space", r"\s+"), ("digits", r"\d+"), ("brackets", r"[()\[\]{}<>]+"), ("operators", r"[-+*/=%^&|~!@]+"),
@@ -23,8 +21,16 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
     Args:
         tokenizer: the tokenizer.
         size: V, if the model's vocabulary is larger than the tokenizer's; the additional tokens are "other".
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoTokenizer
+    >>> from moe_peft.analysis import TOKEN_CLASSES, classify_tokens
+    >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> names = [TOKEN_CLASSES[i] for i in classify_tokens(tokenizer)[tokenizer("1 + 1")["input_ids"]]]
+    ```
     """
-    check("classify_tokens", tokenizer=(tokenizer, is_a(PreTrainedTokenizerBase)), size=(size, COUNT.or_none()))
     size = len(tokenizer) if size is None else size
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))
     special = set(tokenizer.all_special_ids)

@@ -16,7 +16,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog, description="Make a native MoE from a MoE-LoRA adapter and its base.")
     parser.add_argument("--adapter", required=True, metavar="FOLDER")
     parser.add_argument("--base", help="the base in full precision; default: the one that the adapter names")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; must not exist yet")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; new or empty")
     parser.add_argument("--family", help="model type of the MoE, e.g. mixtral; default: the one that fits")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16; default: the base's")
     parser.add_argument("--max-shard-size", default="5GB", help="largest size of an output file")

@@ -52,7 +52,7 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
     for path, args in stages.items():
         preflight(args, data, tokenizer, path, on_this_machine=not options.run.dry_run)
         with prefixed(path) if path else nullcontext():
-            loss_coefficients(model, args, type(args).__name__)
+            loss_coefficients(model, args)
             if getattr(args, "expert_map", None) is not None:
                 check_expert_labels(model, args, {"train": data, "eval": eval_data})
 

@@ -17,7 +17,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", required=True, nargs="+", action="extend", help="folders or names of one or more dense models"
     )
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; must not exist yet")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; new or empty")
     parser.add_argument(
         "--calibration",
         metavar="FILE",

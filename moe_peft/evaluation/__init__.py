@@ -1,4 +1,4 @@
-"""Evaluation on tasks of lm-evaluation-harness: whole models, forced and masked experts."""
+"""Evaluation on tasks of lm-evaluation-harness: complete models, forced and masked experts."""
 
 from .evaluator import evaluate_model
 from .harness import Harness, TaskSettings

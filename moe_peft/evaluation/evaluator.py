@@ -13,27 +13,19 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from ..analysis.figures import SUFFIXES
 from ..analysis.inputs import describe, is_adapter, load
 from ..models.introspection import base_model, router_sizes
 from ..models.steering import allow_experts, force_experts
-from ..utils.distributed import in_first_process
-from ..utils.io import held, writable
+from ..utils.distributed import on_main_process
+from ..utils.io import output_folder
 from ..utils.loading import check_template
 from ..utils.torch_contexts import free_memory
-from ..utils.validation import FLAG, MOST, PATH, Rule, check, is_a, is_whole, one_of
 from .harness import Harness, TaskSettings
 from .results import EXPERT, RESULTS, Scores, print_results, read_scores, write_results
 
 logger = logging.getLogger("moe_peft")
 
 _KEPT = ("configs", "versions", "n-shot", "n-samples", "group_subtasks", "higher_is_better")
-
-
-_EXPERTS = Rule(
-    lambda v: isinstance(v, (list, tuple)) and len(v) > 0 and all(is_whole(i) and 0 <= i < MOST for i in v),
-    f"give a list of experts, whole numbers from 0 to {MOST - 1}",
-)
 
 
 def evaluate_model(
@@ -56,7 +48,7 @@ def evaluate_model(
     Args:
         model_path: the folder of an adapter, a native MoE or a dense model.
         settings: the tasks.
-        output_dir: the folder for the files, which replace those of an earlier evaluation when all are written.
+        output_dir: a new folder, or one with an earlier evaluation, whose files are replaced when all are written.
         base: of an adapter its base, by default the one that it names; of another model the model to compare it with.
         with_base: evaluate the base too. An adapter's is the model without the adapter.
         experts: the only experts that routers may choose; one expert gets all tokens, with gate 1.
@@ -69,53 +61,57 @@ def evaluate_model(
         "model", "base", "expert 0", … → scores, in the main process; in others all are empty.
 
     Raises:
-        ValueError: the model or a task does not exist, there is no such expert, the folder has files of these names
-            that are of no evaluation, or a setting is not what it takes.
+        ValueError: the model or a task does not exist, there is no such expert, or the folder holds something else.
+
+    Example:
+
+    ```python
+    >>> from pathlib import Path
+    >>> from moe_peft.evaluation import TaskSettings, evaluate_model
+    >>> task = '''
+    ... task: mine
+    ... dataset_path: json
+    ... dataset_kwargs: {data_files: train.jsonl}
+    ... test_split: train
+    ... output_type: loglikelihood
+    ... doc_to_text: "{{prompt}}"
+    ... doc_to_target: "{{completion}}"
+    ... metric_list: [{metric: acc}]
+    ... '''
+    >>> written = Path("mine.yaml").write_text(task)
+    >>> scores = evaluate_model("Qwen/Qwen3-0.6B", TaskSettings(("mine.yaml",), limit=2), "evaluation")
+    >>> accuracy = scores["model"]["mine", "acc"].value
+    ```
     """
-    check(
-        "evaluate_model",
-        model_path=(model_path, PATH),
-        settings=(settings, is_a(TaskSettings)),
-        output_dir=(output_dir, PATH),
-        base=(base, PATH.or_none()),
-        with_base=(with_base, FLAG),
-        experts=(experts, _EXPERTS.or_none()),
-        each_expert=(each_expert, FLAG),
-        quantization=(quantization, is_a(dict).or_none()),
-        suffix=(suffix, one_of(SUFFIXES)),
-    )
     PartialState(cpu=not torch.accelerator.is_available())
-    what = f"--output {str(output_dir)!r}"
-    output = writable(output_dir, what).resolve()
     adapter = is_adapter(model_path)
     if base is not None and not with_base and not adapter:
         raise ValueError(f"--base {str(base)!r}: is to be compared with, and --no-base leaves it out; give one of them")
     with ExitStack() as stack:
-        in_first_process(lambda: RESULTS.check(output, what))
-        in_first_process(lambda: stack.enter_context(held(output, what)))
+        output = on_main_process(lambda: stack.enter_context(output_folder(output_dir, "output", RESULTS.is_in)))
         harness = Harness(settings)
         model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
         check_template(tokenizer, settings.apply_chat_template, "apply_chat_template")
-        raw = _run(harness, model, tokenizer, experts, each_expert)
+        results = _run(harness, model, tokenizer, experts, each_expert)
         about = {
             "model": model_path, **describe(model), "lm_eval": version("lm_eval"),
             "experts": None if experts is None else list(experts), **asdict(settings),
         }  # fmt: skip
         if with_base and adapter:
             with model.disable_adapter():
-                raw["base"] = harness.run(model, tokenizer)
+                results["base"] = harness.run(model, tokenizer)
             about["base"] = base_model(model).config._name_or_path
         elif with_base and base is not None:
             del model
             free_memory()
-            raw["base"] = harness.run(*load(base, dtype, quantization, option="--base"))
+            results["base"] = harness.run(*load(base, dtype, quantization, option="--base"))
             about["base"] = base
-        found = {name: read_scores(results) if results else {} for name, results in raw.items()}
+        scores = {name: read_scores(of_model) if of_model else {} for name, of_model in results.items()}
         if PartialState().is_main_process:
-            kept = {name: value for name, value in raw["model"].items() if name in _KEPT}
-            files = write_results(found, {**about, **kept}, output, suffix)
-            print_results(found, about, files)
-    return found
+            kept = {name: value for name, value in results["model"].items() if name in _KEPT}
+            files = write_results(scores, {**about, **kept}, output, suffix)
+            print_results(scores, about, files)
+    return scores
 
 
 def _run(
@@ -123,11 +119,11 @@ def _run(
 ) -> dict[str, Any]:
     """What the harness returns for the model and, if asked, for each of its experts alone."""
     alone = _alone(model, experts) if each_expert else []
-    raw = {}
+    results = {}
     for name, chosen in [("model", experts), *((f"{EXPERT}{expert}", [expert]) for expert in alone)]:
         with _steered(model, chosen):
-            raw[name] = harness.run(model, tokenizer)
-    return raw
+            results[name] = harness.run(model, tokenizer)
+    return results
 
 
 def _alone(model: Any, experts: Sequence[int] | None) -> list[int]:

@@ -16,20 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 
-from ..utils.validation import FLAG, PATH, TEXT, Rule, check, check_fields, is_a, is_number, is_whole, one_line, whole
-
-# Fields and what they may be; more is checked below.
-_RULES: dict[str, Rule] = {
-    "tasks": Rule(lambda v: isinstance(v, (tuple, list)) and all(map(TEXT.allows, v)), "give a tuple of names"),
-    "include_path": PATH.or_none(),
-    "num_fewshot": whole(0).or_none(),
-    "limit": Rule(
-        lambda v: is_number(v) and (0 < v < 1 or (v >= 1 and v == int(v))),
-        "use a whole number of at least 1, or a share below 1",
-    ).or_none(),
-    "apply_chat_template": Rule(lambda v: FLAG.allows(v) or TEXT.allows(v), "use True, False or a template's name"),
-    "seed": whole(0, 2**32 - 1).or_none(),  # what numpy takes
-}
+from ..utils.messages import one_line
 
 
 @dataclass(frozen=True)
@@ -43,8 +30,15 @@ class TaskSettings:
         num_fewshot: examples in the context; None: as each task says.
         batch_size: requests per forward pass, or `auto`.
         limit: examples per task, or below 1 their share; None: all.
-        apply_chat_template: put prompts into the tokenizer's chat template; a text names one of several.
+        apply_chat_template: put prompts into the tokenizer's chat template; a string names one of several.
         seed: of random numbers, example choice included; None: the harness's own seeds.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.evaluation import TaskSettings
+    >>> settings = TaskSettings(("arc_easy", "hellaswag"), num_fewshot=0, limit=100)
+    ```
     """
 
     tasks: tuple[str, ...]
@@ -56,39 +50,62 @@ class TaskSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tasks in ((), []):
+        if not self.tasks:
             raise ValueError("tasks: name at least one")
-        check_fields("", self, _RULES)
-        if not re.fullmatch(r"0*[1-9]\d{0,5}|auto(:[1-9]\d*)?", str(self.batch_size)):
-            raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number from 1 to 999999, auto or auto:N")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"include_path={self.include_path!r}: no such folder")
+        if self.limit is not None and not (0 < self.limit < 1 or (self.limit >= 1 and self.limit % 1 == 0)):
+            raise ValueError(f"limit={self.limit}: must be a whole number of at least 1, or a share below 1")
+        if not re.fullmatch(r"0*[1-9]\d{0,5}|auto(:[1-9]\d*)?", str(self.batch_size)):
+            raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number from 1 to 999999, auto or auto:N")
 
 
 class Harness:
     """
     Tasks, loaded once, for any number of models. In several processes, each takes its share of the examples.
 
-    The numbers are those of `lm_eval.simple_evaluate`, which loads tasks for each model anew and looks at the machine.
+    The numbers are those of `lm_eval.simple_evaluate`, which loads the tasks and describes the machine again for each
+    model: minutes where each of 16 experts is one.
 
     Args:
         settings: the tasks and how they are put to a model.
 
     Raises:
         ValueError: lm_eval is not installed, or a task is unknown or cannot be loaded.
+
+    Example:
+
+    ```python
+    >>> from pathlib import Path
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from moe_peft.evaluation import Harness, TaskSettings, read_scores
+    >>> task = '''
+    ... task: mine
+    ... dataset_path: json
+    ... dataset_kwargs: {data_files: train.jsonl}
+    ... test_split: train
+    ... output_type: loglikelihood
+    ... doc_to_text: "{{prompt}}"
+    ... doc_to_target: "{{completion}}"
+    ... metric_list: [{metric: acc}]
+    ... '''
+    >>> written = Path("mine.yaml").write_text(task)
+    >>> harness = Harness(TaskSettings(("mine.yaml",), limit=2))
+    >>> model, tokenizer = (kind.from_pretrained("Qwen/Qwen3-0.6B") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    >>> scores = read_scores(harness.run(model, tokenizer))
+    ```
     """
 
     def __init__(self, settings: TaskSettings) -> None:
-        check("Harness", settings=(settings, is_a(TaskSettings)))
         self.settings = settings
         with _quiet():
             self.loaded = _load_tasks(settings)
         for task in self.loaded["tasks"].values():
-            own = task.get_config("num_fewshot")
-            if own is not None and not (is_whole(own) and own >= 0):
-                raise ValueError(f"num_fewshot={own!r}: task {task.config.task!r}: use a whole number of at least 0")
-            if own != 0:  # a task that says 0 wants none
-                task.set_config("num_fewshot", (own or 0) if settings.num_fewshot is None else settings.num_fewshot)
+            shots = task.get_config("num_fewshot")
+            if not (shots is None or (isinstance(shots, int) and shots >= 0)):
+                raise ValueError(f"num_fewshot={shots!r}: task {task.config.task!r}: must be a whole number from 0 on")
+            if shots != 0:  # a task that says 0 wants none
+                task.set_config("num_fewshot", (shots or 0) if settings.num_fewshot is None else settings.num_fewshot)
             _check_shots(task)
 
     def run(self, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -101,7 +118,7 @@ class Harness:
 
         Raises:
             ValueError: a task's data, templates, filters or metrics fail, or the model's logits are NaN. Errors of
-                torch are left as they are.
+            torch are left as they are.
         """
         from lm_eval import evaluate
         from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
@@ -115,13 +132,13 @@ class Harness:
             task.set_fewshot_seed(other)
         with _quiet(), _explained(s):
             language_model = _language_model(model, tokenizer, s.batch_size)
-            found = evaluate(
+            results = evaluate(
                 language_model, self.loaded, limit=s.limit, log_samples=False,
                 apply_chat_template=s.apply_chat_template, fewshot_as_multiturn=bool(s.apply_chat_template),
             )  # fmt: skip
         if language_model.broken:
             raise ValueError("dtype: the model's logits are NaN; use bfloat16 or float32, or another model")
-        return found or {}
+        return results or {}
 
 
 def _load_tasks(settings: TaskSettings) -> Any:
@@ -160,8 +177,8 @@ def _check_shots(task: Any) -> None:
     from lm_eval.api.samplers import SAMPLER_REGISTRY
     from lm_eval.api.task import ConfigurableTask
 
-    own = getattr(type(task), "fewshot_context", None) is ConfigurableTask.fewshot_context
-    if not own or type(task.sampler) not in SAMPLER_REGISTRY.values():
+    is_stock = getattr(type(task), "fewshot_context", None) is ConfigurableTask.fewshot_context
+    if not is_stock or type(task.sampler) not in SAMPLER_REGISTRY.values():
         return
     config, wanted = task.config, task.config.num_fewshot or 0
     most = len(task.sampler.df) - (task.fewshot_cfg.split == config.test_split)  # not the example itself
@@ -189,10 +206,10 @@ def _language_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
             self.broken = self.broken or bool(logits.isnan().any())
             return logits
 
-    found = SharedHFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    language_model = SharedHFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     if state.num_processes > 1:
-        found.accelerator = Accelerator()
-    return found
+        language_model.accelerator = Accelerator()
+    return language_model
 
 
 @contextmanager

@@ -1,12 +1,7 @@
-"""
-The harness's results as scores, and scores as tables for the terminal and for files.
-
-Scores of a model, its base and its experts: printed, and as files.
-"""
+"""The harness's results as scores of a model, its base and its experts; scores as tables, printed and in files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +11,7 @@ from rich.table import Table
 
 from ..analysis.figures import FORMATS, plot_expert_scores
 from ..analysis.routing_report import ReportFiles
-from ..utils.validation import one_line
+from ..utils.io import write_json
 
 # --- scores ----------------------------------------------------------------------------------------------------------
 
@@ -33,6 +28,13 @@ class Score(NamedTuple):
         shots: examples in the context; None where tasks of a group differ.
         higher_is_better: None if unknown.
         part: whether a group that has metrics itself contains the task.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.evaluation import Score
+    >>> score = Score("arc_easy", "acc", 0.5, stderr=0.1, shots=0, higher_is_better=True, part=False)
+    ```
     """
 
     task: str
@@ -48,25 +50,38 @@ Scores = dict[tuple[str, str], Score]
 
 
 def read_scores(results: Mapping[str, Any]) -> Scores:
-    """(task, metric) → score, of what `lm_eval.evaluate` returns."""
-    if not isinstance(results, Mapping) or not {"results", "group_subtasks"} <= results.keys():
-        raise ValueError(f"read_scores: results={one_line(repr(results), 80)}: give what lm_eval.evaluate returns")
+    """
+    (task, metric) → score, of what `lm_eval.evaluate` returns.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.evaluation import read_scores
+    >>> results = {
+    ...     "results": {"arc_easy": {"acc,none": 0.5, "acc_stderr,none": 0.1}},
+    ...     "group_subtasks": {},
+    ...     "n-shot": {"arc_easy": 0},
+    ...     "higher_is_better": {"arc_easy": {"acc": True}},
+    ... }
+    >>> accuracy = read_scores(results)["arc_easy", "acc"].value
+    ```
+    """
     with_metrics = {task for task, row in results["results"].items() if any("," in name for name in row)}
     groups = {name: children for name, children in results["group_subtasks"].items() if name in with_metrics}
     parts = {child for children in groups.values() for child in children}
-    found: Scores = {}
+    scores: Scores = {}
     for task, row in results["results"].items():
         for name, value in row.items():
             metric, comma, kind = name.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             stderr = row.get(f"{metric}_stderr,{kind}")
-            shown = metric if kind == "none" else f"{metric} ({kind})"
-            found[task, shown] = Score(
-                task, shown, float(value), stderr if isinstance(stderr, float) else None,
+            filtered = metric if kind == "none" else f"{metric} ({kind})"
+            scores[task, filtered] = Score(
+                task, filtered, float(value), stderr if isinstance(stderr, float) else None,
                 results["n-shot"].get(task), results["higher_is_better"].get(task, {}).get(metric), task in parts,
             )  # fmt: skip
-    return found
+    return scores
 
 
 Grid = list[list[str]]  # of a table's cells; the first row is its head
@@ -136,45 +151,38 @@ RESULTS = ReportFiles(
 EXPERT = "expert "  # begins the name of an expert that was evaluated alone
 
 
-def _grids(found: Mapping[str, Scores]) -> dict[str, Grid]:
+def _grids(scores: Mapping[str, Scores]) -> dict[str, Grid]:
     """Title → table: the models beside each other and, if experts were evaluated alone, these by task."""
-    models = {name: scores for name, scores in found.items() if not name.startswith(EXPERT)}
+    models = {name: of_model for name, of_model in scores.items() if not name.startswith(EXPERT)}
     grids = {"": by_metric(models)}
-    return grids if len(models) == len(found) else {**grids, "Each expert alone": by_model(found)}
+    return grids if len(models) == len(scores) else {**grids, "Each expert alone": by_model(scores)}
 
 
-def write_results(found: Mapping[str, Scores], about: Mapping[str, Any], folder: Path, suffix: str) -> list[Path]:
-    """The files, which replace an earlier run's when all are whole. The folder is held."""
+def write_results(scores: Mapping[str, Scores], about: Mapping[str, Any], folder: Path, suffix: str) -> list[Path]:
+    """Write the files, which replace an earlier run's when all are written; returns their paths."""
     with RESULTS.replaced(folder) as partial:
-        written = _write(found, about, partial, suffix)
-    return [folder / name for name in written]
+        rows = {name: [score._asdict() for score in of_model.values()] for name, of_model in scores.items()}
+        write_json(partial / "results.json", {"about": about, "scores": rows})
+        tables = [f"{title}:\n\n" * bool(title) + as_markdown(grid) for title, grid in _grids(scores).items()]
+        (partial / "results.md").write_text("\n".join([f"`{about['model']}`\n", *tables]), encoding="utf-8")
+        files = [folder / "results.json", folder / "results.md"]
+        if any(name.startswith(EXPERT) for name in scores):
+            files.append(folder / f"experts{suffix}")
+            columns = top_level(scores["model"])
+            values = {name: [of_model[s.task, s.metric].value for s in columns] for name, of_model in scores.items()}
+            tasks, better = [f"{s.task}\n{s.metric}" for s in columns], [s.higher_is_better for s in columns]
+            plot_expert_scores(values, tasks, better, partial / files[-1].name)
+    return files
 
 
-def _write(found: Mapping[str, Scores], about: Mapping[str, Any], folder: Path, suffix: str) -> list[str]:
-    """The files' names."""
-    scores = {name: [score._asdict() for score in of_model.values()] for name, of_model in found.items()}
-    text = json.dumps({"about": about, "scores": scores}, indent=2, default=str)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    tables = [f"{title}:\n\n" * bool(title) + as_markdown(grid) for title, grid in _grids(found).items()]
-    (folder / "results.md").write_text("\n".join([f"`{about['model']}`\n", *tables]), encoding="utf-8")
-    written = ["results.json", "results.md"]
-    if any(name.startswith(EXPERT) for name in found):
-        written.append(f"experts{suffix}")
-        shown = top_level(found["model"])
-        values = {name: [of_model[s.task, s.metric].value for s in shown] for name, of_model in found.items()}
-        tasks, better = [f"{s.task}\n{s.metric}" for s in shown], [s.higher_is_better for s in shown]
-        plot_expert_scores(values, tasks, better, folder / written[-1])
-    return written
-
-
-def print_results(found: Mapping[str, Scores], about: Mapping[str, Any], files: Sequence[Path]) -> None:
+def print_results(scores: Mapping[str, Scores], about: Mapping[str, Any], files: Sequence[Path]) -> None:
     console = Console(markup=False, emoji=False)
     lines = [f"{about['model']}: {about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"]
     lines += [f"base: {about['base']}"] if "base" in about else []
     lines += [f"experts: {', '.join(map(str, about['experts']))} only"] if about["experts"] is not None else []
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-    for title, grid in _grids(found).items():
+    for title, grid in _grids(scores).items():
         console.print(as_table(grid, title))
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)

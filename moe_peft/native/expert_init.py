@@ -1,6 +1,6 @@
 """
 Initial values of experts made from a dense FFN: pure functions on one FFN's tensors (Drop-Upcycling, arXiv 2502.19261,
-and its baselines).
+and its baselines). A further method is one function and one line in `INITIALISATIONS`.
 
 Legend: d hidden size, f intermediate size, n experts.
 """
@@ -47,12 +47,19 @@ class ExpertInit:
         method: `"copy"`; `"noise"`: plus N(0, (noise_scale·std(W))²); `"random_noise"`: plus N(0, noise_std²) on a
             random `noise_share` of the weights; `"subset"`: one n-th of the neurons, all others zero; `"permute"`: the
             neurons in another order, which computes the same and trains as `"copy"` does; `"permute_columns"`: the
-            outputs of gate, of up and of down in an order of their own each, which computes something else; `"drop"`: a
-            share `drop_rate` of the neurons, rounded down, is drawn anew from N(μ, σ²), where μ and σ are those of the
+            outputs of gate, of up and of down, each in an order of its own, which computes something else; `"drop"`: a
+            share `drop_rate` of the neurons, rounded down, is drawn again from N(μ, σ²), where μ and σ are those of the
             replaced entries of each matrix (σ without Bessel's correction; Drop-Upcycling, section 3.2.1);
             `"checkpoints"`: copies of several models' FFNs in turn.
         shared_indices: with `"drop"`, whether the same neurons are replaced in gate, up and down (the paper), or
             others in each (the paper's released code).
+
+    Example:
+
+    ```python
+    >>> from moe_peft.native import ExpertInit
+    >>> init = ExpertInit("drop", drop_rate=0.5)
+    ```
     """
 
     method: str = "copy"
@@ -67,9 +74,9 @@ class ExpertInit:
         return INITIALISATIONS[self.method](self, ffn, expert, n, generator)
 
 
-def generator_for(seed: int, *place: int | str) -> torch.Generator:
-    """A generator for one place (layer, expert, purpose), independent of what is drawn elsewhere."""
-    digest = hashlib.sha256(repr((seed, *place)).encode()).digest()
+def generator_for(seed: int, *key: int | str) -> torch.Generator:
+    """A generator for one key (layer, expert, purpose), independent of what is drawn for others."""
+    digest = hashlib.sha256(repr((seed, *key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedConfig
@@ -23,7 +23,6 @@ from .expert_init import FFN
 DENSE_BLOCK = "model.layers.{layer}.mlp"
 
 Reader = Callable[[str], torch.Tensor]  # a tensor by its name on disk
-Refuse = Callable[[str, str], NoReturn]  # raises a ValueError: the field, why the MoE cannot hold it
 
 
 class Content(Protocol):
@@ -112,8 +111,8 @@ class DenseFamily:
         """The non-FFN tensor that the MoE calls `name`, from the dense model's tensors."""
         return read(name)
 
-    def settings(self, config: PreTrainedConfig, refuse: Refuse) -> dict[str, Any]:
-        """The config's fields as a MoE reads them; calls `refuse` where a field's value fits no MoE."""
+    def settings(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """The config's fields as a MoE reads them; raises a ValueError where no MoE can hold a field's value."""
         return config.to_dict()
 
 
@@ -131,16 +130,16 @@ class Phi3Family(DenseFamily):
                 return read(name.replace(part, "qkv_proj")).split([q, kv, kv])[i]
         return read(name)
 
-    def settings(self, config: PreTrainedConfig, refuse: Refuse) -> dict[str, Any]:
-        values = super().settings(config, refuse)
+    def settings(self, config: PreTrainedConfig) -> dict[str, Any]:
+        values = super().settings(config)
         rope = values["rope_parameters"] = dict(values["rope_parameters"])
         if rope["rope_type"] != "default":
-            refuse(
-                f"rope_type={rope['rope_type']!r} of the dense model", "is made of Phi-3 models with plain RoPE only"
+            raise ValueError(
+                f"rope_type={rope['rope_type']!r} of the dense model: no MoE has Phi-3's; use a model with plain RoPE"
             )
         factor = rope.pop("partial_rotary_factor", 1.0)
         if factor != 1:
-            refuse(f"partial_rotary_factor={factor} of the dense model", "rotates whole heads")
+            raise ValueError(f"partial_rotary_factor={factor} of the dense model: a MoE rotates all of a head")
         del values["original_max_position_embeddings"]  # read by longrope alone
         return values
 
@@ -305,23 +304,23 @@ _NO_MOE = {
 }
 
 
-def find_families(dense_type: str, wanted: str | None, caller: str) -> tuple[DenseFamily, MoEFamily]:
+def find_families(dense_type: str, moe_type: str | None = None) -> tuple[DenseFamily, MoEFamily]:
     """
     The dense family of a model type, and the MoE family that holds it.
 
     Args:
-        wanted: the MoE's model type; None takes the first that fits.
+        moe_type: the MoE's model type; None takes the first that fits.
 
     Raises:
         ValueError: there is none, or the wanted one does not hold it.
     """
-    for moe in FAMILIES.values():
-        for dense in moe.dense:
-            if dense.model_type == dense_type and wanted in (None, moe.model_type):
-                return dense, moe
-    known = ", ".join(f"{dense.model_type} → {moe.model_type}" for moe in FAMILIES.values() for dense in moe.dense)
+    pairs = [(dense, moe) for moe in FAMILIES.values() for dense in moe.dense]
+    for dense, moe in pairs:
+        if dense.model_type == dense_type and moe_type in (None, moe.model_type):
+            return dense, moe
+    choices = ", ".join(f"{dense.model_type} → {moe.model_type}" for dense, moe in pairs)
     why = f" ({_NO_MOE[dense_type]})" if dense_type in _NO_MOE else ""
-    given = f"family={wanted!r}: " if wanted is not None else ""
+    field = f"family={moe_type!r}: " if moe_type is not None else ""
     raise ValueError(
-        f"{caller}: {given}a {dense_type!r} model does not become {wanted or 'a native MoE'}{why}; choose from: {known}"
+        f"{field}a {dense_type!r} model does not become {moe_type or 'a native MoE'}{why}; choose from: {choices}"
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..utils.loading import empty_model
-from .families import DenseFamily, MoEFamily, Refuse
+from .families import DenseFamily, MoEFamily
 
 # Qwen2-MoE always has a shared expert. Where none is wanted, it has this width and computes zero.
 EMPTY_SHARED = 32
@@ -30,7 +30,6 @@ def moe_config(
     shared_width: int = 0,
     router_aux_loss_coef: float = 0.0,
     dense_layers: list[int] | None = None,
-    caller: str = "upcycle",
 ) -> PreTrainedConfig:
     """
     The MoE's config: the dense model's settings and the experts'. Tied embeddings are untied, since some loaders know
@@ -47,11 +46,17 @@ def moe_config(
     Raises:
         ValueError: the family cannot hold one of these; the message names it.
     """
-    family, refuse = families[1], _refusal(families[1], caller)
+    family = families[1]
     if not normalises and family.normalises is None:
-        refuse("normalize_top_k=False", "always has gates that sum to 1; train with normalize_top_k=True")
+        raise ValueError(
+            f"normalize_top_k=False: {family.model_type} always has gates that sum to 1; train with "
+            "normalize_top_k=True"
+        )
     if dense_layers and family.dense_layers is None:
-        refuse(f"layers {dense_layers} without experts", "has experts in every layer; give all layers as many experts")
+        raise ValueError(
+            f"layers {dense_layers} without experts: {family.model_type} has experts in every layer; give all layers "
+            "as many experts"
+        )
     experts: dict[str, Any] = {
         family.count: num_experts,
         "num_experts_per_tok": top_k,
@@ -67,13 +72,13 @@ def moe_config(
         experts["shared_expert_intermediate_size"] = shared_width or EMPTY_SHARED
     if family.dense_layers:
         experts[family.dense_layers] = dense_layers or []
-    config = CONFIG_MAPPING[family.model_type](**{**carried_settings(families, dense, caller), **experts})
+    config = CONFIG_MAPPING[family.model_type](**{**carried_settings(families, dense), **experts})
     with torch.device("meta"):
         config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
     return config
 
 
-def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrainedConfig, caller: str) -> dict[str, Any]:
+def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrainedConfig) -> dict[str, Any]:
     """
     The dense model's settings that its MoE has too.
 
@@ -81,22 +86,21 @@ def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrained
         ValueError: the MoE lacks a setting that the dense model makes use of; the message names it.
     """
     dense, moe = families
-    refuse = _refusal(moe, caller)
-    values, defaults = dense.settings(config, refuse), type(config)().to_dict()
-    known = set(CONFIG_MAPPING[moe.model_type]().to_dict()) | set(moe.keeps)
+    values, defaults = dense.settings(config), type(config)().to_dict()
+    moe_fields = {*CONFIG_MAPPING[moe.model_type]().to_dict(), *moe.keeps}
     for key, value in values.items():
         # The dense model does not read fields that its config class does not declare.
-        if key in defaults and key not in known | _NOT_CARRIED and value != defaults[key]:
-            refuse(f"{key}={value!r} of the dense model", "has no such setting")
-    carried = {key: value for key, value in values.items() if key in (known & defaults.keys()) - _NOT_CARRIED}
+        if key in defaults and key not in moe_fields | _NOT_CARRIED and value != defaults[key]:
+            raise ValueError(f"{key}={value!r} of the dense model: {moe.model_type} has no such setting")
+    carried = {key: value for key, value in values.items() if key in (moe_fields & defaults.keys()) - _NOT_CARRIED}
     layer_types = values.get("layer_types")
-    if layer_types and "layer_types" in known:
+    if layer_types and "layer_types" in moe_fields:
         carried["layer_types"], carried["max_window_layers"] = layer_types, values.get("max_window_layers")
     elif layer_types and set(layer_types) != {"full_attention"}:
-        refuse("layer_types of the dense model", "has full attention in every layer")
+        raise ValueError(f"layer_types of the dense model: {moe.model_type} has full attention in every layer")
     elif layer_types:  # the dense model looks at nothing else
         off = {"use_sliding_window": False, "sliding_window": None}
-        carried |= {key: value for key, value in off.items() if key in known}
+        carried |= {key: value for key, value in off.items() if key in moe_fields}
     return carried
 
 
@@ -104,10 +108,3 @@ def backbone_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
     """Names and shapes of all non-FFN tensors of a dense model or a MoE."""
     state = empty_model(config, f"config of the model type {config.model_type!r}").state_dict()
     return {name: t.shape for name, t in state.items() if not any(block in name for block in _FFN_BLOCKS)}
-
-
-def _refusal(family: MoEFamily, caller: str) -> Refuse:
-    def refuse(field: str, why: str) -> NoReturn:
-        raise ValueError(f"{caller}: {field}: {family.model_type} {why}")
-
-    return refuse

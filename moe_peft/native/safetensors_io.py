@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from ..utils.io import INDEX, exclusive, made, opened, reading, weight_files, writable
+from ..utils.io import INDEX, atomic_write, open_safetensors, output_folder, reading, weight_files
 
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-}  # fmt: skip
+# Safetensors' names of dtypes.
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class Checkpoint:
@@ -35,62 +35,57 @@ class Checkpoint:
         ValueError: there is no such file, or it cannot be read.
     """
 
-    def __init__(self, folder: Path, caller: str) -> None:
-        self.folder, self.caller = folder, caller
-        self.files = weight_files(folder, caller)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, weight_files(folder, folder)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
 
-    def place(self, name: str, other: str | None = None) -> str:
+    def stored_name(self, name: str, other: str | None = None) -> str:
         """
-        The name under which a tensor is stored, or `other` if that is, which holds the same.
+        The name under which a tensor is stored: its own, or `other`, where that holds the same.
 
         Raises:
-            ValueError: neither is.
+            ValueError: neither is stored.
         """
-        found = next((key for key in (name, other) if key in self.files), None)
-        if found is None:
-            raise ValueError(f"{self.caller}: {self.folder} has no tensor {name}; is the checkpoint complete?")
-        return found
+        stored = next((key for key in (name, other) if key in self.files), None)
+        if stored is None:
+            raise ValueError(f"{self.folder} has no tensor {name}; is the checkpoint complete?")
+        return stored
 
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._read(name, "get_slice").get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        found = self._read(name, "get_slice").get_dtype()
-        for dtype, known in _NAMES.items():
-            if known == found:
-                return dtype
-        known = ", ".join(_NAMES.values())
-        raise ValueError(f"{self.caller}: {self.folder}: {name} is {found}; use a checkpoint of {known}")
-
-    def _read(self, name: str, method: str) -> Any:
-        file = opened(self.folder / self.files[name], self.caller)
-        with reading(f"{self.caller}: {self.folder / self.files[name]} lacks {name}, which its index names"):
-            return getattr(file, method)(name)
+        stored = self._read(name, "get_slice").get_dtype()
+        if stored not in _DTYPES:
+            raise ValueError(f"{self.folder}: {name} is {stored}; use a checkpoint of {', '.join(_DTYPES)}")
+        return _DTYPES[stored]
 
     def tensor(self, name: str) -> torch.Tensor:
         """
         One tensor, read from disk at every call.
 
         Raises:
-            ValueError: it cannot be read, or holds NaN or infinity.
+            ValueError: it cannot be read, is not floating-point, or holds NaN or infinity.
         """
         tensor = self._read(name, "get_tensor")
-        if tensor.is_floating_point() and tensor.dtype not in _NAMES:
-            self.dtype(name)  # says what can be read
-        if not tensor.is_floating_point() or not tensor.sum(dtype=torch.float64).isfinite():
-            raise ValueError(
-                f"{self.caller}: {self.folder}: {name} holds NaN or infinity, or is not floating-point; use another "
-                "checkpoint"
-            )
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"{self.folder}: {name} is {tensor.dtype}; use a checkpoint of {', '.join(_DTYPES)}")
+        if not tensor.sum(dtype=torch.float64).isfinite():
+            raise ValueError(f"{self.folder}: {name} holds NaN or infinity; use another checkpoint")
         return tensor
+
+    def _read(self, name: str, method: str) -> Any:
+        path = self.folder / self.files[name]
+        file = open_safetensors(path, self.folder)
+        with reading(f"{path} lacks {name}, which its index names"):
+            return getattr(file, method)(name)
 
 
 class ShardedWriter:
     """
-    Writes tensors to the safetensors files of a folder, whole or in parts and in any order, each straight to its place.
+    Writes tensors to the safetensors files of a folder, in full or in parts and in any order, straight to their places.
 
     Args:
         folder: must exist.
@@ -109,7 +104,7 @@ class ShardedWriter:
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._offsets: dict[str, tuple[Path, int]] = {}  # of a tensor's first byte
         for file, names in shards.filename_to_tensors.items():
             self._begin(folder / file, names)
         if shards.is_sharded:
@@ -128,16 +123,16 @@ class ShardedWriter:
         text += b" " * (-len(text) % 8)
         path.write_bytes(len(text).to_bytes(8, "little") + text)
         for name in names:
-            self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
+            self._offsets[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
 
     def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
         """
         Write a tensor, or the part of it that begins at element `start`, converted to the planned dtype.
 
         Raises:
-            ValueError: it is larger than what is left of its place, or its values overflow the dtype.
+            ValueError: it is larger than what is left to write of it, or its values overflow the dtype.
         """
-        path, place = self._places[name]
+        path, offset = self._offsets[name]
         dtype = self._tensors[name][0]
         data = tensor.detach().to("cpu", dtype).contiguous().flatten()
         if dtype == torch.float16 and tensor.dtype != torch.float16 and data.isinf().any():
@@ -145,10 +140,10 @@ class ShardedWriter:
         size = data.numel() * dtype.itemsize
         if size > self._left[name]:
             raise ValueError(
-                f"{name}: {tuple(tensor.shape)} is more than what is left of its place {tuple(self._tensors[name][1])}"
+                f"{name}: {tuple(tensor.shape)} is more than what is left of {tuple(self._tensors[name][1])}"
             )
         with path.open("r+b") as file:  # one at a time: a process may have few open, a model many
-            file.seek(place + start * dtype.itemsize)
+            file.seek(offset + start * dtype.itemsize)
             file.write(data.view(torch.uint8).numpy().data)
         self._left[name] -= size
 
@@ -164,22 +159,13 @@ class ShardedWriter:
 
 
 @contextmanager
-def whole_folder(output_dir: Path, caller: str) -> Iterator[Path]:
+def new_folder(output_dir: str | os.PathLike) -> Iterator[Path]:
     """
-    A folder to fill. It gets its final name only when the block succeeds; the next run removes what a killed one left.
+    A folder to fill, which gets its final name only when the block succeeds.
 
     Raises:
-        ValueError: `output_dir` exists, or another process is filling it.
+        ValueError: `output_dir` is neither new nor empty, or another process is filling it.
     """
-    what = f"{caller}: output_dir={str(output_dir)!r}"
-    if output_dir.exists():
-        raise ValueError(f"{what} exists; choose another name, or remove it")
-    partial = writable(output_dir, what).with_name(f".{output_dir.name}.partial")
-    with made(partial.parent, what), exclusive(partial.with_suffix(".lock"), what):
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            yield partial
-            partial.rename(output_dir)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with output_folder(output_dir, "output_dir") as folder, atomic_write(folder) as partial:
+        partial.mkdir()
+        yield partial

@@ -1,12 +1,10 @@
 """
-The settings of upcycling.
-
-The tensors of an upcycled MoE, computed from dense models' as they are asked for.
+Dense checkpoints to a native MoE checkpoint, one tensor at a time: settings, what is written, and its tensors.
 
 Sources: Sparse Upcycling (Komatsuzaki et al., 2023), Drop-Upcycling (arXiv 2502.19261) with its fine-grained and shared
 experts (appendix C.6), weight scaling (He et al., 2024), several checkpoints as experts (Branch-Train-MiX, UpIT).
 
-Dense checkpoints to a native MoE checkpoint, one tensor at a time.
+Legend: n experts, m granularity, k experts per token, f intermediate size, d hidden size.
 """
 
 from __future__ import annotations
@@ -27,24 +25,7 @@ from transformers import PreTrainedConfig
 from ..models.attention_init import attention_gates
 from ..utils.io import reading
 from ..utils.loading import read_model
-from ..utils.validation import (
-    COUNT,
-    EXPERTS,
-    FLAG,
-    FOLDER,
-    MOST,
-    PATH,
-    SEED,
-    SHARE,
-    TEXT,
-    Rule,
-    check,
-    check_fields,
-    is_a,
-    one_of,
-    whole,
-    within,
-)
+from ..utils.messages import choice_error
 from .expert_init import (
     FFN,
     INITIALISATION_READS,
@@ -63,26 +44,15 @@ from .families import MoEFamily, find_families
 from .model_folder import DenseModel, open_dense, parse_dtype, parse_size, write_moe
 from .moe_config import EMPTY_SHARED, moe_config
 
-# --- config ----------------------------------------------------------------------------------------------------------
-
-# Fields and what they may be.
-_RULES: dict[str, Rule] = {
-    "num_experts granularity": EXPERTS,
-    "top_k": COUNT,
-    "num_shared_experts num_added_shared_experts": whole(0, MOST),
-    "router_num_heads": EXPERTS.or_none(),
-    "router_aux_loss_coef": within(0),
-    "noise_scale noise_std router_init_std": within(0, 1000),  # more would not be finite in half precision
-    "noise_share drop_rate": SHARE,
-    "shared_indices weight_scaling": FLAG,
-    "router_init": one_of(get_args(RouterInit)),
-    "fine_grained_split": one_of(get_args(Split)),
-    "family dtype router_weights": TEXT.or_none(),
-    "max_shard_size": TEXT,
-    "seed": SEED,
-}
 # Fields with choices → the settings that each choice reads.
 _READS = {"init": INITIALISATION_READS, "router_init": ROUTER_READS}
+# Least and most of numbers. More experts would take all memory, more noise would not be finite in half precision.
+_LIMITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("num_experts", "granularity", "top_k", "router_num_heads"), (1, 2**16)),
+    **dict.fromkeys(("num_shared_experts", "num_added_shared_experts"), (0, 2**16)),
+    **dict.fromkeys(("noise_share", "drop_rate"), (0, 1)),
+    **dict.fromkeys(("noise_scale", "noise_std", "router_init_std", "router_aux_loss_coef"), (0, 1000)),
+}
 
 
 @dataclass
@@ -105,8 +75,8 @@ class UpcycleConfig:
         num_shared_experts: k_s of the m·n fine-grained experts are always active, as one shared block of k_s·f/m
             random neurons. m·n - k_s experts are routed and m·top_k - k_s of them are active, so that the active width
             stays top_k·f (Drop-Upcycling, appendix C.6.2). Needs a family with a shared expert (Qwen2-MoE).
-        num_added_shared_experts: whole copies of the dense FFN that are always active *beside* all routed experts, as
-            one shared block; the active width grows by as many f. Not the paper's shared experts.
+        num_added_shared_experts: complete copies of the dense FFN that are always active *beside* all routed experts,
+            as one shared block; the active width grows by as many f. Not the paper's shared experts.
         weight_scaling: scale up and down projections so that the active experts add up to the dense FFN. The shared
             block's gate in a Qwen2-MoE, one half at first, is made up for in any case.
         router_init: initial gates: `"normal"` N(0, std²), `"uniform"` with that standard deviation, `"zeros"` (all
@@ -122,8 +92,12 @@ class UpcycleConfig:
         max_shard_size: of the output's files.
         seed: of everything random. The same seed gives the same bytes.
 
-    Raises:
-        ValueError: a field has a value that cannot work; the message names it and the remedy.
+    Example:
+
+    ```python
+    >>> from moe_peft.native import UpcycleConfig
+    >>> config = UpcycleConfig(num_experts=8, top_k=2, init="drop", drop_rate=0.5)
+    ```
     """
 
     num_experts: int = field(default=8, metadata={"help": "Experts per layer."})
@@ -135,7 +109,7 @@ class UpcycleConfig:
     )
     noise_std: float = field(default=0.02, metadata={"help": "random_noise: standard deviation."})
     noise_share: float = field(default=0.5, metadata={"help": "random_noise: share of the weights that get noise."})
-    drop_rate: float = field(default=0.5, metadata={"help": "drop: share of the neurons that are drawn anew."})
+    drop_rate: float = field(default=0.5, metadata={"help": "drop: share of the neurons that are drawn again."})
     shared_indices: bool = field(default=True, metadata={"help": "drop: the same neurons in gate, up and down."})
     granularity: int = field(default=1, metadata={"help": "Fine-grained experts that each expert is split into."})
     fine_grained_split: str = field(
@@ -144,7 +118,7 @@ class UpcycleConfig:
     )
     num_shared_experts: int = field(default=0, metadata={"help": "Fine-grained experts that are always active."})
     num_added_shared_experts: int = field(
-        default=0, metadata={"help": "Whole FFNs that are always active, beside all routed experts."}
+        default=0, metadata={"help": "Complete FFNs that are always active, beside all routed experts."}
     )
     weight_scaling: bool = field(default=True, metadata={"help": "Keep the size of the FFN's output."})
     router_init: str = field(default="normal", metadata={"help": f"Initial gates: {', '.join(RouterInit.__args__)}."})  # type: ignore[attr-defined]
@@ -157,42 +131,191 @@ class UpcycleConfig:
     seed: int = field(default=0, metadata={"help": "Seed of everything random."})
 
     def __post_init__(self) -> None:
-        check_fields("upcycle", self, {**_RULES, "init": one_of(INITIALISATIONS)})
-        parse_dtype(self.dtype, None, "upcycle")
-        parse_size(self.max_shard_size, "upcycle")
+        choices = {"init": INITIALISATIONS, "router_init": get_args(RouterInit), "fine_grained_split": get_args(Split)}
+        for name, options in choices.items():
+            if getattr(self, name) not in options:
+                raise ValueError(choice_error(name, getattr(self, name), options))
+        for name, (least, most) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise self._error(name, f"must be from {least} to {most}")
+        parse_size(self.max_shard_size)
+        if self.dtype is not None:
+            parse_dtype(self.dtype)
         if self.top_k > self.num_experts:
-            self._refuse("top_k", f"use at most num_experts={self.num_experts}")
+            raise self._error("top_k", f"use at most num_experts={self.num_experts}")
         if self.num_shared_experts >= self.granularity * self.top_k:
-            self._refuse("num_shared_experts", f"use fewer than granularity·top_k={self.granularity * self.top_k}")
+            raise self._error("num_shared_experts", f"use fewer than granularity·top_k={self.granularity * self.top_k}")
         if self.num_shared_experts and self.num_added_shared_experts:
-            self._refuse("num_added_shared_experts", "use this or num_shared_experts")
-        whole = self.granularity == 1 and not self.num_shared_experts
-        if whole and self.fine_grained_split != type(self).fine_grained_split:
-            self._refuse("fine_grained_split", "granularity=1 splits no expert; set granularity, or leave it out")
+            raise self._error("num_added_shared_experts", "use this or num_shared_experts")
+        if self.granularity == 1 and not self.num_shared_experts and self.fine_grained_split != "partition":
+            raise self._error("fine_grained_split", "granularity=1 splits no expert; set granularity, or leave it out")
         if self.router_init == "given" and self.router_weights is None:
-            self._refuse("router_weights", "goes with router_init='given'")
-        for field_name, reads in _READS.items():
-            self._check_read(field_name, reads)
+            raise self._error("router_weights", "goes with router_init='given'")
+        # Settings that the chosen initialisation does not read would be ignored.
+        for choice, reads in _READS.items():
+            for name in dict.fromkeys(setting for settings in reads.values() for setting in settings):
+                changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
+                if changed and name not in reads.get(getattr(self, choice), (name,)):
+                    readers = " or ".join(repr(option) for option, settings in reads.items() if name in settings)
+                    raise self._error(name, f"goes with {choice}={readers}")
 
     @property
     def num_gates(self) -> int:
         """Initial gates of a layer, before shared experts are left out: the parts of a partition have one together."""
         return self.num_experts * (1 if self.fine_grained_split == "partition" else self.granularity)
 
-    def _check_read(self, of: str, reads: dict[str, tuple[str, ...]]) -> None:
-        """Refuse settings that the choice of a field does not read."""
-        chosen = getattr(self, of)
-        for name in dict.fromkeys(setting for settings in reads.values() for setting in settings):
-            changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
-            if changed and name not in reads.get(chosen, (name,)):
-                readers = " or ".join(repr(choice) for choice, settings in reads.items() if name in settings)
-                self._refuse(name, f"goes with {of}={readers}")
-
-    def _refuse(self, name: str, remedy: str) -> None:
-        raise ValueError(f"upcycle: {name}={getattr(self, name)!r}: {remedy}")
+    def _error(self, name: str, remedy: str) -> ValueError:
+        return ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
 
 
-# --- upcycled --------------------------------------------------------------------------------------------------------
+# What models must have in common for their average to make sense.
+_SAME = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window", "tie_word_embeddings",
+    "layer_types", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+)  # fmt: skip
+
+
+def upcycle(
+    models: str | os.PathLike | Sequence[str | os.PathLike],
+    output_dir: str | os.PathLike,
+    config: UpcycleConfig | None = None,
+    router_weights: Mapping[int, torch.Tensor] | None = None,
+    calibration: Iterable[Mapping[str, Any]] | None = None,
+) -> Path:
+    """
+    Write the MoE that dense models become: weights, config, tokenizer and generation config.
+
+    Memory: a few times one FFN and the largest other tensor, whatever the models' size; with
+    `router_init="attention"` the dense model is loaded first.
+
+    Args:
+        models: a dense model's folder (or name on the hub), or several of one architecture. With several, expert i
+            comes from the i-th (in turn, where there are fewer than experts), and all other weights are averaged.
+        output_dir: a new or empty folder. A killed run leaves nothing in it.
+        config: see `UpcycleConfig`.
+        router_weights: layer → gates, in the shapes of `UpcycleConfig.router_weights`; in place of what `router_init`
+            makes.
+        calibration: for `router_init="attention"`, batches of `input_ids` [B, S] and, if there is padding,
+            `attention_mask` [B, S]. They run through the dense model, so the gates do not depend on the experts.
+
+    Returns:
+        the folder.
+
+    Raises:
+        ValueError: no family holds the models, a setting does not fit them, a checkpoint is broken, or `output_dir`
+            is neither new nor empty.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.native import UpcycleConfig, upcycle
+    >>> folder = upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4, init="drop"))
+    ```
+    """
+    config = config or UpcycleConfig()
+    paths: Any = models if isinstance(models, (list, tuple)) else [models]
+    names = [os.fspath(path) for path in paths]
+    if config.init == "checkpoints" and len(names) < 2:
+        raise ValueError("init='checkpoints': give two models or more, or use init='copy'")
+    if not 1 <= len(names) <= config.num_experts:
+        raise ValueError(f"num_experts={config.num_experts}: there are {len(names)} models; ask for as many or more")
+    if (calibration is not None) != (config.router_init == "attention"):
+        raise ValueError(
+            f"router_init={config.router_init!r}: calibration data (calibration=…, --calibration FILE) go with "
+            "router_init='attention'; give both or none"
+        )
+    sources = [open_dense(name, config.family) for name in names]
+    for source in sources[1:]:
+        check_same_architecture(source, sources[0])
+    family, moe = upcycled_config(sources[0].config, config)
+    if router_weights is None and config.router_weights is not None:
+        router_weights = _read_routers(config.router_weights)
+    elif router_weights is None and calibration is not None:
+        router_weights = _attention_gates(sources, config, calibration)
+    return write_moe(
+        output_dir,
+        family,
+        moe,
+        Upcycled(sources, config, router_weights),
+        companions=[sources[0].folder],
+        dtype=sources[0].dtype if config.dtype is None else parse_dtype(config.dtype),
+        max_shard_size=parse_size(config.max_shard_size),
+        bases=names,
+        made=f"`moe-peft upcycle` (initial experts: `{config.init}`, initial gates: `{config.router_init}`); "
+        "it is meant to be trained",
+    )
+
+
+def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoEFamily, PreTrainedConfig]:
+    """
+    The MoE's family and config, from a dense model's config.
+
+    Raises:
+        ValueError: no family holds it, or a setting does not fit.
+    """
+    families = find_families(dense.model_type, config.family)
+    m, f = config.granularity, dense.intermediate_size
+    if f % m:
+        raise ValueError(f"granularity={m}: must divide the dense model's intermediate_size {f}")
+    for name in ("num_shared_experts", "num_added_shared_experts"):
+        if getattr(config, name) and families[1].shared is None:
+            raise ValueError(
+                f"{name}={getattr(config, name)}: {families[1].model_type} has no shared experts; use 0, or a "
+                "Qwen2 model"
+            )
+    shared = config.num_shared_experts
+    moe = moe_config(
+        families,
+        dense,
+        num_experts=config.num_experts * m - shared,
+        top_k=config.top_k * m - shared,
+        width=f // m,
+        shared_width=shared * f // m + config.num_added_shared_experts * f,
+        router_aux_loss_coef=config.router_aux_loss_coef,
+    )
+    return families[1], moe
+
+
+def check_same_architecture(model: DenseModel, other: DenseModel) -> None:
+    """
+    Check that two models' weights can be averaged.
+
+    Raises:
+        ValueError: their configs differ in a field that matters.
+    """
+    fields, others = model.config.to_dict(), other.config.to_dict()
+    for name in _SAME:
+        if fields.get(name) != others.get(name):
+            raise ValueError(
+                f"{model.folder} has another architecture than {other.folder}: {name}={fields.get(name)!r} and "
+                f"{others.get(name)!r}; give models of one architecture"
+            )
+
+
+def _attention_gates(
+    sources: Sequence[DenseModel], config: UpcycleConfig, calibration: Iterable[Mapping[str, Any]]
+) -> dict[int, torch.Tensor]:
+    """The gates that the dense model's attention gives, by layer."""
+    if len(sources) > 1:
+        raise ValueError("router_init='attention': takes one dense model; use another with several")
+    dense: Any = read_model(sources[0].folder, "models", dtype="auto")
+    if torch.accelerator.is_available():
+        dense.to(torch.accelerator.current_accelerator())
+    try:
+        return dict(enumerate(attention_gates(dense, calibration, config.num_gates, config.router_num_heads)))
+    except ValueError as error:
+        raise ValueError(f"router_init='attention', router_num_heads={config.router_num_heads}: {error}") from error
+
+
+def _read_routers(path: str) -> dict[int, torch.Tensor]:
+    what = f"router_weights={path!r}"
+    if not Path(path).is_file():
+        raise ValueError(f"{what}: no such file")
+    with reading(what, "give a safetensors file with tensors named by their layer"):
+        return {int(name): tensor for name, tensor in load_file(path).items()}
+
 
 _THREADS = 4  # also the number of FFNs that may wait in memory
 
@@ -204,10 +327,10 @@ class Upcycled:
 
     Args:
         sources: dense models of one architecture.
-        routers: layer → given gates [n, d] or [m·n, d]; None draws them as the config says.
+        routers: layer → gates [n, d] or [m·n, d]; None draws them as the config says.
 
     Raises:
-        ValueError: given gates are missing in a layer, have another shape, or hold NaN or infinity.
+        ValueError: gates are missing in a layer, have another shape, or hold NaN or infinity.
     """
 
     def __init__(
@@ -215,7 +338,7 @@ class Upcycled:
     ) -> None:
         self.sources, self.config, self.routers = sources, config, routers
         self.init = ExpertInit(
-            config.init,  # type: ignore[arg-type]
+            config.init,
             config.noise_scale,
             config.noise_std,
             config.noise_share,
@@ -228,24 +351,19 @@ class Upcycled:
             self._check_routers(routers)
 
     def _check_routers(self, routers: Mapping[int, torch.Tensor]) -> None:
-        dense, c = self.sources[0].config, self.config
-        shapes = [(n, dense.hidden_size) for n in sorted({c.num_gates, c.num_experts * c.granularity})]
-        wanted = " or ".join(map(str, shapes))
-        if c.num_gates > c.num_experts:
-            wanted += f", a gate for each fine-grained expert with fine_grained_split={c.fine_grained_split!r},"
-        for layer, weight in routers.items():
-            if layer not in range(dense.num_hidden_layers):
-                raise ValueError(
-                    f"upcycle: router_weights: no layer {layer!r}; give 0 to {dense.num_hidden_layers - 1}"
-                )
-            if not (isinstance(weight, torch.Tensor) and weight.is_floating_point()):
-                raise ValueError(f"upcycle: router_weights: layer {layer} is no tensor of floats; give {wanted}")
+        dense, config = self.sources[0].config, self.config
+        shapes = [(n, dense.hidden_size) for n in sorted({config.num_gates, config.num_experts * config.granularity})]
+        if not routers.keys() <= set(range(dense.num_hidden_layers)):
+            raise ValueError(f"router_weights: layers {sorted(routers)}; there are 0 to {dense.num_hidden_layers - 1}")
         for layer in range(dense.num_hidden_layers):
-            if layer in routers and not routers[layer].isfinite().all():
-                raise ValueError(f"upcycle: router_weights: layer {layer} holds NaN or infinity; give other ones")
-            if layer not in routers or tuple(routers[layer].shape) not in shapes:
-                has = f"shape {tuple(routers[layer].shape)}" if layer in routers else "no tensor"
-                raise ValueError(f"upcycle: router_weights: layer {layer} has {has}; give {wanted} for every layer")
+            shape = tuple(routers[layer].shape) if layer in routers else None
+            if shape not in shapes:
+                raise ValueError(
+                    f"router_weights: layer {layer} has {'no tensor' if shape is None else f'shape {shape}'}; give "
+                    f"{' or '.join(map(str, shapes))} for every layer"
+                )
+            if not routers[layer].isfinite().all():
+                raise ValueError(f"router_weights: layer {layer} holds NaN or infinity; give other ones")
 
     def backbone(self, name: str) -> torch.Tensor:
         if len(self.sources) == 1:
@@ -282,22 +400,22 @@ class Upcycled:
         pending: deque[Future[FFN]] = deque()
         with ThreadPoolExecutor(workers) as pool:
             for layer in range(first, self.sources[0].config.num_hidden_layers):
-                for ffn, place in self._routed(layer):
-                    pending.append(pool.submit(self._expert, layer, ffn, place))
+                for ffn, index in self._routed(layer):
+                    pending.append(pool.submit(self._expert, layer, ffn, index))
                     if len(pending) > workers:
                         yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
 
     def _routed(self, layer: int) -> Iterator[tuple[FFN, int]]:
-        """The dense FFN that each routed expert is made from, or the part of one, and its place among the m·n."""
+        """The dense FFN that each routed expert is made from, or the part of one, and its index among the m·n."""
         c, m = self.config, self.config.granularity
         for expert in range(c.num_experts):
             if expert == 0 or len(self.sources) > 1:
                 ffn = self._source(expert).ffn(layer)
-            for place, index in enumerate(self._neurons(layer, expert, ffn.gate.shape[0]), expert * m):
-                if place >= c.num_shared_experts:  # the first ones are the shared block
-                    yield (ffn if m == 1 else ffn.neurons(index)), place
+            for index, neurons in enumerate(self._neurons(layer, expert, ffn.gate.shape[0]), expert * m):
+                if index >= c.num_shared_experts:  # the first ones are the shared block
+                    yield (ffn if m == 1 else ffn.neurons(neurons)), index
 
     def _neurons(self, layer: int, expert: int, f: int) -> list[torch.Tensor]:
         """The neurons of each of the m parts of an expert."""
@@ -309,14 +427,14 @@ class Upcycled:
             for part in range(m)
         ]
 
-    def _expert(self, layer: int, ffn: FFN, place: int) -> FFN:
+    def _expert(self, layer: int, ffn: FFN, index: int) -> FFN:
         c, m = self.config, self.config.granularity
-        made = self.init.make(ffn, place, c.num_experts * m, generator_for(c.seed, layer, place))
+        expert = self.init.make(ffn, index, c.num_experts * m, generator_for(c.seed, layer, index))
         if not c.weight_scaling:
-            return made
+            return expert
         # The active experts are k times as wide as the dense FFN, so each of their neurons should count 1/k. The gates
         # of the m·k - k_s routed ones sum to 1. Added shared experts are the FFN again, once each.
-        return made.scaled((m * c.top_k - c.num_shared_experts) / c.top_k / (1 + c.num_added_shared_experts))
+        return expert.scaled((m * c.top_k - c.num_shared_experts) / c.top_k / (1 + c.num_added_shared_experts))
 
     def shared(self, layer: int) -> FFN:
         c = self.config
@@ -346,166 +464,3 @@ class Upcycled:
 
     def _source(self, expert: int) -> DenseModel:
         return self.sources[expert % len(self.sources)]
-
-
-# --- upcycle ---------------------------------------------------------------------------------------------------------
-
-# What models must have in common for their average to make sense.
-_SAME = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window", "tie_word_embeddings",
-    "layer_types", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
-)  # fmt: skip
-
-
-def upcycle(
-    models: str | os.PathLike | Sequence[str | os.PathLike],
-    output_dir: str | os.PathLike,
-    config: UpcycleConfig | None = None,
-    router_weights: Mapping[int, torch.Tensor] | None = None,
-    calibration: Iterable[Mapping[str, Any]] | None = None,
-) -> Path:
-    """
-    Write the MoE that dense models become: weights, config, tokenizer and generation config.
-
-    Memory: a few times one FFN and the largest other tensor, whatever the models' size; with
-    `router_init="attention"` the dense model is loaded first.
-
-    Args:
-        models: a dense model's folder (or name on the hub), or several of one architecture. With several, expert i
-            comes from the i-th (in turn, where there are fewer than experts), and all other weights are averaged.
-        output_dir: a folder that does not exist yet. A killed run leaves none.
-        config: see `UpcycleConfig`.
-        router_weights: layer → given gates, in the shapes of `UpcycleConfig.router_weights` and in place of that file.
-        calibration: for `router_init="attention"`, batches of `input_ids` [B, S] and, if there is padding,
-            `attention_mask` [B, S]. They run through the dense model, so the gates do not depend on the experts.
-
-    Raises:
-        ValueError: no family holds the models, a setting does not fit, an argument has no use, a checkpoint is broken,
-            or `output_dir` exists.
-    """
-    config = UpcycleConfig() if config is None else config
-    paths: Any = models if isinstance(models, (list, tuple)) else [models]
-    check(
-        "upcycle",
-        models=(models, Rule(lambda _: all(map(PATH.allows, paths)), "give a model's folder, or a list of them")),
-        output_dir=(output_dir, FOLDER),
-        config=(config, is_a(UpcycleConfig)),
-        router_weights=(router_weights, is_a(Mapping, remedy="give a dict of layer to tensor").or_none()),
-    )
-    names = [os.fspath(path) for path in paths]
-    if config.init == "checkpoints" and len(names) < 2:
-        raise ValueError("upcycle: init='checkpoints': give two models or more, or use init='copy'")
-    if not names:
-        raise ValueError("upcycle: models=[]: give at least one dense model")
-    if len(paths) > config.num_experts:
-        raise ValueError(
-            f"upcycle: num_experts={config.num_experts}: there are {len(paths)} models; ask for as many or more"
-        )
-    sources = [open_dense(name, config.family, "upcycle") for name in names]
-    for source in sources[1:]:
-        check_same_architecture(source, sources[0], "upcycle: models")
-    dense = sources[0].config
-    family, moe = upcycled_config(dense, config)
-    _check_arguments(config, router_weights, calibration)
-    given = router_weights if router_weights is not None else _read_routers(config)
-    if config.router_init == "attention":
-        given = _attention_gates(sources, config, calibration)
-    return write_moe(
-        family,
-        moe,
-        Upcycled(sources, config, given),
-        [sources[0].folder],
-        Path(output_dir),
-        parse_dtype(config.dtype, sources[0], "upcycle"),
-        parse_size(config.max_shard_size, "upcycle"),
-        "upcycle",
-        names,
-        f"`moe-peft upcycle` (initial experts: `{config.init}`, initial gates: `{config.router_init}`); "
-        "it is meant to be trained",
-    )
-
-
-def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoEFamily, PreTrainedConfig]:
-    """
-    The MoE's family and config, from a dense model's config.
-
-    Raises:
-        ValueError: no family holds it, or a setting does not fit.
-    """
-    families = find_families(dense.model_type, config.family, "upcycle")
-    m, f = config.granularity, dense.intermediate_size
-    if f % m:
-        raise ValueError(f"upcycle: granularity={m}: must divide the dense model's intermediate_size {f}")
-    for name in ("num_shared_experts", "num_added_shared_experts"):
-        if getattr(config, name) and families[1].shared is None:
-            raise ValueError(
-                f"upcycle: {name}={getattr(config, name)}: {families[1].model_type} has no shared experts; use 0, or a "
-                "Qwen2 model"
-            )
-    shared = config.num_shared_experts
-    moe = moe_config(
-        families,
-        dense,
-        num_experts=config.num_experts * m - shared,
-        top_k=config.top_k * m - shared,
-        width=f // m,
-        shared_width=shared * f // m + config.num_added_shared_experts * f,
-        router_aux_loss_coef=config.router_aux_loss_coef,
-    )
-    return families[1], moe
-
-
-def check_same_architecture(model: DenseModel, other: DenseModel, what: str) -> None:
-    """
-    Check that two models' weights can be averaged.
-
-    Raises:
-        ValueError: their configs differ in a field that matters.
-    """
-    ours, theirs = model.config.to_dict(), other.config.to_dict()
-    for name in _SAME:
-        if ours.get(name) != theirs.get(name):
-            raise ValueError(
-                f"{what}: {model.folder} has another architecture than {other.folder}: {name}={ours.get(name)!r} and "
-                f"{theirs.get(name)!r}; give models of one architecture"
-            )
-
-
-def _check_arguments(config: UpcycleConfig, router_weights: Any, calibration: Any) -> None:
-    """Refuse what would be ignored."""
-    init = config.router_init
-    if init != "attention" and calibration is not None:
-        raise ValueError(f"upcycle: calibration: router_init={init!r} has no use for it; set router_init='attention'")
-    if init not in ("given", UpcycleConfig.router_init) and router_weights is not None:
-        raise ValueError(f"upcycle: router_weights: router_init={init!r} has no use for it; leave router_init out")
-    if router_weights is not None and config.router_init_std != UpcycleConfig.router_init_std:
-        raise ValueError(f"upcycle: router_init_std={config.router_init_std}: the gates are given; leave it out")
-
-
-def _attention_gates(
-    sources: Sequence[DenseModel], config: UpcycleConfig, calibration: Iterable[Mapping[str, Any]] | None
-) -> dict[int, torch.Tensor]:
-    """The gates that the dense model's attention gives, by layer."""
-    if calibration is None:
-        raise ValueError("upcycle: router_init='attention': give calibration data (calibration=…, --calibration FILE)")
-    if len(sources) > 1:
-        raise ValueError("upcycle: router_init='attention': takes one dense model; use another with several")
-    dense: Any = read_model(sources[0].folder, "upcycle: models", dtype="auto")
-    if torch.accelerator.is_available():
-        dense.to(torch.accelerator.current_accelerator())
-    try:
-        return dict(enumerate(attention_gates(dense, calibration, config.num_gates, config.router_num_heads)))
-    except ValueError as error:
-        own = "" if config.router_num_heads is None else f", router_num_heads={config.router_num_heads}"
-        raise ValueError(f"upcycle: router_init='attention'{own}: {error}") from error
-
-
-def _read_routers(config: UpcycleConfig) -> dict[int, torch.Tensor] | None:
-    if config.router_weights is None:
-        return None
-    what = f"upcycle: router_weights={config.router_weights!r}"
-    if not Path(config.router_weights).is_file():
-        raise ValueError(f"{what}: no such file")
-    with reading(what, "give a safetensors file with tensors named by their layer"):
-        return {int(name): tensor for name, tensor in load_file(config.router_weights).items()}

@@ -1,7 +1,7 @@
 """
-Which experts go: for one layer, the groups of experts that are left.
+Which experts of a layer stay.
 
-A group is a list of experts that become one; an expert in no group is dropped. n experts, m groups.
+A group is a list of experts that become one; an expert in no group is dropped. n experts before, m after (groups).
 """
 
 from __future__ import annotations
@@ -11,35 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ..utils.validation import COUNT, Rule, check_fields, within
-
 Groups = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """
-    What makes experts go, see `prune_experts`.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
+    """What makes experts go, see `prune_experts`."""
 
     min_load: float = 0.0
     merge_twins: float | None = None
     experts_per_layer: int | None = None
-
-    def __post_init__(self) -> None:
-        share, cosine = within(0, 1, below=True), within(0, 1, above=True)
-        check_fields(
-            "prune",
-            self,
-            {
-                "min_load": Rule(share.allows, "use a share of a layer's assignments, from 0 to below 1"),
-                "merge_twins": Rule(cosine.allows, "use a cosine above 0 and at most 1").or_none(),
-                "experts_per_layer": COUNT.or_none(),
-            },
-        )
 
 
 @dataclass(frozen=True)
@@ -81,31 +62,31 @@ def plan_layers(layers: Sequence[LayerFacts], rules: Rules, same_size: bool) -> 
         ValueError: too few experts would stay, or layers that must keep as many cannot.
     """
     for layer in layers:
-        asked = rules.experts_per_layer
-        if asked is not None and not layer.smallest <= asked <= layer.num_experts:
+        count = rules.experts_per_layer
+        if count is not None and not layer.smallest <= count <= layer.num_experts:
             raise ValueError(
-                f"prune: experts_per_layer={asked}: {layer.name} has {layer.num_experts} experts and must keep "
+                f"experts_per_layer={count}: {layer.name} has {layer.num_experts} experts and must keep "
                 f"{layer.smallest}; use a number from {layer.smallest} to {layer.num_experts}"
             )
         left = layer.num_experts - len(set(layer.dropped))
         wanted = max(layer.smallest, rules.experts_per_layer or 0)
         if left < wanted:
             raise ValueError(
-                f"prune: {layer.name}: drop={sorted(set(layer.dropped))} leaves {left} of {layer.num_experts} experts; "
+                f"{layer.name}: drop={sorted(set(layer.dropped))} leaves {left} of {layer.num_experts} experts; "
                 f"keep at least {wanted}"
             )
-    found = [plan_layer(layer, rules) for layer in layers]
+    plan = [plan_layer(layer, rules) for layer in layers]
     if not same_size:
-        return found
-    most = max(map(len, found))
-    found = [plan_layer(layer, rules, most) for layer in layers]
-    for layer, groups in zip(layers, found, strict=True):
+        return plan
+    most = max(map(len, plan))
+    plan = [plan_layer(layer, rules, most) for layer in layers]
+    for layer, groups in zip(layers, plan, strict=True):
         if len(groups) != most:
             raise ValueError(
-                f"prune: {layer.name} keeps {len(groups)} experts, another layer {most}: a native MoE has as many in "
+                f"{layer.name} keeps {len(groups)} experts, another layer {most}: a native MoE has as many in "
                 f"every layer; drop fewer here or more there, or give experts_per_layer={len(groups)}"
             )
-    return found
+    return plan
 
 
 def plan_layer(layer: LayerFacts, rules: Rules, least: int = 0) -> Groups:
@@ -122,7 +103,7 @@ def plan_layer(layer: LayerFacts, rules: Rules, least: int = 0) -> Groups:
     if rules.experts_per_layer is not None:
         if len(groups) > stop and layer.load is None:
             raise ValueError(
-                f"prune: {layer.name}: experts_per_layer={rules.experts_per_layer}: {len(groups)} are left, and only "
+                f"{layer.name}: experts_per_layer={rules.experts_per_layer}: {len(groups)} are left, and only "
                 "data say which are used least; give data"
             )
         while len(groups) > stop:

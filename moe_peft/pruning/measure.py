@@ -17,7 +17,7 @@ from ..training.scoring import example_losses, loss_name, make_scorable, mean_lo
 
 class Choices:
     """
-    The experts that served each token of a data set, in one bit each.
+    The experts that served each token of a dataset, in one bit each.
 
     Args:
         sizes: n of every layer.
@@ -51,7 +51,7 @@ class Choices:
         Args:
             experts: those of every layer.
         """
-        hit_LT = np.stack([self.layer(i)[:, list(own)].any(1) for i, own in enumerate(experts)])
+        hit_LT = np.stack([self.layer(i)[:, list(of_layer)].any(1) for i, of_layer in enumerate(experts)])
         return {"layers": hit_LT.mean(1).tolist(), "any_layer": float(hit_LT.any(0).mean())}
 
 
@@ -70,8 +70,8 @@ def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[st
     make_scorable(model)
     with nullcontext() if choices is None else observed_routing(model, choices.add):
         losses_S1, counts_S = example_losses(model, rows.data, rows.collator, rows=rows.batch_size)
-    found = {}
-    for domain, own in rows_of_labels(rows.domains).items():
-        name = loss_name(domain)
-        found[name] = mean_loss(losses_S1[own], counts_S[own], f"prune: domain {domain!r}")
-    return {**found, "mean": mean_loss(losses_S1, counts_S, "prune: data")}
+    losses = {
+        loss_name(domain): mean_loss(losses_S1[index], counts_S[index], f"domain {domain!r}")
+        for domain, index in rows_of_labels(rows.domains).items()
+    }
+    return {**losses, "mean": mean_loss(losses_S1, counts_S, "data")}

@@ -1,25 +1,22 @@
-"""Pruning: experts that get next to nothing are dropped, experts that are nearly the same become one."""
+"""Pruning: experts that are nearly idle are dropped, experts that are nearly the same become one."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from inspect import signature
-from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..analysis.inputs import check_limits, load, load_rows
+from ..analysis.inputs import load, load_rows
 from ..models.model_size import ModelSize
-from ..native.safetensors_io import whole_folder
+from ..native.safetensors_io import new_folder
 from ..utils.expert_merging import likeness
+from ..utils.io import write_json
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
-from ..utils.validation import FOLDER, PATH, TEXT, check
 from .expert_groups import Groups, LayerFacts, Rules, plan_layers, weights_of
 from .measure import Choices, losses_of
 from .routed_folders import Folder, open_folder
@@ -39,6 +36,14 @@ class PrunedLayer:
         groups: the experts before that each one after was made from, [m] lists.
         dropped: the experts that are gone.
         load: each expert's share of the layer's assignments before; None without data.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.pruning import PrunedLayer
+    >>> layer = PrunedLayer("model.layers.0.mlp", num_experts=4, groups=[[0], [1, 2]], dropped=[3], load=None)
+    >>> merged = layer.merged  # 1 and 2
+    ```
     """
 
     name: str
@@ -65,6 +70,15 @@ class Pruning:
             called `"mean (domain)"`.
         lost: the share of tokens that an expert served which is gone, by layer and in any layer; None without data.
         merged: the same of experts that have become one with another.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import prune_experts
+    >>> from moe_peft.native import UpcycleConfig, upcycle
+    >>> pruning = prune_experts(upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4)), "pruned", drop=[3])
+    >>> parameters = [pruning.size[when].total for when in ("before", "after")]
+    ```
     """
 
     layers: list[PrunedLayer]
@@ -102,8 +116,8 @@ def prune_experts(
     Args:
         model: the folder of an adapter with routers that can lose experts, or of a native MoE of a family that
             `export` writes. All layers of a native MoE keep as many experts, those of an adapter what they need.
-        output_dir: a folder that does not exist yet. A killed run leaves none.
-        data: a file or a data set's name, in a format that TRL accepts; for loads, and for the loss before and after.
+        output_dir: a new or empty folder. A killed run leaves nothing in it.
+        data: a file or a dataset's name, in a format that TRL accepts; for loads, and for the loss before and after.
         label_column: the column that holds the domains, for losses by domain.
         split: the split of the data.
         min_load: with data, drop experts with a smaller share of their layer's assignments; None: 0.01.
@@ -118,25 +132,25 @@ def prune_experts(
 
     Raises:
         ValueError: model or data do not exist or do not fit, a router cannot lose experts, a layer would keep fewer
-            than top_k (in an adapter also fewer than two), nothing would go, or a setting of data is given without
-            data.
+            than top_k (in an adapter also fewer than two), or nothing would go.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import prune_experts
+    >>> from moe_peft.native import UpcycleConfig, upcycle
+    >>> folder = upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4))
+    >>> pruning = prune_experts(folder, "pruned", drop=[3])
+    >>> groups = [layer.groups for layer in pruning.layers]
+    ```
     """
-    check(
-        "prune",
-        model=(model, PATH),
-        output_dir=(output_dir, FOLDER),
-        data=(data, TEXT.or_none()),
-        label_column=(label_column, TEXT.or_none()),
-    )
-    check_limits("prune", batch_size, max_length, max_examples)
-    if data is None:
-        _check_without_data(
-            merge_twins, drop, label_column=label_column, min_load=min_load, split=split, dtype=dtype,
-            batch_size=batch_size, max_length=max_length, max_examples=max_examples,
-        )  # fmt: skip
+    if data is None and not (min_load is None and label_column is None):
+        raise ValueError("min_load and label_column say something of data; give data, or leave them out")
+    if data is None and merge_twins is None and drop is None:
+        raise ValueError("data=None: nothing says which experts go; give data, merge_twins or drop")
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
-    rules, dropped = Rules(lowest, merge_twins, experts_per_layer), _drops(drop)
-    with whole_folder(Path(output_dir), "prune") as partial:
+    rules = Rules(lowest, merge_twins, experts_per_layer)
+    with new_folder(output_dir) as partial:
         folder = open_folder(model)
         choices, loss, rows = Choices([layer.num_experts for layer in folder.layers]), {}, None
         if data is not None:
@@ -148,99 +162,79 @@ def prune_experts(
             loss["before"] = losses_of(loaded, rows, choices)
             del loaded
             free_memory()
-        layers = _write(folder, partial, None if rows is None else choices.loads(), dropped, rules)
+        layers = _write(folder, partial, None if rows is None else choices.loads(), drop, rules)
         after = open_folder(partial)
         after.check()
         if rows is not None:
             loss["after"] = losses_of(load(str(partial), dtype, None)[0], rows)
-        found = Pruning(
+        pruning = Pruning(
             layers,
             {"before": folder.size, "after": after.size},
             loss or None,
             None if rows is None else choices.share_with([layer.dropped for layer in layers]),
             None if rows is None else choices.share_with([layer.merged for layer in layers]),
         )
-        (partial / REPORT).write_text(json.dumps(asdict(found), indent=2) + "\n")
+        write_json(partial / REPORT, asdict(pruning))
         made = f"`moe-peft prune` of `{Path(model).name}`; `{REPORT}` says which experts are left"
         write_model_card(partial, base=folder.made_from or os.fspath(model), made=made)
-    return found
-
-
-def _check_without_data(merge_twins: float | None, drop: Any, **of_data: Any) -> None:
-    """Raise if what is asked for needs data."""
-    usual = signature(prune_experts).parameters
-    for name, value in of_data.items():
-        if value != usual[name].default:
-            raise ValueError(f"prune: {name}={value!r}: it says something of data; give data, or leave it out")
-    if merge_twins is None and drop is None:
-        raise ValueError("prune: data=None: nothing says which experts go; give data, merge_twins or drop")
-
-
-def _drops(drop: Mapping[Any, Sequence[int]] | Sequence[int] | None) -> dict[int | None, list[int]]:
-    """Layer → experts; the key None stands for all layers."""
-    try:
-        given = drop if isinstance(drop, Mapping) else {None: [] if drop is None else list(drop)}
-        if isinstance(drop, str) or any(isinstance(i, bool) for key, experts in given.items() for i in (key, *experts)):
-            raise TypeError
-        found = {
-            None if key is None else int(key) if isinstance(key, str) else index(key): [index(i) for i in experts]
-            for key, experts in given.items()
-        }
-        if len(found) == len(given) and all(i >= 0 for key, experts in found.items() for i in [key or 0, *experts]):
-            return found
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(f'prune: drop={drop!r}: give a list of experts, or layers and theirs, like {{"0": [1, 3]}}')
+    return pruning
 
 
 def _write(
     folder: Folder,
     output: Path,
     loads: Sequence[torch.Tensor] | None,
-    dropped: Mapping[int | None, list[int]],
+    drop: Mapping[Any, Sequence[int]] | Sequence[int] | None,
     rules: Rules,
 ) -> list[PrunedLayer]:
     """Decide which experts stay, and write them."""
-    facts = _facts(folder, loads, dropped, rules)
+    facts = _facts(folder, loads, drop, rules)
     groups = plan_layers(facts, rules, folder.same_size)
-    layers = [_pruned(own, layer) for own, layer in zip(groups, facts, strict=True)]
+    layers, weights = [], []
+    for layer, of_layer in zip(facts, groups, strict=True):
+        kept = {i for group in of_layer for i in group}
+        gone = [i for i in range(layer.num_experts) if i not in kept]
+        load = None if layer.load is None else layer.load.tolist()
+        layers.append(PrunedLayer(layer.name, layer.num_experts, of_layer, gone, load))
+        weights.append([weights_of(group, layer) for group in of_layer])
     _check_changes(layers, facts)
-    weights = [[weights_of(group, layer) for group in own] for own, layer in zip(groups, facts, strict=True)]
     folder.write(output, groups, weights)
     return layers
 
 
 def _facts(
-    folder: Folder, loads: Sequence[torch.Tensor] | None, dropped: Mapping[int | None, list[int]], rules: Rules
+    folder: Folder,
+    loads: Sequence[torch.Tensor] | None,
+    drop: Mapping[Any, Sequence[int]] | Sequence[int] | None,
+    rules: Rules,
 ) -> list[LayerFacts]:
-    found = []
-    for i in dropped:
-        if i is not None and i >= len(folder.layers):
-            raise ValueError(f"prune: drop: layer {i}: the model has layers 0 to {len(folder.layers) - 1} with routers")
+    names = [str(i) for i in range(len(folder.layers))]  # as JSON has them
+    if isinstance(drop, Mapping):
+        per_layer = {str(i): experts for i, experts in drop.items()}
+    else:
+        per_layer = dict.fromkeys(names, drop or [])
+    for name in per_layer:
+        if name not in names:
+            raise ValueError(f"drop: layer {name}: the model has layers 0 to {names[-1]} with routers")
+    facts = []
     for i, layer in enumerate(folder.layers):
-        own = sorted({*dropped.get(None, []), *dropped.get(i, [])})
-        if own and own[-1] >= layer.num_experts:
-            raise ValueError(f"prune: drop={own}: {layer.name} has experts 0 to {layer.num_experts - 1}")
+        gone = sorted(set(per_layer.get(names[i], [])))
+        if not set(gone) <= set(range(layer.num_experts)):
+            raise ValueError(f"drop={gone}: {layer.name} has experts 0 to {layer.num_experts - 1}")
         similarity = None if rules.merge_twins is None else folder.similarity(i)
         load = None if loads is None else loads[i]
-        found.append(LayerFacts(layer.name, layer.num_experts, layer.smallest, load, similarity, own))
-    return found
-
-
-def _pruned(groups: Groups, layer: LayerFacts) -> PrunedLayer:
-    left = {i for group in groups for i in group}
-    gone = [i for i in range(layer.num_experts) if i not in left]
-    return PrunedLayer(layer.name, layer.num_experts, groups, gone, None if layer.load is None else layer.load.tolist())
+        facts.append(LayerFacts(layer.name, layer.num_experts, layer.smallest, load, similarity, gone))
+    return facts
 
 
 def _check_changes(layers: Sequence[PrunedLayer], facts: Sequence[LayerFacts]) -> None:
     """Raise if every expert stays."""
     if any(layer.dropped or layer.merged for layer in layers):
         return
-    known = [float(layer.load.min()) for layer in facts if layer.load is not None]
-    smallest = f"; the smallest load is {min(known):.1%}" if known else ""
-    alike = [found.largest for layer in facts if (found := likeness(layer.similarity)) is not None]
-    twins = f"; the largest cosine of two experts is {max(alike):.3f}" if alike else ""
+    loads = [float(layer.load.min()) for layer in facts if layer.load is not None]
+    smallest = f"; the smallest load is {min(loads):.1%}" if loads else ""
+    cosines = [alike.largest for layer in facts if (alike := likeness(layer.similarity)) is not None]
+    twins = f"; the largest cosine of two experts is {max(cosines):.3f}" if cosines else ""
     raise ValueError(
-        f"prune: every expert stays{smallest}{twins}; raise min_load, lower merge_twins, or give experts_per_layer"
+        f"every expert stays{smallest}{twins}; raise min_load, lower merge_twins, or give experts_per_layer"
     )

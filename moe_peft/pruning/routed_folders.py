@@ -24,14 +24,14 @@ from ..models.model_size import ModelSize, model_size
 from ..models.native_routers import CONFIG_FIELD
 from ..native.export import read_adapter_config
 from ..native.families import FAMILIES
-from ..native.model_folder import HEAD, copy_companions
+from ..native.model_folder import HEAD, NOT_WEIGHTS, copy_companions
 from ..native.moe_config import backbone_shapes
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..routing.routers import make_router
 from ..utils.expert_merging import mean_rows, mean_tensor, similarities, value_gram
-from ..utils.io import read_object
+from ..utils.io import read_json
 from ..utils.loading import empty_model, read_adapter_weights, read_config
-from ..utils.validation import one_line
+from ..utils.messages import one_line
 from .expert_groups import Groups
 
 _PREFIX, _ROUTER = "base_model.model.", "moe_lora_router."
@@ -100,7 +100,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
         return AdapterFolder(path)
     if (path / "config.json").is_file():
         return NativeFolder(path)
-    raise ValueError(f"prune: model={str(path)!r}: no adapter_config.json and no config.json; name a model's folder")
+    raise ValueError(f"model={str(path)!r}: no adapter_config.json and no config.json; name a model's folder")
 
 
 class AdapterFolder(Folder):
@@ -108,9 +108,9 @@ class AdapterFolder(Folder):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.config = read_adapter_config(path, "prune")
+        self.config = read_adapter_config(path)
         self.made_from = self.config.base_model_name_or_path
-        named = f"prune: {path}: base_model_name_or_path={self.made_from!r}"
+        named = f"{path}: base_model_name_or_path={self.made_from!r}"
         if not self.made_from:
             raise ValueError(f"{named}: it names no base; set it in adapter_config.json")
         base = read_config(self.made_from, named, self.config.revision)
@@ -136,17 +136,17 @@ class AdapterFolder(Folder):
             for name, spec in self.specs.items()
         ]
         if not self.layers:
-            raise ValueError(f"prune: model={str(path)!r}: the adapter has no routers; there is nothing to prune")
+            raise ValueError(f"model={str(path)!r}: the adapter has no routers; there is nothing to prune")
         if not self.config.router_class.expert_rows:
             raise ValueError(
-                f"prune: router_type={self.config.router_type!r}: such a router has no parameters of single experts "
+                f"router_type={self.config.router_type!r}: such a router has no parameters of single experts "
                 "that could go (expert_rows of its class)"
             )
-        self.state = read_adapter_weights(path, f"prune: adapter {str(path)!r}")
+        self.state = read_adapter_weights(path, f"adapter {str(path)!r}")
         self.check()
         for key, tensor in self.state.items():
             if not tensor.isfinite().all():
-                raise ValueError(f"prune: {path}: {key} holds NaN or infinity; save the adapter again")
+                raise ValueError(f"{path}: {key} holds NaN or infinity; save the adapter again")
 
     def similarity(self, layer: int) -> torch.Tensor:
         name = self.layers[layer].name
@@ -170,8 +170,8 @@ class AdapterFolder(Folder):
         config.save_pretrained(str(folder))
 
     def check(self) -> None:
-        found = {key: tensor.shape for key, tensor in self.state.items() if ".moe_lora_" in key or key in self.expected}
-        _check_shapes(self.path, found, self.expected)
+        shapes = {key: w.shape for key, w in self.state.items() if ".moe_lora_" in key or key in self.expected}
+        _check_shapes(self.path, shapes, self.expected)
 
     def _keys(self, name: str, part: str) -> list[str]:
         return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]
@@ -186,7 +186,7 @@ class AdapterFolder(Folder):
             fixed = {getattr(spec.router, name) or of_size(spec.num_experts) for spec in self.specs.values()}
             if len(fixed) > 1:
                 raise ValueError(
-                    f"prune: router_{name}=None: it follows from the number of experts, in which layers differ; set it "
+                    f"router_{name}=None: it follows from the number of experts, in which layers differ; set it "
                     "in adapter_config.json first"
                 )
             setattr(config, f"router_{name}", fixed.pop())
@@ -209,7 +209,7 @@ class AdapterFolder(Folder):
             wrong = [one_line(error)]
         if wrong:
             raise ValueError(
-                f"prune: {name}: router_type={config.router_type!r} cannot have {spec.num_experts} experts instead of "
+                f"{name}: router_type={config.router_type!r} cannot have {spec.num_experts} experts instead of "
                 f"{self.specs[name].num_experts} ({wrong[0]}); keep another number, or fold it first (fold_routers)"
             )
 
@@ -222,27 +222,23 @@ class NativeFolder(Folder):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.values: dict[str, Any] = read_object(path / "config.json")
+        self.values: dict[str, Any] = read_json(path / "config.json")
         kind = self.values.get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
-            raise ValueError(
-                f"prune: model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be"
-            )
+            raise ValueError(f"model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be")
         if CONFIG_FIELD in self.values:
-            raise ValueError(
-                f"prune: model={str(path)!r}: other routers are in the place of its gates; fold them first"
-            )
-        self.family, self.config = FAMILIES[kind], read_config(path, f"prune: model={str(path)!r}")
-        self.tensors = Checkpoint(path, "prune")
+            raise ValueError(f"model={str(path)!r}: other routers have replaced its gates; fold them first")
+        self.family, self.config = FAMILIES[kind], read_config(path, f"model={str(path)!r}")
+        self.tensors = Checkpoint(path)
         if getattr(self.config, self.family.count) < 1:
-            raise ValueError(f"prune: model={str(path)!r}: {self.family.count}: the config says there are no experts")
-        self.size = model_size(empty_model(self.config, f"prune: model={str(path)!r}"))
+            raise ValueError(f"model={str(path)!r}: {self.family.count}: the config says there are no experts")
+        self.size = model_size(empty_model(self.config, f"model={str(path)!r}"))
         n, k = getattr(self.config, self.family.count), self.config.num_experts_per_tok
         self.places = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
         self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.places]
         self.check()
         if not self.layers:
-            raise ValueError(f"prune: model={str(path)!r}: no layer has experts; there is nothing to prune")
+            raise ValueError(f"model={str(path)!r}: no layer has experts; there is nothing to prune")
 
     def similarity(self, layer: int) -> torch.Tensor:
         parts = range(len(self._names(layer, 0)))
@@ -254,13 +250,13 @@ class NativeFolder(Folder):
         }
         m = len(groups[0])
         rows: set[str] = set()
-        for layer, (own, w) in enumerate(zip(groups, weights, strict=True)):
+        for layer, (of_layer, w) in enumerate(zip(groups, weights, strict=True)):
             names = self._names(layer, 0) if self.family.stacked else ()
             for name in (self.family.router_name(self.places[layer]), *names):
-                make[name] = partial(self._rows, name, own, w)
+                make[name] = partial(self._rows, name, of_layer, w)
                 rows.add(name)
             if not self.family.stacked:
-                for i, (group, of_each) in enumerate(zip(own, w, strict=True)):
+                for i, (group, of_each) in enumerate(zip(of_layer, w, strict=True)):
                     for part, name in enumerate(self._names(layer, i)):
                         make[name] = partial(self._mean, layer, part, group, of_each)
                 for expert in range(m, self.layers[layer].num_experts):
@@ -270,8 +266,8 @@ class NativeFolder(Folder):
         shapes |= {name: torch.Size((m, *shapes[name][1:])) for name in rows}
         plan = {name: (self.tensors.dtype(name), shapes[name]) for name in make}
         with ShardedWriter(folder, plan, _SHARD) as writer:
-            for name, made in make.items():
-                writer.write(name, made())
+            for name, tensor in make.items():
+                writer.write(name, tensor())
         counts = {key: m for key in ("num_experts", "num_local_experts") if key in self.values}
         (folder / "config.json").write_text(json.dumps({**self.values, **counts}, indent=2, sort_keys=True) + "\n")
         copy_companions(self.path, folder)
@@ -280,10 +276,10 @@ class NativeFolder(Folder):
         expected = self.family.plan(self.config, backbone_shapes(self.config))
         if self.config.tie_word_embeddings:
             expected.pop(HEAD)
-        found = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith("rotary_emb.inv_freq")}
+        shapes = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith(NOT_WEIGHTS)}
         if self.config.tie_word_embeddings:
-            found.pop(HEAD, None)
-        _check_shapes(self.path, found, expected)
+            shapes.pop(HEAD, None)
+        _check_shapes(self.path, shapes, expected)
 
     def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         return mean_rows(self.tensors.tensor(name), groups, weights)
@@ -302,12 +298,12 @@ class NativeFolder(Folder):
         return torch.stack([self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n)])
 
 
-def _check_shapes(path: Path, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    for name in {**expected, **found}:
-        if found.get(name) != expected.get(name):
-            has, wants = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, expected))
+def _check_shapes(path: Path, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    for name in {**expected, **shapes}:
+        if shapes.get(name) != expected.get(name):
+            has, wants = (list(of[name]) if name in of else "nothing" for of in (shapes, expected))
             raise ValueError(
-                f"prune: {path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
+                f"{path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
                 "it was saved with"
             )
 

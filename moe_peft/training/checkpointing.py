@@ -347,11 +347,6 @@ def total_steps(trainer: Trainer) -> int:
     return steps_and_rows(trainer.args, len(trainer.train_dataset), trainer.args.world_size)[0]
 
 
-def step_rows(args: TrainingArguments) -> int:
-    """Rows of one optimizer step."""
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-
-
 def save_full_weights(trainer: Trainer) -> None:
     """Have FSDP write full weights, as any other trainer does; of sharded ones `save_model` writes nothing."""
     if trainer.is_fsdp_enabled:

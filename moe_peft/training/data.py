@@ -1,8 +1,4 @@
-"""
-Loads data sets by the names that users give.
-
-Checks the rows of a data set before anything is spent on them.
-"""
+"""Datasets: loaded by the names that users give, and checked row by row before anything is spent on them."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import glob
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +21,7 @@ from trl.data_utils import maybe_convert_to_chatml
 from ..utils.io import reading
 from ..utils.messages import one_line
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- loading ---------------------------------------------------------------------------------------------------------
 
 # Columns of the formats that TRL's trainers take.
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
@@ -42,17 +38,17 @@ def load_data(
     formats: Sequence[set[str]] = SUPERVISED,
 ) -> Dataset:
     """
-    Load a data set as the recipe's `data` section names it.
+    Load a dataset as the recipe's `data` section names it.
 
     Args:
-        source: a file, a data set's name, or arguments of `datasets.load_dataset`, whose own split goes first.
+        source: a file, a dataset's name, or arguments of `datasets.load_dataset`, whose own split goes first.
         field: the field that messages name.
         label_column: a column that the data must have.
         split: the split, e.g. "test" or "train[:100]". A file has the split "train".
         formats: columns of which the data must have one set.
 
     Raises:
-        ValueError: the data set does not exist, is empty, or lacks the label column.
+        ValueError: the dataset does not exist, is empty, or lacks the label column.
     """
     if isinstance(source, str):
         suffix = Path(source).suffix
@@ -75,7 +71,10 @@ def load_data(
         raise ValueError(f"{field}.trust_remote_code=True: code that comes with data is never run; leave it out")
     try:
         with reading(f"{field}={source!r}", "give a file of rows, or arguments of datasets.load_dataset"):
-            dataset = _load(arguments)
+            try:
+                dataset = load_dataset(**arguments)
+            except DatasetGenerationError as error:
+                raise error.__cause__ or error from None  # which says what is wrong
     except ValueError as error:
         if not isinstance(error.__cause__, StopIteration):
             raise
@@ -93,69 +92,62 @@ def load_data(
     return dataset
 
 
-def check_has_labels(dataset: Dataset, column: str | None, field: str, path: str = "") -> None:
+def check_has_labels(dataset: Dataset, column: str | None, field: str, section: str = "") -> None:
     """
     Args:
         field: the field that names the data, for messages.
-        path: the section of `label_column`, with a dot.
+        section: of `label_column`, with a dot.
 
     Raises:
         ValueError: there is no such column, or labels are read from it in vain.
     """
-    check_label_column(column, path)
+    check_label_column(column, section)
     if column is not None and column not in dataset.column_names:
-        raise ValueError(f"{path}label_column={column!r}: {field} has only {dataset.column_names}")
+        raise ValueError(f"{section}label_column={column!r}: {field} has only {dataset.column_names}")
 
 
-def check_label_column(column: str | None, caller: str) -> None:
+def check_label_column(column: str | None, section: str = "") -> None:
     """
     Raises:
         ValueError: training changes the texts of this column, so labels are read from it in vain.
     """
     if column in ("text", "completion"):
         raise ValueError(
-            f"{caller}label_column={column!r}: trainers add the token that ends a text here; copy the labels to a "
+            f"{section}label_column={column!r}: trainers add the token that ends a text here; copy the labels to a "
             "column of their own"
         )
 
 
-def check_domains(dataset: Dataset, column: str | None, caller: str = "") -> None:
+def check_domains(dataset: Dataset, column: str | None, section: str = "") -> None:
     """
     Raises:
         ValueError: the column has so many values that they are no domains.
     """
     count = 0 if column is None else len(dataset.unique(column))
     if count > MOST_DOMAINS:
-        raise ValueError(f"{caller}label_column={column!r}: {count} values; name a column of domains")
+        raise ValueError(f"{section}label_column={column!r}: {count} values; name a column of domains")
 
 
 def rows_of_labels(labels: Iterable[Any]) -> dict[Any, list[int]]:
     """Label → its rows, in the order of the labels as text."""
-    found = defaultdict(list)
+    rows = defaultdict(list)
     for i, label in enumerate(labels):
-        found[label].append(i)
-    return {label: found[label] for label in sorted(found, key=str)}
-
-
-def _load(arguments: dict[str, Any]) -> Any:
-    try:
-        return load_dataset(**arguments)
-    except DatasetGenerationError as error:
-        raise error.__cause__ or error from None  # which says what is wrong
+        rows[label].append(i)
+    return {label: rows[label] for label in sorted(rows, key=str)}
 
 
 def source_name(source: str | dict[str, Any] | None) -> str | None:
-    """Where data come from: a file, or a data set's name."""
+    """Where data come from: a file, or a dataset's name."""
     return source.get("path") if isinstance(source, dict) else source
 
 
 def local_files(source: str | dict[str, Any] | None) -> list[str]:
-    """The files and folders of a data set that are named by paths; they need not exist."""
+    """The files and folders of a dataset that are named by paths; they need not exist."""
     if not isinstance(source, dict):
         return [] if source is None else [source]
     files = source.get("data_files") or []
-    named = list(files.values()) if isinstance(files, dict) else [files]
-    flat = [name for one in named for name in (one if isinstance(one, list) else [one])]
+    values = list(files.values()) if isinstance(files, dict) else [files]
+    flat = [name for value in values for name in (value if isinstance(value, list) else [value])]
     return [str(name) for name in (*flat, source.get("data_dir")) if name is not None]
 
 
@@ -170,12 +162,12 @@ def in_blocks(dataset: Dataset, label_column: str, epochs: float, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     seen = 0
-    for own in rows_of_labels(dataset[label_column]).values():
-        seen += len(own)
+    for rows in rows_of_labels(dataset[label_column]).values():
+        seen += len(rows)
         wanted = round(epochs * seen) - len(order)  # so that labels of few rows have their share all together
         shuffled: list[int] = []
         while len(shuffled) < wanted:
-            shuffled += [own[i] for i in torch.randperm(len(own), generator=generator).tolist()]
+            shuffled += [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
         order += shuffled[:wanted]
     return dataset.select(order)
 
@@ -242,8 +234,8 @@ def check_rows(
             if messages and len(orders) < _ORDERS:
                 orders.setdefault(tuple(message["role"] for message in messages), (where, messages))
         if len({isinstance(row[key], str) for part in parts for key in part}) > 1:
-            named = ", ".join(key for part in parts for key in part)
-            raise ValueError(f"{where}: {named}: must all be texts, or all conversations")
+            keys = ", ".join(key for part in parts for key in part)
+            raise ValueError(f"{where}: {keys}: must all be strings, or all conversations")
     if orders and template() is None:
         raise ValueError(f"{field}: has conversations, but the tokenizer no chat template; set chat_template_path")
     for roles, (where, messages) in orders.items():
@@ -264,7 +256,7 @@ def _messages(what: str, key: str, value: Any, template: Callable[[], Any], size
             raise ValueError(f"{shown}: must not be empty; leave the row out")
         return []
     if not isinstance(value, list) or not value:
-        kind = "a list of tokens" if key == "input_ids" else "a text or a list of messages"
+        kind = "a list of tokens" if key == "input_ids" else "a string or a list of messages"
         raise ValueError(f"{shown}: must be {kind}; leave the row out")
     if key != "input_ids":
         return [_message(what, message, template) for message in value]
@@ -280,60 +272,43 @@ def _message(what: str, message: Any, template: Callable[[], Any]) -> dict[str, 
     if not isinstance(role, str) or (role not in _ROLES and role not in str(template())):
         raise ValueError(f"{what}: role={role!r}: must be one of {', '.join(_ROLES)}")
     if not isinstance(content, (str, list)) and not message.get("tool_calls"):
-        raise ValueError(f"{what}: content={one_line(repr(content), 60)} of the role {role!r}: must be a text")
+        raise ValueError(f"{what}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")
     return {**message, "role": role, "content": content}
 
 
-# --- leaving: datasets ---
+# --- what a loss needs -----------------------------------------------------------------------------------------------
 
 
-def check_dataset(caller: str, dataset: Any, columns: Collection[str] = ()) -> None:
+def check_answers(section: str, dataset: Any, completion_only: bool | None, assistant_only: bool | None) -> None:
     """
-    Check a data set, on whose faults TRL stops with a StopIteration or a KeyError.
+    Check that a dataset has the answers that the loss is to be restricted to.
 
     Args:
-        columns: it must have one of these; none: any will do.
-
-    Raises:
-        ValueError: it has no rows, or none of the columns.
-    """
-    if not isinstance(dataset, Dataset):
-        return
-    if not len(dataset):
-        raise ValueError(f"{caller}: train_dataset: no examples; give at least one")
-    if columns and not set(columns) & set(dataset.column_names):
-        raise ValueError(f"{caller}: train_dataset: columns {dataset.column_names}: needs {', '.join(sorted(columns))}")
-
-
-def check_answers(path: str, dataset: Any, completion_only: bool | None, assistant_only: bool | None) -> None:
-    """
-    Check that a data set has the answers that the loss is to be restricted to.
-
-    Args:
-        path: begins the message.
+        section: that has the settings, with a dot; it begins the message.
         completion_only, assistant_only: `SFTConfig`'s `completion_only_loss` and `assistant_only_loss`.
 
     Raises:
         ValueError: it has none.
     """
-    if not isinstance(dataset, Dataset):
+    if not isinstance(dataset, Dataset) or not len(dataset):
         return
     if completion_only and not {"completion", "completion_mask"} & set(dataset.column_names):
         raise ValueError(
-            f"{path}completion_only_loss=True: the data have no completions; use columns prompt and completion, or "
+            f"{section}completion_only_loss=True: the data have no completions; use columns prompt and completion, or "
             "assistant_only_loss for conversations"
         )
     if assistant_only and "assistant_masks" not in dataset.column_names and not is_conversational(dataset[0]):
         raise ValueError(
-            f"{path}assistant_only_loss=True: the data have no conversations; use a column of messages, or "
+            f"{section}assistant_only_loss=True: the data have no conversations; use a column of messages, or "
             "completion_only_loss for prompts and completions"
         )
 
 
-def check_learnable(caller: str, dataset: Any, args: Any) -> None:
+def check_learnable(path: str, dataset: Any, args: Any) -> None:
     """
     Raises:
-        ValueError: a prepared data set has no rows, as TRL leaves out those without a token to learn.
+        ValueError: a prepared dataset has no rows, as TRL leaves out those without a token to learn.
     """
     if isinstance(dataset, Dataset) and not len(dataset):
-        raise ValueError(f"{caller}: max_length={args.max_length}: no example keeps a token to learn from; raise it")
+        section = f"{path}: " if path else ""
+        raise ValueError(f"{section}max_length={args.max_length}: no example keeps a token to learn from; raise it")

@@ -149,7 +149,7 @@ def print_estimates(
     for args in stages.values():
         rows, length = rows_and_length(data, tokenizer, args)
         steps, read = steps_and_rows(args, rows, launch.processes)
-        freeze_for_stage(model, router_parameters(model), args.training_stage, "sft")
+        freeze_for_stage(model, router_parameters(model), args.training_stage)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         needed = memory(
             empty, args, length, total - empty.num_parameters(), trainable, launch=launch,

@@ -21,37 +21,33 @@ IGNORED = -100  # the label of tokens without a language loss
 
 def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) -> None:
     """
-    Check the labels of a data set, called `name` in messages.
+    Check the labels of a dataset, called `name` in messages.
 
     Raises:
-        ValueError: the data set is streamed, lacks the column, has a label without experts, or the column is one that
+        ValueError: the dataset is streamed, lacks the column, has a label without experts, or the column is one that
             trainers change.
     """
     if not isinstance(dataset, Dataset):
-        raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset must be a map-style Dataset")
-    check_label_column(column, "MoESFTTrainer: ")
+        raise ValueError(f"label_column={column!r}: the {name} dataset must be a map-style Dataset")
+    check_label_column(column)
     if column not in dataset.column_names:
-        raise ValueError(f"MoESFTTrainer: label_column={column!r}: the {name} dataset has {dataset.column_names}")
+        raise ValueError(f"label_column={column!r}: the {name} dataset has {dataset.column_names}")
     if not isinstance(dataset.features[column], (Value, ClassLabel)):
-        raise ValueError(
-            f"MoESFTTrainer: label_column={column!r}: the {name} dataset has lists there; give one label a row"
-        )
+        raise ValueError(f"label_column={column!r}: the {name} dataset has lists there; give one label a row")
     unknown = unknown_labels(dataset, column, labels)
     if unknown:
-        raise ValueError(
-            f"MoESFTTrainer: expert_map: no experts for the labels {unknown} of the {name} dataset; add them"
-        )
+        raise ValueError(f"expert_map: no experts for the labels {unknown} of the {name} dataset; add them")
 
 
 def unknown_labels(dataset: Dataset, column: str, labels: Iterable[str]) -> list[str]:
-    """The labels of a data set, as text, that are not among `labels`."""
+    """The labels of a dataset, as text, that are not among `labels`."""
     return sorted({label_text(label) for label in dataset.unique(column)} - set(labels))
 
 
 def with_token_labels(
     dataset: Dataset, column: str, labels: Sequence[str], num_proc: int | None, description: str
 ) -> Dataset:
-    """The tokenized data set with a column `token_labels`: the index of the row's label, once per token."""
+    """The tokenized dataset with a column `token_labels`: the index of the row's label, once per token."""
     index = {label: i for i, label in enumerate(labels)}
 
     def spread(row: dict[str, Any]) -> dict[str, Any]:
@@ -75,26 +71,15 @@ class LabelCollator:
         if rows == 1:
             labels = [torch.cat(labels)]  # padding-free
         padded = pad_sequence(labels, batch_first=True, padding_value=NO_LABEL)
-        whole = torch.full((rows, length), NO_LABEL)
-        whole[:, : padded.shape[1]] = padded
-        return {**batch, COLUMN: whole}
-
-
-class RowCollator:
-    """Adds columns with one number per row, [B] each, to the batches of another collator."""
-
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], *columns: str) -> None:
-        self.collator, self.columns = collator, columns
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        own = {column: torch.tensor([example[column] for example in examples]) for column in self.columns}
-        return {**self.collator(examples), **own}
+        labels_BS = torch.full((rows, length), NO_LABEL)
+        labels_BS[:, : padded.shape[1]] = padded
+        return {**batch, COLUMN: labels_BS}
 
 
 def completion_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """1 for the tokens that the language loss is on, those whose label is not -100, [B, S]; None without labels."""
-    found = batch.get("labels") if isinstance(batch, Mapping) else None
-    return (found != IGNORED).long() if isinstance(found, torch.Tensor) else None
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return (labels != IGNORED).long() if isinstance(labels, torch.Tensor) else None
 
 
 def real_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -103,7 +88,7 @@ def real_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
     have padding, it is at the end.
     """
     for name in ("attention_mask", COLUMN, "input_ids"):
-        found = batch.get(name) if isinstance(batch, Mapping) else None
-        if isinstance(found, torch.Tensor):
-            return found if name == "attention_mask" else (found != NO_LABEL).long()
+        values = batch.get(name) if isinstance(batch, Mapping) else None
+        if isinstance(values, torch.Tensor):
+            return values if name == "attention_mask" else (values != NO_LABEL).long()
     return None

@@ -13,8 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
     Trainer,
     TrainingArguments,
     get_scheduler,
@@ -27,18 +25,8 @@ from trl import SFTConfig
 from ..utils.compat import private
 from ..utils.loading import chat_template
 from ..utils.messages import choice_error, one_line, unknown_key
-from ..utils.validation import FOLDER, check, check_range, is_a, validate
-from .data import check_answers, check_dataset, check_learnable  # noqa: F401
-from .preparation import for_one_trainer, rehearse  # noqa: F401
-
-# --- leaving ---------------------------------------------------------------------------------------------------------
-
-check_value = check_range
-
-
-def check_settings(kind: type, settings: Mapping[str, Any], path: str = "") -> None:
-    validate(kind, settings, path.removesuffix("."))
-
+from .data import check_answers
+from .preparation import rehearse
 
 # --- preflight -------------------------------------------------------------------------------------------------------
 
@@ -72,13 +60,13 @@ def preflight(
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def check_packages(args: TrainingArguments, path: str = "") -> None:
+def check_packages(args: TrainingArguments, section: str = "") -> None:
     """
     Make what a trainer will make of its arguments, long after the first stage of a run has begun: an optimizer's class,
     a schedule, and the callbacks that report.
 
     Args:
-        path: of the section that has them, with a dot at its end.
+        section: that has them, with a dot at its end.
 
     Raises:
         ValueError: one of them needs a package that is not installed, or other settings.
@@ -88,37 +76,39 @@ def check_packages(args: TrainingArguments, path: str = "") -> None:
             for callback in get_reporting_integration_callbacks([name]):
                 callback()
         except (ImportError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{path}report_to={name!r}: {one_line(error)}") from error
+            raise ValueError(f"{section}report_to={name!r}: {one_line(error)}") from error
     try:
         Trainer.get_optimizer_cls_and_kwargs(args)
     except ImportError as error:
-        raise ValueError(f"{path}optim={str(args.optim.value)!r}: {one_line(error)}") from error
+        raise ValueError(f"{section}optim={str(args.optim.value)!r}: {one_line(error)}") from error
     except ValueError as error:  # also of optimizers that look at the model, which is not here
         if args.optim_args:
-            raise ValueError(f"{path}optim_args={args.optim_args!r}: {one_line(error)}; give key=value,…") from error
+            raise ValueError(f"{section}optim_args={args.optim_args!r}: {one_line(error)}; give key=value,…") from error
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    own = args.lr_scheduler_kwargs or {}
+    kwargs = args.lr_scheduler_kwargs or {}
     try:
-        get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(10), 10, scheduler_specific_kwargs=own)
+        get_scheduler(
+            args.lr_scheduler_type, optimizer, args.get_warmup_steps(10), 10, scheduler_specific_kwargs=kwargs
+        )
     except (TypeError, ValueError) as error:
         kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-        raise ValueError(f"{path}lr_scheduler_kwargs={own}: of {kind!r}: {one_line(error)}") from error
+        raise ValueError(f"{section}lr_scheduler_kwargs={kwargs}: of {kind!r}: {one_line(error)}") from error
     if args.dataloader_persistent_workers and not args.dataloader_num_workers:
-        raise ValueError(f"{path}dataloader_persistent_workers=True: needs dataloader_num_workers above 0")
-    _check_checkpointing(args.gradient_checkpointing_kwargs or {}, isinstance(args, SFTConfig), path)
+        raise ValueError(f"{section}dataloader_persistent_workers=True: needs dataloader_num_workers above 0")
+    _check_checkpointing(args.gradient_checkpointing_kwargs or {}, isinstance(args, SFTConfig), section)
     if args.use_liger_kernel and not is_liger_kernel_available():
-        raise ValueError(f"{path}use_liger_kernel=True: is not installed; pip install liger-kernel")
+        raise ValueError(f"{section}use_liger_kernel=True: is not installed; pip install liger-kernel")
     if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
-        raise ValueError(f"{path}activation_offloading=True: there is no accelerator to take activations off")
-    backend, backends = args.torch_compile_backend, [one.value.lower() for one in DynamoBackend]
+        raise ValueError(f"{section}activation_offloading=True: there is no accelerator to take activations off")
+    backend, backends = args.torch_compile_backend, [backend.value.lower() for backend in DynamoBackend]
     if backend is not None and backend.lower() not in backends:
-        raise ValueError(choice_error(f"{path}torch_compile_backend", backend, backends))
+        raise ValueError(choice_error(f"{section}torch_compile_backend", backend, backends))
     mode = args.torch_compile_mode
     if mode is not None and mode not in (modes := private("torch._inductor", "list_mode_options")()):
-        raise ValueError(choice_error(f"{path}torch_compile_mode", mode, modes))
+        raise ValueError(choice_error(f"{section}torch_compile_mode", mode, modes))
 
 
-def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, path: str) -> None:
+def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> None:
     """
     Raises:
         ValueError: a key is none of torch's, and none that transformers or, for SFT, TRL take out.
@@ -126,77 +116,48 @@ def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, path: str) -> Non
     renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
     enable = renamed or PreTrainedModel.gradient_checkpointing_enable
     names = {name for function in (checkpoint, enable) for name in inspect.signature(function).parameters}
-    given = {"function", "args", "kwargs", "self", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"}
-    known = names - given | ({"selective"} if sft else set())
+    others = {"function", "args", "kwargs", "self", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"}
+    known = names - others | ({"selective"} if sft else set())
     for name in kwargs.keys() - known:
-        raise ValueError(unknown_key(f"{path}gradient_checkpointing_kwargs.{name}", known))
+        raise ValueError(unknown_key(f"{section}gradient_checkpointing_kwargs.{name}", known))
     if kwargs.get("selective") and renamed is not None:
         raise ValueError(
-            f"{path}gradient_checkpointing_kwargs.selective=True: TRL sets it in a method that this version of "
+            f"{section}gradient_checkpointing_kwargs.selective=True: TRL sets it in a method that this version of "
             "transformers does not call; leave it out, or install transformers before 5.23"
         )
 
 
-def refuse_arguments(args: TrainingArguments, path: str = "") -> None:
+def refuse_arguments(args: TrainingArguments, section: str = "") -> None:
     """
     Args:
-        path: of the section that has them, with a dot at its end.
+        section: that has them, with a dot at its end.
 
     Raises:
-        ValueError: an argument that `training.checkpoints.train` cannot follow.
+        ValueError: an argument that `training.checkpointing.train` cannot follow.
     """
     counted = "the steps and their rows are counted beforehand"
     reasons = {
         "auto_find_batch_size": counted,
         "load_best_model_at_end": "the last step is the result",
         "save_total_limit": "checkpoints that are not needed are removed anyway",
-        "save_only_model": "a stopped training goes on from its optimizer's state",
+        "save_only_model": "a stopped training resumes from its optimizer's state",
     }
     for name, reason in reasons.items():
         if value := getattr(args, name):
-            raise ValueError(f"{path}{name}={value!r}: {reason}; leave it out")
+            raise ValueError(f"{section}{name}={value!r}: {reason}; leave it out")
     if args.accelerator_config.split_batches:
-        raise ValueError(f"{path}accelerator_config.split_batches=True: {counted}; leave it out")
+        raise ValueError(f"{section}accelerator_config.split_batches=True: {counted}; leave it out")
 
 
-def check_launched(args: TrainingArguments, path: str = "") -> None:
+def check_launched(args: TrainingArguments, section: str = "") -> None:
     """
     Check that this process was launched as its arguments want.
 
     Args:
-        path: of the section that has them, with a dot at its end.
+        section: that has them, with a dot at its end.
 
     Raises:
         ValueError: FSDP without a launcher.
     """
     if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
-        raise ValueError(f"{path}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
-
-
-def text_columns(args: SFTConfig | None) -> set[str]:
-    """The columns of which TRL's SFTTrainer reads one or two."""
-    own = "text" if args is None else args.dataset_text_field
-    return {own, "messages", "conversations", "prompt", "input_ids"}
-
-
-def check_training(
-    caller: str, model: Any, dataset: Any, args: Any, processing_class: Any, output_dir: Any = "."
-) -> None:
-    """
-    Check what a stage of training is given.
-
-    Raises:
-        ValueError: one of it is something else, or the data have no rows, no column that TRL reads, or no answers where
-            the loss is to be of these alone.
-    """
-    check(
-        caller,
-        model=(model, is_a(nn.Module, remedy="give a model")),
-        dataset=(dataset, is_a(Dataset, remedy="give a datasets.Dataset")),
-        args=(args, is_a(SFTConfig)),
-        processing_class=(processing_class, is_a(PreTrainedTokenizerBase, ProcessorMixin)),
-        output_dir=(output_dir, FOLDER),
-    )
-    refuse_arguments(args, f"{caller}: ")
-    check_dataset(caller, dataset, text_columns(args))
-    check_answers(f"{caller}: ", dataset, args.completion_only_loss, args.assistant_only_loss)
+        raise ValueError(f"{section}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")

@@ -1,8 +1,4 @@
-"""
-Prepares data sets as TRL does, without training.
-
-Batches of calibration data, as `init_attention_routers` and `upcycle` take them.
-"""
+"""Datasets as TRL prepares them, without a training: for estimates, scores, and to rehearse a training."""
 
 from __future__ import annotations
 
@@ -19,8 +15,7 @@ from transformers import IntervalStrategy, LlamaConfig, LlamaForCausalLM, PreTra
 from trl import SFTConfig, SFTTrainer
 
 from ..utils.io import reading
-from ..utils.validation import COUNT, SEED, check, is_a
-from .data import check_dataset, check_learnable, drawn
+from .data import check_learnable, drawn
 from .scoring import Collator
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
@@ -29,7 +24,7 @@ Arguments = TypeVar("Arguments", bound=TrainingArguments)
 def for_one_trainer(args: Arguments) -> Arguments:
     """
     A copy of training arguments, which the trainer that gets it may change. DeepSpeed's plugin, which they hold, serves
-    the first trainer only, so under DeepSpeed they are made anew.
+    the first trainer only, so under DeepSpeed they are recreated.
     """
     return copy.copy(args) if args.deepspeed_plugin is None else dataclasses.replace(args)
 
@@ -102,12 +97,12 @@ def rehearse(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: 
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    shown = not are_progress_bars_disabled()
+    shows_bars = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
         yield
     finally:
-        if shown:
+        if shows_bars:
             enable_progress_bars()
 
 
@@ -124,7 +119,7 @@ def calibration_batches(
     args: SFTConfig | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """
-    Examples of a data set in a format that TRL accepts: `input_ids` and `attention_mask`, each [B, S]. They are drawn
+    Examples of a dataset in a format that TRL accepts: `input_ids` and `attention_mask`, each [B, S]. They are drawn
     at random, since a file may be sorted by domain.
 
     Args:
@@ -135,15 +130,6 @@ def calibration_batches(
         args: how the examples are prepared: the chat template, the text field, and so on, but for packing, the length
             and which tokens have a loss. None: with the tokenizer's template.
     """
-    counts = {"max_examples": max_examples, "batch_size": batch_size, "max_length": max_length}
-    check(
-        "calibration_batches",
-        dataset=(dataset, is_a(Dataset)),
-        seed=(seed, SEED),
-        args=(args, is_a(SFTConfig).or_none()),
-        **{name: (value, COUNT) for name, value in counts.items()},
-    )
-    check_dataset("calibration_batches", dataset)
     args = preparation(max_length) if args is None else copy.copy(args)
     args.max_length, args.packing, args.padding_free = max_length, False, False
     args.assistant_only_loss, args.completion_only_loss = False, False  # or rows without such a token would go

@@ -1,18 +1,12 @@
 """
-The coefficients of the losses on routers, and whether a model's routers can be trained with them.
-
-The three-phase schedule: a cautious start, the main part, a cautious end.
-
-Gradient clipping that counts a parameter as often as the parameters that it stands for.
-
-What a trainer logs of its routers: means over all tokens since the last log, of all batches and processes.
-
-Losses on the routers for any TRL trainer, for a MoE-LoRA adapter or a native transformers MoE.
+Router losses for any TRL trainer, for a MoE-LoRA adapter or a native transformers MoE.
 
     class MoEDPOTrainer(RouterLossesMixin, DPOTrainer): ...
 
 with a config that inherits from `RouterLossConfig` and `DPOConfig` in the same way. The table
 `moe_peft.routing.losses.ROUTER_LOSSES` lists the losses; each has its own coefficient field and log entry.
+
+T tokens of all passes, n experts, L layers with routers.
 """
 
 from __future__ import annotations
@@ -45,15 +39,123 @@ from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_fiel
 from ..routing.routers import Router
 from ..routing.statistics import compliance, counted_experts, entropies, load_health, load_verdicts
 from ..utils.compat import loss_is_of_whole_step
-from ..utils.validation import FLAG, TEXT, Rule, check, check_fields, one_of, within
+from ..utils.messages import choice_error
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
 from .trainable import freeze_for_stage
 from .training_card import ModelCardMixin
 
+# --- config ----------------------------------------------------------------------------------------------------------
+
+Stage = Literal["joint", "routers", "rest"]
+LabelTokens = Literal["all", "completion"]
+Schedule = Literal["constant", "three_phase"]
+
+# A field for the coefficient of each loss in the table; one without a default may be None, for the model's own.
+_Coefficients: Any = make_dataclass(
+    "_Coefficients",
+    [
+        (
+            coefficient_field(name),
+            float | None if loss.coefficient is None else float,
+            field(default=loss.coefficient, metadata={"help": loss.help}),
+        )
+        for name, loss in ROUTER_LOSSES.items()
+    ],
+    namespace={"__module__": __name__},
+)
+
+# Fields that name one of a few.
+_CHOICES = {
+    "router_balancing": get_args(Scope),
+    "training_stage": get_args(Stage),
+    "router_schedule": get_args(Schedule),
+    "router_label_tokens": get_args(LabelTokens),
+}
+
+
+@dataclass
+class RouterLossConfig(_Coefficients):
+    """
+    The fields of the router losses, for a config that also inherits from one of TRL's.
+
+    Each loss of `ROUTER_LOSSES` has a coefficient: `router_aux_loss_coef` (load balancing; None takes the model's),
+    `router_z_loss_coef`, `router_label_loss_coef`, …
+
+    Args:
+        router_balancing: `"global"` pools the tokens of all layers in the balancing loss, `"layer"` does not.
+        router_global_batch: whether the balancing loss counts the loads of all processes together (Qiu et al., 2025)
+            rather than in each by itself. Batches that are accumulated stay apart.
+        training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
+            losses; `"rest"` trains all other trainable parameters, with the routers frozen and without their losses.
+            To train in two stages, pass the same model to the second trainer.
+        router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
+            loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
+        router_label_tokens: `"all"` puts the label loss on all real tokens, `"completion"` on those that the language
+            loss is on (whose label is not -100), e.g. on answers without their prompts. Compliance is logged likewise.
+        router_label_mask: whether tokens may only go to the experts of their label, in training and in evaluation. The
+            router losses see the logits without this mask, so routers can learn to do without it.
+
+    Raises:
+        ValueError: fields contradict each other, or no loss trains what should be trained.
+
+    Example:
+
+    ```python
+    >>> from dataclasses import dataclass
+    >>> from trl import RewardConfig
+    >>> from moe_peft import RouterLossConfig
+    >>> @dataclass
+    ... class MoERewardConfig(RouterLossConfig, RewardConfig):
+    ...     pass
+    >>> args = MoERewardConfig("out", router_schedule="three_phase", use_cpu=True)
+    ```
+    """
+
+    router_balancing: Scope = field(default="global", metadata={"help": "Scope of the balancing loss."})
+    router_global_batch: bool = field(
+        default=False, metadata={"help": "Balance the batches of all processes together."}
+    )
+    training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
+    router_schedule: Schedule = field(default="constant", metadata={"help": "Constant or three-phase."})
+    router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
+    router_label_mask: bool = field(default=False, metadata={"help": "Mask the experts of other labels."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(choice_error(name, getattr(self, name), choices))
+        has_labels = getattr(self, "expert_map", None) is not None
+        defaults = {"router_label_mask": False, "router_label_tokens": "all", "router_label_loss_coef": 1.0}
+        for name, default in defaults.items():
+            if getattr(self, name) != default and not has_labels:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} needs label_column and expert_map, which MoESFTConfig has"
+                )
+        if self.training_stage == "routers" and not any(map(self._trains_routers, ROUTER_LOSSES)):
+            labels = "label_column and expert_map, and router_label_loss_coef or "
+            needs = f"{labels * hasattr(self, 'expert_map')}router_z_loss_coef above 0"
+            raise ValueError(f"training_stage='routers' needs {needs}: no loss trains the routers")
+        if self.router_schedule == "three_phase":
+            for name, unused in (("lr_scheduler_type", ("linear", "constant")), ("warmup_steps", (0,))):
+                value = getattr(self, name)
+                if value not in unused:
+                    value = getattr(value, "value", value)
+                    raise ValueError(
+                        f"{name}={value!r}: router_schedule='three_phase' sets the learning rate; leave it out"
+                    )
+
+    def _trains_routers(self, name: str) -> bool:
+        """Whether a loss counts in the stage of routers alone."""
+        loss = ROUTER_LOSSES[name]
+        labelled = not loss.needs_labels or getattr(self, "expert_map", None) is not None
+        return labelled and "routers" in loss.stages and bool(getattr(self, coefficient_field(name)))
+
+
 # --- coefficients ----------------------------------------------------------------------------------------------------
 
 
-def loss_coefficients(model: Any, args: Any, caller: str) -> dict[str, float]:
+def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
     """
     The coefficient of each loss of `ROUTER_LOSSES`.
 
@@ -61,27 +163,27 @@ def loss_coefficients(model: Any, args: Any, caller: str) -> dict[str, float]:
         args: a config with the fields of `RouterLossConfig`.
 
     Raises:
-        ValueError: the model's routers cannot be trained so; the message begins with `caller`.
+        ValueError: the model's routers cannot be trained so.
     """
     if args.training_stage == "routers" and not router_parameters(model):
-        raise ValueError(f"{caller}: training_stage='routers': these routers have no parameters; use 'joint'")
-    found = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
+        raise ValueError("training_stage='routers': these routers have no parameters; use 'joint'")
+    coefficients = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
     constant = all(getattr(router, "by_token_id", False) for router in active_routers(model))
     for name, loss in ROUTER_LOSSES.items():
         wanted = not loss.needs_labels or getattr(args, "expert_map", None) is not None
-        if constant and wanted and found[name]:
+        if constant and wanted and coefficients[name]:
             raise ValueError(
-                f"{caller}: {coefficient_field(name)}={found[name]}: these routers go by token ids, "
+                f"{coefficient_field(name)}={coefficients[name]}: these routers go by token ids, "
                 "so the loss is a constant; set it to 0"
             )
-    if found["aux"] is None:
-        found["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
-    if not adapter_layers(model) and is_reentrant(args) and any(found.values()):
+    if coefficients["aux"] is None:
+        coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
+    if not adapter_layers(model) and is_reentrant(args) and any(coefficients.values()):
         raise ValueError(
-            f"{caller}: gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
-            "without gradients, which its losses on routers need; set it to False"
+            "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
+            "without gradients, which router losses need; set it to False"
         )
-    return found
+    return coefficients
 
 
 def is_reentrant(args: Any) -> bool:
@@ -92,12 +194,12 @@ def is_reentrant(args: Any) -> bool:
 def trains_adapter(given: Iterable[Any]) -> bool:
     """Whether a trainer that is given these trains a MoE-LoRA adapter."""
     configs = [
-        config for one in given for config in (one.peft_config.values() if isinstance(one, PeftModel) else [one])
+        config for arg in given for config in (arg.peft_config.values() if isinstance(arg, PeftModel) else [arg])
     ]
     return any(isinstance(config, MoELoraConfig) for config in configs)
 
 
-# --- phases ----------------------------------------------------------------------------------------------------------
+# --- schedule --------------------------------------------------------------------------------------------------------
 
 PHASE_ENDS = (0.05, 0.75, 1.0)  # as shares of the steps
 LEARNING_RATE = (0.1, 1.0, 0.1)  # factors; those of the losses are in `routing.losses.ROUTER_LOSSES`
@@ -110,10 +212,10 @@ def phase_at(step: int, steps: int) -> int:
 
 def three_phase_scheduler(optimizer: Optimizer, steps: int) -> LambdaLR:
     """The learning rate schedule over `steps` optimizer steps."""
-    return LambdaLR(optimizer, partial(_rate, steps=steps))  # without a state, which resuming would restore
+    return LambdaLR(optimizer, partial(_factor, steps=steps))  # without a state, which resuming would restore
 
 
-def _rate(step: int, steps: int) -> float:
+def _factor(step: int, steps: int) -> float:
     """The learning rate factor at a step."""
     return LEARNING_RATE[phase_at(step, steps)]
 
@@ -128,7 +230,7 @@ def multiplicities(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 @contextmanager
-def whole_norm(model: nn.Module) -> Iterator[None]:
+def full_norm(model: nn.Module) -> Iterator[None]:
     """Gradients whose norm is that of all the parameters that a model's stand for; undone afterwards, to rounding."""
     counted = [(p.grad, count**0.5) for p, count in multiplicities(model).items() if p.grad is not None]
     for grad, root in counted:
@@ -138,15 +240,15 @@ def whole_norm(model: nn.Module) -> Iterator[None]:
         grad.div_(root)
 
 
-class WholeNormMixin:
-    """Mixin for a Trainer: it clips by, and logs, the norm of `whole_norm`. DeepSpeed clips by itself, without it."""
+class FullNormMixin:
+    """Mixin for a Trainer: it clips by, and logs, the norm of `full_norm`. DeepSpeed clips by itself, without it."""
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        with whole_norm(model):
+        with full_norm(model):
             return super()._clip_grad_norm(model)  # type: ignore[misc]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        with whole_norm(model) if grad_norm is None else nullcontext():  # None: nothing was clipped
+        with full_norm(model) if grad_norm is None else nullcontext():  # None: nothing was clipped
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 
 
@@ -156,12 +258,14 @@ Sum = tuple[torch.Tensor, torch.Tensor]  # of values, and how many they are
 
 
 def token_sum(values_T: torch.Tensor, mask_T: torch.Tensor) -> Sum:
-    """Of the tokens that count."""
+    """The sum over the tokens that count, and their number."""
     return (values_T * mask_T).sum(), mask_T.sum()
 
 
 class RouterLog:
     """
+    What a trainer logs of its routers: means over all tokens since the last log, of all batches and processes.
+
     Args:
         trainer: a TRL trainer, which logs the means of the lists that it is given, and clears them then.
         sizes: each router's n.
@@ -215,115 +319,10 @@ class RouterLog:
         return log["train" if trainer.model.training else "eval"]
 
 
-# --- router losses ---------------------------------------------------------------------------------------------------
-
-Stage = Literal["joint", "routers", "rest"]
-LabelTokens = Literal["all", "completion"]
-
-# A field for the coefficient of each loss in the table.
-_Coefficients: Any = make_dataclass(
-    "_Coefficients",
-    [
-        (coefficient_field(name), float | None, field(default=loss.coefficient, metadata={"help": loss.help}))
-        for name, loss in ROUTER_LOSSES.items()
-    ],
-    namespace={"__module__": __name__},
-)
+# --- trainer ----------------------------------------------------------------------------------------------------------
 
 
-# Fields and what they may be.
-_RULES: dict[str, Rule] = {
-    "router_balancing": one_of(get_args(Scope)),
-    "training_stage": one_of(get_args(Stage)),
-    "router_schedule": one_of(("constant", "three_phase")),
-    "router_label_tokens": one_of(get_args(LabelTokens)),
-    "router_global_batch router_label_mask": FLAG,
-}
-
-
-_MODEL = Rule(
-    lambda v: TEXT.allows(v) or (isinstance(v, nn.Module) and hasattr(v, "config")),
-    "give a transformers model, with or without an adapter, or its name",
-)
-
-
-def _coefficient_rules() -> dict[str, Rule]:
-    """Of the losses in the table; None stands for the model's own coefficient where that is the default."""
-    rule = within(0)
-    return {
-        coefficient_field(name): rule.or_none() if loss.coefficient is None else rule
-        for name, loss in ROUTER_LOSSES.items()
-    }
-
-
-@dataclass
-class RouterLossConfig(_Coefficients):
-    """
-    The fields of the losses on routers, for a config that also inherits from one of TRL's.
-
-    Each loss of `ROUTER_LOSSES` has a coefficient: `router_aux_loss_coef` (load balancing; None takes the model's),
-    `router_z_loss_coef`, `router_label_loss_coef`, …
-
-    Args:
-        router_balancing: `"global"` pools the tokens of all layers in the balancing loss, `"layer"` does not.
-        router_global_batch: whether the balancing loss counts the loads of all processes together (Qiu et al., 2025)
-            rather than in each by itself. Batches that are accumulated stay apart.
-        training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
-            losses; `"rest"` trains all other trainable parameters, with the routers frozen and without their losses.
-            To train in two stages, pass the same model to the second trainer.
-        router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
-            loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
-        router_label_tokens: `"all"` puts the label loss on all real tokens, `"completion"` on those that the language
-            loss is on (whose label is not -100), e.g. on answers without their prompts. Compliance is logged likewise.
-        router_label_mask: whether tokens may only go to the experts of their label, in training and in evaluation. The
-            losses on routers see the logits without this mask, so routers can learn to do without it.
-
-    Raises:
-        ValueError: a field has a value that cannot work.
-    """
-
-    router_balancing: Scope = field(default="global", metadata={"help": "Scope of the balancing loss."})
-    router_global_batch: bool = field(
-        default=False, metadata={"help": "Balance the batches of all processes together."}
-    )
-    training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
-    router_schedule: Literal["constant", "three_phase"] = field(
-        default="constant", metadata={"help": "Constant or three-phase."}
-    )
-    router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
-    router_label_mask: bool = field(default=False, metadata={"help": "Mask the experts of other labels."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = type(self).__name__
-        check_fields(name, self, {**_RULES, **_coefficient_rules()})
-        for own, default in (
-            ("router_label_mask", False),
-            ("router_label_tokens", "all"),
-            ("router_label_loss_coef", 1.0),
-        ):
-            if getattr(self, own) != default and getattr(self, "expert_map", None) is None:
-                raise ValueError(
-                    f"{name}: {own}={getattr(self, own)!r} needs label_column and expert_map, which MoESFTConfig has"
-                )
-        if self.training_stage == "routers" and not any(map(self._trains_routers, ROUTER_LOSSES)):
-            labels = "label_column and expert_map, and router_label_loss_coef or "
-            needs = f"{labels * hasattr(self, 'expert_map')}router_z_loss_coef above 0"
-            raise ValueError(f"{name}: training_stage='routers' needs {needs}: no loss trains the routers")
-        usual = {"lr_scheduler_type": ("linear", "constant"), "warmup_steps": (0,)}
-        for own, idle in usual.items() if self.router_schedule == "three_phase" else ():
-            if (value := getattr(self, own)) not in idle:
-                value = getattr(value, "value", value)
-                raise ValueError(f"{name}: {own}={value!r}: router_schedule='three_phase' sets the rate; leave it out")
-
-    def _trains_routers(self, name: str) -> bool:
-        """Whether a loss counts in the stage of routers alone."""
-        loss = ROUTER_LOSSES[name]
-        labelled = not loss.needs_labels or getattr(self, "expert_map", None) is not None
-        return labelled and "routers" in loss.stages and bool(getattr(self, coefficient_field(name)))
-
-
-class RouterLossesMixin(WholeNormMixin, ModelCardMixin):
+class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     """
     Adds the losses of `ROUTER_LOSSES` to a TRL trainer and logs them as `aux_loss`, `router_z_loss`, … It also logs
     `router_entropy`, `load_cv`, `load_cv_by_chance`, `dead_experts` and, with labels, `compliance`. Its config is a
@@ -340,6 +339,15 @@ class RouterLossesMixin(WholeNormMixin, ModelCardMixin):
     Raises:
         ValueError: the model has no routers, nothing is left to train, or vLLM would generate with an adapter.
         RuntimeError: the trainer computes its loss without `compute_loss`, as TRL's `OnlineDPOTrainer` does.
+
+    Example:
+
+    ```python
+    >>> from trl import RewardTrainer
+    >>> from moe_peft import RouterLossesMixin
+    >>> class MoERewardTrainer(RouterLossesMixin, RewardTrainer):
+    ...     pass
+    ```
     """
 
     args: Any
@@ -348,26 +356,24 @@ class RouterLossesMixin(WholeNormMixin, ModelCardMixin):
     _metrics: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        caller, model = type(self).__name__, kwargs.get("model", args[0] if args else None)
-        check(caller, model=(model, _MODEL))
         given = (*args, *kwargs.values())
         if trains_adapter(given) and any(getattr(one, "use_vllm", None) is True for one in given):
             raise ValueError(
-                f"{caller}: use_vllm=True: vLLM takes the weights of merged adapters, and a MoE-LoRA cannot be merged; "
+                "use_vllm=True: vLLM takes the weights of merged adapters, and a MoE-LoRA cannot be merged; "
                 "leave it out"
             )
         super().__init__(*args, **kwargs)
-        for own in fields(RouterLossConfig):
-            if not hasattr(self.args, own.name):  # a plain config
-                setattr(self.args, own.name, own.default)
+        for f in fields(RouterLossConfig):
+            if not hasattr(self.args, f.name):  # a plain config
+                setattr(self.args, f.name, f.default)
         if self.args.n_gpu > 1:  # nn.DataParallel would mix up the passes of its replicas
-            raise ValueError(f"{caller}: one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
-        self._sizes, self._ks = zip(*router_sizes(self.model, caller), strict=True)
+            raise ValueError(f"one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
+        self._sizes, self._ks = zip(*router_sizes(self.model, type(self).__name__), strict=True)
         routers = router_parameters(self.model)
-        self._coefficients = loss_coefficients(self.model, self.args, caller)
+        self._coefficients = loss_coefficients(self.model, self.args)
         self._routers = active_routers(self.model)
         self.aux_loss_enabled = False  # TRL would add its own balancing loss
-        self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage, caller)
+        self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage)
         self._added = False  # whether the current step's loss has the routers' losses
         self._log_of_routers = RouterLog(self, self._sizes)
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
@@ -436,7 +442,7 @@ class RouterLossesMixin(WholeNormMixin, ModelCardMixin):
         if not self._added:
             raise RuntimeError(
                 f"{type(self).__name__}: the trainer's training_step does not call compute_loss, so it cannot get "
-                "losses on routers; use another trainer, or a plain LoraConfig"
+                "router losses; use another trainer, or a plain LoraConfig"
             )
         return loss
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from ..models.introspection import base_model
 from ..models.steering import force_experts
 from ..utils.compat import private
 from ..utils.distributed import gathered_as_it_runs, is_divided
-from ..utils.torch_contexts import evaluating, free_memory
+from ..utils.torch_contexts import evaluating
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
@@ -117,18 +115,3 @@ def mean_loss(losses: torch.Tensor, counts_S: torch.Tensor, what: str) -> float:
     if not math.isfinite(found):
         raise ValueError(f"{what}: the loss is {found}; use a wider dtype, bfloat16 or float32, or another model")
     return found
-
-
-def score_checkpoints(
-    load: Callable[[Path], PreTrainedModel], experts: Sequence[Path], dataset: Dataset, collator: Collator
-) -> torch.Tensor:
-    """Each checkpoint's perplexity on each tokenized example, [S, n]; one model is loaded at a time."""
-    columns = []
-    for folder in experts:
-        model = load(folder)
-        make_scorable(model)
-        losses_S1, counts_S = example_losses(model, dataset, collator)
-        columns.append((losses_S1.squeeze(1) / counts_S).exp())
-        del model
-        free_memory()
-    return torch.stack(columns, dim=1)

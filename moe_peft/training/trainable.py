@@ -21,9 +21,7 @@ def unfreeze_stage(model: nn.Module, routers: Mapping[str, nn.Parameter]) -> Non
             parameter.requires_grad_(True)
 
 
-def freeze_for_stage(
-    model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str, caller: str
-) -> list[nn.Parameter]:
+def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stage: str) -> list[nn.Parameter]:
     """
     Freeze the parameters that the stage does not train: for "routers" all but the routers, for "rest" the routers.
     Parameters that an earlier stage froze become trainable again.
@@ -32,13 +30,12 @@ def freeze_for_stage(
         model: the model to train.
         routers: the routers' parameters by name. They may have been re-created since the earlier stage.
         stage: "joint", "routers" or "rest".
-        caller: the name that begins the error message.
 
     Returns:
         the frozen parameters.
 
     Raises:
-        ValueError: nothing is left to train; the message begins with `caller`.
+        ValueError: nothing is left to train.
     """
     unfreeze_stage(model, routers)
     frozen = {
@@ -52,7 +49,7 @@ def freeze_for_stage(
         names = frozen.keys() - routers.keys()
         model.__dict__[_NOTE] = {"names": names, "routers": bool(frozen.keys() & routers.keys())}
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"{caller}: training_stage={stage!r}: nothing is left to train; unfreeze what it should train")
+        raise ValueError(f"training_stage={stage!r}: nothing is left to train; unfreeze what it should train")
     return list(frozen.values())
 
 

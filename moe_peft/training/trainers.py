@@ -1,10 +1,8 @@
 """
-`MoESFTTrainer`: TRL's `SFTTrainer` with losses on the routers, for MoE-LoRA adapters and native transformers MoEs.
+`MoESFTTrainer` and `MoEDPOTrainer`: TRL's trainers with router losses, for MoE-LoRA adapters and native MoEs.
 
 Label-supervised routing: each example has a label (such as its domain), `expert_map` says which experts may serve it,
 and routers learn to choose among those, or are given no others to choose from.
-
-`MoEDPOTrainer`: TRL's `DPOTrainer` with losses on the routers.
 """
 
 from __future__ import annotations
@@ -22,19 +20,12 @@ from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
 from ..utils.loading import changed_embeddings, read_config, read_tokenizer
 from ..utils.model_card import TAGS
-from ..utils.validation import TEXT, Rule, check, check_fields, is_a
 from .checkpointing import NativeResumeMixin
-from .data import check_answers, check_dataset, check_learnable
+from .data import check_answers, check_learnable
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
-from .preflight import text_columns
 from .router_losses import RouterLossConfig, RouterLossesMixin, trains_adapter
 
 # --- sft -------------------------------------------------------------------------------------------------------------
-
-_EXPERT_MAP = Rule(
-    lambda v: isinstance(v, Mapping) and len(v) > 0 and all(isinstance(own, (list, tuple)) for own in v.values()),
-    "give a dict of label to a list of experts, e.g. {'math': [0, 1]}",
-)
 
 
 @dataclass
@@ -48,7 +39,14 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
             `moe_peft.routing.read_expert_map`). Labels are compared as text.
 
     Raises:
-        ValueError: a field has a value that cannot work.
+        ValueError: fields contradict each other.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import MoESFTConfig
+    >>> args = MoESFTConfig("out", label_column="domain", expert_map={"a": [0, 1], "b": [2], "c": [3]}, use_cpu=True)
+    ```
     """
 
     label_column: str | None = field(default=None, metadata={"help": "The data's label column."})
@@ -56,23 +54,34 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields("MoESFTConfig", self, {"label_column": TEXT.or_none(), "expert_map": _EXPERT_MAP.or_none()})
         if (self.label_column is None) != (self.expert_map is None):
-            raise ValueError(
-                f"MoESFTConfig: label_column={self.label_column!r}, expert_map={self.expert_map!r}: set both or neither"
-            )
+            raise ValueError(f"label_column={self.label_column!r}, expert_map={self.expert_map!r}: set both or neither")
         if self.training_stage == "routers" and self.expert_map is None:
-            raise ValueError("MoESFTConfig: training_stage='routers' needs label_column and expert_map")
+            raise ValueError("training_stage='routers' needs label_column and expert_map")
 
 
 class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     """
-    `SFTTrainer` with losses on the routers; see `MoESFTConfig` and `RouterLossesMixin`. A plain `SFTConfig` suffices if
+    `SFTTrainer` with router losses; see `MoESFTConfig` and `RouterLossesMixin`. A plain `SFTConfig` suffices if
     no field of `MoESFTConfig` is needed.
 
     Raises:
         ValueError: the model has no routers; labels are missing or unknown; `expert_map` names experts that the model
             lacks; an adapter would not fit its base with the tokens of `chat_template_path`.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
+    >>> trainer = MoESFTTrainer(
+    ...     "Qwen/Qwen3-0.6B",
+    ...     MoESFTConfig("out", max_steps=1, router_z_loss_coef=0.001, use_cpu=True),
+    ...     train_dataset=load_dataset("json", data_files="train.jsonl", split="train"),
+    ...     peft_config=MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8),
+    ... )
+    >>> result = trainer.train()
+    ```
     """
 
     _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, *TAGS]
@@ -80,17 +89,15 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     _signature_columns: Any
 
     def __init__(self, model: Any, args: SFTConfig | None = None, *positional: Any, **kwargs: Any) -> None:
-        check("MoESFTTrainer", args=(args, is_a(SFTConfig).or_none()))
         dataset = kwargs.get("train_dataset", positional[1] if len(positional) > 1 else None)
-        check_dataset("MoESFTTrainer", dataset, () if kwargs.get("formatting_func") else text_columns(args))
         args = _as_moe_config(args)
         unmarked = bool(args.packing or args.padding_free) and args.label_column is None
-        check_padding("MoESFTTrainer: ", args.pad_to_multiple_of, unmarked)
-        check_answers("MoESFTTrainer: ", dataset, args.completion_only_loss, args.assistant_only_loss)
+        check_padding("", args.pad_to_multiple_of, unmarked)
+        check_answers("", dataset, args.completion_only_loss, args.assistant_only_loss)
         self._labels = [label_text(label) for label in args.expert_map or {}]
         _check_template(model, args, (*positional, *kwargs.values()))
         super().__init__(model, args, *positional, **kwargs)
-        check_learnable("MoESFTTrainer", self.train_dataset, args)
+        check_learnable("", self.train_dataset, args)
         if args.expert_map is not None:
             self._allowed = expert_masks(experts_of_labels(self.model, args), max(self._sizes))
             self.data_collator = LabelCollator(self.data_collator)
@@ -125,11 +132,11 @@ def _check_template(model: Any, args: MoESFTConfig, given: Sequence[Any]) -> Non
     """Raise where another tokenizer's chat template would leave a MoE-LoRA adapter that does not fit its base."""
     if args.chat_template_path is None or not trains_adapter((model, *given)):
         return
-    config = read_config(model, f"MoESFTTrainer: model={model!r}") if isinstance(model, str) else model.config
+    config = read_config(model, f"model={model!r}") if isinstance(model, str) else model.config
     tokenizer = next((one for one in given if isinstance(one, PreTrainedTokenizerBase)), None)
     if tokenizer is None:  # TRL's choice then
-        tokenizer = read_tokenizer(config.name_or_path, "MoESFTTrainer: processing_class=None")
-    change = changed_embeddings(args.chat_template_path, "MoESFTTrainer: chat_template_path", tokenizer, config)
+        tokenizer = read_tokenizer(config.name_or_path, "processing_class=None")
+    change = changed_embeddings(args.chat_template_path, "chat_template_path", tokenizer, config)
     if change is not None:
         raise ValueError(change)
 
@@ -142,18 +149,17 @@ def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
         ValueError: `expert_map` names experts that the model, or a layer, lacks; or a mask leaves a token too few.
     """
     sizes = [n for n, _ in router_sizes(model, "MoESFTTrainer")]
-    known = read_expert_map(args.expert_map or {}, max(sizes), "MoESFTTrainer: expert_map")
-    for label, experts in known.items():
+    expert_map = read_expert_map(args.expert_map or {}, max(sizes), "expert_map")
+    for label, experts in expert_map.items():
         if min(experts) >= min(sizes):
             raise ValueError(
-                f"MoESFTTrainer: expert_map: {label!r} has experts {list(experts)}, of which a layer with "
-                f"{min(sizes)} has none; give it one of the first {min(sizes)}"
+                f"expert_map: {label!r} has experts {list(experts)}, of which a layer with {min(sizes)} has none; give "
+                f"it one of the first {min(sizes)}"
             )
     if args.router_label_mask:
-        caller = "MoESFTTrainer: router_label_mask=True"
-        common_size(model, caller)
-        check_allowed(known, fewest_allowed(model), caller)
-    return known
+        common_size(model, "router_label_mask=True")
+        check_allowed(expert_map, fewest_allowed(model), "router_label_mask=True")
+    return expert_map
 
 
 def check_expert_labels(model: Any, args: MoESFTConfig, datasets: Mapping[str, Any]) -> None:
@@ -172,9 +178,10 @@ def check_expert_labels(model: Any, args: MoESFTConfig, datasets: Mapping[str, A
             check_labels(rows, args.label_column, labels, name)
 
 
-def check_padding(caller: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:
+def check_padding(section: str, pad_to_multiple_of: int | None, unmarked: bool) -> None:
     """
     Args:
+        section: that has the setting, with a dot; it begins the message.
         unmarked: whether rows are packed, and no labels say which tokens are real.
 
     Raises:
@@ -182,7 +189,7 @@ def check_padding(caller: str, pad_to_multiple_of: int | None, unmarked: bool) -
     """
     if pad_to_multiple_of and unmarked:
         raise ValueError(
-            f"{caller}pad_to_multiple_of={pad_to_multiple_of}: nothing marks this padding in packed rows, so routers "
+            f"{section}pad_to_multiple_of={pad_to_multiple_of}: nothing marks this padding in packed rows, so routers "
             "would be trained on it; leave it out"
         )
 
@@ -193,7 +200,7 @@ def _as_moe_config(args: SFTConfig | None) -> MoESFTConfig:
         return MoESFTConfig()
     if isinstance(args, MoESFTConfig):
         return args
-    return MoESFTConfig(**{own.name: getattr(args, own.name) for own in fields(args) if own.init})
+    return MoESFTConfig(**{f.name: getattr(args, f.name) for f in fields(args) if f.init})
 
 
 # --- dpo -------------------------------------------------------------------------------------------------------------
@@ -201,14 +208,36 @@ def _as_moe_config(args: SFTConfig | None) -> MoESFTConfig:
 
 @dataclass
 class MoEDPOConfig(RouterLossConfig, DPOConfig):
-    """`DPOConfig` with the fields of `RouterLossConfig`. Losses that need labels are skipped."""
+    """
+    `DPOConfig` with the fields of `RouterLossConfig`. Losses that need labels are skipped.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import MoEDPOConfig
+    >>> args = MoEDPOConfig("out", beta=0.1, router_aux_loss_coef=0.01, use_cpu=True)
+    ```
+    """
 
 
 class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
-    """`DPOTrainer` with losses on the routers; see `MoEDPOConfig` and `RouterLossesMixin`."""
+    """
+    `DPOTrainer` with router losses; see `MoEDPOConfig` and `RouterLossesMixin`.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from moe_peft import MoEDPOConfig, MoEDPOTrainer, MoELoraConfig
+    >>> pairs = [{"prompt": "The sky is", "chosen": " blue.", "rejected": " a kind of cheese."}] * 8
+    >>> trainer = MoEDPOTrainer(
+    ...     "Qwen/Qwen3-0.6B",
+    ...     args=MoEDPOConfig("out", max_steps=1, use_cpu=True),
+    ...     train_dataset=Dataset.from_list(pairs),
+    ...     peft_config=MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8),
+    ... )
+    >>> result = trainer.train()
+    ```
+    """
 
     _tag_names: ClassVar[list[str]] = [*DPOTrainer._tag_names, *TAGS]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_dataset("MoEDPOTrainer", kwargs.get("train_dataset"), ["chosen"])
-        super().__init__(*args, **kwargs)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import trl
-from huggingface_hub import ModelCard
 from peft import PeftModel
 
-from ..utils.model_card import write_model_card
+from ..utils.model_card import load_card, write_model_card
 from .checkpointing import FiniteWeightsMixin
-
-logger = logging.getLogger("moe_peft")
-
-_MODELS = ("adapter_config.json", "config.json")
 
 
 class ModelCardMixin(FiniteWeightsMixin):
@@ -26,8 +20,9 @@ class ModelCardMixin(FiniteWeightsMixin):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder = Path(output_dir or self.args.output_dir)
-        if self.args.should_save:
-            _set_aside_unreadable(folder / "README.md")
+        card = folder / "README.md"
+        if self.args.should_save and card.is_file() and load_card(card) is None:
+            card.replace(f"{card}.unreadable")  # PEFT, which updates it, would not save the adapter
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             self._write_card(folder)
@@ -49,15 +44,19 @@ class ModelCardMixin(FiniteWeightsMixin):
             datasets = [] if dataset_name is None else [dataset_name]
             self._write_card(Path(self.args.output_dir), title=model_name, datasets=datasets, tags=tags)
 
-    def _write_card(self, folder: Path, **own: Any) -> None:
-        if not any((folder / name).is_file() for name in _MODELS):
+    def _write_card(self, folder: Path, tags: Sequence[str] = (), **options: Any) -> None:
+        if not any((folder / name).is_file() for name in ("adapter_config.json", "config.json")):
             return  # TRL also asks for the card before a checkpoint is written
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
-        base = None if isinstance(model, PeftModel) else model.config._name_or_path
-        tags = [*self._tag_names, *own.pop("tags", [])]  # type: ignore[attr-defined]
-        pushed = folder.resolve() == Path(self.args.output_dir).resolve()
-        repo = getattr(self, "hub_model_id", None) if pushed else None
-        write_model_card(folder, base=base, training=self.training_facts(), tags=tags, repo=repo, **own)
+        is_pushed = folder.resolve() == Path(self.args.output_dir).resolve()
+        write_model_card(
+            folder,
+            base=None if isinstance(model, PeftModel) else model.config._name_or_path,
+            training=self.training_facts(),
+            tags=[*self._tag_names, *tags],  # type: ignore[attr-defined]
+            repo=getattr(self, "hub_model_id", None) if is_pushed else None,
+            **options,
+        )
 
     def training_facts(self) -> list[str]:
         """What the training was, with `earlier_training` before it; nothing of its own before its first step."""
@@ -73,15 +72,3 @@ class ModelCardMixin(FiniteWeightsMixin):
             f"`{type(self).__name__}` with TRL {trl.__version__}{alone}",
             f"{steps:,} steps of {batch} rows, learning rate {args.learning_rate:g}, {schedule}",
         ]
-
-
-def _set_aside_unreadable(path: Path) -> None:
-    """PEFT reads the card of a folder before it saves an adapter there, and stops if it cannot."""
-    if not path.is_file():
-        return
-    try:
-        ModelCard.load(path)
-    except Exception as error:
-        aside = path.with_name(f"{path.name}.unreadable")
-        path.replace(aside)
-        logger.warning("%s: no model card that can be read, moved to %s: %s", path, aside, " ".join(str(error).split()))

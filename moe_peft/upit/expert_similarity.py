@@ -58,14 +58,14 @@ def of_loras(folder: Path) -> dict[str, Any]:
 def of_ffns(folder: Path, base: Path) -> dict[str, Any]:
     """Cosines of the displacements from the base's FFNs, of a stage's dense models or of the experts of its MoE."""
     config = AutoConfig.from_pretrained(base)
-    dense = find_families(config.model_type, None, _CALLER)[0]
+    dense = find_families(config.model_type)[0]
     experts, moe = _experts(folder), folder / "model"
     if experts:
         return summarised(_gram(base, dense, range(config.num_hidden_layers), _of_models(experts, dense)))
     found = AutoConfig.from_pretrained(moe) if moe.is_dir() else None
     if found is None or found.model_type not in FAMILIES:
         return {}
-    family, checkpoint = FAMILIES[found.model_type], Checkpoint(moe, _CALLER)
+    family, checkpoint = FAMILIES[found.model_type], Checkpoint(moe)
     layers = [layer for layer in range(found.num_hidden_layers) if family.has_experts(found, layer)]
     count = range(getattr(found, family.count))
     return summarised(
@@ -78,7 +78,7 @@ def _experts(folder: Path) -> list[Path]:
 
 
 def _of_models(folders: Sequence[Path], dense: DenseFamily) -> Callable[[int], Iterator[FFN]]:
-    checkpoints = [Checkpoint(folder, _CALLER) for folder in folders]
+    checkpoints = [Checkpoint(folder) for folder in folders]
     return lambda layer: (dense.ffn(layer).split(checkpoint.tensor) for checkpoint in checkpoints)
 
 
@@ -86,7 +86,7 @@ def _gram(
     base: Path, dense: DenseFamily, layers: Sequence[int], experts: Callable[[int], Iterator[FFN]]
 ) -> torch.Tensor | None:
     """Inner products of the experts' displacements over all layers; None if they are narrower than the base's FFN."""
-    origin, total = Checkpoint(base, _CALLER), None
+    origin, total = Checkpoint(base), None
     for layer in layers:
         before, found = dense.ffn(layer).split(origin.tensor), list(experts(layer))
         for name in FFN._fields:

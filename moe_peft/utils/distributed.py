@@ -1,6 +1,6 @@
 """
-Parameters that are divided among processes: by DeepSpeed's ZeRO-3 in a model that no trainer has prepared yet, and the
-values and gradients that an optimizer of ZeRO's works with. And how processes agree, and how to leave them.
+Parameters that DeepSpeed's ZeRO-3 shards among processes, in a model that no trainer has prepared yet; how processes
+agree, and how to leave them.
 """
 
 from __future__ import annotations
@@ -104,49 +104,6 @@ class _Unit:
         self.context.__exit__(None, None, None)
 
 
-class Access:
-    """Values and gradients of parameters, whole or as distributed tensors."""
-
-    def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        return parameter.detach()
-
-    def set_value(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        parameter.data.copy_(value)
-
-    def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        return parameter.grad
-
-    def set_grad(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.copy_(grad)
-
-
-class ZeROAccess(Access):
-    """Those that ZeRO has divided, gathered one at a time. All processes must ask for the same ones."""
-
-    def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(parameter)
-
-    def set_value(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
-
-        with gathered([parameter], write=True):  # what layers compute with …
-            parameter.data.copy_(value)
-        safe_set_full_fp32_param(parameter, value)  # … and what the optimizer updates
-
-    def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        from deepspeed.utils import safe_get_full_grad
-
-        return safe_get_full_grad(parameter)
-
-    def set_grad(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
-        from deepspeed.utils import safe_set_full_grad
-
-        safe_set_full_grad(parameter, grad)
-
-
 Result = TypeVar("Result")
 
 
@@ -177,9 +134,6 @@ def on_main_process(act: Callable[[], Result]) -> Result:
     if message is not None:
         raise ValueError(message)
     return result  # type: ignore[return-value]
-
-
-in_first_process = on_main_process  # leaving
 
 
 def leave_processes() -> None:

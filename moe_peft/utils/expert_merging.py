@@ -44,8 +44,8 @@ def displacement_inner(initial: Expert) -> Inner:
     """Inner product of the parameters' displacements from `initial`, in float64."""
 
     def inner(a: Expert, b: Expert) -> float:
-        moved = ((a[name].double() - initial[name], b[name].double() - initial[name]) for name in sorted(a))
-        return sum(float((x * y).sum()) for x, y in moved)
+        displacements = ((a[name].double() - initial[name], b[name].double() - initial[name]) for name in sorted(a))
+        return sum(float((x * y).sum()) for x, y in displacements)
 
     return inner
 
@@ -115,7 +115,7 @@ def likeness(cosines_NN: torch.Tensor | Sequence[Sequence[float]] | None) -> Lik
 def dare_tensor(
     a: torch.Tensor, b: torch.Tensor, alpha: float, drop_rate: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """`dare_merge` of one tensor, with its errors."""
+    """`dare_merge` of one tensor."""
     parts = []
     for weight, tensor in ((alpha, a), (1 - alpha, b)):
         kept = torch.rand(tensor.shape, generator=generator) >= drop_rate
@@ -123,8 +123,8 @@ def dare_tensor(
     merged = (parts[0] + parts[1]).to(a.dtype)
     if not merged.isfinite().all():
         raise ValueError(
-            f"dare_merge: drop_rate={drop_rate}: values divided by {1 - drop_rate:g} are not finite in {a.dtype}, or a "
-            "parent's are not; use a lower drop_rate, or mend the parent"
+            f"drop_rate={drop_rate}: values divided by {1 - drop_rate:g} are not finite in {a.dtype}, or a parent's "
+            "are not; use a lower drop_rate, or mend the parent"
         )
     return merged
 
@@ -147,11 +147,8 @@ def dare_merge(
         the new expert, in the dtypes of `a`.
 
     Raises:
-        ValueError: a setting is out of range, the experts differ in names or shapes, or a value of a parent is not
-            finite, or a merged one overflows its dtype.
+        ValueError: a value of a parent is not finite, or a merged one overflows its dtype.
     """
-    if {name: tensor.shape for name, tensor in a.items()} != {name: tensor.shape for name, tensor in b.items()}:
-        raise ValueError("dare_merge: a and b differ in names or shapes; give experts of the same modules")
     return {name: dare_tensor(a[name], b[name], alpha, drop_rate, generator) for name in sorted(a)}
 
 
@@ -176,7 +173,8 @@ def expand(
     Args:
         experts: m ≥ 2 experts (m ≥ 1 if no more are needed).
         num_experts: n ≥ m.
-        method: `"genetic"`: the least similar pair. `"random"`: a random pair. `"none"`: refuse to make any.
+        method: `"genetic"`: the least similar pair. `"random"`: a random pair. `"none"`: no expansion; raises an error
+            if one is needed.
         similarity: the cosine of `"update"` B A, of the parameters' `"values"`, or of their `"displacement"` from
             `initial`.
         drop_rate: DARE's p.
@@ -189,25 +187,29 @@ def expand(
         all n experts, the given ones first, and the descent of each new one.
 
     Raises:
-        ValueError: a setting is out of range, the experts differ in names or shapes, or values are not finite.
+        ValueError: the experts cannot be expanded as asked, differ in names or shapes, or values are not finite.
     """
     _check(experts, num_experts, method, similarity, initial)
     family, descents = list(experts), list[Descent]()
     generator = torch.Generator().manual_seed(seed)
-    of_updates: Inner = update_inner if scaling is None else partial(update_inner, scaling=scaling)
-    inner: Inner = {"update": of_updates, "values": values_inner}.get(similarity) or displacement_inner(initial or {})
+    inners: dict[str, Inner] = {
+        "update": update_inner if scaling is None else partial(update_inner, scaling=scaling),
+        "values": values_inner,
+        "displacement": displacement_inner(initial or {}),
+    }
+    inner = inners[similarity]
     gram: list[list[float]] = []
     while len(family) < num_experts:
         if method == "random":
             j, k = sorted(torch.randperm(len(family), generator=generator)[:2].tolist())
-            likeness = None
+            cosine = None
         else:
             for i in range(len(gram), len(family)):
                 gram.append([inner(family[i], family[j]) for j in range(i + 1)])
-            likeness, j, k = min((_cosine(gram, j, k), j, k) for k in range(len(family)) for j in range(k))
+            cosine, j, k = min((_cosine(gram, j, k), j, k) for k in range(len(family)) for j in range(k))
         alpha = float(torch.rand((), generator=generator))
         family.append(merge(family[j], family[k], alpha, drop_rate, generator))
-        descents.append(Descent(len(family) - 1, (j, k), alpha, drop_rate, likeness))
+        descents.append(Descent(len(family) - 1, (j, k), alpha, drop_rate, cosine))
     return family, descents
 
 
@@ -217,43 +219,33 @@ def _cosine(gram: list[list[float]], j: int, k: int) -> float:
 
 
 def _check(
-    experts: Sequence[Expert],
-    num_experts: int,
-    method: Expansion,
-    similarity: Similarity,
-    initial: Expert | None,
+    experts: Sequence[Expert], num_experts: int, method: Expansion, similarity: Similarity, initial: Expert | None
 ) -> None:
+    """Raise a ValueError if experts cannot be expanded as asked."""
     m = len(experts)
     if not 1 <= m <= num_experts:
-        raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given; ask for that many or more")
+        raise ValueError(f"num_experts={num_experts}: {m} experts are given; ask for that many or more")
     if num_experts > m and (method == "none" or m < 2):
         why = "method='none' makes none" if method == "none" else "expansion needs two parents"
-        raise ValueError(f"expand: num_experts={num_experts}: {m} experts are given and {why}; give more experts")
+        raise ValueError(f"num_experts={num_experts}: {m} experts are given and {why}; give more experts")
     if similarity == "displacement" and method == "genetic" and num_experts > m and initial is None:
-        raise ValueError("expand: similarity='displacement': the experts' initial values are unknown; use 'update'")
-    first = _facts("experts[0]", experts[0])
-    if not first:
-        raise ValueError("expand: experts[0]: it has no tensors; give adapters' state dicts")
-    if similarity == "update" and not any(".lora_A." in name for name in first) and method == "genetic":
-        raise ValueError("expand: similarity='update': the experts have no lora_A and lora_B; use 'values'")
+        raise ValueError("similarity='displacement': the experts' initial values are unknown; use 'update'")
+    if similarity == "update" and method == "genetic" and not any(".lora_A." in name for name in experts[0]):
+        raise ValueError("similarity='update': the experts have no lora_A and lora_B; use 'values'")
     others = {f"experts[{i}]": expert for i, expert in enumerate(experts)}
     if initial is not None and similarity == "displacement":
         others["initial"] = initial
+    first = _layout(experts[0])
     for what, expert in others.items():
-        if _facts(what, expert) != first:
-            raise ValueError(
-                f"expand: {what} differs from experts[0] in names, shapes or dtypes; adapt the same modules"
-            )
+        if _layout(expert) != first:
+            raise ValueError(f"{what} differs from experts[0] in names, shapes or dtypes; adapt the same modules")
+        for name, tensor in expert.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{what}: {name} holds NaN or infinity; train or save it again")
 
 
-def _facts(what: str, expert: Expert) -> dict[str, tuple]:
-    """Shapes and dtypes of an expert's tensors, by name."""
-    found = {}
-    for name, tensor in expert.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"expand: {what}: {name} holds NaN or infinity; train or save it again")
-        found[name] = (tensor.shape, tensor.dtype)
-    return found
+def _layout(expert: Expert) -> dict[str, tuple]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in expert.items()}
 
 
 # --- means of groups of experts: n experts before, m after, g of a group ---------------------------------------------

@@ -21,10 +21,51 @@ from operator import index
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
+import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from .messages import choice_error, one_line, out_of_memory, unknown_key  # noqa: F401
+
+# --- yaml -------------------------------------------------------------------------------------------------------------
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """
+    Raises an error for keys that occur twice, of which YAML would silently take the last one. Reads numbers as YAML 1.2
+    does, for which `1e-4` is one, too.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(text: str, source: object) -> Any:
+    """
+    The value of a YAML text, which may be JSON.
+
+    Args:
+        source: where it is from, for messages.
+
+    Raises:
+        ValueError: it is not YAML, or names a key twice.
+    """
+    try:
+        return yaml.load(text, _YamlLoader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
+
 
 # --- types of fields -------------------------------------------------------------------------------------------------
 

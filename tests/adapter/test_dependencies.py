@@ -1,4 +1,4 @@
-"""The plain adapter and its conversions work where only the core's dependencies are installed."""
+"""The plain adapter, its conversions and exports work where only the core's dependencies are installed."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ PeftModel.from_pretrained(base(), "adapter")
 for expert in range(2):
     expert_to_lora(model, expert, f"expert-{{expert}}")
 lora_to_moe(base(), ["expert-0", "expert-1"])
+base().save_pretrained("base")
+from moe_peft.native import export_adapter
+export_adapter("adapter", "moe", "base")
 """
 
 

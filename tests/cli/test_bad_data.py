@@ -48,16 +48,16 @@ def test_good_rows(rows, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([PAIR, {**PAIR, "completion": None}], "data: row 1: completion=None: must be a text or a list of messages"),
+        ([PAIR, {**PAIR, "completion": None}], "data: row 1: completion=None: must be a string or a list of messages"),
         ([PAIR, {**PAIR, "completion": ""}], "data: row 1: completion='': must not be empty"),
         ([{**PAIR, "completion": " \n"}], "row 0: completion=.*: must not be empty"),
-        ([{**PAIR, "completion": 3}], "row 0: completion=3: must be a text"),
+        ([{**PAIR, "completion": 3}], "row 0: completion=3: must be a string"),
         ([{**PAIR, "completion": ["x"]}], "row 0: completion: 'x': must be a message with role and content"),
         ([{**PAIR, "prompt": None}], "row 0: prompt=None"),
         ([TEXT, {"text": ""}], "row 1: text='': must not be empty"),
         ([TEXT, {"text": None}], "row 1: text=None"),
         ([{"text": ["a"]}], "row 0: text: 'a': must be a message"),
-        ([{"messages": "w3"}], "row 0: messages='w3': must be a text or a list of messages"),
+        ([{"messages": "w3"}], "row 0: messages='w3': must be a string or a list of messages"),
         ([TALK, {"messages": []}], r"row 1: messages=\[\]"),
         ([TALK, {"messages": None}], "row 1: messages=None"),
         ([{"messages": ["w3"]}], "row 0: messages: 'w3': must be a message"),
@@ -200,13 +200,16 @@ def test_what_else_is_no_data_set(tmp_path):
     [
         (
             [{"prompt": "w3", "completion": TALK["messages"][1:]}],
-            "row 0: prompt, completion: must all be texts, or all",
+            "row 0: prompt, completion: must all be strings, or all",
         ),
         (
             [{"prompt": TALK["messages"][:1], "completion": "w4"}],
-            "row 0: prompt, completion: must all be texts, or all",
+            "row 0: prompt, completion: must all be strings, or all",
         ),
-        ([{"prompt": "w3", "chosen": TALK["messages"][1:], "rejected": TALK["messages"][1:]}], "must all be texts, or"),
+        (
+            [{"prompt": "w3", "chosen": TALK["messages"][1:], "rejected": TALK["messages"][1:]}],
+            "must all be strings, or",
+        ),
         ([{**TEXT, "labels": "positive"}], "column 'labels': trainers take it for values of tokens; rename it"),
         ([{**TEXT, "token_labels": 1}], "column 'token_labels'"),
         ([{"input_ids": [3, 4], "labels": [3]}], "row 0: labels=[3]: must have a value for each token"),

@@ -114,17 +114,13 @@ def test_the_most_heads_that_fit(heads, width, n, m):
 
 
 @pytest.mark.parametrize("settings, own, message", [
-    ({"router_init": "attention"}, {"router_weights": {0: torch.zeros(4, 32)}, "calibration": BATCHES},
-     "router_weights: router_init='attention' has no use for it"),
-    ({"router_init": "zeros"}, {"router_weights": {0: torch.zeros(4, 32)}}, "router_weights: router_init='zeros'"),
-    ({}, {"calibration": BATCHES}, "calibration: router_init='normal' has no use for it; set router_init='attention'"),
+    ({}, {"calibration": BATCHES}, "router_init='normal': calibration data .* go with router_init='attention'"),
     ({"router_num_heads": 4}, {}, "router_num_heads=4: goes with router_init='attention'"),
-    ({"router_init": "attention", "router_num_heads": 0}, {"calibration": BATCHES}, "router_num_heads=0: use a whole"),
-    ({"router_init": "attention", "router_num_heads": 2.5}, {"calibration": BATCHES}, "router_num_heads=2.5: use a"),
+    ({"router_init": "attention", "router_num_heads": 0}, {"calibration": BATCHES}, "router_num_heads=0: must be"),
 ])  # fmt: skip
 def test_arguments_without_a_use_are_refused(settings, own, message, tmp_path):
     folder = saved(dense_model("llama"), tmp_path / "dense")
-    with pytest.raises(ValueError, match=f"^upcycle: {message}") as error:
+    with pytest.raises(ValueError, match=f"^{message}") as error:
         upcycle(folder, tmp_path / "moe", UpcycleConfig(**{"num_experts": 4, **settings}), **own)
     assert "\n" not in str(error.value)
 
@@ -150,8 +146,8 @@ def means_of(dense) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("kind, settings, calibration, message", [
-    ("llama", {}, None, r"router_init='attention': give calibration data \(calibration=…, --calibration FILE\)"),
-    ("llama", {}, [], "router_init='attention': init_attention_routers: batches: no tokens"),
+    ("llama", {}, None, r"router_init='attention': calibration data \(calibration=…, --calibration FILE\) go with"),
+    ("llama", {}, [], "router_init='attention', .*: batches: no tokens"),
     ("llama", {"num_experts": 3, "router_num_heads": 3}, BATCHES,
      "router_num_heads=3: .*: must divide the attention's size 64, .* num_experts=3; try 1"),
     ("llama", {"router_num_heads": 8}, BATCHES, "num_heads=8: a linear gate takes at most num_experts=4"),
@@ -160,7 +156,7 @@ def means_of(dense) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_what_cannot_work_is_refused_and_leaves_nothing(kind, settings, calibration, message, tmp_path):
     folder = saved(dense_model(kind), tmp_path / "dense")
     config = UpcycleConfig(router_init="attention", **{"num_experts": 4, **settings})
-    with pytest.raises(ValueError, match=f"^upcycle: .*{message}") as error:
+    with pytest.raises(ValueError, match=message) as error:
         upcycle(folder, tmp_path / "moe", config, calibration=calibration)
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
@@ -245,8 +241,8 @@ def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path, 
     assert (pipeline.root / "model" / "model.safetensors").exists()
     stage = stage_of(pipeline, "post_train")
     assert drawn.call_args.kwargs["seed"] == stage.seed > 11
-    batches = calibration_batches(pipeline.context.train_data, pipeline.context.tokenizer, seed=stage.seed)
-    stage.assemble(tmp_path / "moe", batches)
+    batches = calibration_batches(pipeline.context.train_data, pipeline.context.base.tokenizer, seed=stage.seed)
+    stage.write_moe(tmp_path / "moe")
     source = stage.given.experts[0] if stage.given.experts else pipeline.recipe.model.name_or_path
     config = UpcycleConfig(num_experts=4, top_k=2, router_init="attention")
     upcycle(source, tmp_path / "copies", config, calibration=batches)

@@ -183,14 +183,14 @@ def test_attention_routers_initialised_trained_and_exported(tokenizer, tmp_path)
 def test_what_a_native_moe_cannot_hold_is_refused_by_name(kind, settings, message, tmp_path):
     name = saved(dense_model(kind), tmp_path / "base")
     adapter(dense_model(kind), tmp_path / "adapter", name, **settings)
-    with pytest.raises(ValueError, match=f"export: .*{message}") as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         export_adapter(tmp_path / "adapter", tmp_path / "moe")
     assert "\n" not in str(raised.value) and not list(tmp_path.glob("*moe*"))
 
 
 def test_wrong_adapters_and_bases(tmp_path):
     def refused(message, base=None):
-        with pytest.raises(ValueError, match=f"export: .*{message}"):
+        with pytest.raises(ValueError, match=message):
             export_adapter(tmp_path / "adapter", tmp_path / "moe", base)
         assert not list(tmp_path.glob("*moe*"))
 
@@ -212,7 +212,7 @@ def test_wrong_adapters_and_bases(tmp_path):
     biased = saved(dense_model("llama", mlp_bias=True), tmp_path / "biased")
     refused("mlp_bias=True of the dense model: mixtral has no such setting", biased)
     shallow = saved(dense_model("llama", num_hidden_layers=1), tmp_path / "shallow")
-    refused("has no such place; give the adapter's own base", shallow)
+    refused("has no such tensor; give the adapter's own base", shallow)
     wide = saved(dense_model("llama", intermediate_size=80), tmp_path / "wide")
     refused(r"has \[4, 4, 48\], its config and the base say \[4, 4, 80\]; give the adapter's own base", wide)
     weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
@@ -339,7 +339,7 @@ def test_command_exports_and_verifies(tokenizer, tmp_path, capsys):
     for arguments in (["--output", str(tmp_path / "moe")], ["--output", str(tmp_path / "b"), "--dtype", "int8"]):
         with pytest.raises(SystemExit) as ended:
             main(["export", "--adapter", str(tmp_path / "adapter"), *arguments])
-        assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: export: ")
+        assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: ")
 
 
 def test_the_base_and_its_tokenizer_are_of_the_adapters_revision(tokenizer, tmp_path, monkeypatch):

@@ -240,5 +240,3 @@ def test_a_recipe_takes_it_as_a_field_of_upcycling_with_its_own_default():
     assert recipe_from_dict(case).upcycle_config().router_aux_loss_coef == 0.01
     own = recipe_from_dict({**case, "moe": {"router_aux_loss_coef": 0.3}})
     assert own.upcycle_config().router_aux_loss_coef == 0.3
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef='0\.1': use a finite number of at least 0"):
-        recipe_from_dict({**case, "moe": {"router_aux_loss_coef": "0.1"}})

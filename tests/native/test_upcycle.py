@@ -27,7 +27,7 @@ from moe_peft.native.expert_init import FFN, generator_for
 from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
 from moe_peft.native.model_folder import open_dense, parse_size
 from moe_peft.native.moe_config import backbone_shapes, moe_config
-from moe_peft.native.safetensors_io import whole_folder
+from moe_peft.native.safetensors_io import new_folder
 from moe_peft.native.upcycle import Upcycled
 from tests.helpers.native_case import DENSE, IDS, MOE, dense_model, logits, saved
 from tests.helpers.warm import start
@@ -242,7 +242,7 @@ def test_an_ffn_is_stored_under_its_names_and_read_back(names):
 @pytest.mark.parametrize("kind", DENSE)
 def test_a_family_names_the_tensors_of_its_models(kind, folders):
     """FFNs by their names and shapes; the backbone is complete under the names of the MoE."""
-    dense = open_dense(folders[kind], None, "test")
+    dense = open_dense(folders[kind])
     stored = load_file(f"{folders[kind]}/model.safetensors")
     ffns = dense.family.ffn_shapes(dense.config)
     assert ffns == {name: tensor.shape for name, tensor in stored.items() if ".mlp." in name}
@@ -309,11 +309,11 @@ def test_fields_that_a_dense_class_does_not_know_do_not_matter(folders, tmp_path
 
 def test_one_process_at_a_time_writes_a_folder(tmp_path):
     inner = []
-    with whole_folder(tmp_path / "moe", "upcycle") as folder:
+    with new_folder(tmp_path / "moe") as folder:
         (folder / "model.safetensors").touch()
         with (
             pytest.raises(ValueError, match="another process is writing it"),
-            whole_folder(tmp_path / "moe", "upcycle"),
+            new_folder(tmp_path / "moe"),
         ):
             inner.append(True)
         assert (folder / "model.safetensors").exists()
@@ -325,14 +325,14 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
     saved(dense_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=12), tmp_path / "dense")
     command = ["upcycle", "--model", str(tmp_path / "dense"), "--output", str(tmp_path / "moe"), "--init", "drop"]
     process = start(main, command)
-    partial = tmp_path / ".moe.partial"
+    partial = tmp_path / "moe.partial"
     while not (partial / "model.safetensors").exists() or (partial / "model.safetensors").stat().st_size < 10**7:
         assert process.is_alive(), "it ended before it could be killed"
         time.sleep(0.005)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert not (tmp_path / "moe").exists() and not (partial / "config.json").exists()
+    assert {path.name for path in (tmp_path / "moe").iterdir()} <= {".lock"} and not (partial / "config.json").exists()
     main(command)
     assert not partial.exists()
     expected = upcycle(tmp_path / "dense", tmp_path / "other", UpcycleConfig(init="drop"))
@@ -343,7 +343,7 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
 def test_experts_do_not_depend_on_which_layers_came_before(order, folders):
     """A layer's are begun while the one before is written."""
     config = UpcycleConfig(num_experts=5, init="drop", granularity=2)
-    sources = [open_dense(folders["llama"], None, "test")]
+    sources = [open_dense(folders["llama"])]
     made = Upcycled(sources, config, None)
     next(made.experts(1))  # and left
     for layer in order:
@@ -370,7 +370,7 @@ def drawn_by(*place) -> torch.Generator:
 )
 def test_everything_is_drawn_by_seed_layer_and_place(init, own, split, folders):
     """Gates, neurons, routed experts and the shared block, each from a generator of its own."""
-    source, n, m, shared, seed = open_dense(folders["llama"], None, "test"), 3, 2, 1, 7
+    source, n, m, shared, seed = open_dense(folders["llama"]), 3, 2, 1, 7
     config = UpcycleConfig(n, 2, granularity=m, num_shared_experts=shared, fine_grained_split=split, init=init,
                            seed=seed, router_init_std=0.3, weight_scaling=False, **own)  # fmt: skip
     made, method = Upcycled([source], config, None), ExpertInit(init, **own)
@@ -397,7 +397,7 @@ def test_everything_is_drawn_by_seed_layer_and_place(init, own, split, folders):
 
 def test_the_backbone_of_two_models_is_their_average(folders, tmp_path):
     other = saved(dense_model("llama", seed=5), tmp_path / "other")
-    sources = [open_dense(folder, None, "test") for folder in (folders["llama"], other)]
+    sources = [open_dense(folder) for folder in (folders["llama"], other)]
     made = Upcycled(sources, UpcycleConfig(num_experts=2, init="checkpoints"), None)
     name = "model.layers.1.self_attn.q_proj.weight"
     parts = [load_file(f"{folder}/model.safetensors")[name].double() for folder in (folders["llama"], other)]
@@ -415,41 +415,37 @@ def test_the_backbone_of_two_models_is_their_average(folders, tmp_path):
         (
             {"granularity": 2, "fine_grained_split": "independent"},
             (4, 32),
-            "give (8, 32), a gate for each fine-grained expert with fine_grained_split='independent', for every layer",
+            "give (8, 32) for every layer",
         ),
     ],
 )
 def test_gates_of_another_shape(own, shape, message, folders):
-    sources = [open_dense(folders["llama"], None, "test")]
+    sources = [open_dense(folders["llama"])]
     config = UpcycleConfig(num_experts=4, **own)
     with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
         Upcycled(sources, config, {layer: torch.zeros(shape) for layer in range(2)})
-    wrong = {layer: torch.zeros(4 * config.granularity, 32, dtype=torch.long) for layer in range(2)}
-    with pytest.raises(ValueError, match="layer 0 is no tensor of floats"):
-        Upcycled(sources, config, wrong)
 
 
 @pytest.mark.parametrize("field, value, remedy", [
     ("num_experts", 0, "from 1 to"), ("top_k", 9, "at most num_experts=8"), ("init", "coppy", "copy, noise"),
-    ("router_init", "attentive", "normal, uniform"), ("drop_rate", 1.5, r"\[0, 1\]"), ("noise_std", -1, "a number in"),
-    ("router_init", "given", "goes with"), ("granularity", 0, "from 1 to"), ("top_k", "two", "whole number"),
-    ("drop_rate", "0.5", "use a number"), ("top_k", 1.5, "whole number"), ("num_experts", True, "whole number"),
+    ("router_init", "attentive", "normal, uniform"), ("drop_rate", 1.5, "from 0 to 1"), ("noise_std", -1, "from 0 to"),
+    ("router_init", "given", "goes with"), ("granularity", 0, "from 1 to"), ("router_num_heads", 0, "from 1 to"),
     ("dtype", "bf16", "float32, bfloat16"), ("max_shard_size", "0GB", "above 0"),
     ("num_shared_experts", 2, "fewer than .*=2"), ("fine_grained_split", "random", "partition, independent"),
-    ("router_aux_loss_coef", -0.1, "at least 0"), ("router_aux_loss_coef", math.nan, "finite"),
-    ("router_init_std", -1, "use a number in"), ("noise_scale", 1e300, "1000"), ("noise_scale", 10**400, "1000"),
-    ("num_added_shared_experts", -1, "from 0 to"), ("drop_rate", 0.3, "drop_rate=0.3: goes with init='drop'"),
+    ("router_aux_loss_coef", -0.1, "from 0 to"), ("router_aux_loss_coef", math.nan, "from 0 to"),
+    ("router_init_std", -1, "from 0 to"), ("noise_scale", 1e300, "1000"), ("noise_scale", 10**400, "1000"),
+    ("num_added_shared_experts", -1, "from 0 to"), ("drop_rate", 0.3, "^drop_rate=0.3: goes with init='drop'"),
     ("noise_share", 0.1, "goes with init='random_noise'"), ("shared_indices", False, "goes with init='drop'"),
     ("router_num_heads", 2, "goes with router_init='attention'"), ("router_weights", "x", "router_init='given'"),
 ])  # fmt: skip
 def test_wrong_settings(field, value, remedy):
-    with pytest.raises(ValueError, match=f"upcycle: .*{remedy}"):
+    with pytest.raises(ValueError, match=remedy):
         UpcycleConfig(**{field: value})
 
 
 def test_sizes_are_bytes_in_either_case():
     sizes = {"5GB": 5 * 10**9, "1.5mb": 1_500_000, "20kb": 20_000, "1000000": 10**6}
-    assert {size: parse_size(size, "test") for size in sizes} == sizes
+    assert {size: parse_size(size) for size in sizes} == sizes
 
 
 def test_there_may_be_more_shards_than_open_files(folders, tmp_path):
@@ -511,7 +507,7 @@ def test_models_of_other_multipliers_are_not_averaged(field, folders, tmp_path):
 
 @pytest.mark.parametrize("size", ["-1GB", "0.1", "GB", "5TB", "nanGB", "²GB", "5"])
 def test_sizes_without_a_positive_number_are_refused(size):
-    with pytest.raises(ValueError, match=r"upcycle: max_shard_size=.*give a number above 0 with KB, MB or GB"):
+    with pytest.raises(ValueError, match=r"max_shard_size=.*give a number above 0 with KB, MB or GB"):
         UpcycleConfig(max_shard_size=size)
 
 
@@ -519,7 +515,7 @@ def refused(tmp_path, message, models, **settings):
     with pytest.raises(ValueError, match=message) as raised:
         upcycle(models, tmp_path / "moe", UpcycleConfig(**settings))
     assert "\n" not in str(raised.value)
-    assert not (tmp_path / "moe").exists() and not (tmp_path / ".moe.partial").exists()
+    assert not (tmp_path / "moe").exists() and not (tmp_path / "moe.partial").exists()
 
 
 def test_folders_that_were_made_for_nothing_go_again(folders, tmp_path, monkeypatch):
@@ -562,13 +558,13 @@ def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
 @pytest.mark.parametrize("own, message", [
     ({"resid_pdrop": 0.1}, "resid_pdrop=0.1 of the dense model: mixtral has no such setting"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}},
-     "partial_rotary_factor=0.5 of the dense model: mixtral rotates whole heads"),
+     "partial_rotary_factor=0.5 of the dense model: a MoE rotates all of a head"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 300.0, "factor": 2.0, "short_factor": [1.0] * 4,
                           "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
-     "rope_type='longrope' of the dense model: mixtral "),
+     "rope_type='longrope' of the dense model: "),
 ], ids=["dropout", "partial rotary", "longrope"])  # fmt: skip
 def test_what_a_mixtral_cannot_hold_of_phi3(own, message, tmp_path):
-    refused(tmp_path, f"upcycle: {message}", saved(dense_model("phi3", **own), tmp_path / "dense"))
+    refused(tmp_path, message, saved(dense_model("phi3", **own), tmp_path / "dense"))
 
 
 @pytest.mark.parametrize("kind", ["glm", "glm4"])
@@ -595,9 +591,10 @@ def test_broken_checkpoints_are_refused(folders, tmp_path):
     refused(tmp_path, "cannot be read", str(tmp_path / "lacking"))
     (tmp_path / "lacking/model.safetensors").unlink()
     refused(tmp_path, "save the model with save_pretrained", str(tmp_path / "lacking"))
-    refused(tmp_path, "upcycle: model '.*nothing'", str(tmp_path / "nothing"))
+    refused(tmp_path, "model '.*nothing'", str(tmp_path / "nothing"))
     (tmp_path / "there").mkdir()
-    with pytest.raises(ValueError, match=r"output_dir=.*exists"):
+    (tmp_path / "there" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"output_dir=.*is not empty; choose another"):
         upcycle(folders["llama"], tmp_path / "there")
     with pytest.raises(ValueError, match="layer 0 holds NaN"):
         upcycle(folders["llama"], tmp_path / "moe", UpcycleConfig(), {0: torch.full((8, 32), torch.nan)})

@@ -164,7 +164,7 @@ def make_native(kind: str, folder: Path, normalize: bool = True) -> Path:
 @torch.no_grad()
 def looped_logits(folder: Path, dropped: dict[int, list[int]], normalize: bool) -> torch.Tensor:
     """Logits of a native MoE whose blocks are plain loops over tokens and experts, from the tensors on disk."""
-    model, tensors = load(folder), Checkpoint(folder, "test")
+    model, tensors = load(folder), Checkpoint(folder)
     family, k = FAMILIES[model.config.model_type], model.config.num_experts_per_tok
     n = getattr(model.config, family.count)
 
@@ -259,8 +259,8 @@ def test_numbers_that_are_not_finite_are_not_data(tokenizer, data: str, tmp_path
     save_file(weights, tmp_path / "moe" / "model.safetensors", metadata={"format": "pt"})
     moe, out = str(tmp_path / "moe"), tmp_path / "out"
     for command, words in (
-        (["prune", "--experts-per-layer", "2"], "error: prune: data: the loss is nan; use a wider dtype"),
-        (["inspect"], "error: inspect: dtype='float16': logits of router 1 are not finite; use bfloat16 or float32"),
+        (["prune", "--experts-per-layer", "2"], "error: data: the loss is nan; use a wider dtype"),
+        (["inspect"], "error: dtype='float16': logits of router 1 are not finite; use bfloat16 or float32"),
     ):
         with pytest.raises(SystemExit) as end:
             main([*command, "--model", moe, "--data", data, "--output", str(out), "--dtype", "float16"])
@@ -458,7 +458,7 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
         main(
             ["prune", "--model", str(folder), "--output", str(tmp_path / "b"), "--merge-twins", "0.1", "--drop", "null"]
         )
-    assert "error: --drop 'null': give JSON like" in capsys.readouterr().err
+    assert "--drop: 'null': give JSON like" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -467,10 +467,9 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
         ({}, {}, "data=None: nothing says which experts go"),
         ({}, {"drop": {7: [0]}}, "drop: layer 7: the model has layers 0 to 1"),
         ({}, {"drop": [6]}, r"drop=\[6\]: model.layers.0.mlp has experts 0 to 5"),
-        ({}, {"drop": {"x": [0]}}, "drop={'x': .*: give a list of experts, or layers"),
+        ({}, {"drop": {"x": [0]}}, "drop: layer x: the model has layers 0 to 1"),
         ({}, {"drop": [0, 1, 2, 3, 4]}, "leaves 1 of 6 experts; keep at least 2"),
         ({}, {"merge_twins": 0.9999}, "every expert stays; the largest cosine of two experts is"),
-        ({}, {"merge_twins": 2.0}, "merge_twins=2.0: use a cosine"),
         ({}, {"merge_twins": 0.99, "experts_per_layer": 3}, "experts_per_layer=3: 6 are left, and only data say"),
         ({"router_type": "hash"}, {"drop": [0]}, "router_type='hash': such a router has no parameters of single"),
         ({"router_type": "locmoe"}, {"drop": [0]}, "router_type='locmoe': such a router has no parameters of single"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from moe_peft import MoELoraConfig
 from moe_peft.routing.routers import RouterSettings, make_router
-from moe_peft.training.router_losses import whole_norm
+from moe_peft.training.router_losses import full_norm
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import tiny_llama
 
@@ -100,7 +100,7 @@ def test_clipped_sums_move_like_clipped_separate_queries(m, optimizer):
         for model, step in zip((ours, separate), steps, strict=True):
             step.zero_grad()
             loss(model).backward()
-            with whole_norm(model):
+            with full_norm(model):
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
             step.step()
         assert norms[1] > 0.05

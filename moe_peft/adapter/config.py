@@ -55,7 +55,7 @@ class MoELoraConfig(PeftConfig):
         num_experts: Experts in every targeted module.
         top_k: Experts per token. A module with one expert has no router and is an ordinary, always active LoRA.
         normalize_top_k: Divide the gates of the chosen experts by their sum (as Mixtral does).
-        mixing: `"output"`: `y = Σ g_i FFN_i(x)`, which is a native MoE block of whole FFNs and can be exported as one.
+        mixing: `"output"`: `y = Σ g_i FFN_i(x)`, a native MoE block of complete FFNs, which can be exported as one.
             `"projection"`: `Wx + s Σ g_i B_i A_i x` at every projection, with one set of gates per FFN; cheaper, but
             not a native MoE.
         target_modules: FFN blocks or single linear layers, or both: names (matched by suffix) or one regex. `None`
@@ -115,7 +115,7 @@ class MoELoraConfig(PeftConfig):
     top_k: int = field(default=2, metadata={"help": "Experts per token."})
     normalize_top_k: bool = field(default=True, metadata={"help": "Make the chosen experts' gates sum to 1."})
     mixing: Literal["output", "projection"] = field(
-        default="output", metadata={"help": "Mix the outputs of whole FFNs, or the updates of every projection."}
+        default="output", metadata={"help": "Mix the outputs of complete FFNs, or the updates of every projection."}
     )
     target_modules: list[str] | set[str] | str | None = field(
         default=None, metadata={"help": "FFN blocks and single linears to adapt; None: every FFN."}
@@ -304,7 +304,7 @@ _CHOICES: dict[str, Collection[Any]] = {
 # Fields → numbers that neither compute nothing nor give NaN, and how to say it.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r num_experts top_k bottleneck_size router_num_heads num_experts_pattern rank_pattern": (
-        lambda v: v >= 1 and v % 1 == 0, "a whole number of at least 1"
+        lambda v: v >= 1 and v % 1 == 0, "an integer of at least 1"
     ),
     "lora_alpha alpha_pattern router_capacity_factor": (lambda v: 0 < v < inf, "a finite number above 0"),
     "lora_dropout router_jitter_noise": (lambda v: 0 <= v < 1, "a number in [0, 1)"),

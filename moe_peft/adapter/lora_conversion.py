@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from ..utils.compat import private
+from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.model_card import write_model_card
 from .config import EXPERT_FIELDS, MoELoraConfig
@@ -252,21 +252,26 @@ def expert_to_lora(
         inference_mode=True,
     )
     if save_directory is not None:
-        _save_whole(Path(save_directory), config, state)
+        if Path(save_directory).exists():
+            raise FileExistsError(f"expert_to_lora: save_directory={str(save_directory)!r} exists; choose another name")
+        with atomic_write(save_directory) as folder:
+            config.save_pretrained(str(folder))
+            write_model_card(folder, made="`moe_peft.expert_to_lora`: one expert of a MoE-LoRA adapter")
+            save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return config, state
 
 
 def _matrices_of(
     model: PeftModel, expert: int, adapter_name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, float]]:
-    """An expert's A and B and the modules saved whole, under PEFT's names, and by module their rank and alpha."""
+    """An expert's A and B and the modules saved in full, under PEFT's names, and by module their rank and alpha."""
     state: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for owner, layer in model.get_base_model().named_modules():
         if isinstance(layer, ModulesToSaveWrapper) and adapter_name in layer.modules_to_save:
-            whole = layer.modules_to_save[adapter_name].state_dict()
-            state |= {f"{_PREFIX}{owner}.{name}": tensor.cpu().clone() for name, tensor in whole.items()}
+            module = layer.modules_to_save[adapter_name].state_dict()
+            state |= {f"{_PREFIX}{owner}.{name}": tensor.cpu().clone() for name, tensor in module.items()}
         if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
             continue
         spec = layer.moe_lora_spec[adapter_name]
@@ -371,16 +376,3 @@ def _short_names(model: PeftModel, names: set[str]) -> list[str]:
     every = {n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n}
     matched = {name for name in every if name.rsplit(".", 1)[-1] in short}
     return sorted(short if matched == names else names)
-
-
-def _save_whole(folder: Path, config: LoraConfig, state: dict[str, torch.Tensor]) -> None:
-    """Write an adapter folder under a temporary name and rename it when it is complete."""
-    if folder.exists():
-        raise FileExistsError(f"expert_to_lora: save_directory={str(folder)!r} exists; choose another name")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
-        whole = Path(parent) / folder.name
-        config.save_pretrained(str(whole))
-        write_model_card(whole, made="`moe_peft.expert_to_lora`: one expert of a MoE-LoRA adapter")
-        save_file(state, whole / "adapter_model.safetensors", metadata={"format": "pt"})
-        whole.rename(folder)

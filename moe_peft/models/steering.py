@@ -191,6 +191,6 @@ def _check_rule(router: Any) -> None:
     if not exact:
         raise ValueError(
             f"{type(router).__name__} does not choose by a softmax over its logits and the top k alone, so its choice "
-            "cannot be made anew; use a family such as Mixtral, Qwen-MoE or OLMoE"
+            "cannot be recomputed; use a family such as Mixtral, Qwen-MoE or OLMoE"
         )
     _checked.add(router)

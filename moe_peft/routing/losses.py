@@ -175,7 +175,7 @@ class RouterLoss:
 
     Args:
         function: returns the loss of each token [T], which trainers average over the real tokens of an optimizer step;
-            or a scalar, the loss of a whole micro-batch.
+            or a scalar, the loss of a complete micro-batch.
         help: its purpose in a few words.
         coefficient: the default coefficient; None takes it from the trainer's own config or the model's.
         stages: the values of `training_stage` in which it is added.

@@ -85,7 +85,7 @@ class Router(nn.Module):
     takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialise it from the base's attention
     by_token_id: ClassVar[bool] = False  # whether it routes by token ids alone; a balancing loss is then constant
     expert_rows: ClassVar[tuple[str, ...]] = ()  # parameters [n, …] with a row per expert; (): it cannot lose experts
-    reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others are refused
+    reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others raise an error
     sized: ClassVar[dict[str, Callable[[int], Any]]] = {}  # settings that follow from n where they are None
 
     def __init_subclass__(cls) -> None:
@@ -193,7 +193,7 @@ class SwitchRouter(LinearRouter):
 
     only_top_k = 1
     reads = ("capacity_factor",)
-    no_output_mixing = "its gate is a probability and would scale whole FFNs down"
+    no_output_mixing = "its gate is a probability and would scale complete FFNs down"
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         factor, (tokens, n) = self.settings.capacity_factor, logits_TN.shape
@@ -369,7 +369,7 @@ class HashRouter(Router):
     def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         if token_ids is None:
             raise ValueError(
-                "router_type='hash': token_ids=None: it routes by token ids; call the whole model with input_ids"
+                "router_type='hash': token_ids=None: it routes by token ids; call the model itself with input_ids"
             )
         # The finalizer of splitmix64, whose last step leaves these bits alone; products of int64 wrap around.
         hash_TN = token_ids.reshape(-1, 1).long() + self.salt

@@ -16,9 +16,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
-# Packages that need the extra `train`, the border, and YAML and locks (which huggingface_hub brings, too); all others
-# get along with the core.
-TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "validation.py", "io.py")
+# Packages that need the extra `train`; all others get along with the core.
+TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "validation.py")
 EVAL = ("evaluation",)  # the extra `eval` too
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is divided by it
 

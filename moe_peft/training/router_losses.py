@@ -529,9 +529,9 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     def _scales(self, of_step: bool) -> tuple[float, float]:
         """
-        How this micro-batch's losses become those of the optimizer step: a factor for sums over tokens that are divided
-        by the step's tokens, and one for losses of a whole micro-batch. DDP averages over processes; unless the loss is
-        `of_step`, the trainer divides it by the accumulation steps.
+        How this micro-batch's losses become those of the optimizer step: a factor for sums over tokens, which are over
+        the step's tokens, and one for losses of a micro-batch. DDP averages over processes; unless the loss is
+        `of_step`, the trainer averages over the accumulation steps.
         """
         if not self.model.training:
             return 1.0, 1.0

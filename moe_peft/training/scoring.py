@@ -16,7 +16,7 @@ from transformers.utils.logging import tqdm
 from ..models.introspection import base_model
 from ..models.steering import force_experts
 from ..utils.compat import private
-from ..utils.distributed import gathered_as_it_runs, is_divided
+from ..utils.distributed import gathered_as_it_runs, is_sharded
 from ..utils.torch_contexts import evaluating
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -79,8 +79,8 @@ def example_losses(
             losses_SN = -outputs.log_probs.double().sum(-1).view(len(examples), copies)
             counts_S = outputs.label_mask.view(len(examples), copies, -1)[:, 0].sum(-1)
             found.append((start, losses_SN.tolist(), counts_S.tolist()))
-        if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_divided, model.parameters())):
-            # Divided weights are gathered by all processes at once, so one that has a batch less runs one of padding.
+        if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_sharded, model.parameters())):
+            # Sharded weights are gathered by all processes at once, so one that has a batch less runs one of padding.
             padding = {name: torch.zeros_like(value) for name, value in collator([dataset[0]]).items()}
             model(**{name: value.to(state.device) for name, value in padding.items()}, fused_lm_head=True)
     if state.num_processes > 1:

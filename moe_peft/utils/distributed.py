@@ -19,39 +19,39 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def shape_of(parameter: Any) -> torch.Size:
-    """The shape of a whole parameter; a divided one is empty."""
+    """The full shape of a parameter; a sharded one is empty."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def is_divided(parameter: Any) -> bool:
-    """Whether ZeRO-3 has divided a parameter."""
+def is_sharded(parameter: Any) -> bool:
+    """Whether ZeRO-3 has sharded a parameter."""
     return hasattr(parameter, "ds_shape")
 
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterator[None]:
     """
-    Inside this block, divided parameters are whole. All processes must enter it; with `write`, what the first one
+    Inside this block, sharded parameters are full. All processes must enter it; with `write`, what the first one
     assigns stays.
     """
-    divided = [p for p in parameters if is_divided(p)]
-    if not divided:
+    sharded = [p for p in parameters if is_sharded(p)]
+    if not sharded:
         yield
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(divided, modifier_rank=0 if write else None):
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if write else None):
         yield
 
 
 @contextmanager
 def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
     """
-    Inside this block, a model with divided parameters can run without DeepSpeed's engine: the weights of each decoder
+    Inside this block, a model with sharded parameters can run without DeepSpeed's engine: the weights of each decoder
     layer are gathered while it runs, all others while the model does. All processes must run it equally often.
     """
-    if not any(map(is_divided, model.parameters())):
-        with _marked_whole(model):
+    if not any(map(is_sharded, model.parameters())):
+        with _marked_full(model):
             yield
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -71,10 +71,10 @@ def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _marked_whole(model: nn.Module) -> Iterator[None]:
+def _marked_full(model: nn.Module) -> Iterator[None]:
     """
-    Inside this block, the parameters say that ZeRO-3 has not divided them: TRL's fused head asks them, also those of a
-    quantized model, which is not divided before it is trained.
+    Inside this block, the parameters say that ZeRO-3 has not sharded them: TRL's fused head asks them, also those of a
+    quantized model, which is not sharded before it is trained.
     """
     if not is_deepspeed_zero3_enabled():
         yield

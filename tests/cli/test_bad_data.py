@@ -187,7 +187,9 @@ def test_what_else_is_no_data_set(tmp_path):
             load_data(source, "data.train", None)
         assert type(refused.value) is ValueError and "\n" not in str(refused.value)
     for column in ("completion", "text"):  # to which trainers add the token that ends them
-        with pytest.raises(ValueError, match=f"label_column='{column}': trainers add the token .*; copy the labels to"):
+        with pytest.raises(
+            ValueError, match=f"label_column='{column}': trainers add the EOS token .*; copy the labels to"
+        ):
             load_data(str(tmp_path / "d.jsonl"), "data.train", column)
     with pytest.raises(ValueError, match=r"label_column='domain': data\.train has only"):
         load_data(str(tmp_path / "d.jsonl"), "data.train", "domain")

@@ -321,7 +321,7 @@ def test_what_is_wrong_is_said_in_one_line(own, message, case, tmp_path, capsys)
     ("own", "message"),
     [
         ({"label_column": "no", "expert_map": MAPS}, "stages.rest.label_column='no': dataset_name has only ['prompt'"),
-        ({"label_column": "text", "expert_map": MAPS}, "stages.rest.label_column='text': trainers add the token"),
+        ({"label_column": "text", "expert_map": MAPS}, "stages.rest.label_column='text': trainers add the EOS token"),
         ({"label_column": "domain", "expert_map": {"a": [0], "b": [1]}},
          "stages.rest: expert_map: no experts for the labels ['c'] of the train dataset"),
         ({"label_column": "domain", "expert_map": {**MAPS, "c": [9]}},
@@ -583,7 +583,7 @@ def test_a_stage_changes_what_the_arguments_have_set_by_themselves(alias, case, 
 def test_weights_that_are_not_finite_are_not_saved(case, tmp_path, capsys):
     own = {**case, "learning_rate": 1e38, "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 3, "save_steps": 3}
     message = refused("sft", tmp_path, own, capsys=capsys)
-    assert message.startswith("error: learning_rate=1e+38: after step 3, ") and "use a lower rate" in message
+    assert message.startswith("error: learning_rate=1e+38: after step 3, ") and "use a lower learning rate" in message
     assert not [*tmp_path.rglob("*.safetensors")]
 
 

@@ -21,8 +21,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig
 
-from moe_peft import lora_to_moe
-from moe_peft.upit import expand_experts, init_router
+from moe_peft.upit import expand_experts, init_routers
 
 from .processes import peak_growth, run_module
 
@@ -73,11 +72,10 @@ def measure(stage: str, n: int, folder: Path) -> int:
         save_strategy="no",
         disable_tqdm=True,
     )
-    model = base()
+    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
 
     def run() -> None:
-        moe = lora_to_moe(model, experts, task_type="CAUSAL_LM")
-        init_router(moe, Dataset.from_dict({"input_ids": ids, "labels": ids}), args, tokenizer)
+        init_routers(lambda expert: base(), experts, data, args, tokenizer, output_dir=folder / f"routed-{n}")
 
     return peak_growth(run)
 
@@ -103,7 +101,7 @@ def main() -> None:
             "",
             f"Made by `python -m benchmarks.upit_memory`. One base: {size:.0f} MiB. Growth in MiB.",
             "",
-            "| experts | expansion (2 → n) | router initialisation (base not counted) | n copies of the base |",
+            "| experts | expansion (2 → n) | router initialisation | n copies of the base |",
             "|---|---|---|---|",
         ]
         for n in EXPERTS:

@@ -247,7 +247,7 @@ def test_branch_train_mix_averages_four_models(tmp_path, tokenizer):
     pipeline = UpIT(load_recipe(path, [*own, "model.dtype=float32"]))
     assert [stage.name for stage in pipeline.stages] == ["post_train", "evaluate"]
     pipeline.stages[0].check_base()
-    pipeline.stages[0].assemble(tmp_path / "moe")
+    pipeline.stages[0].write_moe(tmp_path / "moe")
     moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     for i in range(8):
         ffn, block = models[i % 4].model.layers[1].mlp, moe.model.layers[1].mlp.experts

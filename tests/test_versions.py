@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
-TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli")
+TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "validation.py")
 EVAL = ("evaluation",)  # the extra `eval` too
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is divided by it
 

@@ -16,8 +16,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from ..models.introspection import base_model
 from ..native.router_files import read_routed_model
 from ..routing.expert_map import label_text
-from ..training.data import check_domains, check_rows, load_data
-from ..training.preflight import check_learnable
+from ..training.data import check_domains, check_learnable, check_rows, load_data
 from ..training.preparation import preparation, tokenized
 from ..training.scoring import Collator
 from ..utils.io import reading

@@ -26,11 +26,11 @@ from ..adapter.config import MoELoraConfig
 from ..analysis.figures import FORMATS
 from ..training.checkpointing import names_checkpoint
 from ..training.router_losses import Stage
-from ..utils.io import read_text, read_yaml
+from ..utils.io import read_text
 from ..utils.loading import Base
 from ..utils.messages import choice_error, one_line, unknown_key
 from ..utils.plugins import load_plugins
-from ..utils.validation import Count, check_range, prefixed, validate
+from ..utils.validation import Count, check_range, prefixed, read_yaml, validate
 
 # --- flags of several commands ---------------------------------------------------------------------------------------
 

@@ -18,10 +18,10 @@ INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Of safetensors and of torch.
 _FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed", "unexpected pos", "iostream error")
-_GOES_ON = {
-    "upit": "the same command goes on from the last checkpoint",
-    "sft": "--resume_from_checkpoint true goes on from the last checkpoint",
-    "dpo": "--resume_from_checkpoint true goes on from the last checkpoint",
+_RESUMES = {
+    "upit": "the same command resumes from the last checkpoint",
+    "sft": "--resume_from_checkpoint true resumes from the last checkpoint",
+    "dpo": "--resume_from_checkpoint true resumes from the last checkpoint",
 }
 _SMALLER = "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew"
 _NEEDS_LESS = {
@@ -42,9 +42,9 @@ class _Terminated(BaseException):
 def ends_in_one_line(command: str) -> Iterator[None]:
     """
     Invalid input ends a command with exit code 2, a file that cannot be read or written and a lack of memory with 1,
-    SIGINT with 130 and SIGTERM with 143. Anything else is a fault of ours and keeps its traceback.
+    SIGINT with 130 and SIGTERM with 143. Anything else is a bug and keeps its traceback.
     """
-    remedy = _GOES_ON.get(command, "nothing half-written is left")
+    remedy = _RESUMES.get(command, "nothing half-written is left")
     try:
         with _terminable():
             yield
@@ -59,7 +59,7 @@ def ends_in_one_line(command: str) -> Iterator[None]:
             _end(f"error: the disk is full; make room, then {remedy}", 1)
         if any(map(out_of_memory, _chain(error))):
             less = _NEEDS_LESS.get(command, "use a machine with more")
-            more = f"with more memory, {remedy}" if command in _GOES_ON else remedy
+            more = f"with more memory, {remedy}" if command in _RESUMES else remedy
             _end(f"error: out of memory; {less}; {more}", 1)
         if isinstance(error, OSError) and error.filename is not None:
             _end(f"error: {error.filename}: {error.strerror}", 1)

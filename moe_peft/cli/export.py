@@ -20,7 +20,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--family", help="model type of the MoE, e.g. mixtral; default: the one that fits")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16; default: the base's")
     parser.add_argument("--max-shard-size", default="5GB", help="largest size of an output file")
-    parser.add_argument("--verify", metavar="TEXT", help="compare logits on a text, or on each line of a text file")
+    parser.add_argument("--verify", metavar="TEXT", help="compare logits on this text, or on each line of a text file")
     return parser
 
 
@@ -34,20 +34,20 @@ def run(options: argparse.Namespace) -> None:
     )  # fmt: skip
     print(folder)
     if texts is not None:
-        found = verify_export(options.adapter, folder, texts, options.base)
+        comparison = verify_export(options.adapter, folder, texts, options.base)
         print(
-            f"{found.tokens} tokens: logits differ by at most {found.difference:.2g} (the largest is "
-            f"{found.largest:.3g}); the most probable next token is the same for {found.agreement:.1%}"
+            f"{comparison.tokens} tokens: logits differ by at most {comparison.difference:.2g} (the largest is "
+            f"{comparison.largest:.3g}); the most probable next token is the same for {comparison.agreement:.1%}"
         )
 
 
-def _texts(given: str) -> list[str]:
-    """A text, or the lines of a file, which is read before anything is written."""
-    is_file = len(os.fsencode(given)) < 256 and Path(given).exists()
-    if not is_file and re.fullmatch(r"\S+\.(txt|md|jsonl?|csv)", given):
-        raise ValueError(f"export: --verify {given!r}: no such file; give a text, or a text file")
-    text = read_text(given, f"export: --verify {given!r}") if is_file else given
+def _texts(text_or_file: str) -> list[str]:
+    """The text, or the lines of a file, which is read before anything is written."""
+    is_file = len(os.fsencode(text_or_file)) < 256 and Path(text_or_file).exists()
+    if not is_file and re.fullmatch(r"\S+\.(txt|md|jsonl?|csv)", text_or_file):
+        raise ValueError(f"--verify {text_or_file!r}: no such file; give text, or a text file")
+    text = read_text(text_or_file, f"--verify {text_or_file!r}") if is_file else text_or_file
     texts = [line for line in text.splitlines() if line.strip()]
     if not texts:
-        raise ValueError(f"export: --verify {given!r}: give a text, or a text file")
+        raise ValueError(f"--verify {text_or_file!r}: give text, or a text file")
     return texts

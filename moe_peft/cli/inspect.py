@@ -12,7 +12,7 @@ from .arguments import add_data_options, add_figures_option, add_weights_options
 def parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog, description="Report where a model's tokens go: tables and figures.")
     parser.add_argument("--model", required=True, help="folder of an adapter or a native MoE")
-    parser.add_argument("--data", required=True, help="a .jsonl, .json, .csv or .parquet file, or a data set's name")
+    parser.add_argument("--data", required=True, help="a .jsonl, .json, .csv or .parquet file, or a dataset's name")
     parser.add_argument("--output", default="routing", metavar="FOLDER", help="folder for tables and figures")
     parser.add_argument("--label-column", help="column that holds the domains")
     parser.add_argument(

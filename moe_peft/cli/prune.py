@@ -19,7 +19,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, metavar="FOLDER", help="an adapter or a native MoE")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the result; new or empty")
-    parser.add_argument("--data", help="a .jsonl, .json, .csv or .parquet file, or a data set's name")
+    parser.add_argument("--data", help="a .jsonl, .json, .csv or .parquet file, or a dataset's name")
     parser.add_argument("--label-column", help="column that holds the domains, for losses by domain")
     parser.add_argument(
         "--min-load",

@@ -1,4 +1,4 @@
-"""`moe-peft sft`: fine-tuning of a MoE-LoRA adapter or a native MoE, with the losses on the routers."""
+"""`moe-peft sft`: fine-tuning of a MoE-LoRA adapter or a native MoE, with router losses."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="data for --router-init attention: a .jsonl, .json, .csv or .parquet file, or a data set's name",
+        help="data for --router-init attention: a .jsonl, .json, .csv or .parquet file, or a dataset's name",
     )
     parser.add_argument(
         "--calibration-examples", type=int, metavar="N", help="examples of it to draw, with --seed; default: 256"

@@ -19,7 +19,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--processes", type=int, help="with --dry-run: plan for this many processes")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="with --dry-run: what divides the state among them")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="with --dry-run: what shards the state among them")
     parser.add_argument(
         "--redo",
         action="store_true",

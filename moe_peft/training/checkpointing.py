@@ -179,7 +179,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 class FiniteWeightsMixin:
     """
-    Mixin for a Trainer: it saves no weights that are not finite. (ZeRO-3's, which are divided, it does not look at.)
+    Mixin for a Trainer: it saves no weights that are not finite. (ZeRO-3's, which are sharded, it does not look at.)
     It warns where steps would be lost in rounding.
     """
 
@@ -217,7 +217,7 @@ class FiniteWeightsMixin:
         for name in bad[:1]:
             raise ValueError(
                 f"learning_rate={self.args.learning_rate}: after step {self.state.global_step}, {name} is not finite, "
-                f"and {output_dir or self.args.output_dir} was not saved; use a lower rate, or max_grad_norm"
+                f"and {output_dir or self.args.output_dir} was not saved; use a lower learning rate, or max_grad_norm"
             )
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
@@ -257,7 +257,7 @@ class NativeResumeMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _is_plain_native(self) -> bool:
-        """Whether whole native MoEs are saved, by their own `save_pretrained`."""
+        """Whether complete native MoEs are saved, by their own `save_pretrained`."""
         native = bool(native_routers(self.model)) and not isinstance(self.model, PeftModel)
         return native and not self.is_fsdp_enabled  # type: ignore[attr-defined]
 
@@ -345,11 +345,6 @@ class _Checkpoints(MarkComplete):
 def total_steps(trainer: Trainer) -> int:
     """Optimizer steps of a trainer: `max_steps`, or those of `num_train_epochs`, each of which begins a step."""
     return steps_and_rows(trainer.args, len(trainer.train_dataset), trainer.args.world_size)[0]
-
-
-def step_rows(args: TrainingArguments) -> int:
-    """Rows of one optimizer step."""
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def save_full_weights(trainer: Trainer) -> None:

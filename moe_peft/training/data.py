@@ -113,7 +113,7 @@ def check_label_column(column: str | None, section: str = "") -> None:
     """
     if column in ("text", "completion"):
         raise ValueError(
-            f"{section}label_column={column!r}: trainers add the token that ends a text here; copy the labels to a "
+            f"{section}label_column={column!r}: trainers add the EOS token here; copy the labels to a "
             "column of their own"
         )
 
@@ -244,7 +244,7 @@ def check_rows(
 
 
 def _is_label(value: Any) -> bool:
-    """A text or a number; NaN, for which Parquet and CSV files leave a place without a number, is none."""
+    """A string or a number; NaN, for which Parquet and CSV files leave a place without a number, is none."""
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 

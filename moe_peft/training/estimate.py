@@ -26,7 +26,7 @@ _SAMPLED_ROWS = 500  # for the mean length
 # TRL computes logits and their gradients in tiles of at most so many tokens and words.
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768
 
-# What each strategy divides among the processes; the rest is the same in all of them.
+# What each strategy shards among the processes; the rest is the same in all of them.
 STRATEGIES = {
     "ddp": (),
     "zero2": ("gradients", "optimizer"),
@@ -38,7 +38,7 @@ STRATEGIES = {
 @dataclass(frozen=True)
 class Launch:
     """
-    How a training will be launched: the number of processes, and what divides its state among them.
+    How a training will be launched: the number of processes, and what shards its state among them.
 
     Raises:
         ValueError: an unknown strategy, or less than one process.
@@ -100,11 +100,11 @@ def memory(
     """
     An estimate for one process: base weights, other parameters that are held, gradients and Adam's two
     moments of the trainable ones, and the activations of one batch (those that gradient checkpointing keeps, or all)
-    with one tile of the logits, which TRL's trainers do not hold as a whole. Without a GPU, a tile takes several times
+    with one tile of the logits, which TRL's trainers do not hold completely. Without a GPU, a tile takes several times
     as much.
 
-    DDP's buckets hold the gradients once more. Where parameters are divided, two layers (the one that computes and the
-    next) and what is in no layer, such as embeddings, are whole all the same.
+    DDP's buckets hold the gradients once more. Where parameters are sharded, two layers (the one that computes and the
+    next) and what is in no layer, such as embeddings, are full all the same.
 
     Args:
         model: the base, without weights.
@@ -116,17 +116,17 @@ def memory(
     """
     base, largest, outside = _base_bytes(model, dtype, quantization or {})
     buckets = 2 if launch.strategy == "ddp" and launch.processes > 1 else 1
-    found = Memory(
+    needed = Memory(
         base + trained.itemsize * held,
         trained.itemsize * trainable * buckets,
         2 * (1 if "8bit" in getattr(args.optim, "value", args.optim) else trained.itemsize) * trainable,
         _activation_bytes(model.config, args, length, 2 if half else 4),
     )
-    shares = {name: -(-getattr(found, name) // launch.processes) for name in STRATEGIES[launch.strategy]}
+    shares = {name: -(-getattr(needed, name) // launch.processes) for name in STRATEGIES[launch.strategy]}
     if "parameters" in shares and launch.processes > 1:
-        whole = 2 * (largest + trained.itemsize * held // model.config.get_text_config().num_hidden_layers) + outside
-        shares["parameters"] = min(shares["parameters"] + whole, found.parameters)
-    return replace(found, **shares)
+        gathered = 2 * (largest + trained.itemsize * held // model.config.get_text_config().num_hidden_layers) + outside
+        shares["parameters"] = min(shares["parameters"] + gathered, needed.parameters)
+    return replace(needed, **shares)
 
 
 def print_estimates(
@@ -175,8 +175,8 @@ def rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFT
     mean = sum(min(length, limit) for length in lengths) / len(lengths)
     if getattr(args, "packing", False) and args.max_length:
         cut = args.packing_strategy == "bfd"  # others split what is too long
-        whole = len(data) * (mean if cut else sum(lengths) / len(lengths))
-        return max(1, round(whole / args.max_length)), float(args.max_length)
+        tokens = len(data) * (mean if cut else sum(lengths) / len(lengths))
+        return max(1, round(tokens / args.max_length)), float(args.max_length)
     return len(data), mean
 
 
@@ -225,14 +225,14 @@ def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template
     raise ValueError(f"data.train: columns {sorted(row)}: needs messages, or prompt and completion, or text")
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, whole: str | list[dict[str, str]], template: str | None) -> int:
-    if isinstance(whole, list):
-        return len(tokenizer.apply_chat_template(whole, chat_template=template, return_dict=True)["input_ids"])
-    return len(tokenizer(whole)["input_ids"]) + 1  # TRL adds the end
+def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, str]], template: str | None) -> int:
+    if isinstance(content, list):
+        return len(tokenizer.apply_chat_template(content, chat_template=template, return_dict=True)["input_ids"])
+    return len(tokenizer(content)["input_ids"]) + 1  # TRL adds the end
 
 
 def training_line(args: SFTConfig) -> str:
-    """Rate, schedule and context in words."""
+    """Learning rate, schedule and context in words."""
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     if getattr(args, "router_schedule", "constant") == "three_phase":
         schedule = "in three phases"
@@ -260,8 +260,8 @@ def _base_bytes(model: PreTrainedModel, dtype: str, quantization: Mapping[str, A
 
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     layers = [size(layer) for layer in max(lists, key=size)] if lists else []
-    whole = size(model)
-    return round(whole), round(max(layers, default=0.0)), round(whole - sum(layers))
+    total = size(model)
+    return round(total), round(max(layers, default=0.0)), round(total - sum(layers))
 
 
 def _activation_bytes(config: Any, args: SFTConfig, length: float, width: int) -> int:

@@ -76,17 +76,6 @@ class LabelCollator:
         return {**batch, COLUMN: labels_BS}
 
 
-class RowCollator:
-    """Adds columns with one number per row, [B] each, to the batches of another collator."""
-
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], *columns: str) -> None:
-        self.collator, self.columns = collator, columns
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        values = {column: torch.tensor([example[column] for example in examples]) for column in self.columns}
-        return {**self.collator(examples), **values}
-
-
 def completion_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """1 for the tokens that the language loss is on, those whose label is not -100, [B, S]; None without labels."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None

@@ -25,18 +25,8 @@ from trl import SFTConfig
 from ..utils.compat import private
 from ..utils.loading import chat_template
 from ..utils.messages import choice_error, one_line, unknown_key
-from ..utils.validation import check_range, validate
-from .data import check_answers, check_learnable  # noqa: F401
-from .preparation import for_one_trainer, rehearse  # noqa: F401
-
-# --- leaving ---------------------------------------------------------------------------------------------------------
-
-check_value = check_range
-
-
-def check_settings(kind: type, settings: Mapping[str, Any], path: str = "") -> None:
-    validate(kind, settings, path.removesuffix("."))
-
+from .data import check_answers
+from .preparation import rehearse
 
 # --- preflight -------------------------------------------------------------------------------------------------------
 
@@ -171,13 +161,3 @@ def check_launched(args: TrainingArguments, section: str = "") -> None:
     """
     if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
         raise ValueError(f"{section}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
-
-
-# --- leaving: what a stage of UpIT is given ---
-
-
-def check_training(
-    caller: str, model: Any, dataset: Any, args: Any, processing_class: Any, output_dir: Any = "."
-) -> None:
-    refuse_arguments(args, f"{caller}: ")
-    check_answers(f"{caller}: ", dataset, args.completion_only_loss, args.assistant_only_loss)

@@ -50,16 +50,19 @@ Stage = Literal["joint", "routers", "rest"]
 LabelTokens = Literal["all", "completion"]
 Schedule = Literal["constant", "three_phase"]
 
-# A field for the coefficient of each loss in the table.
+# A field for the coefficient of each loss in the table; one without a default may be None, for the model's own.
 _Coefficients: Any = make_dataclass(
     "_Coefficients",
     [
-        (coefficient_field(name), float | None, field(default=loss.coefficient, metadata={"help": loss.help}))
+        (
+            coefficient_field(name),
+            float | None if loss.coefficient is None else float,
+            field(default=loss.coefficient, metadata={"help": loss.help}),
+        )
         for name, loss in ROUTER_LOSSES.items()
     ],
     namespace={"__module__": __name__},
 )
-
 
 # Fields that name one of a few.
 _CHOICES = {
@@ -94,6 +97,18 @@ class RouterLossConfig(_Coefficients):
 
     Raises:
         ValueError: fields contradict each other, or no loss trains what should be trained.
+
+    Example:
+
+    ```python
+    >>> from dataclasses import dataclass
+    >>> from trl import RewardConfig
+    >>> from moe_peft import RouterLossConfig
+    >>> @dataclass
+    ... class MoERewardConfig(RouterLossConfig, RewardConfig):
+    ...     pass
+    >>> args = MoERewardConfig("out", router_schedule="three_phase", use_cpu=True)
+    ```
     """
 
     router_balancing: Scope = field(default="global", metadata={"help": "Scope of the balancing loss."})
@@ -324,6 +339,15 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     Raises:
         ValueError: the model has no routers, nothing is left to train, or vLLM would generate with an adapter.
         RuntimeError: the trainer computes its loss without `compute_loss`, as TRL's `OnlineDPOTrainer` does.
+
+    Example:
+
+    ```python
+    >>> from trl import RewardTrainer
+    >>> from moe_peft import RouterLossesMixin
+    >>> class MoERewardTrainer(RouterLossesMixin, RewardTrainer):
+    ...     pass
+    ```
     """
 
     args: Any
@@ -505,9 +529,9 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     def _scales(self, of_step: bool) -> tuple[float, float]:
         """
-        How this micro-batch's losses become those of the optimizer step: a factor for sums over tokens that are divided
-        by the step's tokens, and one for losses of a whole micro-batch. DDP averages over processes; unless the loss is
-        `of_step`, the trainer divides it by the accumulation steps.
+        How this micro-batch's losses become those of the optimizer step: a factor for sums over tokens, which are over
+        the step's tokens, and one for losses of a micro-batch. DDP averages over processes; unless the loss is
+        `of_step`, the trainer averages over the accumulation steps.
         """
         if not self.model.training:
             return 1.0, 1.0

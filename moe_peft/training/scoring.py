@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from ..models.introspection import base_model
 from ..models.steering import force_experts
 from ..utils.compat import private
-from ..utils.distributed import gathered_as_it_runs, is_divided
-from ..utils.torch_contexts import evaluating, free_memory
+from ..utils.distributed import gathered_as_it_runs, is_sharded
+from ..utils.torch_contexts import evaluating
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
@@ -81,8 +79,8 @@ def example_losses(
             losses_SN = -outputs.log_probs.double().sum(-1).view(len(examples), copies)
             counts_S = outputs.label_mask.view(len(examples), copies, -1)[:, 0].sum(-1)
             found.append((start, losses_SN.tolist(), counts_S.tolist()))
-        if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_divided, model.parameters())):
-            # Divided weights are gathered by all processes at once, so one that has a batch less runs one of padding.
+        if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_sharded, model.parameters())):
+            # Sharded weights are gathered by all processes at once, so one that has a batch less runs one of padding.
             padding = {name: torch.zeros_like(value) for name, value in collator([dataset[0]]).items()}
             model(**{name: value.to(state.device) for name, value in padding.items()}, fused_lm_head=True)
     if state.num_processes > 1:
@@ -117,18 +115,3 @@ def mean_loss(losses: torch.Tensor, counts_S: torch.Tensor, what: str) -> float:
     if not math.isfinite(found):
         raise ValueError(f"{what}: the loss is {found}; use a wider dtype, bfloat16 or float32, or another model")
     return found
-
-
-def score_checkpoints(
-    load: Callable[[Path], PreTrainedModel], experts: Sequence[Path], dataset: Dataset, collator: Collator
-) -> torch.Tensor:
-    """Each checkpoint's perplexity on each tokenized example, [S, n]; one model is loaded at a time."""
-    columns = []
-    for folder in experts:
-        model = load(folder)
-        make_scorable(model)
-        losses_S1, counts_S = example_losses(model, dataset, collator)
-        columns.append((losses_S1.squeeze(1) / counts_S).exp())
-        del model
-        free_memory()
-    return torch.stack(columns, dim=1)

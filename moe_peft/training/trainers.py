@@ -40,6 +40,13 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
 
     Raises:
         ValueError: fields contradict each other.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import MoESFTConfig
+    >>> args = MoESFTConfig("out", label_column="domain", expert_map={"a": [0, 1], "b": [2], "c": [3]}, use_cpu=True)
+    ```
     """
 
     label_column: str | None = field(default=None, metadata={"help": "The data's label column."})
@@ -61,6 +68,20 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     Raises:
         ValueError: the model has no routers; labels are missing or unknown; `expert_map` names experts that the model
             lacks; an adapter would not fit its base with the tokens of `chat_template_path`.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
+    >>> trainer = MoESFTTrainer(
+    ...     "Qwen/Qwen3-0.6B",
+    ...     MoESFTConfig("out", max_steps=1, router_z_loss_coef=0.001, use_cpu=True),
+    ...     train_dataset=load_dataset("json", data_files="train.jsonl", split="train"),
+    ...     peft_config=MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8),
+    ... )
+    >>> result = trainer.train()
+    ```
     """
 
     _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, *TAGS]
@@ -187,10 +208,36 @@ def _as_moe_config(args: SFTConfig | None) -> MoESFTConfig:
 
 @dataclass
 class MoEDPOConfig(RouterLossConfig, DPOConfig):
-    """`DPOConfig` with the fields of `RouterLossConfig`. Losses that need labels are skipped."""
+    """
+    `DPOConfig` with the fields of `RouterLossConfig`. Losses that need labels are skipped.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import MoEDPOConfig
+    >>> args = MoEDPOConfig("out", beta=0.1, router_aux_loss_coef=0.01, use_cpu=True)
+    ```
+    """
 
 
 class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
-    """`DPOTrainer` with router losses; see `MoEDPOConfig` and `RouterLossesMixin`."""
+    """
+    `DPOTrainer` with router losses; see `MoEDPOConfig` and `RouterLossesMixin`.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from moe_peft import MoEDPOConfig, MoEDPOTrainer, MoELoraConfig
+    >>> pairs = [{"prompt": "The sky is", "chosen": " blue.", "rejected": " a kind of cheese."}] * 8
+    >>> trainer = MoEDPOTrainer(
+    ...     "Qwen/Qwen3-0.6B",
+    ...     args=MoEDPOConfig("out", max_steps=1, use_cpu=True),
+    ...     train_dataset=Dataset.from_list(pairs),
+    ...     peft_config=MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8),
+    ... )
+    >>> result = trainer.train()
+    ```
+    """
 
     _tag_names: ClassVar[list[str]] = [*DPOTrainer._tag_names, *TAGS]

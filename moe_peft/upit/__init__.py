@@ -5,13 +5,13 @@ from .pipeline import UpIT
 from .post_train import post_train
 from .prepare import prepare_experts
 from .recipe import Recipe, load_recipe, recipe_from_dict
-from .router_init import init_router
+from .router_init import init_routers
 
 __all__ = [
     "Recipe",
     "UpIT",
     "expand_experts",
-    "init_router",
+    "init_routers",
     "load_recipe",
     "post_train",
     "prepare_experts",

@@ -1,12 +1,12 @@
 """
-Rules that give seed examples to experts: UpIT's expert-specific data selection (Algorithm 3) and its alternatives.
+How seed examples are given to experts: UpIT's expert-specific data selection (Algorithm 3) and its alternatives.
 
 A bucket is the list of an expert's example indices. S seed examples, n experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ import torch
 from datasets import Dataset
 
 from ..routing.expert_map import label_text, read_expert_map
-from ..training.data import check_label_column, drawn
-from ..utils.validation import COUNT, EXPERTS, SEED, Rule, check, choice_error, is_a, whole
+from ..training.data import drawn
 
 Buckets = list[list[int]]
 
@@ -60,18 +59,11 @@ class BucketRule:
     needs_labels: bool = False
 
 
-_PERPLEXITIES = Rule(
-    lambda v: isinstance(v, torch.Tensor) and v.dim() == 2 and v.shape[1] > 0 and not (v <= 0).any(),
-    "give a tensor [examples, experts] of positive numbers",
-)
-
-
 def draw_seeds(dataset: Dataset, count: int, seed: int) -> Dataset:
     """
     The seed set: `count` of the examples, in random order. Rules with a capacity visit them in this order, so that it
     must not follow that of the file, which may be sorted by domain.
     """
-    check("draw_seeds", dataset=(dataset, is_a(Dataset)), count=(count, COUNT), seed=(seed, SEED))
     return drawn(dataset, count, seed)
 
 
@@ -88,12 +80,16 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
         finds no room is left out.
 
     Raises:
-        ValueError: a perplexity is not a number, or the capacity not positive.
+        ValueError: a perplexity is not a number.
     """
-    check("perplexity_buckets", perplexity_SN=(perplexity_SN, _PERPLEXITIES), capacity=(capacity, COUNT.or_none()))
     examples, n = perplexity_SN.shape
     capacity = -(-examples // n) if capacity is None else capacity
-    _refuse(perplexity_SN, perplexity_SN.isnan(), "perplexity_buckets")
+    unscored = perplexity_SN.isnan().any(1).nonzero().flatten().tolist()
+    if unscored:
+        raise ValueError(
+            f"perplexity_buckets: no perplexity for examples {', '.join(map(str, unscored[:5]))}: they have no token "
+            "to score, or their loss is not finite; leave them out, or raise max_length"
+        )
     buckets: Buckets = [[] for _ in range(n)]
     for example, ranking in enumerate(perplexity_SN.argsort(dim=1, stable=True).tolist()):
         expert = next((i for i in ranking if len(buckets[i]) < capacity), None)
@@ -102,32 +98,8 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
     return buckets
 
 
-def _refuse(perplexity_SN: torch.Tensor, bad_SN: torch.Tensor, caller: str) -> None:
-    if bad_SN.any():
-        found = [f"{i} ({perplexity_SN[i][bad_SN[i]][0]:g})" for i in bad_SN.any(1).nonzero().flatten().tolist()]
-        raise ValueError(
-            f"{caller}: no perplexity for examples {', '.join(found[:5])}: they have no token to score, or their loss "
-            "is not finite; leave them out, or raise max_length"
-        )
-
-
-def relative_perplexity(perplexity_SN: torch.Tensor) -> torch.Tensor:
-    """
-    Perplexities divided by each expert's geometric mean over the examples, [S, n]. They show on which examples an
-    expert is *unusually* good, even where later checkpoints are better on all of them.
-
-    Raises:
-        ValueError: a perplexity is infinite or not a number, so that there is no mean.
-    """
-    check("relative_perplexity", perplexity_SN=(perplexity_SN, _PERPLEXITIES))
-    _refuse(perplexity_SN, ~perplexity_SN.isfinite(), "relative_perplexity")
-    return perplexity_SN / perplexity_SN.log().mean(dim=0, keepdim=True).exp()
-
-
 def random_buckets(examples: int, num_experts: int, seed: int) -> Buckets:
     """Examples dealt out at random, at most `ceil(S / n)` to a bucket."""
-    counts = {"examples": (examples, whole(0)), "num_experts": (num_experts, EXPERTS), "seed": (seed, SEED)}
-    check("random_buckets", **counts)
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed)).tolist()
     return [sorted(order[i::num_experts]) for i in range(num_experts)]
 
@@ -139,7 +111,7 @@ def label_buckets(
     Examples by their label: each goes to the emptiest of its label's experts.
 
     Args:
-        labels: one per example, [S]; compared as text, because YAML and data sets may give them different types.
+        labels: one per example, [S]; compared as text, because YAML and datasets may give them different types.
         num_experts: n.
         expert_map: label → experts, see `read_expert_map`. If None, the sorted labels take experts in turn (label j
             those with i ≡ j modulo the number of labels).
@@ -147,32 +119,25 @@ def label_buckets(
     Raises:
         ValueError: the map lacks a label or has no valid form, or there are more labels than experts.
     """
-    one_each = Rule(lambda v: isinstance(v, Iterable) and not isinstance(v, str), "give a list with one per example")
-    check("label_buckets", labels=(labels, one_each), num_experts=(num_experts, EXPERTS))
     labels = [label_text(label) for label in labels]
     if expert_map is None:
         names = sorted(set(labels))
         if len(names) > num_experts:
             raise ValueError(f"label_buckets: {len(names)} labels for {num_experts} experts; give an expert_map")
-        known = {name: list(range(j, num_experts, len(names))) for j, name in enumerate(names)}
+        experts = {name: list(range(j, num_experts, len(names))) for j, name in enumerate(names)}
     else:
-        known = read_expert_map(expert_map, num_experts, "expert_map")
+        experts = read_expert_map(expert_map, num_experts, "expert_map")
     buckets: Buckets = [[] for _ in range(num_experts)]
     for example, label in enumerate(labels):
-        if label not in known:
+        if label not in experts:
             raise ValueError(f"expert_map: no experts for the label {label!r} of example {example}; add it")
-        buckets[min(known[label], key=lambda i: (len(buckets[i]), i))].append(example)
+        buckets[min(experts[label], key=lambda i: (len(buckets[i]), i))].append(example)
     return buckets
 
 
 def _by_perplexity(seeds: Seeds) -> Buckets:
     assert seeds.perplexity_SN is not None
     return perplexity_buckets(seeds.perplexity_SN, seeds.capacity)
-
-
-def _by_relative_perplexity(seeds: Seeds) -> Buckets:
-    assert seeds.perplexity_SN is not None
-    return perplexity_buckets(relative_perplexity(seeds.perplexity_SN), seeds.capacity)
 
 
 def _by_label(seeds: Seeds) -> Buckets:
@@ -186,7 +151,6 @@ def _at_random(seeds: Seeds) -> Buckets:
 
 BUCKETS: dict[str, BucketRule] = {
     "perplexity": BucketRule(_by_perplexity, needs_perplexities=True),
-    "relative": BucketRule(_by_relative_perplexity, needs_perplexities=True),
     "label": BucketRule(_by_label, needs_labels=True),
     "random": BucketRule(_at_random),
 }
@@ -213,30 +177,8 @@ def fill_buckets(
 
     Returns:
         the buckets, and the perplexities if the rule needed them.
-
-    Raises:
-        ValueError: the rule is unknown, needs labels that the data lack, or cannot place an example.
     """
-    if rule not in BUCKETS:
-        raise ValueError(f"{choice_error('buckets', rule, BUCKETS)}, or leave this stage out")
     needs = BUCKETS[rule]
-    if needs.needs_labels and (label_column is None or label_column not in seeds.column_names):
-        raise ValueError(f"label_column={label_column!r}: buckets={rule!r} needs a column of labels in the data")
-    check_label_column(label_column if needs.needs_labels else None, "")
     perplexity_SN = perplexities() if needs.needs_perplexities else None
     labels = seeds[label_column] if needs.needs_labels else None
-    found = Seeds(len(seeds), num_experts, seed, capacity, perplexity_SN, labels, expert_map)
-    return needs.fill(found), perplexity_SN
-
-
-def expert_batches(bucket: Sequence[int], epochs: int, rows: int, seed: int) -> list[list[int]]:
-    """
-    The batches of one expert's own training, in order: in every epoch its bucket is shuffled and cut into batches of
-    `rows` examples; an epoch's last batch may be smaller.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    batches = []
-    for _ in range(epochs):
-        shuffled = [bucket[i] for i in torch.randperm(len(bucket), generator=generator).tolist()]
-        batches += [shuffled[start : start + rows] for start in range(0, len(shuffled), rows)]
-    return batches
+    return needs.fill(Seeds(len(seeds), num_experts, seed, capacity, perplexity_SN, labels, expert_map)), perplexity_SN

@@ -1,21 +1,24 @@
-"""What the stages of a run share: the recipe, its data, the budget, and the records of the stages that are done."""
+"""What the stages of a run share: the recipe, its base and data, the budget, and the records of what is done."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
 
+from ..native.router_files import read_routed_model
 from ..training.data import check_domains, check_rows, load_data
-from ..utils.io import check_weights
-from ..utils.loading import changed_embeddings, chat_template
-from . import fingerprint
-from .inputs import load_config, load_tokenizer, most_positions
+from ..utils.io import check_weights, hash_file
+from ..utils.loading import ADAPTER_CONFIG, CONFIG, Base, changed_embeddings, chat_template
 from .recipe import Recipe
 
 
@@ -59,21 +62,33 @@ class RunContext:
 
     Args:
         recipe: what to do.
-        records: of the stages that are done, by name: identity, metrics, hashes of files.
+        records: of the stages that are done, by name: fingerprint, metrics, sizes and hashes of files.
     """
 
     recipe: Recipe
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def root(self) -> Path:
         """The folder of the run."""
-        return Path(self.recipe.output_dir)
+        return Path(self.recipe.output_dir).expanduser()
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """A new one for each stage, because trainers change theirs (padding, chat template)."""
-        return load_tokenizer(self.recipe.model)
+    @cached_property
+    def base(self) -> Base:
+        return self.recipe.base
+
+    @cached_property
+    def base_folder(self) -> Path:
+        """Where the base model's files are."""
+        folder = Path(self.base.name_or_path)
+        if folder.is_dir():
+            return folder
+        return Path(snapshot_download(self.base.name_or_path, revision=self.base.revision))
+
+    def load_checkpoint(self, folder: Path) -> PreTrainedModel:
+        """A model folder that a stage wrote or the user gave, with the recipe's dtype and attention implementation."""
+        attention = self.base.attn_implementation
+        return read_routed_model(folder, folder, dtype=self.base.dtype, attn_implementation=attention)
 
     @cached_property
     def train_data(self) -> Dataset:
@@ -85,19 +100,25 @@ class RunContext:
         return None if source is None else load_data(source, "data.eval", self.recipe.data.label_column)
 
     @cached_property
+    def budget(self) -> Budget:
+        return budget(self.recipe, len(self.train_data))
+
+    @cached_property
     def positions(self) -> int | None:
-        """The longest text that the base takes; None for any length."""
-        return most_positions(self.recipe.model)
+        """The longest text that the base takes, where it has an embedding for each position; None for any length."""
+        return most_positions(self.base)
 
     @cached_property
     def hashes(self) -> dict[str, Any]:
         """Of the inputs."""
+        name = Path(self.base.name_or_path)
+        commit = getattr(self.base.config, "_commit_hash", None)
         return {
-            "model": fingerprint.hash_model(self.recipe.model),
-            "train": fingerprint.hash_data(self.train_data),
-            "eval": None if self.eval_data is None else fingerprint.hash_data(self.eval_data),
-            "adapters": fingerprint.hash_experts(self.recipe.prepare),
-            "chat_template": fingerprint.hash_template(self.recipe.sft.get("chat_template_path")),
+            "model": _hash_folder(name) if name.is_dir() else f"{name} {commit or self.base.revision}",
+            "train": _hash_rows(self.train_data),
+            "eval": None if self.eval_data is None else _hash_rows(self.eval_data),
+            "experts": [_hash_folder(Path(folder)) for folder in self.recipe.prepare.given or []],
+            "chat_template": hash_template(self.recipe.sft.get("chat_template_path")),
         }
 
     def check_data(self, templates: Mapping[str | None, str]) -> None:
@@ -109,11 +130,11 @@ class RunContext:
             ValueError: a row of the data cannot be used, or the base has no tokenizer for it; or a template is one with
                 which an adapter would not fit the base.
         """
-        tokenizer = self.tokenizer
+        tokenizer = self.base.tokenizer
         for path, field_name in templates.items():
             template = partial(chat_template, path, field_name)
             template()  # the trainer reads it, whatever the data are
-            change = changed_embeddings(path, field_name, tokenizer, load_config(self.recipe.model))
+            change = changed_embeddings(path, field_name, tokenizer, self.base.config)
             if change is not None and self.recipe.mode == "lora":
                 raise ValueError(change)
             for name, data in (("data.train", self.train_data), ("data.eval", self.eval_data)):
@@ -123,15 +144,47 @@ class RunContext:
             check_domains(self.eval_data, self.recipe.data.label_column, "data.eval: ")
 
     def check_base(self) -> None:
-        """
-        Raises:
-            ValueError: the base's files cannot be read.
-        """
-        name = self.recipe.model.name_or_path
-        fingerprint.check_experts(self.recipe.prepare)
-        if Path(name).is_dir():
-            check_weights(Path(name), f"model.name_or_path={name!r}")
+        """Raise a `ValueError` if the base's files cannot be read, or given experts lack a config."""
+        for name, config in (("adapters", ADAPTER_CONFIG), ("checkpoints", CONFIG)):
+            for folder in getattr(self.recipe.prepare, name) or []:
+                if not (Path(folder) / config).is_file():
+                    raise ValueError(f"prepare.{name}: {folder!r} is not a folder with {config}")
+        if Path(self.base.name_or_path).is_dir():
+            check_weights(Path(self.base.name_or_path), self.base)
 
-    @cached_property
-    def budget(self) -> Budget:
-        return budget(self.recipe, len(self.train_data))
+
+def most_positions(base: Base) -> int | None:
+    """The longest text that a base takes, where it has an embedding for each position; None for any length."""
+    config = base.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    if most is None or hasattr(config, "rope_parameters"):
+        return None
+    model = base.empty()
+    words = model.get_input_embeddings()
+    tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words)
+    return most if any(most <= table.num_embeddings <= most + 2 for table in tables) else None  # OPT's begins at 2
+
+
+# --- hashes of inputs ------------------------------------------------------------------------------------------------
+
+
+def _hash_folder(folder: Path) -> str:
+    """Of a model's or an adapter's files; what tools and people leave beside them, hidden files and a card, is none."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    names = {path.name: hash_file(path) for path in files if path.name != "README.md"}
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()
+
+
+def _hash_rows(dataset: Dataset) -> str:
+    digest = hashlib.sha256(json.dumps(dataset.column_names).encode())
+    for row in dataset:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def hash_template(path: str | None) -> str | None:
+    """Of a chat template's file, or of that of a tokenizer's folder; a name on the hub stands for itself."""
+    if path is None or not Path(path).exists():
+        return path
+    template = chat_template(path, "chat_template_path") or ""
+    return hashlib.sha256(template.encode()).hexdigest()

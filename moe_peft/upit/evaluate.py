@@ -1,7 +1,6 @@
 """
-Held-out losses by domain, and where the tokens of each domain go.
-
-The last stage, of both modes: what the result is worth, on held-out data and on tasks.
+The last stage, of both modes: held-out losses by domain, where the tokens of each domain go, and tasks of
+lm-evaluation-harness, for the result and for its base.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from trl import SFTConfig
 from ..analysis.figures import plot_shares
 from ..analysis.html import load_section, losses_section, shares_section, write_page
 from ..analysis.recorder import RoutingStatistics, record_routing
-from ..evaluation.harness import Harness
-from ..evaluation.results import Scores
+from ..evaluation.harness import Harness, TaskSettings
+from ..evaluation.results import Score, Scores, read_scores
 from ..models.introspection import adapter_layers, native_routers
 from ..models.steering import allow_experts
 from ..routing.expert_map import label_text
-from ..training.data import check_domains, check_label_column, rows_of_labels, source_name
+from ..training.data import check_domains, rows_of_labels, source_name
 from ..training.preparation import tokenized
 from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
+from ..utils.io import hash_file
 from ..utils.loading import chat_template, check_template
-from .fingerprint import hash_file
-from .recipe import Recipe, as_dict, evaluate_tasks, load_harness, recorded_scores, task_files
+from .recipe import EvaluateSection, Recipe
 from .stages import TrainerStage
 
-# --- evaluate --------------------------------------------------------------------------------------------------------
+# --- held-out losses -------------------------------------------------------------------------------------------------
 
 
 class Evaluation(NamedTuple):
@@ -79,7 +78,6 @@ def evaluate(
     Raises:
         ValueError: a domain has no token to score, or the column has too many values for domains.
     """
-    check_label_column(label_column, "evaluate: ")
     check_domains(dataset, label_column, "evaluate: ")
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one
@@ -119,7 +117,64 @@ def _gather(statistics: RoutingStatistics) -> None:
         statistics.tokens = sum(gather_object([statistics.tokens]))
 
 
-# --- evaluation stage ------------------------------------------------------------------------------------------------
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def load_harness(settings: TaskSettings) -> Harness:
+    """
+    Raises:
+        ValueError: a task is unknown or cannot be loaded.
+    """
+    try:
+        return Harness(settings)
+    except ValueError as error:
+        raise ValueError(f"evaluate.{error}") from error
+
+
+def task_files(section: EvaluateSection, apart_from: Path) -> list[Path]:
+    """
+    The files that say what the tasks are, as far as the recipe names them: YAML files, and all in `include_path`.
+
+    Args:
+        apart_from: a folder that does not count, the run's own.
+    """
+    named = [Path(task) for task in section.tasks if Path(task).is_file()]
+    inside = sorted(Path(section.include_path).rglob("*")) if section.include_path else []
+    inside = [path for path in inside if path.is_file() and "__pycache__" not in path.parts]
+    return [*named, *(path for path in inside if not path.resolve().is_relative_to(apart_from.resolve()))]
+
+
+def evaluate_tasks(
+    harness: Harness,
+    model: PeftModel | PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase,
+    base: PreTrainedModel | None = None,
+) -> dict[str, list[dict[str, Any]]]:
+    """
+    The scores of the base and of the adapted model, for the record; empty in all processes but the main one.
+
+    Args:
+        base: the model to compare with; None takes the model without its adapter.
+    """
+    make_scorable(model)
+    records = {"adapted": harness.run(model, processing_class)}
+    if base is None:
+        with model.disable_adapter():
+            records["base"] = harness.run(model, processing_class)
+    else:
+        make_scorable(base)
+        records["base"] = harness.run(base, processing_class)
+    scores = {name: read_scores(records[name]) if records[name] else {} for name in ("base", "adapted")}
+    return {name: [score._asdict() for score in of.values()] for name, of in scores.items()}
+
+
+def recorded_scores(recorded: dict[str, list[dict[str, Any]]]) -> dict[str, Scores]:
+    """What `evaluate_tasks` returned, from the record."""
+    scores = {name: [Score(**values) for values in of] for name, of in recorded.items()}
+    return {name: {(score.task, score.metric): score for score in of} for name, of in scores.items()}
+
+
+# --- the stage -------------------------------------------------------------------------------------------------------
 
 
 class Evaluate(TrainerStage):
@@ -139,7 +194,7 @@ class Evaluate(TrainerStage):
         return None if settings is None else load_harness(settings)
 
     @property
-    def _training(self) -> tuple[str, dict[str, Any]]:
+    def _trained(self) -> tuple[str, dict[str, Any]]:
         """The stage that trains the result, and its own training arguments."""
         name = "post_train" if self.recipe.facts.assembles else "prepare"
         return name, getattr(self.recipe, name).sft
@@ -147,7 +202,7 @@ class Evaluate(TrainerStage):
     @property
     def template(self) -> tuple[str, str | None]:
         """That of the stage that trains the result."""
-        name, own = self._training
+        name, own = self._trained
         if "chat_template_path" in own:
             return f"{name}.sft.chat_template_path", own["chat_template_path"]
         return super().template
@@ -155,18 +210,16 @@ class Evaluate(TrainerStage):
     def examples(self) -> Dataset | None:
         return self.context.eval_data
 
-    def example_arguments(self, folder: Path, **own: Any) -> SFTConfig:
+    def example_arguments(self, **own: Any) -> SFTConfig:
         """Examples are scored one by one."""
-        return self.arguments(folder, **{"packing": False, "padding_free": False, **own})
+        return self.arguments(**{"packing": False, "padding_free": False, **own})
 
-    def arguments(self, folder: Path, **own: Any) -> SFTConfig:
-        return super().arguments(
-            folder, **{"chat_template_path": self.template[1], "eos_token": self._end_token, **own}
-        )
+    def arguments(self, **own: Any) -> SFTConfig:
+        return super().arguments(**{"chat_template_path": self.template[1], "eos_token": self._eos_token, **own})
 
     @property
-    def _end_token(self) -> str | None:
-        return {**self.sft, **self._training[1]}.get("eos_token")
+    def _eos_token(self) -> str | None:
+        return {**self.sft, **self._trained[1]}.get("eos_token")
 
     def check(self) -> None:
         _ = self.harness  # a wrong name should be known before the run
@@ -174,21 +227,21 @@ class Evaluate(TrainerStage):
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """
-        The tokenizer for tasks, with the chat template and the end token of the training.
+        The tokenizer for tasks, with the chat template and the EOS token of the training.
 
         Raises:
             ValueError: tasks go through a chat template, and it has none, or none of that name.
         """
-        tokenizer, asked = self.context.tokenizer, self.recipe.evaluate.apply_chat_template
+        tokenizer, asked = self.context.base.tokenizer, self.recipe.evaluate.apply_chat_template
         field, path = self.template
         tokenizer.chat_template = chat_template(path, field) or tokenizer.chat_template
-        tokenizer.eos_token = self._end_token or tokenizer.eos_token
+        tokenizer.eos_token = self._eos_token or tokenizer.eos_token
         if self.recipe.evaluate.tasks:
             check_template(tokenizer, asked, "evaluate.apply_chat_template", "set sft.chat_template_path")
         return tokenizer
 
     def check_base(self) -> None:
-        plugin = self.arguments(self.folder).deepspeed_plugin
+        plugin = self.arguments().deepspeed_plugin
         if self.harness is not None and plugin is not None and plugin.zero_stage == 3:
             raise ValueError(
                 f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 divides the model; "
@@ -205,18 +258,16 @@ class Evaluate(TrainerStage):
         return self.recipe.expert_map if self.recipe.masks_labels else None
 
     def settings(self) -> dict[str, Any]:
-        section = as_dict(self.recipe.evaluate)
-        found = {key: value for key, value in super().settings().items() if key not in (*section, "seed")}
-        if self.label_mask is not None:
-            found["label_mask"] = self.label_mask
-        if self.recipe.evaluate.tasks:
-            files = task_files(self.recipe.evaluate, apart_from=self.context.root)
-            found |= {**section, "task_files": [hash_file(path) for path in files]}
-        return found
+        section, settings = self.recipe.evaluate, super().settings()
+        if not section.tasks:
+            settings = {name: value for name, value in settings.items() if not name.startswith("evaluate.")}
+        else:
+            settings["task files"] = [hash_file(path) for path in task_files(section, apart_from=self.context.root)]
+        return {**settings, "label mask": self.label_mask}
 
     def run(self, folder: Path) -> dict[str, Any]:
         assert self.given.model is not None
-        args = self.arguments(folder)
+        args = self.arguments()
         model, base = self.load(self.given.model)
         found = self._losses(args, folder, model, base)
         if self.harness is not None:
@@ -230,7 +281,7 @@ class Evaluate(TrainerStage):
         r, data = self.recipe, self.context.eval_data
         if data is None:
             return {}
-        found = evaluate(model, data, args, self.context.tokenizer, r.data.label_column, base, self.label_mask)
+        found = evaluate(model, data, args, self.context.base.tokenizer, r.data.label_column, base, self.label_mask)
         if args.should_save:
             self._write_page(found, folder)
         shares = {domain: share.tolist() for domain, share in found.shares.items()}

@@ -1,9 +1,6 @@
 """
-Stage 2, expert expansion: merges LoRA adapter folders into further ones. No base model is needed.
-
-Stage 2 for experts that are whole models (UpIT, section 2.2, Algorithm 2): merges dense checkpoints into further ones.
-
-Checkpoints are read and written tensor by tensor.
+Stage 2, expert expansion: merges experts into further ones (UpIT, section 2.2, Algorithm 2). LoRA adapters are read
+whole, and no base model is needed; dense checkpoints are read and written tensor by tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +19,9 @@ from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..utils.expert_merging import Descent, Expansion, Similarity, dare_tensor, expand
 from ..utils.loading import read_adapter_config, read_adapter_weights
-from ..utils.validation import EXPERTS, FOLDER, PATH, PATHS, SEED, check, within
-from .files import copy_adapter, link_model, own_folders, write_adapter
+from .files import copy_adapter, expert_folders, link_model, write_adapter
 
-# --- expand ----------------------------------------------------------------------------------------------------------
+# --- LoRA adapters ---------------------------------------------------------------------------------------------------
 
 
 def expand_experts(
@@ -51,19 +47,9 @@ def expand_experts(
         the n folders, and the descent of each new expert.
 
     Raises:
-        ValueError: an adapter is not a LoRA or is one of the folders that would be written, adapters differ in rank,
-            scaling or modules, or a setting is out of range.
+        ValueError: an adapter is not a LoRA, or adapters differ in rank, scaling or modules.
     """
-    check(
-        "expand_experts",
-        experts=(experts, PATHS),
-        output_dir=(output_dir, FOLDER),
-        num_experts=(num_experts, EXPERTS),
-        drop_rate=(drop_rate, within(0, 1, below=True)),
-        seed=(seed, SEED),
-        initial=(initial, PATH.or_none()),
-    )
-    folders = own_folders(Path(output_dir), max(num_experts, len(experts)), experts, "expand_experts")
+    folders = expert_folders(Path(output_dir), max(num_experts, len(experts)))
     config = _common_config(experts)
     weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
     if initial is not None:
@@ -107,7 +93,7 @@ def _config(folder: str | Path) -> LoraConfig:
     return config
 
 
-# --- expand checkpoints ----------------------------------------------------------------------------------------------
+# --- dense checkpoints -----------------------------------------------------------------------------------------------
 
 
 class _Displacements(Mapping[str, torch.Tensor]):
@@ -148,11 +134,8 @@ def expand_checkpoints(
 
     Returns:
         the n folders, and the descent of each new expert.
-
-    Raises:
-        ValueError: an expert is one of the folders that would be written.
     """
-    folders = own_folders(Path(output_dir), num_experts, experts, "expand_checkpoints")
+    folders = expert_folders(Path(output_dir), num_experts)
     origin, config = Checkpoint(Path(base)), AutoConfig.from_pretrained(base)
     names = sorted(find_families(config.model_type)[0].ffn_shapes(config))
     given = [_Displacements(Path(folder), origin, names) for folder in experts]

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import PreTrainedModel, set_seed
 
 from ..adapter.config import MoELoraConfig
+from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_to_moe
+from ..adapter.model import find_ffns
 from ..models.introspection import router_parameters
 from ..models.model_size import model_size
+from ..utils.expert_merging import Descent
 from ..utils.loading import read_adapter_config
 from .evaluate import Evaluate
 from .expand import expand_experts
 from .expert_similarity import of_loras
-from .files import copy_adapter, write_buckets
-from .inputs import ffn_projections, load_empty, load_model
-from .post_train import post_train
 from .recipe import FROM_EXPERTS, Recipe
-from .router_init import init_router, refuse_optimizer
 from .stage_cache import Artefacts, Stage
-from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, metrics, shared_out
+from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, shared_out
 
 _ADAPTER = "adapter"
 
@@ -76,86 +75,48 @@ class LoraPrepare(_OfLoras, Prepare):
 
 
 class LoraExpand(_OfLoras, Expand):
-    def run(self, folder: Path) -> dict[str, Any]:
-        section, descents = self.recipe.expand, []
-        if PartialState().is_main_process:
-            descents = expand_experts(
-                self.given.experts,
-                output_dir=folder,
-                num_experts=self.recipe.num_experts,
-                method=section.method,
-                similarity=section.similarity or "update",
-                drop_rate=0.2 if section.drop_rate is None else section.drop_rate,
-                seed=self.seed,
-                initial=self.given.initial,
-            )[1]
-        PartialState().wait_for_everyone()
-        return {"descents": [descent.as_dict() for descent in descents]}
+    def expand(self, folder: Path) -> list[Descent]:
+        section = self.recipe.expand
+        return expand_experts(
+            self.given.experts,
+            output_dir=folder,
+            num_experts=self.recipe.num_experts,
+            method=section.method,
+            similarity=section.similarity or "update",
+            drop_rate=0.2 if section.drop_rate is None else section.drop_rate,
+            seed=self.seed,
+            initial=self.given.initial,
+        )[1]
 
 
 class LoraRouterInit(_OfLoras, RouterInit):
-    def check(self) -> None:
-        super().check()
-        sft = self.sft
-        refuse_optimizer(sft.get("optim", "adamw_torch"), sft.get("fp16", False), sft.get("max_grad_norm", 1.0))
-
-    @property
-    def result(self) -> Artefacts:
-        return replace(self.given, routers=self.folder / _ADAPTER)
-
-    def run(self, folder: Path) -> dict[str, Any]:
-        r, section = self.recipe, self.recipe.router_init
-        args = self.example_arguments(folder)  # before the model, which ZeRO-3 then divides
-        model = _assemble(r, self.given.experts, self.seed)
-        found = init_router(
-            model,
-            self.seed_data(),
-            args,
-            self.context.tokenizer,
-            buckets=section.buckets,
-            objective=section.objective,
-            alpha=section.alpha,
-            train_experts=section.train_experts,
-            capacity=section.capacity,
-            label_column=r.data.label_column,
-            expert_map=section.expert_map,
-        )
-        if args.should_save:
-            copy_adapter(found.trained.last, folder / _ADAPTER)
-            write_buckets(folder, found.buckets, found.perplexity)
-        PartialState().wait_for_everyone()
-        return {"bucket_sizes": [len(bucket) for bucket in found.buckets], **metrics(found.trained)}
+    def load(self, folder: Path) -> PreTrainedModel:
+        return self.context.base.load()
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
-        return _moe_sizes(self.recipe, model, self.recipe.router_init.train_experts)._replace(moe=None)
+        """One expert of the MoE adapter, and its row of every router."""
+        moe = _moe_sizes(self.recipe, model, self.recipe.router_init.train_experts)
+        return Sizes(moe.held // self.recipe.num_experts, moe.trained // self.recipe.num_experts)
 
 
 class LoraPostTrain(_OfLoras, PostTrain):
     output = _ADAPTER
 
     def check_base(self) -> None:
-        self.sizes(load_empty(self.recipe.model))  # refuses an adapter that the base cannot have
+        self.sizes(self.context.base.empty())  # raises for an adapter that the base cannot have
 
-    def run(self, folder: Path) -> dict[str, Any]:
-        r = self.recipe
-        args = self.arguments(folder, num_train_epochs=self.epochs)
-        if self.given.routers is not None:
-            model = PeftModel.from_pretrained(load_model(r.model), self.given.routers, is_trainable=True)
-        else:
-            model = _assemble(r, self.given.experts, self.seed)
-        size = model_size(model)
-        trained = post_train(
-            model,
-            self.context.train_data,
-            args,
-            self.context.tokenizer,
-            output_dir=folder / self.output,
-            train_experts=r.trains_experts,
-        )
-        if PartialState().is_main_process:
-            self.write_card(folder / self.output)
-        PartialState().wait_for_everyone()
-        return {**metrics(trained), "size": asdict(size)}
+    def assemble(self) -> PeftModel:
+        """The base with all experts in one MoE adapter; with new experts if stage 1 trains none."""
+        r, given, model = self.recipe, self.given, self.context.base.load()
+        set_seed(self.seed)
+        if not r.facts.prepares:
+            return get_peft_model(model, r.moe_config(), revision=r.model.revision)
+        settings = {key: value for key, value in r.adapter.items() if key not in FROM_EXPERTS}
+        moe = lora_to_moe(model, given.experts, task_type="CAUSAL_LM", revision=r.model.revision, **settings)
+        if given.routers is not None:
+            weights = load_file(given.routers)
+            set_routers(moe, [weights[str(i)] for i in range(len(weights))])
+        return moe
 
     def sizes(self, model: PreTrainedModel) -> Sizes:
         return _moe_sizes(self.recipe, model, self.recipe.trains_experts)
@@ -163,21 +124,40 @@ class LoraPostTrain(_OfLoras, PostTrain):
 
 class LoraEvaluate(Evaluate):
     def load(self, folder: Path) -> tuple[PeftModel, None]:
-        return PeftModel.from_pretrained(load_model(self.recipe.model), folder), None
+        return PeftModel.from_pretrained(self.context.base.load(), folder), None
 
 
 LORA_STAGES: tuple[type[Stage], ...] = (LoraPrepare, LoraExpand, LoraRouterInit, LoraPostTrain, LoraEvaluate)
 
 
-def _assemble(recipe: Recipe, experts: Sequence[Path], seed: int) -> PeftModel:
-    """The base with all experts in one MoE adapter and random routers; with new experts if stage 1 trains none."""
-    model = load_model(recipe.model)
-    set_seed(seed)
-    revision = recipe.model.revision
-    if not recipe.facts.prepares:
-        return get_peft_model(model, recipe.moe_config(), revision=revision)
-    settings = {key: value for key, value in recipe.adapter.items() if key not in FROM_EXPERTS}
-    return lora_to_moe(model, experts, task_type="CAUSAL_LM", revision=revision, **settings)
+def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None) -> list[str]:
+    """
+    The FFN projections that LoRA experts adapt, as names for `LoraConfig.target_modules`: full names where short ones
+    would match other modules too.
+
+    Raises:
+        ValueError: no FFN has the chosen projections.
+    """
+    ffns = find_ffns(model)
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if name not in ffns and name.rsplit(".", 1)[-1] not in ffns:
+            continue
+        layout = find_layout(module)
+        of_ffn = [f"{name}.{p}" for p in layout.projections] if layout is not None else [name]  # OPT has linears only
+        names += [full for full in of_ffn if chosen is None or full.rsplit(".", 1)[-1] in chosen]
+    if not names:
+        raise ValueError(f"adapter.target_projections={chosen}: no FFN of {type(model).__name__} has these")
+    short = {name.rsplit(".", 1)[-1] for name in names}
+    matched = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in short]
+    return sorted(short) if sorted(matched) == sorted(names) else names
+
+
+@torch.no_grad()
+def set_routers(moe: PeftModel, routers: Sequence[torch.Tensor]) -> None:
+    """Give the linear routers of a MoE adapter these weights [n, d], in the model's order."""
+    for parameter, weight in zip(router_parameters(moe).values(), routers, strict=True):
+        parameter.copy_(weight)
 
 
 def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
@@ -185,12 +165,10 @@ def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
     The MoE adapter's configuration where its experts are given, which determine some of it.
 
     Raises:
-        ValueError: the recipe says otherwise, the base cannot have them, or stage 3 cannot train them.
+        ValueError: the recipe says otherwise, or the base cannot have them.
     """
     folders = sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
-    found, scalings = determined_fields(model, folders)
-    if recipe.initialises_routers and recipe.router_init.train_experts:
-        _check_scalings(dict(zip(folders, scalings, strict=True)))
+    found, _ = determined_fields(model, folders)
     configs = [read_adapter_config(folder, f"prepare.adapters: {folder}") for folder in folders]
     values = {name: [getattr(own, name) for own in configs] for name in ("r", "lora_alpha", "use_rslora")}
     values["target_projections"] = [found["target_projections"]]
@@ -199,23 +177,6 @@ def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
         if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in known:
             raise ValueError(f"adapter.{name}={asked!r}: those of prepare.adapters have {known[0]!r}; leave it out")
     return replace(recipe.moe_config(), use_rslora=False, **found)
-
-
-def _check_scalings(scalings: Mapping[Path, Mapping[str, float]]) -> None:
-    """
-    Raises:
-        ValueError: given experts differ in scaling. A stacked expert has the first one's, with B in proportion, and an
-            optimizer like Adam moves such a B as far as any other.
-    """
-    first = next(scaling for of_modules in scalings.values() for scaling in of_modules.values())
-    for folder, of_modules in scalings.items():
-        for name, scaling in of_modules.items():
-            if scaling != first:
-                raise ValueError(
-                    f"prepare.adapters: {folder}: {name} has the scaling {scaling:g}, the first one of all {first:g}: "
-                    "stage 3 would not train them as by themselves; give adapters of one scaling, or set "
-                    "router_init.train_experts=false"
-                )
 
 
 def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> Sizes:

@@ -1,10 +1,4 @@
-"""
-How much disk a run takes.
-
-Where trackers write what a stage's trainer reports.
-
-The run of a recipe: UpIT and the methods it is compared with, all made of the same stages.
-"""
+"""The run of a recipe: UpIT and the methods it is compared with, all made of the same stages."""
 
 from __future__ import annotations
 
@@ -12,9 +6,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property, partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,78 +19,21 @@ import transformers
 import trl
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
-from datasets import Dataset
 from transformers.integrations import unset_hf_deepspeed_config
 
-from ..training.estimate import base_dtype
-from ..training.preflight import check_answers, check_launched, check_packages, refuse_arguments
-from ..training.preparation import rehearse
-from ..utils.distributed import in_first_process
-from ..utils.io import check_space, held, writable
+from ..training.checkpointing import link_folder
+from ..training.preflight import check_packages, preflight, refuse_arguments
+from ..utils.distributed import on_main_process
+from ..utils.io import atomic_write, hash_file, output_folder, read_json, write_json
 from ..utils.loading import EMPTY_IN_OTHERS
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
-from ..utils.validation import check, is_a
 from .context import RunContext
 from .ffn_stages import FFN_STAGES
-from .files import publish, read_json, write_json
-from .fingerprint import damage, hash_folder
-from .inputs import load_empty
 from .lora_stages import LORA_STAGES
-from .recipe import Recipe, as_dict
-from .stage_cache import MANIFEST, Artefacts, Stage, check_places, outlook, run_stage
-from .stages import Expand, PostTrain, Prepare, RouterInit, TrainerStage, TrainingStage, shared_out
-
-# --- space -----------------------------------------------------------------------------------------------------------
-
-
-def needed_space(recipe: Recipe, stages: Sequence[Stage]) -> int:
-    """
-    Bytes that some stages of a run write at most at the same time, an estimate: what they keep, and of the training
-    that keeps most two checkpoints, each with Adam's two moments.
-    """
-    empty = load_empty(recipe.model)
-    whole, each = 0, 4  # parameters beside the experts that a checkpoint holds, and bytes of one
-    if recipe.mode == "ffn":
-        whole, each = empty.num_parameters(), base_dtype(empty, recipe.model.dtype).itemsize
-    kept = passing = 0
-    for stage in stages:
-        if isinstance(stage, Expand) and whole:  # the given ones are linked
-            kept += (recipe.num_experts - recipe.given_experts()) * whole * each
-        if not isinstance(stage, TrainingStage):
-            continue
-        sizes = stage.sizes(empty)
-        weights = (whole + sizes.held) * each
-        if isinstance(stage, Prepare) and recipe.facts.assembles:
-            copies = stage.num_experts
-        else:
-            copies = recipe.num_experts if isinstance(stage, RouterInit) and whole else 1
-        kept += copies * weights
-        assembled = weights if isinstance(stage, PostTrain) and whole else 0  # what the training starts from
-        passing = max(passing, assembled + 2 * (weights + 8 * sizes.trained))
-    return kept + passing
-
-
-# --- tracking --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def tracked(root: Path, stage: str) -> Iterator[None]:
-    """
-    Inside this block, TensorBoard writes to `<root>/logs/<stage>`, which stays when the stage's state is removed, and
-    Weights & Biases makes one run, which belongs to the group of the whole run. Variables of the user's go first.
-    """
-    defaults = {"TENSORBOARD_LOGGING_DIR": str(root / "logs" / stage), "WANDB_RUN_GROUP": root.name}
-    with patch_environment(**{key: value for key, value in defaults.items() if key not in os.environ}):
-        try:
-            yield
-        finally:
-            wandb = sys.modules.get("wandb")
-            if wandb is not None and wandb.run is not None:
-                wandb.finish()
-
-
-# --- pipeline --------------------------------------------------------------------------------------------------------
+from .recipe import Recipe
+from .stage_cache import MANIFEST, Artefacts, Stage, is_run, outlook, run_stage
+from .stages import TrainerStage, shared_out
 
 _FIGURE = "routing.png"
 MODES: dict[str, tuple[type[Stage], ...]] = {"lora": LORA_STAGES, "ffn": FFN_STAGES}
@@ -111,7 +48,6 @@ class UpIT:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        check("UpIT", recipe=(recipe, is_a(Recipe, remedy="give what load_recipe or recipe_from_dict returns")))
         self.recipe = recipe
         self.context = RunContext(recipe)
 
@@ -126,8 +62,9 @@ class UpIT:
                 given = stages[-1].result
         return stages
 
-    def stage_names(self) -> list[str]:
-        return [stage.name for stage in self.stages]
+    @cached_property
+    def trainer_stages(self) -> list[TrainerStage]:
+        return [stage for stage in self.stages if isinstance(stage, TrainerStage)]
 
     @property
     def root(self) -> Path:
@@ -136,13 +73,20 @@ class UpIT:
 
     @property
     def records(self) -> dict[str, dict[str, Any]]:
-        """Of the stages that are done, by name: identity, metrics, hashes of files."""
+        """Of the stages that are done, by name: fingerprint, metrics, sizes and hashes of files."""
         return self.context.records
 
     @property
     def result(self) -> Path:
         """Where the result is, or will be."""
         return self.root / self._trained.name
+
+    @property
+    def _trained(self) -> Path:
+        """The result in the folder of the stage that makes it."""
+        folder = self.stages[-1].result.model
+        assert folder is not None  # every method trains something
+        return folder
 
     def run(self, redo: bool = False) -> Path:
         """
@@ -161,78 +105,16 @@ class UpIT:
         """
         self.join_processes()
         self.check()
-        what = f"output_dir={str(self.root)!r}"
-        check_space(self.root, self.space(), what)
         with ExitStack() as stack:
-            in_first_process(lambda: stack.enter_context(held(self.root, what)))
-            self._run(redo)
+            folder = output_folder(self.recipe.output_dir, "output_dir", is_run)
+            on_main_process(lambda: str(stack.enter_context(folder)))
+            self.context.records = {}
+            for number, stage in enumerate(self.stages, start=1):
+                with _tracked(self.root, stage.name):
+                    self.records[stage.name] = run_stage(stage, redo, f"stage {number} of {len(self.stages)}")
+                free_memory()
+            on_main_process(self._publish)
         return self.result
-
-    def check(self, weights: bool = True, **own: Any) -> None:
-        """
-        Check what can be known before the first stage.
-
-        Args:
-            weights: whether to look at the base's weights, too, which a plan does not need.
-            own: training arguments for this machine, which a plan may be made for another one on.
-
-        Raises:
-            ValueError: the recipe, its base, its data and its folders do not fit together.
-        """
-        writable(self.root, f"output_dir={str(self.root)!r}")
-        names = self.stage_names()
-        in_first_process(partial(check_places, self.recipe, self.root, names, self._trained.name))  # it writes
-        trainers = [stage for stage in self.stages if isinstance(stage, TrainerStage)]
-        self.context.check_data({path: field for field, path in (stage.template for stage in trainers)})
-        for stage in self.stages:
-            stage.check()
-        for trainer in trainers:
-            trainer.check_length()
-            only = (trainer.sft.get(name) for name in ("completion_only_loss", "assistant_only_loss"))
-            check_answers(f"{trainer.name}.sft.", self.context.train_data, *only)
-        self._rehearse(trainers, **own)
-        for trainer in trainers if weights else ():
-            check_launched(trainer.arguments(self.root), f"{trainer.name}.sft.")
-        unset_hf_deepspeed_config()  # or ZeRO-3 would divide empty models; a stage makes its arguments anew
-        if weights:
-            self.context.check_base()
-            for stage in self.stages:
-                stage.check_base()
-
-    def _rehearse(self, stages: Sequence[TrainerStage], **own: Any) -> None:
-        """Let every stage prepare some of its examples; those that prepare the same ones alike, once."""
-        seen: list[tuple[Dataset, dict[str, Any]]] = []
-        for stage in stages:
-            data = stage.examples()
-            if data is None or any(data is other and stage.sft == sft for other, sft in seen):
-                continue
-            seen.append((data, stage.sft))
-            section = f"{stage.name}.sft" if getattr(stage.section, "sft", None) else "sft"
-            rehearse(data, self.context.tokenizer, stage.example_arguments(self.root, **own), section)
-
-    def _run(self, redo: bool) -> None:
-        self.context.records = {}
-        for number, stage in enumerate(self.stages, start=1):
-            with tracked(self.root, stage.name):
-                place = f"stage {number} of {len(self.stages)}"
-                self.records[stage.name] = run_stage(self.root, stage, redo, place)
-            free_memory()
-        if PartialState().is_main_process:
-            self._publish()
-        PartialState().wait_for_everyone()
-
-    def space(self) -> int:
-        """Bytes on the disk, about, that the stages take that are not done, beside what is there of them."""
-        unset_hf_deepspeed_config()
-        what = self.outlook()
-        left = [stage for stage in self.stages if what[stage.name] != "done"]
-        there = [path for stage in left for path in stage.folder.with_name(f"{stage.name}.partial").rglob("*")]
-        return max(0, needed_space(self.recipe, left) - sum(p.stat().st_size for p in there if p.is_file()))
-
-    def outlook(self) -> dict[str, str]:
-        """What `run` would do with each stage, by name: "done", "to do", "goes on", or "again" and why."""
-        self.context.records = {}
-        return outlook(self.stages)
 
     def join_processes(self, **own: Any) -> None:
         """
@@ -240,57 +122,89 @@ class UpIT:
 
         The arguments set up accelerate's state; whoever asks it before would take this process for the only one. They
         are made for all stages, so that a wrong value ends a run before it begins.
+
+        Args:
+            own: training arguments for this machine, where a plan is made for another one.
         """
-        for stage in self.stages:
-            if isinstance(stage, TrainerStage):
-                args = stage.arguments(self.root, **own)
-                _ = args.device
-                check_packages(args, f"{stage.name}.sft.")
-                refuse_arguments(args, f"{stage.name}.sft.")
+        for stage in self.trainer_stages:
+            args = stage.arguments(**own)
+            _ = args.device
+            check_packages(args, f"{stage.name}.sft.")
+            refuse_arguments(args, f"{stage.name}.sft.")
         if PartialState().num_processes > 1 and parse_flag_from_env(EMPTY_IN_OTHERS):
             raise ValueError(
                 "fsdp_cpu_ram_efficient_loading=true: all processes but the first would score examples with empty "
                 "weights; set it to false in accelerate's config"
             )
 
-    @property
-    def _trained(self) -> Path:
-        """The result in the folder of the stage that makes it."""
-        folder = self.stages[-1].result.model
-        assert folder is not None  # every method trains something
-        return folder
+    def check(self, weights: bool = True, **own: Any) -> None:
+        """
+        Check what can be known before the first stage.
+
+        Args:
+            weights: whether to look at the base's weights, too, which a plan does not need.
+            own: see `join_processes`.
+
+        Raises:
+            ValueError: the recipe, its base, its data and its folders do not fit together.
+        """
+        self.context.check_data({path: field for field, path in (stage.template for stage in self.trainer_stages)})
+        for stage in self.stages:
+            stage.check()
+        for trainer in self.trainer_stages:
+            trainer.check_length()
+            data = trainer.examples()
+            if data is not None:
+                section = f"{trainer.name}.sft" if getattr(trainer.section, "sft", None) else "sft"
+                preflight(trainer.example_arguments(**own), data, self.context.base.tokenizer, section)
+        unset_hf_deepspeed_config()  # or ZeRO-3 would shard empty models; a stage recreates its arguments
+        if weights:
+            self.context.check_base()
+            for stage in self.stages:
+                stage.check_base()
+
+    def outlook(self) -> dict[str, str]:
+        """What `run` would do with each stage, by name: "done", "to do", "resumes", or "again" and why."""
+        self.context.records = {}
+        return outlook(self.stages)
 
     def _publish(self) -> None:
-        """Write the result and the manifest. A result that is there already stays, and so do files of others in it."""
-        manifest: dict[str, Any] = {}
-        with suppress(ValueError):
-            manifest = read_json(self.root / MANIFEST) or {}
-        files, records = manifest.get("result"), json.loads(json.dumps(self.records, default=str))
-        files = files if isinstance(files, dict) else None
-        there = self.result.is_dir() and manifest.get("stages") == records
-        if files is None or not there or damage(self.result, files) is not None:
-            own = [*hash_folder(self._trained), _FIGURE]  # where no manifest says what an earlier run wrote
-            publish(self._trained, self.result, own if files is None else files)
-            self._add_figure()
-            files = {name: digest for name, digest in hash_folder(self.result).items() if self._writes(name)}
-        write_json(self.root / MANIFEST, {**self._manifest(), "result": files})
-
-    def _writes(self, name: str) -> bool:
-        """Whether a file of the result is ours."""
-        return (self._trained / name).is_file() or name == _FIGURE
-
-    def _add_figure(self) -> None:
-        """Show in the result's model card where its tokens go, if that was measured."""
-        figure = self.root / "evaluate" / _FIGURE
-        if "evaluate" in self.records and figure.is_file():
-            shutil.copy(figure, self.result / figure.name)
-            write_model_card(self.result)
-
-    def _manifest(self) -> dict[str, Any]:
+        """Write the result and the manifest. A result that is there already stays, and so does its edited card."""
         packages = {"torch": torch, "transformers": transformers, "peft": peft, "trl": trl}
-        versions = {name: module.__version__ for name, module in packages.items()}
-        return {
-            "recipe": as_dict(self.recipe),
-            "versions": {**versions, "moe-peft-hf": version("moe-peft-hf")},
-            "stages": self.records,
+        manifest = {
+            "recipe": self.recipe.model_dump(),
+            "versions": {
+                **{name: package.__version__ for name, package in packages.items()},
+                "moe-peft-hf": version("moe-peft-hf"),
+            },
+            "stages": json.loads(json.dumps(self.records, default=str)),
         }
+        before = read_json(self.root / MANIFEST) if (self.root / MANIFEST).is_file() else {}
+        if before.get("stages") != manifest["stages"] or _weights(self.result) != before.get("result"):
+            with atomic_write(self.result) as partial:
+                link_folder(self._trained, partial)
+                figure = self.root / "evaluate" / _FIGURE
+                if "evaluate" in self.records and figure.is_file():  # where its tokens go, for its model card
+                    shutil.copy(figure, partial / _FIGURE)
+                    write_model_card(partial)
+        write_json(self.root / MANIFEST, {**manifest, "result": _weights(self.result)})
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    return {path.name: hash_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+@contextmanager
+def _tracked(root: Path, stage: str) -> Iterator[None]:
+    """
+    Inside this block, TensorBoard writes to `<root>/logs/<stage>`, which stays when the stage's state is removed, and
+    Weights & Biases makes one run, which belongs to the group of the complete run. Variables of the user's go first.
+    """
+    defaults = {"TENSORBOARD_LOGGING_DIR": str(root / "logs" / stage), "WANDB_RUN_GROUP": root.name}
+    with patch_environment(**{key: value for key, value in defaults.items() if key not in os.environ}):
+        try:
+            yield
+        finally:
+            wandb = sys.modules.get("wandb")
+            if wandb is not None and wandb.run is not None:
+                wandb.finish()

@@ -20,15 +20,9 @@ from trl import SFTConfig
 
 from ..models.introspection import router_parameters
 from ..training.checkpointing import Trained, copy_result, train
-from ..training.preflight import check_training, for_one_trainer
+from ..training.preparation import for_one_trainer
 from ..training.trainable import unfreeze_stage
 from ..training.trainers import MoESFTTrainer
-from ..utils.validation import FLAG, Rule, check
-
-_CALLBACKS = Rule(
-    lambda v: isinstance(v, (list, tuple)) and all(isinstance(callback, TrainerCallback) for callback in v),
-    "give a list of TrainerCallbacks",
-)
 
 
 class _LoadWarnings(TrainerCallback):
@@ -58,7 +52,7 @@ def post_train(
     """
     Fine-tune a MoE-LoRA adapter, or a native MoE, with the losses on its routers, and save it.
 
-    If it was stopped and is run again, it goes on from the last checkpoint in `args.output_dir`.
+    If it was stopped and is run again, it resumes from the last checkpoint in `args.output_dir`.
 
     Args:
         model: a base with a MoE-LoRA adapter; or a native MoE. The balancing loss has its config's coefficient.
@@ -71,12 +65,7 @@ def post_train(
     Returns:
         the training's log and checkpoints. Its last record of training steps has `load_warnings`, a line for each
         layer whose load is not healthy (`moe_peft.routing.load_verdicts`).
-
-    Raises:
-        ValueError: the model has no routers, or an argument is not what it should be.
     """
-    check_training("post_train", model, dataset, args, processing_class, output_dir)
-    check("post_train", train_experts=(train_experts, FLAG), callbacks=(callbacks, _CALLBACKS.or_none()))
     routers = router_parameters(model)
     unfreeze_stage(model, routers)  # now, or the trainer would do it
     if isinstance(model, PeftModel):

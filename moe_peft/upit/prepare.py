@@ -1,7 +1,5 @@
 """
-Which checkpoints of stage 1 become experts.
-
-Stage 1, expert preparation: ordinary fine-tuning, whose checkpoints become experts (UpIT, section 2.2).
+Stage 1, expert preparation: ordinary fine-tuning, some of whose checkpoints become experts (UpIT, section 2.2).
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from ..training.checkpointing import FiniteWeightsMixin, Trained, total_steps, train
-from ..training.preflight import check_learnable, check_training, for_one_trainer
-from ..utils.validation import COUNT, EXPERTS, check, choice_error, is_a, one_of
+from ..training.data import check_learnable
+from ..training.preparation import for_one_trainer
 from .files import copy_adapter, expert_folders, link_model
 
 # --- selection -------------------------------------------------------------------------------------------------------
@@ -59,9 +57,9 @@ def select_checkpoints(steps: list[int], num_experts: int, selection: str = "bac
     The checkpoints that become experts, chosen evenly from the pool of the selection (see `SELECTIONS`).
 
     Raises:
-        ValueError: the selection is unknown, or leaves fewer checkpoints than experts.
+        ValueError: the selection leaves fewer checkpoints than experts.
     """
-    pool = _find(selection).pool(steps)
+    pool = SELECTIONS[selection].pool(steps)
     if not 1 <= num_experts <= len(pool):
         raise ValueError(
             f"num_experts={num_experts}: selection={selection!r} of {len(steps)} checkpoints leaves {len(pool)}; save "
@@ -72,17 +70,11 @@ def select_checkpoints(steps: list[int], num_experts: int, selection: str = "bac
 
 def chosen_steps(total: int, num_experts: int, num_checkpoints: int | None, selection: str) -> list[int]:
     """The steps whose checkpoints become experts, in a training of `total` steps; see `prepare_experts`."""
-    count = num_checkpoints or _find(selection).per_expert * num_experts
+    count = num_checkpoints or SELECTIONS[selection].per_expert * num_experts
     return select_checkpoints(checkpoint_steps(total, count), num_experts, selection)
 
 
-def _find(name: str) -> Selection:
-    if name not in SELECTIONS:
-        raise ValueError(choice_error("selection", name, SELECTIONS))
-    return SELECTIONS[name]
-
-
-# --- prepare ---------------------------------------------------------------------------------------------------------
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,7 @@ def prepare_experts(
     """
     Fine-tune plain LoRA, or the whole model, with TRL and keep checkpoints as experts.
 
-    If it was stopped and is run again, it goes on from the last checkpoint in `args.output_dir`.
+    If it was stopped and is run again, it resumes from the last checkpoint in `args.output_dir`.
 
     Args:
         model: the base.
@@ -131,14 +123,6 @@ def prepare_experts(
         ValueError: there are more checkpoints than steps or more experts than checkpoints to choose from, or the LoRA
             trains more than linear layers.
     """
-    check_training("prepare_experts", model, dataset, args, processing_class, output_dir)
-    check(
-        "prepare_experts",
-        lora_config=(lora_config, is_a(LoraConfig).or_none()),
-        num_experts=(num_experts, EXPERTS),
-        num_checkpoints=(num_checkpoints, COUNT.or_none()),
-        selection=(selection, one_of(SELECTIONS)),
-    )
     output_dir = Path(output_dir)
     set_seed(args.seed)
     trainer = _PrepareTrainer(
@@ -150,20 +134,20 @@ def prepare_experts(
         peft_config=lora_config,
     )
     check_learnable("prepare_experts", trainer.train_dataset, args)
-    own = None if lora_config is None else trainer.model.peft_config[trainer.model.active_adapter]
-    if own is not None and (own.modules_to_save or getattr(own, "trainable_token_indices", None)):
+    lora = None if lora_config is None else trainer.model.peft_config[trainer.model.active_adapter]
+    if lora is not None and (lora.modules_to_save or getattr(lora, "trainable_token_indices", None)):
         raise ValueError(
-            f"prepare_experts: modules_to_save={own.modules_to_save}: an expert cannot hold these; use a chat template "
-            "that adds no tokens (chat_template_path), and leave modules_to_save out of lora_config"
+            f"prepare_experts: modules_to_save={lora.modules_to_save}: an expert cannot hold these; use a chat "
+            "template that adds no tokens (chat_template_path), and leave modules_to_save out of lora_config"
         )
     chosen = chosen_steps(total_steps(trainer), num_experts, num_checkpoints, selection)
-    initial = None if own is None else output_dir / "initial"
+    initial = None if lora is None else output_dir / "initial"
     if trainer.args.should_save and initial is not None:
         trainer.model.save_pretrained(initial)
     trained = train(trainer, keep=chosen)
     experts = expert_folders(output_dir, num_experts)
     if trainer.args.should_save:
-        keep = link_model if own is None else copy_adapter
+        keep = link_model if lora is None else copy_adapter
         for step, folder in zip(chosen, experts, strict=True):
             keep(trained.checkpoints[step], folder)
     trainer.accelerator.wait_for_everyone()

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from accelerate import PartialState
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 from trl import SFTConfig
 
-from ..models.model_size import ModelSize
-from ..training.checkpointing import Trained, copy_result
+from ..models.model_size import ModelSize, model_size
+from ..training.checkpointing import INCIDENTAL, Trained, copy_result
 from ..training.data import in_blocks, source_name
 from ..training.estimate import steps_in_epoch
 from ..training.labels import unknown_labels
 from ..training.trainers import MoESFTConfig, check_padding
+from ..utils.distributed import on_main_process
+from ..utils.expert_merging import Descent
+from ..utils.messages import one_line
 from ..utils.model_card import write_model_card
-from ..utils.validation import one_line
 from .buckets import Seeds, draw_seeds
-from .files import expert_folders
-from .fingerprint import hash_template
-from .inputs import load_model
+from .context import hash_template
+from .files import expert_folders, write_buckets, write_routers
+from .methods import TRAINING
+from .post_train import post_train
 from .prepare import chosen_steps, prepare_experts
-from .recipe import TRAINING, Recipe
-from .router_init import refuse_losses
-from .stage_cache import STATE, Artefacts, Stage
+from .recipe import Recipe
+from .router_init import init_routers
+from .stage_cache import Artefacts, Stage
 
+ROUTERS = "routers.safetensors"  # what stage 3 leaves beside the experts
 _OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")  # rows of one process
 
 
@@ -61,37 +65,39 @@ class TrainerStage(Stage):
         if most is not None and (length is None or (isinstance(length, int) and length > most)):
             raise ValueError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
 
-    def arguments(self, folder: Path, **own: Any) -> SFTConfig:
+    def arguments(self, **own: Any) -> SFTConfig:
         """
         The training arguments: the recipe's, then the stage's, then what the pipeline decides.
 
         Raises:
             ValueError: the recipe's are not what `SFTConfig` takes.
         """
+        run = self.context.root.resolve().name
         settings = {
             "report_to": "none",
-            "run_name": f"{self.context.root.resolve().name}-{self.name}",
+            "run_name": f"{run}-{self.name}",
             **self.sft,
+            "output_dir": str(self.state / run),  # the last part of the path becomes the title of the model card
+            "save_strategy": "no",
+            "seed": self.seed,
+            "data_seed": self.seed,
             **own,
         }
-        # The last part of the path becomes the title of the model card.
-        output_dir = str(folder / STATE / self.context.root.resolve().name)
         try:
-            return self.config(
-                output_dir=output_dir, save_strategy="no", seed=self.seed, data_seed=self.seed, **settings
-            )
+            return self.config(**settings)
         except (ValueError, TypeError, ImportError) as error:
             raise ValueError(f"{self.name}.sft: {one_line(error)}") from error
 
     def settings(self) -> dict[str, Any]:
-        experts = "copies" if self.recipe.copies else "checkpoints"
-        return {**super().settings(), "sft": self.sft, "adapter": self.recipe.adapter, "experts": experts}
+        return {
+            **super().settings(),
+            **{f"sft.{name}": value for name, value in self.sft.items() if name not in INCIDENTAL},
+            **{f"adapter.{name}": value for name, value in self.recipe.adapter.items()},
+            "prepare.experts": "copies" if self.recipe.copies else "checkpoints",
+        }
 
-    def identity(self) -> dict[str, Any]:
-        found, path = super().identity(), self.template[1]
-        if path != self.recipe.sft.get("chat_template_path"):
-            found["inputs"]["chat_template"] = hash_template(path)
-        return found
+    def hashes(self) -> dict[str, Any]:
+        return {**super().hashes(), "chat_template": hash_template(self.template[1])}
 
     @property
     def template(self) -> tuple[str, str | None]:
@@ -102,9 +108,9 @@ class TrainerStage(Stage):
         """What its trainer gets."""
         return self.context.train_data
 
-    def example_arguments(self, folder: Path, **own: Any) -> SFTConfig:
+    def example_arguments(self, **own: Any) -> SFTConfig:
         """The training arguments that say how its examples are prepared."""
-        return self.arguments(folder, **own)
+        return self.arguments(**own)
 
 
 class Sizes(NamedTuple):
@@ -208,24 +214,23 @@ class Prepare(TrainingStage):
 
     def run(self, folder: Path) -> dict[str, Any]:
         data, order = self._data()
-        args = self.arguments(folder, **order)  # before the model, which ZeRO-3 then divides
-        model = load_model(self.recipe.model)
+        args = self.arguments(**order)  # before the model, which ZeRO-3 then shards
+        model = self.context.base.load()
         num_experts, num_checkpoints, selection = self._selection()
         prepared = prepare_experts(
             model,
             data,
             args,
             self.lora_config(model),
-            self.context.tokenizer,
+            self.context.base.tokenizer,
             output_dir=folder,
             num_experts=num_experts,
             num_checkpoints=num_checkpoints,
             selection=selection,
         )
-        if not self.recipe.facts.assembles and PartialState().is_main_process:
-            copy_result(prepared.trained.last, folder / self.output)
-            self.write_card(folder / self.output)
-        PartialState().wait_for_everyone()
+        if not self.recipe.facts.assembles:
+            on_main_process(lambda: copy_result(prepared.trained.last, folder / self.output))
+            on_main_process(lambda: self.write_card(folder / self.output))
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -257,7 +262,7 @@ class Expand(Stage):
 
     name = "expand"
     seed_offset = 1
-    inputs = ("model", "adapters")
+    inputs = ("model", "experts")
 
     @classmethod
     def wanted(cls, recipe: Recipe) -> bool:
@@ -266,6 +271,13 @@ class Expand(Stage):
     @property
     def result(self) -> Artefacts:
         return replace(self.given, experts=tuple(expert_folders(self.folder, self.recipe.num_experts)))
+
+    @abstractmethod
+    def expand(self, folder: Path) -> list[Descent]:
+        """Write the given experts and further ones."""
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        return {"descents": [descent.as_dict() for descent in on_main_process(lambda: self.expand(folder))]}
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
@@ -285,18 +297,48 @@ class RouterInit(TrainingStage):
     def epochs(self) -> float:
         return self.context.budget.router_init
 
+    @property
+    def result(self) -> Artefacts:
+        experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
+        return replace(self.given, experts=experts, routers=self.folder / ROUTERS)
+
+    @abstractmethod
+    def load(self, folder: Path) -> PreTrainedModel:
+        """An expert's dense model, or the base of its LoRA."""
+
     def check(self) -> None:
-        sft = self.sft
-        refuse_losses(sft.get("loss_type", "nll"), sft.get("label_smoothing_factor", 0.0))
-        rule, r = self.recipe.bucket_rule, self.recipe
+        rule, r = self.recipe.router_init.rule, self.recipe
         if rule is not None and rule.needs_labels and not rule.needs_perplexities:
             labels = self.context.train_data[r.data.label_column]
             rule.fill(Seeds(len(labels), r.num_experts, self.seed, labels=labels, expert_map=r.router_init.expert_map))
 
+    def run(self, folder: Path) -> dict[str, Any]:
+        section, args = self.recipe.router_init, self.example_arguments()
+        routed = init_routers(
+            self.load,
+            self.given.experts,
+            self.seed_data(),
+            args,
+            self.context.base.tokenizer,
+            output_dir=folder,
+            buckets=section.buckets,
+            alpha=section.alpha,
+            train_experts=section.train_experts,
+            capacity=section.capacity,
+            label_column=self.recipe.data.label_column,
+            expert_map=section.expert_map,
+        )
+        on_main_process(lambda: write_routers(folder / ROUTERS, routed.routers))
+        on_main_process(lambda: write_buckets(folder, routed.buckets, routed.perplexity))
+        result: dict[str, Any] = {"bucket_sizes": [len(bucket) for bucket in routed.buckets]}
+        if routed.trained:  # losses of the last expert, steps of all
+            result |= {**metrics(routed.trained[-1]), "steps": sum(max(t.checkpoints) for t in routed.trained)}
+        return result
+
     def settings(self) -> dict[str, Any]:
-        found = super().settings()
-        found.pop("within_budget")  # decides stage 4's share only
-        return found
+        settings = super().settings()
+        del settings["router_init.within_budget"]  # decides stage 4's share only
+        return settings
 
     def seed_data(self) -> Dataset:
         """The seed set."""
@@ -306,16 +348,17 @@ class RouterInit(TrainingStage):
     def examples(self) -> Dataset:
         return self.seed_data()
 
-    def example_arguments(self, folder: Path, **own: Any) -> SFTConfig:
+    def example_arguments(self, **own: Any) -> SFTConfig:
         """The training arguments for passes over the seed set."""
         epochs = self.recipe.router_init.num_train_epochs
-        return self.arguments(folder, **{"num_train_epochs": epochs, "packing": False, "padding_free": False, **own})
+        return self.arguments(**{"num_train_epochs": epochs, "packing": False, "padding_free": False, **own})
 
     def steps(self, rows: int, processes: int) -> int:
-        """Those of one expert's own training; in the mode `lora` all experts take them at once."""
-        batch = processes * math.prod(self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
-        bucket = -(-self.recipe.bucketed(rows) // self.recipe.num_experts)
-        return self.recipe.router_init.num_train_epochs * -(-bucket // batch)
+        """Experts are trained one after the other, each on its bucket."""
+        n, epochs = self.recipe.num_experts, self.recipe.router_init.num_train_epochs
+        batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
+        bucket = -(-self.recipe.bucketed(rows) // n)
+        return n * epochs * steps_in_epoch(bucket, batch * processes, accumulated, False)[0]
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
@@ -341,14 +384,10 @@ class PostTrain(TrainingStage):
     def result(self) -> Artefacts:
         return replace(self.given, model=self.folder / self.output)
 
-    def arguments(self, folder: Path, **own: Any) -> SFTConfig:
+    def arguments(self, **own: Any) -> SFTConfig:
         if "expert_map" in self.sft:
             own["label_column"] = self.recipe.data.label_column
-        return super().arguments(folder, **own)
-
-    def settings(self) -> dict[str, Any]:
-        found = super().settings()
-        return found if found["router"] else {name: value for name, value in found.items() if name != "router"}
+        return super().arguments(**own)
 
     def check(self) -> None:
         r, sft = self.recipe, self.sft
@@ -365,6 +404,33 @@ class PostTrain(TrainingStage):
             unknown = unknown_labels(data, column, known) if data is not None else []
             if unknown:
                 raise ValueError(f"post_train.sft.expert_map: no experts for the labels {unknown} of {name}; add them")
+
+    def write_parts(self) -> None:
+        """Write what `assemble` reads."""
+
+    @abstractmethod
+    def assemble(self) -> PeftModel | PreTrainedModel:
+        """The MoE that is trained, of the experts that there are, or of new ones."""
+
+    def finish(self, folder: Path, model: PeftModel | PreTrainedModel) -> None:
+        """What is to be done with the trained model's folder, in the main process."""
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        self.write_parts()
+        args = self.arguments(num_train_epochs=self.epochs)  # before the model, which ZeRO-3 then shards
+        model = self.assemble()
+        size, output = model_size(model), folder / self.output
+        trained = post_train(
+            model,
+            self.context.train_data,
+            args,
+            self.context.base.tokenizer,
+            output_dir=output,
+            train_experts=self.recipe.trains_experts,
+        )
+        on_main_process(lambda: self.finish(output, model))
+        on_main_process(lambda: self.write_card(output))
+        return {**metrics(trained), "size": asdict(size)}
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return "the MoE"

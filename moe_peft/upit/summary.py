@@ -1,8 +1,4 @@
-"""
-What a run will need, found without loading weights: steps, tokens, trainable parameters, memory.
-
-What a run will do, and what it did, as tables.
-"""
+"""What a run will need and do, found without loading weights, and what it did: as tables."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from ..evaluation.results import as_table, by_metric
 from ..models.model_size import ModelSize
 from ..routing.statistics import verdict_line
 from ..training.estimate import Launch, Memory, base_dtype, memory, rows_and_length, training_line
-from .inputs import load_empty
 from .pipeline import UpIT
 from .stages import TrainingStage
 
@@ -56,27 +51,28 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
         ValueError: the recipe, its base or its data do not fit together.
     """
     r = pipeline.recipe
-    # A plan may be made on a machine without the accelerator that the run will have.
-    own = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
+    # A plan may be made without the launcher and the accelerator that the run will have.
+    own: dict[str, Any] = {"fsdp": None}
+    if not torch.accelerator.is_available():
+        own |= {"bf16": False, "fp16": False, "use_cpu": True}
     pipeline.join_processes(**own)
     launch = launch or Launch(PartialState().num_processes)
     data = pipeline.context.train_data
     pipeline.check(weights=False, **own)
-    tokenizer = pipeline.context.tokenizer
-    empty = load_empty(r.model)
+    tokenizer, empty = pipeline.context.base.tokenizer, pipeline.context.base.empty()
     found = []
     for stage in pipeline.stages:
         if not isinstance(stage, TrainingStage):
             continue
-        args = stage.example_arguments(pipeline.root, **own)
+        args = stage.example_arguments(**own)
         rows, length = rows_and_length(data, tokenizer, args)
         steps = stage.steps(rows, launch.processes)
         sizes = stage.sizes(empty)
         half = _half_precision(stage)
         needed = memory(
-            empty, args, length, sizes.held, sizes.trained, half=half, dtype=r.model.dtype,
+            empty, args, length, sizes.held, sizes.trained, half=half, dtype=r.dtype,
             quantization=r.model.quantization, launch=launch,
-            trained=base_dtype(empty, r.model.dtype) if r.mode == "ffn" else torch.float32,
+            trained=base_dtype(empty, r.dtype) if r.mode == "ffn" else torch.float32,
         )  # fmt: skip
         tokens = round(stage.epochs * rows * length)
         found.append(
@@ -172,7 +168,7 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     for column in ("passes", "steps", "tokens", "trainable parameters", "memory per process, about"):
         table.add_column(column, justify="right")
     planned = {stage.name: stage for stage in stages}
-    for name in pipeline.stage_names():
+    for name in (stage.name for stage in pipeline.stages):
         stage = planned.get(name)
         if stage is None:
             table.add_row(name)
@@ -191,5 +187,4 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     for stage in stages:
         if stage.moe is not None:
             console.print(f"MoE: {stage.moe}", highlight=False, soft_wrap=True)
-    console.print(f"disk: about {pipeline.space() / 2**30:.2f} GiB", highlight=False, soft_wrap=True)
     console.print(f"result: {pipeline.result}", highlight=False, soft_wrap=True)

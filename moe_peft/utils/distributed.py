@@ -1,6 +1,6 @@
 """
-Parameters that are divided among processes: by DeepSpeed's ZeRO-3 in a model that no trainer has prepared yet, and the
-values and gradients that an optimizer of ZeRO's works with. And how processes agree, and how to leave them.
+Parameters that DeepSpeed's ZeRO-3 shards among processes, in a model that no trainer has prepared yet; how processes
+agree, and how to leave them.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def shape_of(parameter: Any) -> torch.Size:
-    """The shape of a whole parameter; a divided one is empty."""
+    """The full shape of a parameter; a sharded one is empty."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def is_divided(parameter: Any) -> bool:
-    """Whether ZeRO-3 has divided a parameter."""
+def is_sharded(parameter: Any) -> bool:
+    """Whether ZeRO-3 has sharded a parameter."""
     return hasattr(parameter, "ds_shape")
 
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterator[None]:
     """
-    Inside this block, divided parameters are whole. All processes must enter it; with `write`, what the first one
+    Inside this block, sharded parameters are full. All processes must enter it; with `write`, what the first one
     assigns stays.
     """
-    divided = [p for p in parameters if is_divided(p)]
-    if not divided:
+    sharded = [p for p in parameters if is_sharded(p)]
+    if not sharded:
         yield
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(divided, modifier_rank=0 if write else None):
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if write else None):
         yield
 
 
 @contextmanager
 def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
     """
-    Inside this block, a model with divided parameters can run without DeepSpeed's engine: the weights of each decoder
+    Inside this block, a model with sharded parameters can run without DeepSpeed's engine: the weights of each decoder
     layer are gathered while it runs, all others while the model does. All processes must run it equally often.
     """
-    if not any(map(is_divided, model.parameters())):
-        with _marked_whole(model):
+    if not any(map(is_sharded, model.parameters())):
+        with _marked_full(model):
             yield
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -71,10 +71,10 @@ def gathered_as_it_runs(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _marked_whole(model: nn.Module) -> Iterator[None]:
+def _marked_full(model: nn.Module) -> Iterator[None]:
     """
-    Inside this block, the parameters say that ZeRO-3 has not divided them: TRL's fused head asks them, also those of a
-    quantized model, which is not divided before it is trained.
+    Inside this block, the parameters say that ZeRO-3 has not sharded them: TRL's fused head asks them, also those of a
+    quantized model, which is not sharded before it is trained.
     """
     if not is_deepspeed_zero3_enabled():
         yield
@@ -102,49 +102,6 @@ class _Unit:
 
     def leave(self, *args: Any) -> None:
         self.context.__exit__(None, None, None)
-
-
-class Access:
-    """Values and gradients of parameters, whole or as distributed tensors."""
-
-    def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        return parameter.detach()
-
-    def set_value(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        parameter.data.copy_(value)
-
-    def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        return parameter.grad
-
-    def set_grad(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.copy_(grad)
-
-
-class ZeROAccess(Access):
-    """Those that ZeRO has divided, gathered one at a time. All processes must ask for the same ones."""
-
-    def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(parameter)
-
-    def set_value(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
-
-        with gathered([parameter], write=True):  # what layers compute with …
-            parameter.data.copy_(value)
-        safe_set_full_fp32_param(parameter, value)  # … and what the optimizer updates
-
-    def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        from deepspeed.utils import safe_get_full_grad
-
-        return safe_get_full_grad(parameter)
-
-    def set_grad(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
-        from deepspeed.utils import safe_set_full_grad
-
-        safe_set_full_grad(parameter, grad)
 
 
 Result = TypeVar("Result")
@@ -177,9 +134,6 @@ def on_main_process(act: Callable[[], Result]) -> Result:
     if message is not None:
         raise ValueError(message)
     return result  # type: ignore[return-value]
-
-
-in_first_process = on_main_process  # leaving
 
 
 def leave_processes() -> None:

@@ -1,5 +1,5 @@
 """
-Files: text, YAML, JSON and safetensors that come from outside, and what is written. `loading` has adapters and models.
+Files: text, JSON and safetensors that come from outside, and what is written. `loading` has adapters and models.
 
 Whatever is wrong with a file, found here or inside a library that reads it, becomes a `ValueError` of one line that
 names the file and what to do. Weights are read from safetensors only: pickled ones could run code.
@@ -10,19 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-from filelock import FileLock, Timeout
+from huggingface_hub.utils import WeakFileLock
 from safetensors import safe_open
 
 from .messages import one_line, out_of_memory
-from .validation import existing, refuse_tilde
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
@@ -94,46 +91,6 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     return found
 
 
-read_object = read_json  # leaving
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """
-    Raises an error for keys that occur twice, of which YAML would silently take the last one. Reads numbers as YAML 1.2
-    does, for which `1e-4` is one, too.
-    """
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-
-
-def read_yaml(text: str, source: object) -> Any:
-    """
-    The value of a YAML text, which may be JSON.
-
-    Args:
-        source: where it is from, for messages.
-
-    Raises:
-        ValueError: it is not YAML, or names a key twice.
-    """
-    try:
-        return yaml.load(text, _YamlLoader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -185,9 +142,6 @@ def open_safetensors(path: Path, what: object) -> Any:
     """
     with reading(f"{what}: {path} cannot be read", "download or save it again"):
         return safe_open(path, framework="pt")
-
-
-opened = open_safetensors  # leaving
 
 
 def no_weights(folder: Path, wanted: str) -> str:
@@ -248,6 +202,9 @@ def hash_file(path: str | os.PathLike) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_LOCK = ".lock"
+
+
 @contextmanager
 def output_folder(
     path: str | os.PathLike,
@@ -268,111 +225,39 @@ def output_folder(
         ValueError: it cannot be made or written to, holds something else, or another process holds it.
     """
     folder, what = Path(path).expanduser(), f"{field}={os.fspath(path)!r}"
-    parent = next(above for above in (folder.absolute(), *folder.absolute().parents) if _exists(above))
+    parents = (folder.absolute(), *folder.absolute().parents)
+    new = [parent for parent in parents if not _exists(parent)]
+    parent = parents[len(new)]
     if not parent.is_dir():
         raise ValueError(f"{what}: {parent} is not a folder; choose another")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{what}: {parent} cannot be written to; choose another, or change its permissions")
-    with made(folder, what), exclusive(folder / LOCK, what):
-        if any(entry.name != LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):
-            raise ValueError(f"{what}: is not empty; {remedy}")
-        yield folder
-
-
-def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()  # also a link that leads nowhere
-
-
-# --- folders ---------------------------------------------------------------------------------------------------------
-
-LOCK = ".lock"
-
-
-def writable(folder: str | os.PathLike, what: object) -> Path:
-    """
-    A folder that can be written to, or made. It is not made here.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    folder = Path(folder)
-    refuse_tilde(folder, what)
-    there = existing(folder)
-    if not there.is_dir():
-        raise ValueError(f"{what}: {there} is not a folder; choose another")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{what}: {there} cannot be written to; choose another, or change its permissions")
-    return folder
-
-
-def check_space(folder: Path, needed: int, what: object) -> None:
-    """
-    Args:
-        needed: bytes, an estimate.
-
-    Raises:
-        ValueError: the disk has less.
-    """
-    there = existing(folder)
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        raise ValueError(
-            f"{what}: {free / 2**30:.1f} GiB are free there, about {needed / 2**30:.1f} GiB are needed; free some, or "
-            "choose another"
-        )
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(folder / _LOCK, what):
+            if any(entry.name != _LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):
+                raise ValueError(f"{what}: is not empty; {remedy}")
+            yield folder
+    finally:
+        with suppress(OSError):  # something was put into it
+            for made in new:
+                made.rmdir()
 
 
 @contextmanager
-def exclusive(lock: Path, what: object) -> Iterator[None]:
-    """
-    Hold a lock, a file that is there as long. A process that died holds none.
-
-    Raises:
-        ValueError: another process holds it.
-    """
-    held = FileLock(lock, timeout=0)
+def _locked(lock: Path, what: str) -> Iterator[None]:
+    """Hold a lock, a file that is there as long. A process that died holds none."""
+    held = WeakFileLock(lock, timeout=0.1)
     try:
-        held.acquire()
-    except Timeout as error:
-        if not lock.exists():
-            raise ValueError(f"{what}: no file can be made in {lock.parent}; choose another") from error
+        held.__enter__()
+    except TimeoutError as error:
         raise ValueError(f"{what}: another process is writing it; wait for it, or choose another") from error
     try:
         yield
     finally:
         lock.unlink(missing_ok=True)
-        held.release()
+        held.__exit__(None, None, None)
 
 
-@contextmanager
-def made(folder: Path, what: object) -> Iterator[None]:
-    """
-    Make a folder and those above it. The ones that were not there before go again if nothing is put into them.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
-    there = existing(folder)
-    new = [place for place in (folder.absolute(), *folder.absolute().parents) if place not in (there, *there.parents)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{what}: no folder can be made in {there}: {error.strerror}; choose another") from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # of a run that was refused; others have left something in it
-            for place in new:
-                place.rmdir()
-
-
-@contextmanager
-def held(folder: Path, what: object) -> Iterator[None]:
-    """
-    Make a folder, see `made`, and hold it for this process.
-
-    Raises:
-        ValueError: it cannot be made, or another process holds it.
-    """
-    with made(folder, what), exclusive(folder / ".lock", what):
-        yield
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()  # also a link that leads nowhere

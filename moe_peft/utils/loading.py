@@ -162,7 +162,7 @@ def read_tokenizer(name: str | os.PathLike, what: object, revision: str | None =
 def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, what: object) -> None:
     """
     Raises:
-        ValueError: the tokenizer has more tokens than the model has embeddings, or none that ends a text.
+        ValueError: the tokenizer has more tokens than the model has embeddings, or no EOS token.
     """
     if tokenizer.eos_token is None:
         raise ValueError(f"{what}: its tokenizer has no eos_token; set it in tokenizer_config.json")
@@ -256,7 +256,7 @@ _ROWS = 64  # of which TRL gives embeddings a multiple
 def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: PreTrainedConfig) -> str | None:
     """
     Why an adapter's base cannot take what `chat_template_path` names; None if it can. With a tokenizer's template, TRL
-    takes its added tokens and its end token, and resizes the embeddings, which an adapter's folder does not hold.
+    takes its added tokens and its EOS token, and resizes the embeddings, which an adapter's folder does not hold.
 
     Args:
         tokenizer: the base's.
@@ -282,7 +282,7 @@ def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: Pre
 def check_template(tokenizer: Any, asked: bool | str, what: str, remedy: str = "give it one") -> None:
     """
     Args:
-        asked: whether prompts go through a chat template; a text names one of several.
+        asked: whether prompts go through a chat template; a string names one of several.
         what: the field, for messages.
         remedy: where there is none.
 
@@ -342,7 +342,7 @@ def read_model(
 ) -> PreTrainedModel:
     """
     A model with its weights, as `from_pretrained` loads them, but none is initialised because it is missing. A
-    quantized one is placed on this process's device, unless ZeRO-3 divides it.
+    quantized one is placed on this process's device, unless ZeRO-3 shards it.
 
     Args:
         name: a folder, or a name on the hub.

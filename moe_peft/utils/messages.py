@@ -49,4 +49,6 @@ def unknown_key(path: str, known: Iterable[str], documented: str | None = None) 
     close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
     if close:
         return f"{path}: unknown key; did you mean {close[0]!r}?"
-    return f"{path}: unknown key; " + (f"see {documented}" if documented else f"known: {', '.join(known)}")
+    if documented:
+        return f"{path}: unknown key; see {documented}"
+    return f"{path}: unknown key; known: {', '.join(known[:20])}" + (", …" if len(known) > 20 else "")

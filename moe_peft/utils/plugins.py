@@ -17,8 +17,11 @@ def load_plugins(names: Sequence[str]) -> None:
         names: of modules, dotted.
 
     Raises:
-        ValueError: one of them cannot be imported.
+        ValueError: these are no names, or one of them cannot be imported.
     """
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"plugins={names!r}: must be a list of modules")
     if names and "" not in sys.path:
         sys.path.insert(0, "")
     for name in names:

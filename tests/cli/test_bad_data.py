@@ -48,16 +48,16 @@ def test_good_rows(rows, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([PAIR, {**PAIR, "completion": None}], "data: row 1: completion=None: must be a text or a list of messages"),
+        ([PAIR, {**PAIR, "completion": None}], "data: row 1: completion=None: must be a string or a list of messages"),
         ([PAIR, {**PAIR, "completion": ""}], "data: row 1: completion='': must not be empty"),
         ([{**PAIR, "completion": " \n"}], "row 0: completion=.*: must not be empty"),
-        ([{**PAIR, "completion": 3}], "row 0: completion=3: must be a text"),
+        ([{**PAIR, "completion": 3}], "row 0: completion=3: must be a string"),
         ([{**PAIR, "completion": ["x"]}], "row 0: completion: 'x': must be a message with role and content"),
         ([{**PAIR, "prompt": None}], "row 0: prompt=None"),
         ([TEXT, {"text": ""}], "row 1: text='': must not be empty"),
         ([TEXT, {"text": None}], "row 1: text=None"),
         ([{"text": ["a"]}], "row 0: text: 'a': must be a message"),
-        ([{"messages": "w3"}], "row 0: messages='w3': must be a text or a list of messages"),
+        ([{"messages": "w3"}], "row 0: messages='w3': must be a string or a list of messages"),
         ([TALK, {"messages": []}], r"row 1: messages=\[\]"),
         ([TALK, {"messages": None}], "row 1: messages=None"),
         ([{"messages": ["w3"]}], "row 0: messages: 'w3': must be a message"),
@@ -187,7 +187,9 @@ def test_what_else_is_no_data_set(tmp_path):
             load_data(source, "data.train", None)
         assert type(refused.value) is ValueError and "\n" not in str(refused.value)
     for column in ("completion", "text"):  # to which trainers add the token that ends them
-        with pytest.raises(ValueError, match=f"label_column='{column}': trainers add the token .*; copy the labels to"):
+        with pytest.raises(
+            ValueError, match=f"label_column='{column}': trainers add the EOS token .*; copy the labels to"
+        ):
             load_data(str(tmp_path / "d.jsonl"), "data.train", column)
     with pytest.raises(ValueError, match=r"label_column='domain': data\.train has only"):
         load_data(str(tmp_path / "d.jsonl"), "data.train", "domain")
@@ -200,13 +202,16 @@ def test_what_else_is_no_data_set(tmp_path):
     [
         (
             [{"prompt": "w3", "completion": TALK["messages"][1:]}],
-            "row 0: prompt, completion: must all be texts, or all",
+            "row 0: prompt, completion: must all be strings, or all",
         ),
         (
             [{"prompt": TALK["messages"][:1], "completion": "w4"}],
-            "row 0: prompt, completion: must all be texts, or all",
+            "row 0: prompt, completion: must all be strings, or all",
         ),
-        ([{"prompt": "w3", "chosen": TALK["messages"][1:], "rejected": TALK["messages"][1:]}], "must all be texts, or"),
+        (
+            [{"prompt": "w3", "chosen": TALK["messages"][1:], "rejected": TALK["messages"][1:]}],
+            "must all be strings, or",
+        ),
         ([{**TEXT, "labels": "positive"}], "column 'labels': trainers take it for values of tokens; rename it"),
         ([{**TEXT, "token_labels": 1}], "column 'token_labels'"),
         ([{"input_ids": [3, 4], "labels": [3]}], "row 0: labels=[3]: must have a value for each token"),

@@ -7,16 +7,14 @@ import dataclasses
 import math
 import os
 import re
-import typing
 
 import pytest
 import yaml
 
-from moe_peft.training.preflight import check_settings, check_value
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.recipe import Recipe, load_recipe
-from moe_peft.utils.io import read_yaml
+from moe_peft.utils.validation import Settings, check_range, read_yaml, validate
 
 GOOD = {
     "output_dir": "out",
@@ -34,7 +32,7 @@ TEXTS, DATA = ["text", "1", "1e-4"], ["text", "1", "1e-4", {}, {"a": 1}]
 COUNTS, SEEDS, FLAGS, MAPS = [10**9], [None, 0, 10**9], [True, False], [{}]
 # What of `WRONG` each field may be. A file or a name that does not exist is found when it is read.
 MAY = {
-    "output_dir": TEXTS, "num_train_epochs": [0.5, 1.5], "prepare_share": [0.5], "seed": SEEDS[1:],
+    "output_dir": TEXTS, "plugins": [[]], "num_train_epochs": [0.5, 1.5], "prepare_share": [0.5], "seed": SEEDS[1:],
     "num_experts": [], "mode": [], "method": [], "adapter": MAPS, "moe": MAPS, "sft": MAPS,
     "model.name_or_path": TEXTS, "model.revision": [None, *TEXTS], "model.dtype": [],
     "model.attn_implementation": [None, *TEXTS], "model.quantization": [None, {}],
@@ -42,7 +40,7 @@ MAY = {
     "prepare.num_experts": [None], "prepare.num_checkpoints": [None], "prepare.selection": [], "prepare.order": [],
     "prepare.adapters": [None], "prepare.checkpoints": [None], "prepare.experts": [], "prepare.seed": SEEDS,
     "prepare.sft": MAPS, "expand.method": [], "expand.similarity": [None], "expand.drop_rate": [None, 0, 0.5],
-    "expand.seed": SEEDS, "router_init.buckets": [], "router_init.objective": [], "router_init.alpha": [0, 0.5],
+    "expand.seed": SEEDS, "router_init.buckets": [], "router_init.alpha": [0, 0.5],
     "router_init.train_experts": FLAGS, "router_init.seed_fraction": [0.5], "router_init.num_train_epochs": COUNTS,
     "router_init.within_budget": FLAGS, "router_init.capacity": [None, *COUNTS], "router_init.expert_map": [None],
     "router_init.seed": SEEDS, "router_init.sft": MAPS, "post_train.train_experts": FLAGS, "post_train.seed": SEEDS,
@@ -63,15 +61,11 @@ MAY = {
 }  # fmt: skip
 
 
-# Each line repeats the one before nine times.
-BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-
-
 def test_the_table_has_every_field():
-    kinds = typing.get_type_hints(Recipe)
-    names = set(kinds)
-    for name, kind in kinds.items():
-        names |= {f"{name}.{f.name}" for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    names = set(Recipe.model_fields)
+    for name, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            names |= {f"{name}.{own}" for own in field.annotation.model_fields}
     assert {name for name in MAY if not name.startswith(("adapter.", "sft."))} == names
 
 
@@ -112,17 +106,10 @@ def test_a_field_takes_what_it_can_be_alone(path):
         ("a: !!python/name:os.system\n", "no YAML"),
         ("a: b\n---\nc: d\n", "no YAML"),
         ("? [1, 2]\n: 3\n", "no YAML|unknown key"),
-        ("1: 2\n", "output_dir: Field required"),
+        ("1: 2\n", "output_dir: must be given"),
         ("{" * 5000, "no YAML"),
         ("a: " + "[" * 5000 + "]" * 5000, "no YAML"),
-        (BOMB, "aliases"),
-        ("a: &a [*a]\n", "aliases"),
         ("a: 2024-13-45\n", "no YAML|unknown key"),
-        ("seed: 1:30\n", "'1:30' is a number in base 60"),
-        ("num_train_epochs: 1:30.5\n", "'1:30.5' is a number in base 60"),
-        ("seed: 010\n", "'010' is a number in base 8; write it in base 10"),
-        ("num_experts: -0_17\n", "'-0_17' is a number in base 8"),
-        ("router_init: {expert_map: {01: [0]}}\n", "'01' is a number in base 8"),
         ("\x00", "no YAML"),
         ("a:\tb\n\t- c", "no YAML"),
     ],
@@ -145,10 +132,8 @@ def test_a_key_that_is_no_text(key):
 def test_a_file_that_is_no_text(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # that nobody fills
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
-    (tmp_path / "huge").open("wb").truncate(300 * 2**20)
     for name, words in (
         (".", "not a file"), ("none", "no such file"), ("pipe", "not a file"), ("binary", "no UTF-8 text at byte 0"),
-        ("huge", "more than 256 MiB"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             load_recipe(tmp_path / name)
@@ -176,7 +161,7 @@ def test_what_a_stage_does_not_do_is_refused(name):
 def test_the_defaults_of_training_arguments_are_in_range():
     for kind in (MoESFTConfig, MoEDPOConfig):
         fields = {f.name: f.default for f in dataclasses.fields(kind) if f.init}
-        check_settings(kind, {name: value for name, value in fields.items() if value is not dataclasses.MISSING})
+        validate(kind, {name: value for name, value in fields.items() if value is not dataclasses.MISSING})
     for name, value in (
         ("adam_beta2", 1.0),
         ("max_length", 1),
@@ -185,9 +170,9 @@ def test_the_defaults_of_training_arguments_are_in_range():
         ("learning_rate", -1e-9),
     ):
         with pytest.raises(ValueError, match=f"here.{name}="):
-            check_value(name, value, "here.")
+            check_range(name, value, "here.")
     with pytest.raises(ValueError, match=r"lr_scheduler_type='cosin': must be one of cosine, "):
-        check_settings(MoESFTConfig, {"lr_scheduler_type": "cosin"})
+        validate(MoESFTConfig, {"lr_scheduler_type": "cosin"})
     with pytest.raises(ValueError, match=r"sft.eval_strategy: stages have no evaluation data"):
         recipe_from_dict({**GOOD, "post_train": {"sft": {"eval_strategy": "steps"}}})
     with pytest.raises(ValueError, match=r"sft.trust_remote_code: code .* is never run"):

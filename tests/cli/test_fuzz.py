@@ -25,8 +25,9 @@ from moe_peft.routing import read_expert_map
 from moe_peft.training.data import check_rows
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.recipe import Recipe
-from moe_peft.utils.io import read_object, read_yaml
+from moe_peft.utils.io import read_json
 from moe_peft.utils.loading import read_adapter_config, read_adapter_weights, read_config
+from moe_peft.utils.validation import read_yaml
 from tests.helpers.bad_input import ADAPTER, ADAPTER_WEIGHTS, CONFIG, WEIGHTS, make_world
 
 quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
@@ -54,15 +55,11 @@ def refused_in_one_line(function, *args: Any, **own: Any) -> Any:
         return None
 
 
-def _fields(kind: Any) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-
-
-def paths(kind: type = Recipe) -> list[tuple[str, ...]]:
-    found = []
-    for field in dataclasses.fields(kind):
-        own = field.default_factory
-        found += [(field.name,), *((field.name, f.name) for f in _fields(own))]
+def paths() -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for name, field in Recipe.model_fields.items():
+        own = getattr(field.annotation, "model_fields", {})
+        found += [(name,), *((name, inner) for inner in own)]
     named = ("r", "top_k", "router_type", "num_experts_pattern", "target_projections", "lora_dropout")
     trained = (
         "learning_rate",
@@ -200,5 +197,5 @@ def test_adapter_folders(file, changes, world, tmp_path):
 def test_json(value, changes, tmp_path):
     text = json.dumps(value, skipkeys=True).encode()
     (tmp_path / "f.json").write_bytes(edited(text, changes))
-    found = refused_in_one_line(read_object, tmp_path / "f.json")
+    found = refused_in_one_line(read_json, tmp_path / "f.json")
     assert found is None or isinstance(found, dict)

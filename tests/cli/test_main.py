@@ -78,22 +78,11 @@ def test_what_is_no_number_of_a_process_is_not_taken_for_one(rank, monkeypatch):
     assert end.value.code == 2
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["upcycle", "--model", "~/nowhere", "--output", "out"],
-        ["upcycle", "--model", "base", "--output", "~/nowhere/out"],
-        ["export", "--adapter", "moe", "--output", "~/nowhere/out"],
-        ["prune", "--model", "moe", "--drop", "[1]", "--output", "~/nowhere/out"],
-        ["inspect", "--model", "~/nowhere", "--data", "x.jsonl", "--output", "out"],
-    ],
-)
-def test_a_tilde_is_refused_by_name(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2 and "~" in capsys.readouterr().err.splitlines()[-1]
-    assert list(tmp_path.iterdir()) == []
+def test_the_home_folder_is_expanded_where_results_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_llama().save_pretrained(tmp_path / "base")
+    main(["upcycle", "--model", str(tmp_path / "base"), "--output", "~/moe", "--num-experts", "2"])
+    assert (tmp_path / "moe" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("drop", ["0", "false", '""'])

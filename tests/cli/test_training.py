@@ -241,7 +241,7 @@ def test_what_trl_does_not_do_is_one_line(case, tmp_path, capsys):
 def test_routers_alone_need_a_loss_that_trains_them(case, tmp_path, capsys):
     pairs = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl"))}
     own = {**pairs, "training_stage": "routers", "router_aux_loss_coef": 0.1}
-    message = "MoEDPOConfig: training_stage='routers' needs router_z_loss_coef above 0: no loss trains the routers"
+    message = "training_stage='routers' needs router_z_loss_coef above 0: no loss trains the routers"
     assert message in refused("dpo", tmp_path, own, capsys=capsys)
     own = {**case, "label_column": "domain", "expert_map": MASKS, "router_label_loss_coef": 0.0}
     assert "needs label_column and expert_map, and router_label_loss_coef or router_z" in refused(
@@ -321,13 +321,13 @@ def test_what_is_wrong_is_said_in_one_line(own, message, case, tmp_path, capsys)
     ("own", "message"),
     [
         ({"label_column": "no", "expert_map": MAPS}, "stages.rest.label_column='no': dataset_name has only ['prompt'"),
-        ({"label_column": "text", "expert_map": MAPS}, "stages.rest.label_column='text': trainers add the token"),
+        ({"label_column": "text", "expert_map": MAPS}, "stages.rest.label_column='text': trainers add the EOS token"),
         ({"label_column": "domain", "expert_map": {"a": [0], "b": [1]}},
-         "stages.rest: MoESFTTrainer: expert_map: no experts for the labels ['c'] of the train dataset"),
+         "stages.rest: expert_map: no experts for the labels ['c'] of the train dataset"),
         ({"label_column": "domain", "expert_map": {**MAPS, "c": [9]}},
-         "stages.rest: MoESFTTrainer: expert_map: 'c': [9]: name experts from 0 to 5"),
+         "stages.rest: expert_map: 'c': [9]: name experts from 0 to 5"),
         ({"label_column": "domain", "expert_map": {**MAPS, "c": [5]}, "router_label_mask": True},
-         "stages.rest: MoESFTTrainer: router_label_mask=True: 'c' has 1 of the experts, a token gets top_k=2"),
+         "stages.rest: router_label_mask=True: 'c' has 1 of the experts, a token gets top_k=2"),
     ],
 )  # fmt: skip
 def test_a_later_stage_is_checked_before_the_first_one_trains(own, message, plan, case, tmp_path, capsys):
@@ -339,7 +339,7 @@ def test_a_later_stage_of_routers_without_parameters(case, tmp_path, capsys):
     settings = {**case, "router_type": "hash", "label_column": "domain", "expert_map": MAPS}
     settings |= {"router_aux_loss_coef": 0.0, "router_label_loss_coef": 0.0}
     routers = {"router_z_loss_coef": 0.1}
-    message = "stages.routers: MoESFTConfig: training_stage='routers': these routers have no parameters; use 'joint'"
+    message = "stages.routers: training_stage='routers': these routers have no parameters; use 'joint'"
     found = refused("sft", tmp_path, {**settings, "stages": {"rest": None, "routers": routers}}, capsys=capsys)
     assert message in found
 
@@ -372,6 +372,9 @@ def test_wrong_flags_too(flags, message, case, tmp_path, capsys):
     ("own", "message"),
     [
         ({"learning_rate": -1e-3}, "learning_rate=-0.001: must be at least 0"),
+        ({"router_z_loss_coef": -1.0}, "router_z_loss_coef=-1.0: must be at least 0"),
+        ({"router_label_loss_coef": None}, "router_label_loss_coef=None: must be a valid number"),
+        ({"router_balancing": "tokens"}, "router_balancing='tokens': must be 'global' or 'layer'"),
         ({"learning_rate": float("nan")}, "learning_rate=nan: must be finite"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: must be at least 1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
@@ -580,7 +583,7 @@ def test_a_stage_changes_what_the_arguments_have_set_by_themselves(alias, case, 
 def test_weights_that_are_not_finite_are_not_saved(case, tmp_path, capsys):
     own = {**case, "learning_rate": 1e38, "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 3, "save_steps": 3}
     message = refused("sft", tmp_path, own, capsys=capsys)
-    assert message.startswith("error: learning_rate=1e+38: after step 3, ") and "use a lower rate" in message
+    assert message.startswith("error: learning_rate=1e+38: after step 3, ") and "use a lower learning rate" in message
     assert not [*tmp_path.rglob("*.safetensors")]
 
 
@@ -732,7 +735,7 @@ def test_what_is_not_on_this_machine_is_said_before_training(case, tmp_path, cap
 def test_answers_that_no_row_has(key, tokenizer, tmp_path):
     args = MoESFTConfig(output_dir=str(tmp_path), **SETTINGS, **{key: True})
     data = Dataset.from_list([{"text": "w1 w2 w3"}])
-    with pytest.raises(ValueError, match=f"^MoESFTTrainer: {key}=True: the data have no "):
+    with pytest.raises(ValueError, match=f"^{key}=True: the data have no "):
         MoESFTTrainer(tiny_llama(), args, train_dataset=data, processing_class=tokenizer)
 
 

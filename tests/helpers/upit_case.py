@@ -132,6 +132,7 @@ def _points() -> dict[str, tuple[Any, str]]:
 
     import moe_peft.upit.evaluate
     import moe_peft.upit.files
+    import moe_peft.upit.pipeline
     import moe_peft.upit.router_init
     import moe_peft.upit.stage_cache
     from moe_peft.training.checkpointing import _Checkpoints
@@ -140,12 +141,13 @@ def _points() -> dict[str, tuple[Any, str]]:
         "step": (Trainer, "training_step"),
         "within a checkpoint": (Trainer, "_save_rng_state"),
         "before a checkpoint is marked": (_Checkpoints, "on_save"),
-        "scoring": (moe_peft.upit.router_init, "_perplexities"),
+        "scoring": (moe_peft.upit.router_init, "example_losses"),
         "writing an expert": (moe_peft.upit.files, "save_file"),
         "writing json": (moe_peft.upit.stage_cache, "write_json"),
-        "renaming a stage": (Path, "rename"),
+        "marking a stage": (moe_peft.upit.stage_cache, "mark_complete"),
         "evaluating": (moe_peft.upit.evaluate, "plot_shares"),
-        "removing": (moe_peft.upit.stage_cache.shutil, "rmtree"),
+        "removing": (moe_peft.upit.stage_cache, "remove"),
+        "publishing": (moe_peft.upit.pipeline, "link_folder"),
     }
 
 

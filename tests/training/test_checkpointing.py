@@ -115,7 +115,7 @@ def test_an_adapter_of_another_name_is_saved_and_found_again(tokenizer, tmp_path
     [
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True: the steps and their rows are counted beforehand"),
         ({"save_total_limit": 1}, "save_total_limit=1: checkpoints that are not needed are removed anyway"),
-        ({"save_only_model": True}, "save_only_model=True: a stopped training goes on from its optimizer's state"),
+        ({"save_only_model": True}, "save_only_model=True: a stopped training resumes from its optimizer's state"),
         (
             {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps",
              "save_steps": 1},

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +21,7 @@ from moe_peft.training.estimate import (  # fmt: skip
     steps_and_rows,
     training_line,
 )
-from moe_peft.upit import UpIT, recipe_from_dict
 from tests.helpers.models import tiny_llama
-from tests.helpers.upit_case import make_case, run
 from tests.models.test_model_size import ATTENTION, FFN
 
 LAYER = ATTENTION + FFN + 2 * 64
@@ -186,60 +178,6 @@ def test_packing_cuts_or_splits_long_rows(strategy, rows, tmp_path, tokenizer):
     args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, packing=True, packing_strategy=strategy, max_length=64)
     data = Dataset.from_list([{"text": " ".join(["w5"] * 511)}] * 10)  # 512 with the end
     assert rows_and_length(data, tokenizer, args) == (rows, 64.0)
-
-
-def test_the_disk_of_whole_models_counts_in_their_dtype(tmp_path, tokenizer):
-    settings = {**make_case(tmp_path, tokenizer), "mode": "ffn", "adapter": {}}
-    sizes = []
-    for dtype in ("float32", "bfloat16", "auto"):
-        own = {**settings, "output_dir": str(tmp_path / "out"), "model": {**settings["model"], "dtype": dtype}}
-        sizes.append(UpIT(recipe_from_dict(own)).space())
-    base = sum(p.numel() for p in tiny_llama(vocab=128).parameters())
-    assert sizes[0] == sizes[2] > sizes[1] > 3 * 2 * base  # three experts at least
-
-
-@contextmanager
-def largest_size(folder: Path) -> Iterator[list[int]]:
-    """The most bytes of weights and optimizers in a folder, looked at all the time; links count once."""
-    found, over = [0], threading.Event()
-
-    def look():
-        while not over.is_set():
-            sizes = {}
-            for path in (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names):
-                with suppress(OSError):  # it went away
-                    if path.endswith((".safetensors", "optimizer.pt")):
-                        sizes[os.stat(path).st_ino] = os.stat(path).st_size
-            found[0] = max(found[0], sum(sizes.values()))
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    yield found
-    over.set()
-    thread.join()
-
-
-EXPANDED = {"num_experts": 6, "prepare": {"num_experts": 2}}
-FROZEN = {"router_init": {"train_experts": False}, "post_train": {"train_experts": False}}
-
-
-@pytest.mark.parametrize(
-    "own",
-    [
-        {},
-        {"mode": "ffn", "adapter": {}},
-        {"mode": "ffn", "adapter": {}, **EXPANDED},
-        {"mode": "ffn", "adapter": {}, **EXPANDED, **FROZEN},
-    ],
-)
-def test_the_disk_that_a_run_takes(own, tmp_path, tokenizer):
-    """At most what the plan says, and more than a third of it: measured while a run writes."""
-    settings = make_case(tmp_path, tokenizer) | {"num_train_epochs": 2} | own
-    planned = UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")})).space()
-    with largest_size(tmp_path / "out") as largest:
-        run(settings, tmp_path)
-    assert planned / 3 < largest[0] <= 1.1 * planned  # small files have large headers
 
 
 def test_the_schedule_is_named_as_it_is(tmp_path):

@@ -157,13 +157,13 @@ def test_a_router_that_may_leave_experts_out_needs_one(tokenizer, tmp_path):
 @pytest.mark.parametrize("config", [MoEDPOConfig, MoESFTConfig])
 def test_labels_are_needed(own, config, tmp_path):
     """Preference pairs have none."""
-    message = f"{config.__name__}: {next(iter(own))}=.* needs label_column and expert_map, which MoESFTConfig has"
+    message = f"{next(iter(own))}=.* needs label_column and expert_map, which MoESFTConfig has"
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, config, **own)
 
 
 def test_unknown_label_tokens(tmp_path):
-    with pytest.raises(ValueError, match=r"router_label_tokens='answers': use one of all, completion"):
+    with pytest.raises(ValueError, match=r"router_label_tokens='answers': must be one of all, completion"):
         arguments(tmp_path, router_label_tokens="answers", **LABELS)
 
 

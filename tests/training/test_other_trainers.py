@@ -236,7 +236,7 @@ def test_vllm_is_refused_with_an_adapter(tokenizer, tmp_path):
     own = {"args": args, "train_dataset": Dataset.from_list([{"prompt": "w3"}] * 4), "processing_class": tokenizer}
     config = MoELoraConfig(task_type="CAUSAL_LM")
     for given in ({"model": adapt(tiny_llama())}, {"model": tiny_llama(), "peft_config": config}):
-        with pytest.raises(ValueError, match=r"^Trainer: use_vllm=True: .*cannot be merged; leave it out$"):
+        with pytest.raises(ValueError, match=r"^use_vllm=True: .*cannot be merged; leave it out$"):
             Trainer(reward_funcs=reward, **own, **given)
 
 

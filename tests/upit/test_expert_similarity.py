@@ -57,13 +57,11 @@ def updates_of_moe(folder, n):
 def test_lora_experts_and_the_summary(case, tmp_path, capsys):
     pipeline = run(case, tmp_path)
     records = pipeline.records
-    for stage, count in (("prepare", 2), ("expand", 3)):
+    for stage, count in (("prepare", 2), ("expand", 3), ("router_init", 3)):
         folders = [pipeline.root / stage / "experts" / str(i) for i in range(count)]
         found = records[stage]["metrics"]["similarity"]
         check(found, cosines(torch.stack([updates_of_lora(folder) for folder in folders])))
-    for stage in ("router_init", "post_train"):
-        found = records[stage]["metrics"]["similarity"]
-        check(found, cosines(updates_of_moe(pipeline.root / stage / "adapter", 3)))
+    check(records["post_train"]["metrics"]["similarity"], cosines(updates_of_moe(pipeline.result, 3)))
     assert "similarity" not in records["evaluate"]["metrics"]
     assert json.loads((pipeline.root / "manifest.json").read_text())["stages"]["post_train"]["metrics"]["size"][
         "total"

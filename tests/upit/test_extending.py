@@ -1,4 +1,4 @@
-"""A new bucket rule, objective and selection, each one function and one table entry, in a whole run."""
+"""A new bucket rule and selection, each one function and one table entry, in a whole run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from moe_peft.cli import main
 from moe_peft.upit import UpIT, load_recipe, recipe_from_dict
 from moe_peft.upit.buckets import BUCKETS, BucketRule, draw_seeds
 from moe_peft.upit.prepare import SELECTIONS, Selection
-from moe_peft.upit.router_init import OBJECTIVES, Objective
 from tests.helpers.upit_case import DOMAINS, make_case, rows
 
 
@@ -26,16 +25,9 @@ def by_last_label_first(seeds):
     return buckets
 
 
-def hinge(logits_LBSN, own_LBS1):
-    """The own expert's logit should lead all others' by 1."""
-    margin = logits_LBSN - logits_LBSN.gather(-1, own_LBS1) + 1
-    return margin.clamp(min=0).scatter(-1, own_LBS1, 0.0).sum(-1)
-
-
 @pytest.fixture
 def extended(monkeypatch):
     monkeypatch.setitem(BUCKETS, "last_label", BucketRule(by_last_label_first, needs_labels=True))
-    monkeypatch.setitem(OBJECTIVES, "hinge", Objective(hinge))
     monkeypatch.setitem(SELECTIONS, "latest", Selection(lambda steps: steps[-2:], per_expert=3))
 
 
@@ -43,7 +35,7 @@ def test_new_entries_train_save_and_load(extended, tokenizer, tmp_path):
     case = make_case(tmp_path, tokenizer)
     case |= {"output_dir": str(tmp_path / "out"), "num_experts": 2, "num_train_epochs": 2}
     case["prepare"] = {"selection": "latest"}
-    case["router_init"] |= {"buckets": "last_label", "objective": "hinge", "alpha": 0.0}
+    case["router_init"] |= {"buckets": "last_label", "alpha": 0.0}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(case))
     main(["upit", "--config", str(tmp_path / "recipe.yaml")])
     out = tmp_path / "out"
@@ -68,21 +60,18 @@ def test_recipes_check_the_tables_as_they_are(extended, tmp_path):
         "model": {"name_or_path": "base"},
         "data": {"train": "t", "label_column": "domain"},
     }
-    assert recipe_from_dict({**settings, "router_init": {"buckets": "last_label"}}).bucket_rule.needs_labels
+    assert recipe_from_dict({**settings, "router_init": {"buckets": "last_label"}}).router_init.rule.needs_labels
     with pytest.raises(ValueError, match=r"^data.label_column=None: .*'last_label' needs a column of labels"):
         recipe_from_dict({**settings, "data": {"train": "t"}, "router_init": {"buckets": "last_label"}})
     for section, key, name in (
         ("router_init", "buckets", "last_label, none"),
-        ("router_init", "objective", "hinge"),
         ("prepare", "selection", "latest"),
     ):
         with pytest.raises(ValueError, match=rf"^{section}\.{key}='x': must be one of .*, {name}$"):
             recipe_from_dict({**settings, section: {key: "x"}})
-    with pytest.raises(ValueError, match=r"router_init.objective='hinge': must be 'positive'"):
-        recipe_from_dict({**settings, "mode": "ffn", "router_init": {"objective": "hinge"}})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    loaded = load_recipe(tmp_path / "recipe.yaml", ["router_init.objective=hinge"])
-    assert loaded.router_init.objective == "hinge"
+    loaded = load_recipe(tmp_path / "recipe.yaml", ["prepare.selection=latest"])
+    assert loaded.prepare.selection == "latest"
 
 
 def test_stage_4_trains_with_the_losses_on_routers_that_a_recipe_names(tokenizer, tmp_path):

@@ -44,7 +44,7 @@ def test_attention_routers_are_trained_and_folded_as_by_hand(router, tmp_path, t
     settings = settings_with(router, tmp_path, tokenizer, router_init="attention")
     pipeline = run(settings, tmp_path)
     base, stage = settings["model"]["name_or_path"], pipeline.stages[0]
-    assert json.loads((tmp_path / "out/post_train/stage.json").read_text())["metrics"]["steps"] == 12
+    assert json.loads((tmp_path / "out/post_train/stage.json").read_text())["steps"] == 12
 
     upcycle(base, tmp_path / "copies", UpcycleConfig(num_experts=4, top_k=2, init="drop", seed=stage.seed))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "copies")
@@ -54,7 +54,7 @@ def test_attention_routers_are_trained_and_folded_as_by_hand(router, tmp_path, t
     replace_routers(model, RouterSettings(**router))
     init_attention_routers(model, batches, dense=AutoModelForCausalLM.from_pretrained(base))
     before = [gate.moe_router.mean_query.clone() for gate in gates(model)]
-    args = stage.arguments(tmp_path / "by hand", num_train_epochs=1)
+    args = stage.arguments(output_dir=str(tmp_path / "by hand"), num_train_epochs=1)
     post_train(model, data, args, tokenizer, output_dir=tmp_path / "mine")
     assert all(not torch.equal(old, gate.moe_router.mean_query) for old, gate in zip(before, gates(model), strict=True))
     fold_routers(model)
@@ -79,7 +79,7 @@ def test_routers_that_do_not_fold_stay(router, tmp_path, tokenizer, caplog):
     model = read_routed_model(pipeline.result, "result").eval()
     assert [gate.moe_router.settings.type for gate in gates(model)] == [router["type"]] * 2
     data, collator = tokenized(
-        pipeline.context.eval_data, pipeline.context.tokenizer, pipeline.stages[0].arguments(tmp_path)
+        pipeline.context.eval_data, pipeline.context.base.tokenizer, pipeline.stages[0].arguments()
     )
     losses, counts = Counter(), Counter()  # the evaluation is of the model with its routers
     for row in data:
@@ -101,7 +101,7 @@ def test_locmoe_folds(tmp_path, tokenizer):
     assert not any("moe_router" in name for name in load_file(result / "model.safetensors"))
 
 
-@pytest.mark.parametrize(("point", "n"), [("step", 8), ("before a checkpoint is marked", 2), ("renaming a stage", 1)])
+@pytest.mark.parametrize(("point", "n"), [("step", 8), ("before a checkpoint is marked", 2), ("marking a stage", 1)])
 def test_killed_run_goes_on_to_the_same_bytes(point, n, tmp_path, tokenizer):
     settings = settings_with(ATTENTION, tmp_path, tokenizer, router_init="attention")
     for name in ("whole", "killed"):
@@ -195,7 +195,7 @@ def test_calibration_leaves_out_tokens_that_the_base_has_not_learned(method, rou
     settings["sft"] = {**settings["sft"], "chat_template_path": str(tmp_path / "other")}
     pipeline = run({**settings, "method": method}, tmp_path)
     stage = pipeline.stages[-2]
-    batches = stage._calibration(tmp_path / "again")
+    batches = stage.calibration
     ids = torch.cat([batch["input_ids"].flatten() for batch in batches])
     mask = torch.cat([batch["attention_mask"].flatten() for batch in batches])
     known = len(tokenizer)
@@ -259,9 +259,9 @@ def test_calibration_goes_through_the_recipes_chat_template(router, tmp_path, to
     base = AutoTokenizer.from_pretrained(settings["model"]["name_or_path"])
     assert base.chat_template is None and pipeline.result.is_dir()
     base.chat_template = template.read_text()
-    args = pipeline.stages[-2].arguments(tmp_path)
+    args = pipeline.stages[-2].arguments()
     data = pipeline.context.train_data
-    found = calibration_batches(data, pipeline.context.tokenizer, max_examples=6, batch_size=2, seed=3, args=args)
+    found = calibration_batches(data, pipeline.context.base.tokenizer, max_examples=6, batch_size=2, seed=3, args=args)
     wanted = calibration_batches(data, base, max_examples=6, batch_size=2, seed=3)
     assert len(found) == len(wanted) == 3 and args.packing and args.max_length == 64
     for one, other in zip(found, wanted, strict=True):

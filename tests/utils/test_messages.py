@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_peft.utils.validation import choice_error, one_line, unknown_key
+from moe_peft.utils.messages import choice_error, one_line, unknown_key
 
 URL = "https://example.org/a/long/path?with=parts&and=more"
 

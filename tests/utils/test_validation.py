@@ -1,0 +1,74 @@
+"""The border: what models and other classes take, and how it is said what they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_peft import MoELoraConfig, MoESFTConfig
+from moe_peft.utils.validation import Count, Settings, Share, Text, Texts, prefixed, validate
+
+
+class Section(Settings):
+    name: Text
+    count: Count = 3
+    share: Share | None = None
+
+
+class Run(Settings):
+    section: Section
+    other: Section | None = None
+    data: Text | dict[str, object] = "x"
+    names: Texts = ["a"]  # noqa: RUF012
+
+
+def test_a_model_is_made_of_what_a_file_says():
+    run = validate(Run, {"section": {"name": "a", "share": 1}, "data": {"path": "b"}})
+    assert run.section == Section(name="a", share=1) and run.other is None and run.data == {"path": "b"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "r.section: must be given"),
+        ({"section": {}}, "r.section.name: must be given"),
+        ({"section": 3}, "r.section=3: must be a mapping"),
+        ({"section": {"name": 3}}, "r.section.name=3: must be a valid string"),
+        ({"section": {"name": " "}}, "r.section.name=' ': must be a string of printable characters"),
+        ({"section": {"name": "a", "count": "1"}}, "r.section.count='1': must be a valid integer"),
+        ({"section": {"name": "a", "count": True}}, "r.section.count=True: must be a valid integer"),
+        ({"section": {"name": "a", "count": 0}}, "r.section.count=0: must be greater than or equal to 1"),
+        ({"section": {"name": "a", "share": float("nan")}}, "r.section.share=nan: must be a finite number"),
+        ({"section": {"name": "a", "cuont": 2}}, "r.section.cuont: unknown key; did you mean 'count'?"),
+        ({"sektion": {"name": "a"}}, "r.sektion: unknown key; did you mean 'section'?"),
+        ({"section": {"name": "a"}, "other": {"x": 1}}, "r.other.x: unknown key; known: count, name, share"),
+        ({"section": {"name": "a"}, "names": []}, "r.names=[]: must have at least 1 item after validation, not 0"),
+        ({"section": {"name": "a"}, "data": 3}, "r.data=3: must be a valid string"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_section(values, message):
+    with pytest.raises(ValueError) as error:
+        validate(Run, values, "r")
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (MoESFTConfig, {"learning_rate": "1e-4"}, "sft.learning_rate='1e-4': must be a valid number"),
+        (MoESFTConfig, {"learning_rate": -1.0}, "sft.learning_rate=-1.0: must be at least 0"),
+        (MoESFTConfig, {"learning_rat": 1}, "sft.learning_rat: unknown key; did you mean 'learning_rate'?"),
+        (MoESFTConfig, {"adam_beta2": 1.0}, "sft.adam_beta2=1.0: must be from 0 to below 1"),
+        (MoELoraConfig, {"top_k": 1.5}, "sft.top_k=1.5: must be a valid integer"),
+    ],
+)
+def test_fields_of_other_classes(kind, values, message):
+    with pytest.raises(ValueError) as error:
+        validate(kind, values, "sft")
+    assert str(error.value) == message
+
+
+def test_values_of_other_classes_are_returned():
+    values = {"learning_rate": 1, "lr_scheduler_type": "cosine", "max_length": None, "expert_map": {1: [True]}}
+    assert validate(MoESFTConfig, values) == values
+    with pytest.raises(ValueError, match=r"^adapter: .*top_k=9: "), prefixed("adapter"):
+        MoELoraConfig(top_k=9)

@@ -55,7 +55,7 @@ class MoELoraConfig(PeftConfig):
         num_experts: Experts in every targeted module.
         top_k: Experts per token. A module with one expert has no router and is an ordinary, always active LoRA.
         normalize_top_k: Divide the gates of the chosen experts by their sum (as Mixtral does).
-        mixing: `"output"`: `y = Σ g_i FFN_i(x)`, which is a native MoE block of whole FFNs and can be exported as one.
+        mixing: `"output"`: `y = Σ g_i FFN_i(x)`, a native MoE block of complete FFNs, which can be exported as one.
             `"projection"`: `Wx + s Σ g_i B_i A_i x` at every projection, with one set of gates per FFN; cheaper, but
             not a native MoE.
         target_modules: FFN blocks or single linear layers, or both: names (matched by suffix) or one regex. `None`
@@ -65,8 +65,10 @@ class MoELoraConfig(PeftConfig):
         exclude_modules: Names or a regex of modules to leave alone.
         layers_to_transform: Layer index or indices to adapt; not with a regex in `target_modules`.
         layers_pattern: Name of the model's layer list, with `layers_to_transform`.
-        expert_type: What the experts of an FFN are. `"lora"`: LoRAs on its projections. `"bottleneck"`: PESC's
-            bottleneck adapters behind it; only with mixing "output" and without `target_projections`.
+        expert_type: What the experts are, a name in `moe_peft.adapter.experts.EXPERTS`. `"lora"`: LoRAs on projections.
+            `"hydra_lora"`: the same with one A for all experts of a projection (HydraLoRA, arXiv 2404.19245).
+            `"bottleneck"`: PESC's bottleneck adapters behind an FFN; only with mixing "output" and without
+            `target_projections`.
         bottleneck_size: b, the size of every bottleneck expert (PESC: 64). `r`, `lora_alpha` and their patterns do not
             apply to bottlenecks.
         modules_to_save: Other modules to train in full and save with the adapter.
@@ -95,6 +97,14 @@ class MoELoraConfig(PeftConfig):
 
     Raises:
         ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import MoELoraConfig
+    >>> config = MoELoraConfig(num_experts=8, top_k=2, r=8)
+    >>> paper = MoELoraConfig(expert_type="hydra_lora", mixing="projection", router_type="soft")
+    ```
     """
 
     r: int = field(default=8, metadata={"help": "Rank of every expert."})
@@ -105,7 +115,7 @@ class MoELoraConfig(PeftConfig):
     top_k: int = field(default=2, metadata={"help": "Experts per token."})
     normalize_top_k: bool = field(default=True, metadata={"help": "Make the chosen experts' gates sum to 1."})
     mixing: Literal["output", "projection"] = field(
-        default="output", metadata={"help": "Mix the outputs of whole FFNs, or the updates of every projection."}
+        default="output", metadata={"help": "Mix the outputs of complete FFNs, or the updates of every projection."}
     )
     target_modules: list[str] | set[str] | str | None = field(
         default=None, metadata={"help": "FFN blocks and single linears to adapt; None: every FFN."}
@@ -179,6 +189,8 @@ class MoELoraConfig(PeftConfig):
                     self._fail(name, "give target_modules as a list of names, not as a regex, to choose layers")
         if self.layers_pattern is not None and self.layers_to_transform is None:
             self._fail("layers_pattern", "set layers_to_transform too")
+        if self.target_projections is not None and not self.target_projections:
+            self._fail("target_projections", "name at least one, or leave it out for all")
         experts = EXPERTS[self.expert_type]
         if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
             other = "" if "mixing" in experts.unread else "mixing='projection', or "
@@ -214,7 +226,8 @@ class MoELoraConfig(PeftConfig):
 
     def _fail(self, name: str, remedy: str) -> None:
         value = getattr(self, name)
-        raise ValueError(f"MoELoraConfig: {name}={sorted(value) if isinstance(value, set) else value!r}: {remedy}")
+        value = sorted(value) if isinstance(value, set) else value
+        raise ValueError(f"MoELoraConfig: {name}={value!r}: {remedy}")
 
     def expert_spec(self, module_name: str, model_config: Any = None) -> Experts:
         """
@@ -291,7 +304,7 @@ _CHOICES: dict[str, Collection[Any]] = {
 # Fields → numbers that neither compute nothing nor give NaN, and how to say it.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r num_experts top_k bottleneck_size router_num_heads num_experts_pattern rank_pattern": (
-        lambda v: v >= 1 and v % 1 == 0, "a whole number of at least 1"
+        lambda v: v >= 1 and v % 1 == 0, "an integer of at least 1"
     ),
     "lora_alpha alpha_pattern router_capacity_factor": (lambda v: 0 < v < inf, "a finite number above 0"),
     "lora_dropout router_jitter_noise": (lambda v: 0 <= v < 1, "a number in [0, 1)"),

@@ -1,8 +1,8 @@
 """
-How the experts of tokens are computed: the same five linear maps by several methods.
+How the experts of a batch are computed: the same five linear maps by several methods.
 
-A *pair* is a (token, slot): token t with the j-th of its k experts; there are P pairs. For one batch, a dispatch knows
-the expert and the gate of each pair. It provides
+A *pair* is a (token, slot): token t with the j-th of its k experts. For one batch, a `Dispatch` knows the expert and
+the gate of each pair. It provides
 
     spread   [T, m] → [P, m]             copies each token's row to its pairs (a new tensor)
     collect  [P, m] → [T, m]             sums a token's pairs, gated on request (the transpose of spread)
@@ -10,21 +10,11 @@ the expert and the gate of each pair. It provides
     expand   [P, r], [n, r, m] → [P, m]  h B_i, on request added in place to another [P, m] (the transpose of shrink)
     outer    [P, r], [P, m] → [n, r, m]  Σ h yᵀ over each expert's pairs (the weights' gradient)
 
-and the operations that layers call: `shrink_tokens`, `expand_collect` and `update`, which is both with the gates in
-between. A dispatch may consist of several `parts` with some of the slots each, which are computed one after another:
-temporary memory is then that of one part, whatever k is. No method loops over experts or tokens or waits for the
-device; all shapes are static.
+and the operations that experts call: `shrink_tokens`, `expand_collect` and `update`, which is both with the gates in
+between. Where all experts share a first matrix, [1, r, m], its products are plain ones. No method loops over experts
+or tokens or waits for the device, and all shapes are static.
 
-Products of tokens (`shrink_tokens`, `expand_collect`, `update`) either use the matrices of all experts at once, n·r
-columns, and mask those of other experts, or go pair by pair. Products of pairs are up to the class. The classes here
-keep pairs in the order of (token, slot); those in `sorting.py` sort them, and `choosing.py` chooses.
-
-Legend: T tokens, n experts, k slots, P = T·k pairs, r rank, m a width (in or out features).
-
-Methods that sort pairs by their expert (maps and legend: `dispatch.py`; j is the number of slots in a part).
-
-How the experts of a batch are computed (see `dispatch.py` for the legend). `choose_method` decides once for each layer
-and batch:
+`choose_method` decides once for each layer and batch:
 
     method         products of tokens              products of pairs (hidden part of mixing "output")
     dense          all experts' columns, masked    all experts' columns, masked
@@ -33,6 +23,13 @@ and batch:
     blocks         blocks of one expert each       blocks of one expert each
     sorted         torch's grouped products        torch's grouped products
     gather         a copy of each pair's matrices  a copy of each pair's matrices
+
+`Dense` and `Gather` keep pairs in the order of (token, slot); `Blocks` and `Sorted` sort them by their expert. These
+may consist of several `parts` with some of the slots each, which are computed one after another: temporary memory is
+then that of one part, whatever k is.
+
+Legend: T tokens, n experts, k slots, j slots of a part, P = T·k pairs, r rank, m a width (in or out features),
+C = n·r columns of all experts.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ from torch.autograd.function import once_differentiable
 
 from ..utils.torch_contexts import without_autocast
 
-# --- dispatch --------------------------------------------------------------------------------------------------------
+# --- the maps --------------------------------------------------------------------------------------------------------
 
 
 class Dispatch:
@@ -221,6 +218,9 @@ def _plus_product(base_TM: torch.Tensor, h_TC: torch.Tensor, B_CM: torch.Tensor,
     return base_TM.addmm_(h_TC, B_CM) if in_place else torch.addmm(base_TM, h_TC, B_CM)
 
 
+# --- pairs in the order of (token, slot) ------------------------------------------------------------------------------
+
+
 class Dense(Dispatch):
     """Products of pairs also use the matrices of all experts at once; the columns of other experts are masked."""
 
@@ -253,10 +253,10 @@ class Gather(Dispatch):
         return torch.bmm(A.index_select(0, self.pair_experts()), y_PM.unsqueeze(-1)).squeeze(-1)
 
     def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
-        own, h_P1R = B.index_select(0, self.pair_experts()), h_PR.unsqueeze(1)
+        B_PRM, h_P1R = B.index_select(0, self.pair_experts()), h_PR.unsqueeze(1)
         if onto_PM is None:
-            return torch.bmm(h_P1R, own).squeeze(1)
-        onto_PM.unsqueeze(1).baddbmm_(h_P1R, own)
+            return torch.bmm(h_P1R, B_PRM).squeeze(1)
+        onto_PM.unsqueeze(1).baddbmm_(h_P1R, B_PRM)
         return onto_PM
 
     def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
@@ -264,7 +264,7 @@ class Gather(Dispatch):
         return products.new_zeros(self.n, *products.shape[1:]).index_add(0, self.pair_experts(), products)
 
 
-# --- backward passes that autograd would not derive: that of spread is collect, not an indexed sum --------------------
+# --- backward passes that autograd would not derive: that of spread is collect, no indexed sum -----------------------
 
 
 def without_autocast_once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -339,7 +339,7 @@ class _ExpandCollect(torch.autograd.Function):
         return None, d_TM, part.shrink(d_PM, B), (part.outer(h_PR, d_PM) if ctx.needs_input_grad[3] else None)
 
 
-# --- sorting ---------------------------------------------------------------------------------------------------------
+# --- pairs sorted by their expert ------------------------------------------------------------------------------------
 
 # Slots per part. Two cover the usual top_k in one part; more would need more memory than plain LoRA of the same rank.
 PART_SLOTS = 2
@@ -457,13 +457,13 @@ class Blocks(_Part):
 
     def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
         # A yᵀ and not y Aᵀ: a product with few rows is faster than one with few columns.
-        h_BRS = torch.bmm(self._own(A), self._blocks(y_PM).transpose(1, 2))
+        h_BRS = torch.bmm(self._of_blocks(A), self._blocks(y_PM).transpose(1, 2))
         return h_BRS.transpose(1, 2).flatten(0, 1)
 
     def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
         if onto_PM is None:
-            return torch.bmm(self._blocks(h_PR), self._own(B)).flatten(0, 1)
-        self._blocks(onto_PM).baddbmm_(self._blocks(h_PR), self._own(B))
+            return torch.bmm(self._blocks(h_PR), self._of_blocks(B)).flatten(0, 1)
+        self._blocks(onto_PM).baddbmm_(self._blocks(h_PR), self._of_blocks(B))
         return onto_PM
 
     def _outer(self, h_PR: torch.Tensor, y_PM: torch.Tensor) -> torch.Tensor:
@@ -475,7 +475,7 @@ class Blocks(_Part):
     def _blocks(self, y_PM: torch.Tensor) -> torch.Tensor:
         return y_PM.view(self._block_experts.shape[0], self._size, y_PM.shape[1])
 
-    def _own(self, A: torch.Tensor) -> torch.Tensor:
+    def _of_blocks(self, A: torch.Tensor) -> torch.Tensor:
         return A.index_select(0, self._block_experts)
 
 
@@ -488,7 +488,7 @@ def _block_size(pairs: int, num_experts: int) -> int:
 
 
 class Sorted(_Part):
-    """Sorts pairs by their expert for grouped products: no padding, but not for all sizes (see `choosing.py`)."""
+    """Sorts pairs by their expert for grouped products: no padding, but not for all sizes (`_has_grouped_mm`)."""
 
     def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
         super().__init__(experts_TJ, gates_TJ, num_experts, scaling)
@@ -537,7 +537,7 @@ class InParts(Dispatch):
         return self._parts
 
 
-# --- choosing --------------------------------------------------------------------------------------------------------
+# --- which method ----------------------------------------------------------------------------------------------------
 
 # With at most this many columns n·r, one product of the tokens with all experts is cheaper than products pair by pair.
 DENSE_COLUMNS = 128
@@ -573,6 +573,18 @@ def pin_dispatch(method: Method) -> Iterator[None]:
 
     Raises:
         ValueError: there is no such method.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, pin_dispatch
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM"))
+    >>> with pin_dispatch("blocks"):
+    ...     outputs = model(**base.dummy_inputs)
+    ```
     """
     global _pinned
     if method not in ("auto", *_METHODS):

@@ -29,6 +29,15 @@ class FFNLayout:
         fused: whether `up` computes gate and up in one product.
         dropout: the dropout on the block's output, a module or a probability.
         residual: whether the block takes a second argument, which it adds to its output after the dropout (BLOOM, MPT).
+
+    Example:
+
+    ```python
+    >>> from moe_peft import FFNLayout
+    >>> layout = FFNLayout(gate="w1", up="w3", down="w2", act="act_fn")
+    >>> layout.projections
+    ('w1', 'w3', 'w2')
+    ```
     """
 
     up: str
@@ -129,7 +138,16 @@ _LAYOUTS: list[FFNLayout] = [
 
 
 def register_ffn_layout(layout: FFNLayout) -> None:
-    """Add a layout; it is tried before the built-in ones."""
+    """
+    Add a layout; it is tried before the built-in ones.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import FFNLayout, register_ffn_layout
+    >>> register_ffn_layout(FFNLayout(up="lin1", down="lin2", act="activation"))
+    ```
+    """
     if layout not in _LAYOUTS:
         _LAYOUTS.insert(0, layout)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from ..utils.compat import private
+from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.model_card import write_model_card
 from .config import EXPERT_FIELDS, MoELoraConfig
@@ -90,6 +90,22 @@ def lora_to_moe(
     Raises:
         ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter; or
             `settings` has a field that the adapters determine.
+
+    Example:
+
+    ```python
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import lora_to_moe
+    >>> for name in ("math", "code"):
+    ...     base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    ...     lora = get_peft_model(base, LoraConfig(target_modules=["up_proj", "down_proj"], task_type="CAUSAL_LM"))
+    ...     lora.save_pretrained(name)
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = lora_to_moe(base, ["math", "code"], top_k=1)
+    >>> model.peft_config["default"].num_experts
+    2
+    ```
     """
     for name in settings.keys() & set(EXPERT_FIELDS):
         raise ValueError(f"lora_to_moe: {name}: the adapters determine this; leave it out")
@@ -197,6 +213,18 @@ def expert_to_lora(
     Raises:
         ValueError: the adapter has no such expert, or its experts are bottlenecks.
         FileExistsError: `save_directory` already exists.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, expert_to_lora
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM"))
+    >>> config, state = expert_to_lora(model, 0, "expert-0")
+    >>> base = AutoModelForCausalLM.from_pretrained("expert-0")
+    ```
     """
     adapter_name = model.active_adapter if adapter_name is None else adapter_name
     source = model.peft_config.get(adapter_name)
@@ -224,21 +252,26 @@ def expert_to_lora(
         inference_mode=True,
     )
     if save_directory is not None:
-        _save_whole(Path(save_directory), config, state)
+        if Path(save_directory).exists():
+            raise FileExistsError(f"expert_to_lora: save_directory={str(save_directory)!r} exists; choose another name")
+        with atomic_write(save_directory) as folder:
+            config.save_pretrained(str(folder))
+            write_model_card(folder, made="`moe_peft.expert_to_lora`: one expert of a MoE-LoRA adapter")
+            save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return config, state
 
 
 def _matrices_of(
     model: PeftModel, expert: int, adapter_name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, float]]:
-    """An expert's A and B and the modules saved whole, under PEFT's names, and by module their rank and alpha."""
+    """An expert's A and B and the modules saved in full, under PEFT's names, and by module their rank and alpha."""
     state: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for owner, layer in model.get_base_model().named_modules():
         if isinstance(layer, ModulesToSaveWrapper) and adapter_name in layer.modules_to_save:
-            whole = layer.modules_to_save[adapter_name].state_dict()
-            state |= {f"{_PREFIX}{owner}.{name}": tensor.cpu().clone() for name, tensor in whole.items()}
+            module = layer.modules_to_save[adapter_name].state_dict()
+            state |= {f"{_PREFIX}{owner}.{name}": tensor.cpu().clone() for name, tensor in module.items()}
         if not isinstance(layer, MoELoraLayer) or adapter_name not in layer.moe_lora_spec:
             continue
         spec = layer.moe_lora_spec[adapter_name]
@@ -343,16 +376,3 @@ def _short_names(model: PeftModel, names: set[str]) -> list[str]:
     every = {n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n}
     matched = {name for name in every if name.rsplit(".", 1)[-1] in short}
     return sorted(short if matched == names else names)
-
-
-def _save_whole(folder: Path, config: LoraConfig, state: dict[str, torch.Tensor]) -> None:
-    """Write an adapter folder under a temporary name and rename it when it is complete."""
-    if folder.exists():
-        raise FileExistsError(f"expert_to_lora: save_directory={str(folder)!r} exists; choose another name")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
-        whole = Path(parent) / folder.name
-        config.save_pretrained(str(whole))
-        write_model_card(whole, made="`moe_peft.expert_to_lora`: one expert of a MoE-LoRA adapter")
-        save_file(state, whole / "adapter_model.safetensors", metadata={"format": "pt"})
-        whole.rename(folder)

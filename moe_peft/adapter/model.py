@@ -44,6 +44,17 @@ class MoELoraModel(BaseTuner):
         model: the model to adapt.
         config: the adapter's configuration.
         adapter_name: its name.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, MoELoraModel
+    >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), MoELoraConfig())
+    >>> isinstance(model.base_model, MoELoraModel)
+    True
+    ```
     """
 
     prefix = "moe_lora_"
@@ -231,7 +242,7 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
     """Raise where experts would compute with a part of a projection, or be made on the meta device."""
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise ValueError(
-            f"MoELoraConfig: tp_size={model.tp_size}: experts need whole projections, not those of tensor parallelism; "
+            f"MoELoraConfig: tp_size={model.tp_size}: experts need complete projections, not those of tensor parallelism; "
             "load the base without tp_plan, and shard it by FSDP2 or DeepSpeed"
         )
     for name, module in targets.items():

@@ -222,7 +222,7 @@ def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
     if ids is None or ids.numel() != count:
         has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"
         raise ValueError(
-            f"MoELoraConfig: router_type='hash': {has} for {count} hidden states; call the whole model with input_ids, "
+            f"MoELoraConfig: router_type='hash': {has} for {count} hidden states; call the model itself with input_ids, "
             "on a decoder-only model, or use another router_type"
         )
     if collection is not None and collection.grad_enabled and router.training and _is_checkpointed():

@@ -1,10 +1,12 @@
 """
-Reads a model's attentions: where they are, their query projections, and their means on calibration data.
-
 Router Upcycling: initialises routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1), and
-folds them back into plain linear gates.
+folds routers into plain linear gates.
 
-Legend: H query heads of width w, d hidden size, m routers, n experts, d' = H·w/m the width of a router.
+`init_attention_routers` and `fold_routers` change a model; `attention_gates` computes the gates of a MoE that is still
+to be made. Then come the places of routers in a model, and what is read of its attentions.
+
+Legend: H query heads of width w, K = H'·w of all key heads, d hidden size, m routers, n experts, d' = H·w/m the width
+of a router.
 """
 
 from __future__ import annotations
@@ -27,7 +29,288 @@ from .introspection import adapter_layers, backbone, base_model, router_sizes, t
 from .native_routers import fold_native_routers, native_gates, replace_routers
 from .routed_gate import RoutedGate
 
-# --- attention -------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def init_attention_routers(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    num_heads: int | None = None,
+    adapter_name: str | None = None,
+    dense: nn.Module | None = None,
+) -> None:
+    """
+    Initialise the routers from the attention of their layers. Queries come from the query projection, and one key per
+    expert from the mean keys on calibration data. Heads are grouped by the similarity of their mean keys.
+
+    Keys are the outputs of the key projection, before any norm or rotation, because the router's queries have neither.
+    The query projection may be quantized; its bias is ignored. Where experts would get the same key, as with query
+    heads that share a key head, the key is divided among them (`moe_peft.routing.attention_heads.share_keys`).
+
+    - Adapters with `router_type="attention"` get queries and keys. Those with a linear gate ("linear", "sigmoid", …)
+      get the linear gate that the mixture "sum" folds into.
+    - The gates of a native MoE become attention routers with the mixture "sum", which are trained in their place; see
+      `replace_routers`. Call that first for other settings, such as the mixture "max": routers that are in the gates'
+      place already are initialised like those of adapters. `fold_routers` turns what folds into plain gates again.
+
+    Args:
+        model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are disabled while the data runs.
+        batches: calibration data, as a data loader yields it: `input_ids` [B, S] and, if there is padding,
+            `attention_mask` [B, S].
+        num_heads: m, for routers that are not attention routers yet. None: n.
+        adapter_name: the adapter; the active one if None.
+        dense: for a native MoE, the dense model that it was upcycled from, whose attention is read instead. The paper's
+            keys are the dense model's; those of a MoE whose experts were perturbed (`drop`, `noise`) differ.
+
+    Raises:
+        ValueError: the model has no router, a router has no attention with `q_proj` and `k_proj` before it, the sizes
+            do not fit, or there is no data.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, init_attention_routers
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(router_type="attention", num_experts=4, task_type="CAUSAL_LM"))
+    >>> init_attention_routers(model, [base.dummy_inputs])
+    ```
+    """
+    router_sizes(model, "init_attention_routers")
+    adapted = bool(adapter_layers(model))
+    if not adapted and adapter_name is not None:
+        raise ValueError(f"init_attention_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
+    places = _adapter_places(model, adapter_name) if adapted else _native_places(model)
+    paths = [attention_before(model, path) for path in places]
+    source = model if dense is None else dense
+    attentions = [_same_place(model, path, source) for path in paths]
+    sizes = [(place.heads(num_heads), place.num_experts) for place in places.values()]
+    weights = _weights(source, attentions, batches, sizes)
+    if any(place.router is None for place in places.values()):
+        replace_routers(model, RouterSettings("attention", num_heads=num_heads))
+        places = _native_places(model)
+    for place, (query_MWD, key_NCW) in zip(places.values(), weights, strict=True):
+        cast(Router, place.router).set_heads(query_MWD, key_NCW)
+
+
+@torch.no_grad()
+def attention_gates(
+    dense: nn.Module, batches: Iterable[Mapping[str, Any]], num_experts: int, num_heads: int | None = None
+) -> list[torch.Tensor]:
+    """
+    For each layer of a dense model, the linear gate [n, d] that an attention router with the mixture "sum" folds into.
+
+    Args:
+        dense: a dense model.
+        batches: see `init_attention_routers`.
+        num_experts: n.
+        num_heads: m, at most n. None: the largest that fits, see `fitting_heads`.
+
+    Raises:
+        ValueError: the model has layers whose queries and keys cannot be read, sizes do not fit, or there is no data.
+    """
+    attentions = _attentions(dense)
+    if num_heads is None:
+        heads = [fitting_heads(a.config.num_attention_heads, int(a.head_dim), num_experts) for a in attentions]
+    else:
+        heads = [_linear_heads(num_heads, num_experts)] * len(attentions)
+    sizes = [(m, num_experts) for m in heads]
+    weights = _weights(dense, attentions, batches, sizes)
+    return [folded_weight(query_MWD.double().sum(0), key_NCW.double()).cpu() for query_MWD, key_NCW in weights]
+
+
+def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = None, linear: bool = True) -> None:
+    """
+    Check, without weights, that the attention of a dense model initialises routers.
+
+    Args:
+        dense: a dense model, perhaps without weights.
+        num_heads: m; None: a number that fits.
+        linear: whether they are linear gates.
+
+    Raises:
+        ValueError: it does not.
+    """
+    attentions = _attentions(dense)
+    if num_heads is None:
+        return
+    m = _linear_heads(num_heads, num_experts) if linear else num_heads
+    for attention in attentions:
+        check_heads(attention.config.num_attention_heads, int(attention.head_dim), m, num_experts)
+
+
+def _attentions(dense: nn.Module) -> list[Any]:
+    """Those of all layers of a dense model."""
+    attentions = [module for module in base_model(dense).modules() if is_attention(module)]
+    if len(attentions) != text_config(dense).num_hidden_layers:
+        raise no_attention(dense)
+    return attentions
+
+
+def _weights(
+    model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]], sizes: list[tuple[int, int]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Queries [m, d', d] and keys [n, c, d'] from each attention; `sizes` holds (m, n)."""
+    means = attention_means(model, attentions, batches)
+    return [
+        attention_weights(query_weight(attention), mean.key_K, mean.input_D, int(attention.head_dim), m, n)
+        for attention, mean, (m, n) in zip(attentions, means, sizes, strict=True)
+    ]
+
+
+def _same_place(model: nn.Module, path: str, source: nn.Module) -> Any:
+    """The attention at the path of one of `model`'s, in `source`."""
+    attention = model.get_submodule(path)
+    if source is model:
+        return attention
+    path = next(name for name, module in base_model(model).named_modules() if module is attention)
+    try:
+        found: Any = base_model(source).get_submodule(path)
+    except AttributeError:
+        raise no_attention(source) from None
+    if not is_attention(found) or found.q_proj.weight.shape != cast(Any, attention).q_proj.weight.shape:
+        raise ValueError(
+            f"init_attention_routers: dense: {type(source).__name__} has no attention like that at {path!r}; give the "
+            "dense model that the MoE was made from"
+        )
+    return found
+
+
+@torch.no_grad()
+def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
+    """
+    Replace routers with equivalent linear gates: attention routers (mixture "sum", one key per expert), LocMoE's,
+    Switch's (without its capacity limit), and any other router that folds.
+
+    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates that `replace_routers`
+    or `init_attention_routers` replaced become the family's own again, so the model saves to a checkpoint that
+    transformers loads without this package. Linear gates stay as they are.
+
+    Args:
+        model: a model with a MoE-LoRA adapter, or a native MoE.
+        adapter_name: the adapter; the active one if None.
+
+    Raises:
+        ValueError: a router does not fold; the message says why, and nothing is changed.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, fold_routers
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(router_type="attention", num_experts=4, task_type="CAUSAL_LM"))
+    >>> fold_routers(model)
+    >>> model.peft_config["default"].router_type
+    'linear'
+    ```
+    """
+    router_sizes(model, "fold_routers")
+    if not adapter_layers(model):
+        if adapter_name is not None:
+            raise ValueError(f"fold_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
+        fold_native_routers(model)
+        return
+    name = _adapter(model, adapter_name, "fold_routers")
+    layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
+    specs = [layer.moe_lora_spec[name] for layer in layers]
+    weights = [
+        layer.router(name).fold(spec.top_k, spec.normalize_top_k) for layer, spec in zip(layers, specs, strict=True)
+    ]
+    for layer, spec, weight_ND in zip(layers, specs, weights, strict=True):
+        old = layer.router(name)
+        if old.linear_gate:
+            continue
+        expert = next(layer.moe_lora_A[name].parameters())
+        own = list(old.parameters()) or [expert]
+        trained = all(p.requires_grad for p in own)
+        settings = RouterSettings(jitter_noise=spec.router.jitter_noise)
+        layer.moe_lora_spec[name] = replace(spec, router=settings)
+        layer.put_router(name)
+        router = cast(LinearRouter, layer.router(name))
+        router.weight.data = weight_ND.to(expert.device, torch.float32)
+        router.requires_grad_(trained).train(old.training)
+    config = copy.copy(cast(Any, model).peft_config[name])  # another adapter may share the object
+    if not config.router_class.linear_gate:
+        for field in fields(RouterSettings):
+            if field.name not in ("jitter_noise", "attention_size"):
+                setattr(config, f"router_{field.name}", field.default)
+        cast(Any, model).peft_config[name] = config
+
+
+# --- where routers are -----------------------------------------------------------------------------------------------
+
+
+def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
+    """The adapter of that name; the active one if None."""
+    layers = adapter_layers(model)
+    known = {name for layer in layers for name in layer.moe_lora_router}
+    active = (name for layer in layers for name in layer.active_adapters if name in known)
+    found = next(active, None) if adapter_name is None else adapter_name
+    if found not in known:
+        raise ValueError(
+            f"{caller}: adapter_name={adapter_name!r}: no such adapter with routers; there is {sorted(known)}"
+        )
+    return found
+
+
+class _Place(NamedTuple):
+    """A router; None stands for a native MoE's own gate, which becomes an attention router."""
+
+    router: Router | None
+    num_experts: int
+
+    def heads(self, num_heads: int | None) -> int:
+        """m; an attention router's own settings give it."""
+        if self.router is None:
+            return num_heads or self.num_experts
+        if self.router.needs_attention:
+            own = self.router.settings.num_heads or self.num_experts
+            if num_heads not in (None, own):
+                raise ValueError(
+                    f"init_attention_routers: num_heads={num_heads}: these attention routers have {own}; leave it out, "
+                    "or set router_num_heads when they are made"
+                )
+            return own
+        return _linear_heads(num_heads, self.num_experts)
+
+
+def _linear_heads(num_heads: int | None, n: int) -> int:
+    if (num_heads or n) > n:
+        raise ValueError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most num_experts={n}")
+    return num_heads or n
+
+
+def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, _Place]:
+    name = _adapter(model, adapter_name, "init_attention_routers")
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, MoELoraFFN)}
+    routers = {path: layer.router(name) for path, layer in layers.items() if name in layer.moe_lora_router}
+    if not routers:
+        raise ValueError(f"init_attention_routers: adapter {name!r} has no routers on FFNs; target FFN blocks")
+    return {path: _checked(path, _Place(router, router.num_experts)) for path, router in routers.items()}
+
+
+def _native_places(model: nn.Module) -> dict[str, _Place]:
+    gates = native_gates(model, "init_attention_routers")
+    sizes = router_sizes(model, "init_attention_routers")
+    return {
+        path: _checked(path, _Place(gate.moe_router if isinstance(gate, RoutedGate) else None, n))
+        for (path, gate), (n, _) in zip(gates.items(), sizes, strict=True)
+    }
+
+
+def _checked(path: str, place: _Place) -> _Place:
+    if place.router is not None and not place.router.takes_attention:
+        raise ValueError(
+            f"init_attention_routers: {path}: router_type={place.router.settings.type!r} cannot be initialised from an "
+            "attention; use 'attention', or a router with a linear gate"
+        )
+    return place
+
+
+# --- what is read of attentions --------------------------------------------------------------------------------------
 
 
 class AttentionMeans(NamedTuple):
@@ -153,262 +436,3 @@ def attention_means(
         AttentionMeans((key / tokens.to(key.device)).float(), (total / tokens.to(total.device)).float())
         for key, total in zip(keys, inputs, strict=True)
     ]
-
-
-# --- attention routers -----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def init_attention_routers(
-    model: nn.Module,
-    batches: Iterable[Mapping[str, Any]],
-    *,
-    num_heads: int | None = None,
-    adapter_name: str | None = None,
-    dense: nn.Module | None = None,
-) -> None:
-    """
-    Initialise the routers from the attention of their layers. Queries come from the query projection, and one key per
-    expert from the mean keys on calibration data. Heads are grouped by the similarity of their mean keys.
-
-    Keys are the outputs of the key projection, before any norm or rotation, because the router's queries have neither.
-    The query projection may be quantized; its bias is ignored. Where experts would get the same key, as with query
-    heads that share a key head, the key is divided among them (`moe_peft.routing.attention_heads.share_keys`).
-
-    - Adapters with `router_type="attention"` get queries and keys. Those with a linear gate ("linear", "sigmoid", …)
-      get the linear gate that the mixture "sum" folds into.
-    - The gates of a native MoE become attention routers with the mixture "sum", which are trained in their place; see
-      `replace_routers`. Call that first for other settings, such as the mixture "max": routers that are in the gates'
-      place already are initialised like those of adapters. `fold_routers` turns what folds into plain gates again.
-
-    Args:
-        model: a model with a MoE-LoRA adapter on FFNs, or a native MoE. Adapters are disabled while the data runs.
-        batches: calibration data, as a data loader yields it: `input_ids` [B, S] and, if there is padding,
-            `attention_mask` [B, S].
-        num_heads: m, for routers that are not attention routers yet. None: n.
-        adapter_name: the adapter; the active one if None.
-        dense: for a native MoE, the dense model that it was upcycled from, whose attention is read instead. The paper's
-            keys are the dense model's; those of a MoE whose experts were perturbed (`drop`, `noise`) differ.
-
-    Raises:
-        ValueError: the model has no router, a router has no attention with `q_proj` and `k_proj` before it, the sizes
-            do not fit, or there is no data.
-    """
-    router_sizes(model, "init_attention_routers")
-    adapted = bool(adapter_layers(model))
-    if not adapted and adapter_name is not None:
-        raise ValueError(f"init_attention_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
-    places = _adapter_places(model, adapter_name) if adapted else _native_places(model)
-    paths = [attention_before(model, path) for path in places]
-    source = model if dense is None else dense
-    attentions = [_same_place(model, path, source) for path in paths]
-    sizes = [(place.heads(num_heads), place.num_experts) for place in places.values()]
-    weights = _weights(source, attentions, batches, sizes)
-    if any(place.router is None for place in places.values()):
-        replace_routers(model, RouterSettings("attention", num_heads=num_heads))
-        places = _native_places(model)
-    for place, (query_MWD, key_NCW) in zip(places.values(), weights, strict=True):
-        cast(Router, place.router).set_heads(query_MWD, key_NCW)
-
-
-@torch.no_grad()
-def attention_gates(
-    dense: nn.Module, batches: Iterable[Mapping[str, Any]], num_experts: int, num_heads: int | None = None
-) -> list[torch.Tensor]:
-    """
-    For each layer of a dense model, the linear gate [n, d] that an attention router with the mixture "sum" folds into.
-
-    Args:
-        dense: a dense model.
-        batches: see `init_attention_routers`.
-        num_experts: n.
-        num_heads: m, at most n. None: the largest that fits, see `fitting_heads`.
-
-    Raises:
-        ValueError: the model has layers whose queries and keys cannot be read, sizes do not fit, or there is no data.
-    """
-    attentions = _attentions(dense)
-    if num_heads is None:
-        heads = [fitting_heads(a.config.num_attention_heads, int(a.head_dim), num_experts) for a in attentions]
-    else:
-        heads = [_linear_heads(num_heads, num_experts)] * len(attentions)
-    sizes = [(m, num_experts) for m in heads]
-    weights = _weights(dense, attentions, batches, sizes)
-    return [folded_weight(query_MWD.double().sum(0), key_NCW.double()).cpu() for query_MWD, key_NCW in weights]
-
-
-def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = None, linear: bool = True) -> None:
-    """
-    Check, without weights, that the attention of a dense model initialises routers.
-
-    Args:
-        dense: a dense model, perhaps without weights.
-        num_heads: m; None: a number that fits.
-        linear: whether they are linear gates.
-
-    Raises:
-        ValueError: it does not.
-    """
-    attentions = _attentions(dense)
-    if num_heads is None:
-        return
-    m = _linear_heads(num_heads, num_experts) if linear else num_heads
-    for attention in attentions:
-        check_heads(attention.config.num_attention_heads, int(attention.head_dim), m, num_experts)
-
-
-def _attentions(dense: nn.Module) -> list[Any]:
-    """Those of all layers of a dense model."""
-    attentions = [module for module in base_model(dense).modules() if is_attention(module)]
-    if len(attentions) != text_config(dense).num_hidden_layers:
-        raise no_attention(dense)
-    return attentions
-
-
-def _weights(
-    model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]], sizes: list[tuple[int, int]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Queries [m, d', d] and keys [n, c, d'] from each attention; `sizes` holds (m, n)."""
-    means = attention_means(model, attentions, batches)
-    return [
-        attention_weights(query_weight(attention), mean.key_K, mean.input_D, int(attention.head_dim), m, n)
-        for attention, mean, (m, n) in zip(attentions, means, sizes, strict=True)
-    ]
-
-
-def _same_place(model: nn.Module, path: str, source: nn.Module) -> Any:
-    """The attention at the path of one of `model`'s, in `source`."""
-    attention = model.get_submodule(path)
-    if source is model:
-        return attention
-    path = next(name for name, module in base_model(model).named_modules() if module is attention)
-    try:
-        found: Any = base_model(source).get_submodule(path)
-    except AttributeError:
-        raise no_attention(source) from None
-    if not is_attention(found) or found.q_proj.weight.shape != cast(Any, attention).q_proj.weight.shape:
-        raise ValueError(
-            f"init_attention_routers: dense: {type(source).__name__} has no attention like that at {path!r}; give the "
-            "dense model that the MoE was made from"
-        )
-    return found
-
-
-@torch.no_grad()
-def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
-    """
-    Replace routers with equivalent linear gates: attention routers (mixture "sum", one key per expert), LocMoE's,
-    Switch's (without its capacity limit), and any other router that folds.
-
-    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates that `replace_routers`
-    or `init_attention_routers` replaced become the family's own again, so the model saves to a checkpoint that
-    transformers loads without this package. Linear gates stay as they are.
-
-    Args:
-        model: a model with a MoE-LoRA adapter, or a native MoE.
-        adapter_name: the adapter; the active one if None.
-
-    Raises:
-        ValueError: a router does not fold; the message says why, and nothing is changed.
-    """
-    router_sizes(model, "fold_routers")
-    if not adapter_layers(model):
-        if adapter_name is not None:
-            raise ValueError(f"fold_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
-        fold_native_routers(model)
-        return
-    name = _adapter(model, adapter_name, "fold_routers")
-    layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
-    specs = [layer.moe_lora_spec[name] for layer in layers]
-    weights = [
-        layer.router(name).fold(spec.top_k, spec.normalize_top_k) for layer, spec in zip(layers, specs, strict=True)
-    ]
-    for layer, spec, weight_ND in zip(layers, specs, weights, strict=True):
-        old = layer.router(name)
-        if old.linear_gate:
-            continue
-        expert = next(layer.moe_lora_A[name].parameters())
-        own = list(old.parameters()) or [expert]
-        trained = all(p.requires_grad for p in own)
-        settings = RouterSettings(jitter_noise=spec.router.jitter_noise)
-        layer.moe_lora_spec[name] = replace(spec, router=settings)
-        layer.put_router(name)
-        router = cast(LinearRouter, layer.router(name))
-        router.weight.data = weight_ND.to(expert.device, torch.float32)
-        router.requires_grad_(trained).train(old.training)
-    config = copy.copy(cast(Any, model).peft_config[name])  # another adapter may share the object
-    if not config.router_class.linear_gate:
-        for field in fields(RouterSettings):
-            if field.name not in ("jitter_noise", "attention_size"):
-                setattr(config, f"router_{field.name}", field.default)
-        cast(Any, model).peft_config[name] = config
-
-
-# --- the places in a model ------------------------------------------------------------------------------------------
-
-
-def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
-    """The adapter of that name; the active one if None."""
-    layers = adapter_layers(model)
-    known = {name for layer in layers for name in layer.moe_lora_router}
-    active = (name for layer in layers for name in layer.active_adapters if name in known)
-    found = next(active, None) if adapter_name is None else adapter_name
-    if found not in known:
-        raise ValueError(
-            f"{caller}: adapter_name={adapter_name!r}: no such adapter with routers; there is {sorted(known)}"
-        )
-    return found
-
-
-class _Place(NamedTuple):
-    """A router; None stands for a native MoE's own gate, which becomes an attention router."""
-
-    router: Router | None
-    num_experts: int
-
-    def heads(self, num_heads: int | None) -> int:
-        """m; an attention router's own settings give it."""
-        if self.router is None:
-            return num_heads or self.num_experts
-        if self.router.needs_attention:
-            own = self.router.settings.num_heads or self.num_experts
-            if num_heads not in (None, own):
-                raise ValueError(
-                    f"init_attention_routers: num_heads={num_heads}: these attention routers have {own}; leave it out, "
-                    "or set router_num_heads when they are made"
-                )
-            return own
-        return _linear_heads(num_heads, self.num_experts)
-
-
-def _linear_heads(num_heads: int | None, n: int) -> int:
-    if (num_heads or n) > n:
-        raise ValueError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most num_experts={n}")
-    return num_heads or n
-
-
-def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, _Place]:
-    name = _adapter(model, adapter_name, "init_attention_routers")
-    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, MoELoraFFN)}
-    routers = {path: layer.router(name) for path, layer in layers.items() if name in layer.moe_lora_router}
-    if not routers:
-        raise ValueError(f"init_attention_routers: adapter {name!r} has no routers on FFNs; target FFN blocks")
-    return {path: _checked(path, _Place(router, router.num_experts)) for path, router in routers.items()}
-
-
-def _native_places(model: nn.Module) -> dict[str, _Place]:
-    gates = native_gates(model, "init_attention_routers")
-    sizes = router_sizes(model, "init_attention_routers")
-    return {
-        path: _checked(path, _Place(gate.moe_router if isinstance(gate, RoutedGate) else None, n))
-        for (path, gate), (n, _) in zip(gates.items(), sizes, strict=True)
-    }
-
-
-def _checked(path: str, place: _Place) -> _Place:
-    if place.router is not None and not place.router.takes_attention:
-        raise ValueError(
-            f"init_attention_routers: {path}: router_type={place.router.settings.type!r} cannot be initialised from an "
-            "attention; use 'attention', or a router with a linear gate"
-        )
-    return place

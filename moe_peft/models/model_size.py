@@ -27,7 +27,7 @@ class ModelSize:
     Args:
         total: all parameters, shared ones once, those of adapters that are not active too.
         active: parameters that serve a token: all but k of n experts in every MoE layer (at most k, where routers may
-            leave experts out), adapters that are not active left out. Embeddings count as a whole.
+            leave experts out), adapters that are not active left out. Embeddings count in full.
         flops: floating-point operations of a forward pass per token: 2 for each active parameter of a matrix product,
             the head's included. Left out are attention scores (they grow with the text), norms, activations, gates,
             embeddings, and what an implementation computes for experts that were not chosen.
@@ -125,7 +125,7 @@ def _stacked(experts: nn.Module, n: int) -> list[nn.Parameter]:
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    """A parameter's shape, unpacked (bitsandbytes) and whole (DeepSpeed ZeRO-3)."""
+    """A parameter's shape, unpacked (bitsandbytes) and complete (DeepSpeed ZeRO-3)."""
     packed = getattr(parameter, "quant_state", None)
     return tuple(packed.shape) if packed is not None else tuple(shape_of(parameter))
 

@@ -39,6 +39,16 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
 
     Raises:
         ValueError: the model is no native MoE, its gates are of another kind, or a setting does not fit.
+
+    Example:
+
+    ```python
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> from moe_peft import replace_routers
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    >>> model = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    >>> replace_routers(model, "mlp")
+    ```
     """
     sizes, gates = router_sizes(model, "replace_routers"), native_gates(model, "replace_routers")
     given = RouterSettings(router) if isinstance(router, str) else router

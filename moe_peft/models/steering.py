@@ -30,6 +30,20 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
 
     Raises:
         ValueError: the model has no router, or fewer experts than `experts_B` asks for.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, force_experts
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM"))
+    >>> inputs = base.dummy_inputs["input_ids"]
+    >>> with force_experts(model, torch.zeros(len(inputs), dtype=torch.long)):
+    ...     outputs = model(inputs)
+    ```
     """
     smallest = min(n for n, _ in router_sizes(model, "force_experts"))
     if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
@@ -54,6 +68,18 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
     Raises:
         ValueError: the model has no router, the mask's n is not the model's, or fewer experts are allowed than a token
             gets (top_k; any number serves where a token gets all).
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, allow_experts
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM"))
+    >>> with allow_experts(model, [0, 1, 2]):
+    ...     outputs = model(**base.dummy_inputs)
+    ```
     """
     n = common_size(model, "allow_experts")
     if not isinstance(allowed, torch.Tensor):
@@ -165,6 +191,6 @@ def _check_rule(router: Any) -> None:
     if not exact:
         raise ValueError(
             f"{type(router).__name__} does not choose by a softmax over its logits and the top k alone, so its choice "
-            "cannot be made anew; use a family such as Mixtral, Qwen-MoE or OLMoE"
+            "cannot be recomputed; use a family such as Mixtral, Qwen-MoE or OLMoE"
         )
     _checked.add(router)

@@ -114,9 +114,9 @@ def share_keys(keys_GW: torch.Tensor, mean_queries_GW: torch.Tensor) -> torch.Te
 
     Every entry of the key goes to one group: to the one whose mean query gains the most from it in its score
     `mean_query·key`, as long as that group has less than an even share of the entries. All other entries of the group's
-    key are zero, and the rest is scaled to the whole key's length. So the keys of a family are orthogonal, each is a
+    key are zero, and the rest is scaled to the complete key's length. So the keys of a family are orthogonal, each is a
     part of the mean key that the paper takes, the part that matters most to the group's own queries, and logits are as
-    large as with whole keys.
+    large as with complete keys.
 
     Args:
         keys_GW: keys of the groups [g, d'].

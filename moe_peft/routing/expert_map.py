@@ -13,8 +13,8 @@ import torch
 
 def label_text(label: Any) -> str:
     """
-    A label as text. YAML, JSON and data sets may write the same label as a number or as text; whole numbers that a data
-    set stores as floats are written without a decimal point.
+    A label as text. YAML, JSON and datasets may write the same label as a number or as text; integers that a dataset
+    stores as floats are written without a decimal point.
     """
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
@@ -24,9 +24,9 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
     Label → indices of its experts, with labels as text (see `label_text`).
 
     All lists of a map have one of two forms. A list of indices names each expert once, from 0 to n - 1. A mask has n
-    entries, 0 or 1 (or false and true), and at least one 1. With whole numbers and two experts, `[0, 1]` and `[1, 0]`
-    are both; other lists of the map may decide, else the map is refused. With more experts, a map of several labels
-    whose lists are all `[0, 1]` or `[1, 0]` is refused too: they look like masks of the wrong length.
+    entries, 0 or 1 (or false and true), and at least one 1. With integers and two experts, `[0, 1]` and `[1, 0]`
+    are both; other lists of the map may decide, else the map raises an error. With more experts, a map of several
+    labels whose lists are all `[0, 1]` or `[1, 0]` raises one, too: they look like masks of the wrong length.
 
     Args:
         expert_map: label → indices or mask.
@@ -36,6 +36,14 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
     Raises:
         ValueError: a list has neither form, lists have different forms, the map can be read in both, or it looks like
             masks for two of more experts.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.routing import read_expert_map
+    >>> read_expert_map({"math": [1, 1, 0, 0], "code": [0, 0, 1, 1]}, 4, "expert_map")
+    {'math': [0, 1], 'code': [2, 3]}
+    ```
     """
     if not isinstance(expert_map, Mapping) or not expert_map:
         raise ValueError(f"{caller}: {expert_map!r}: give a map of labels to experts, e.g. {{'math': [0, 1]}}")
@@ -100,7 +108,7 @@ def _readings(given: Any, n: int, what: str) -> dict[str, list[int]]:
     try:
         entries = [operator.index(entry) for entry in given]
     except TypeError:
-        raise ValueError(f"{what}: name experts by whole numbers") from None
+        raise ValueError(f"{what}: name experts by integers") from None
     readings = {"mask": _as_mask(entries, n)}
     if not booleans:
         readings["indices"] = _as_indices(entries, n)

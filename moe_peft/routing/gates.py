@@ -28,6 +28,16 @@ def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tupl
 
     Returns:
         gates [T, k] (differentiable) and expert indices, int64 [T, k], largest gate first.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import top_k_gates
+    >>> gates, experts = top_k_gates(torch.tensor([[0.0, 2.0, 1.0]]), 2)
+    >>> experts.tolist()
+    [[1, 2]]
+    ```
     """
     check_top_k(logits_TN, k)
     if not normalize:
@@ -59,6 +69,14 @@ def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[
 
     Args:
         capacity: how many tokens an expert takes, in order; the gate of any further ones is 0. None: all.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import switch_gates
+    >>> gates, experts = switch_gates(torch.randn(5, 4), capacity=2)
+    ```
     """
     gates_T1, experts_T1 = _top_probabilities(logits_TN, 1)
     if capacity is not None:
@@ -68,14 +86,34 @@ def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[
 
 
 def sigmoid_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best experts with sigmoids of their logits as gates, divided by their sum if `normalize`, each [T, k]."""
+    """
+    The k best experts with sigmoids of their logits as gates, divided by their sum if `normalize`, each [T, k].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import sigmoid_gates
+    >>> gates, experts = sigmoid_gates(torch.randn(5, 4), 2)
+    ```
+    """
     check_top_k(logits_TN, k)
     top_logits_TK, experts_TK = logits_TN.topk(k, dim=-1)
     return (F.logsigmoid(top_logits_TK).softmax(-1) if normalize else top_logits_TK.sigmoid()), experts_TK
 
 
 def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `top_k_gates`, with gate 0 for the experts that follow once probabilities sum to `p`."""
+    """
+    Like `top_k_gates`, with gate 0 for the experts that follow once probabilities sum to `p`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import top_p_gates
+    >>> gates, experts = top_p_gates(torch.randn(5, 4), 3, True, 0.8)
+    ```
+    """
     check_top_k(logits_TN, k)
     probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
     before_TK = probabilities_TK.detach().cumsum(-1) - probabilities_TK.detach()
@@ -83,7 +121,17 @@ def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> t
 
 
 def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `top_k_gates`, with gate 0 for experts whose probability is below `p`, except the best one."""
+    """
+    Like `top_k_gates`, with gate 0 for experts whose probability is below `p`, except the best one.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import threshold_gates
+    >>> gates, experts = threshold_gates(torch.randn(5, 4), 3, True, 0.25)
+    ```
+    """
     check_top_k(logits_TN, k)
     probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
     kept_TK = probabilities_TK >= p
@@ -104,6 +152,16 @@ class Steering:
     Args:
         experts: the one expert to use, integers [B].
         allowed: the experts that may be chosen, bool [B, n].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import Steering
+    >>> gates, experts = Steering(experts=torch.tensor([2])).route(torch.randn(5, 4), 2, True)
+    >>> experts.flatten().tolist()
+    [2, 2, 2, 2, 2]
+    ```
     """
 
     experts: torch.Tensor | None = None
@@ -136,7 +194,18 @@ def _per_token(of_rows: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
 
 
 def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
-    """Logits [T, m] padded to [T, n] with the dtype's minimum: the added experts have probability 0."""
+    """
+    Logits [T, m] padded to [T, n] with the dtype's minimum: the added experts have probability 0.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import pad_logits
+    >>> pad_logits(torch.zeros(5, 4), 6).shape
+    torch.Size([5, 6])
+    ```
+    """
     missing = n - logits_TN.shape[-1]
     if missing < 0:
         raise ValueError(f"pad_logits: n={n}: the logits have {logits_TN.shape[-1]} experts; give at least as many")

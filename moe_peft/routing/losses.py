@@ -45,6 +45,14 @@ def balancing_loss(
             the mean of this loss over processes is that of their batches taken together.
         sizes: each layer's n, where logits are padded; None: none are.
         chosen: the experts that f_i counts, bool [T, n] per layer (`counted_experts`); None: the k best.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import balancing_loss
+    >>> loss = balancing_loss([torch.randn(10, 4), torch.randn(10, 4)], k=2)
+    ```
     """
     mean = mean or _of_one
     logits_LTN = _stacked(router_logits)
@@ -69,7 +77,18 @@ def balancing_loss(
 
 
 def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`logsumexp(l)²` of each token, averaged over layers, [T] (Zoph et al., 2022, equation 5)."""
+    """
+    `logsumexp(l)²` of each token, averaged over layers, [T] (Zoph et al., 2022, equation 5).
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import z_losses
+    >>> z_losses([torch.randn(10, 4)]).shape
+    torch.Size([10])
+    ```
+    """
     return _stacked(router_logits).logsumexp(-1).square().mean(0)
 
 
@@ -80,6 +99,16 @@ def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor
     Args:
         router_logits: one [T, n] per layer.
         allowed_TN: m, bool [T, n], true for the experts of the token's label.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import label_losses
+    >>> allowed = torch.tensor([True, True, False, False]).expand(10, 4)
+    >>> label_losses([torch.randn(10, 4)], allowed).shape
+    torch.Size([10])
+    ```
     """
     logits_LTN = _stacked(router_logits)
     if allowed_TN.shape != logits_LTN.shape[1:]:  # else it would be broadcast
@@ -146,7 +175,7 @@ class RouterLoss:
 
     Args:
         function: returns the loss of each token [T], which trainers average over the real tokens of an optimizer step;
-            or a scalar, the loss of a whole micro-batch.
+            or a scalar, the loss of a complete micro-batch.
         help: its purpose in a few words.
         coefficient: the default coefficient; None takes it from the trainer's own config or the model's.
         stages: the values of `training_stage` in which it is added.

@@ -24,7 +24,16 @@ Mixture = Literal["sum", "max"]
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """The settings of a router: the fields of `MoELoraConfig` without the prefix `router_`."""
+    """
+    The settings of a router: the fields of `MoELoraConfig` without the prefix `router_`.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.routing import RouterSettings
+    >>> settings = RouterSettings("top_p", threshold=0.7)
+    ```
+    """
 
     type: str = "linear"
     jitter_noise: float = 0.0
@@ -45,6 +54,23 @@ class Router(nn.Module):
         num_experts: n.
         settings: see `RouterSettings`. With `jitter_noise` ε, the input is multiplied by noise from U(1 - ε, 1 + ε) in
             training (Fedus et al., 2021, section 2.4).
+
+    Example:
+
+    ```python
+    >>> from moe_peft import MoELoraConfig
+    >>> from moe_peft.routing import ROUTERS, Router
+    >>> from moe_peft.routing.routers import LinearRouter
+    >>> class CosineRouter(LinearRouter):
+    ...     no_fold = "its logits are cosines"
+    ...
+    ...     def logits(self, x_TD):
+    ...         return super().logits(x_TD / x_TD.norm(dim=-1, keepdim=True))
+    >>> ROUTERS["cosine"] = CosineRouter
+    >>> config = MoELoraConfig(router_type="cosine")
+    >>> issubclass(config.router_class, Router)
+    True
+    ```
     """
 
     # --- traits: what the rest of the package reads ---
@@ -59,7 +85,7 @@ class Router(nn.Module):
     takes_attention: ClassVar[bool] = False  # whether `set_heads` can initialise it from the base's attention
     by_token_id: ClassVar[bool] = False  # whether it routes by token ids alone; a balancing loss is then constant
     expert_rows: ClassVar[tuple[str, ...]] = ()  # parameters [n, …] with a row per expert; (): it cannot lose experts
-    reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others are refused
+    reads: ClassVar[tuple[str, ...]] = ()  # settings, besides the jitter noise, that it reads; others raise an error
     sized: ClassVar[dict[str, Callable[[int], Any]]] = {}  # settings that follow from n where they are None
 
     def __init_subclass__(cls) -> None:
@@ -167,7 +193,7 @@ class SwitchRouter(LinearRouter):
 
     only_top_k = 1
     reads = ("capacity_factor",)
-    no_output_mixing = "its gate is a probability and would scale whole FFNs down"
+    no_output_mixing = "its gate is a probability and would scale complete FFNs down"
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         factor, (tokens, n) = self.settings.capacity_factor, logits_TN.shape
@@ -343,7 +369,7 @@ class HashRouter(Router):
     def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         if token_ids is None:
             raise ValueError(
-                "router_type='hash': token_ids=None: it routes by token ids; call the whole model with input_ids"
+                "router_type='hash': token_ids=None: it routes by token ids; call the model itself with input_ids"
             )
         # The finalizer of splitmix64, whose last step leaves these bits alone; products of int64 wrap around.
         hash_TN = token_ids.reshape(-1, 1).long() + self.salt
@@ -381,5 +407,17 @@ ROUTERS: dict[str, type[Router]] = {
 
 
 def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) -> Router:
-    """The router that `settings.type` names."""
+    """
+    The router that `settings.type` names.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import RouterSettings, make_router
+    >>> router = make_router(16, 4, RouterSettings("mlp"))
+    >>> router(torch.randn(10, 16)).shape
+    torch.Size([10, 4])
+    ```
+    """
     return ROUTERS[settings.type](hidden_size, num_experts, settings)

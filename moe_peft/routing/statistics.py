@@ -16,7 +16,19 @@ from .gates import check_top_k
 
 
 def compliance(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
-    """`Σ_e m_e p_e`, the probability that routers give to the experts of a token's label, [L, T]."""
+    """
+    `Σ_e m_e p_e`, the probability that routers give to the experts of a token's label, [L, T].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import compliance
+    >>> allowed = torch.tensor([True, True, False, False]).expand(10, 4)
+    >>> compliance([torch.randn(10, 4)], allowed).shape
+    torch.Size([1, 10])
+    ```
+    """
     shapes = {logits_TN.shape for logits_TN in router_logits}
     if shapes != {allowed_TN.shape}:
         raise ValueError(f"compliance: allowed_TN has shape {list(allowed_TN.shape)}; give that of each layer's logits")
@@ -24,7 +36,18 @@ def compliance(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) 
 
 
 def entropies(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Entropy in nats of the routers' distributions, [L, T]."""
+    """
+    Entropy in nats of the routers' distributions, [L, T].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import entropies
+    >>> entropies([torch.randn(10, 4)]).shape
+    torch.Size([1, 10])
+    ```
+    """
     return torch.stack([torch.special.entr(logits_TN.float().softmax(-1)).sum(-1) for logits_TN in router_logits])
 
 
@@ -32,6 +55,15 @@ def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) 
     """
     Number of (token, slot) assignments per expert of a top-k choice without steering, float64 [n]; they sum to k times
     the number of real tokens. `chosen_experts` has what a router really did.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import expert_counts
+    >>> expert_counts(torch.tensor([[0.0, 2.0, 1.0]]), None, 2).tolist()
+    [0.0, 1.0, 1.0]
+    ```
     """
     check_top_k(logits_TN, k)
     if mask_T is not None and mask_T.shape != logits_TN.shape[:1]:
@@ -48,6 +80,15 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
         experts_TK: the chosen experts, int64 [T, k].
         gates_TK: their gates; None: none is 0.
         num_experts: n.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import chosen_experts
+    >>> chosen_experts(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.3]]), 3).tolist()
+    [[True, False, True]]
+    ```
     """
     chosen_TN = torch.zeros(experts_TK.shape[0], num_experts, dtype=torch.bool, device=experts_TK.device)
     kept_TK = torch.ones_like(experts_TK, dtype=torch.bool) if gates_TK is None else gates_TK != 0
@@ -94,7 +135,18 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class LoadHealth:
-    """How evenly experts are used, over all layers' experts."""
+    """
+    How evenly experts are used, over all layers' experts.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import load_health
+    >>> load_health(torch.tensor([[50.0, 50.0], [90.0, 10.0]]), [2, 2]).dead
+    0
+    ```
+    """
 
     coefficient_of_variation: float  # of the loads in a layer, averaged over layers; healthy below 0.3
     smallest: float  # share of a layer's assignments; healthy above 2 %
@@ -110,6 +162,16 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int]) -> LoadHealth:
     Args:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import load_health
+    >>> health = load_health(torch.tensor([[500.0, 480.0, 510.0, 510.0]]), [4])
+    >>> health.coefficient_of_variation < 0.3
+    True
+    ```
     """
     shares = [_shares(counts_N[:n]) for counts_N, n in zip(counts_LN, sizes, strict=True)]
     variations = [_variation(share_N) for share_N in shares]
@@ -138,6 +200,15 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float |
         sizes: experts of each layer; the rest of a row is padding.
         tokens: whose assignments they are. With a top_k above 2, two experts that serve all of them have but a small
             share of the assignments.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import load_verdicts
+    >>> load_verdicts(torch.tensor([[500.0, 480.0, 510.0, 510.0]]), [4])
+    []
+    ```
     """
     found = []
     for layer, (counts_N, n) in enumerate(zip(counts_LN, sizes, strict=True)):
@@ -165,6 +236,15 @@ def load_doubt(counts_LN: torch.Tensor, sizes: Sequence[int]) -> str:
     Args:
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import load_doubt
+    >>> load_doubt(torch.tensor([[500.0, 480.0, 510.0, 510.0]]), [4])
+    ''
+    ```
     """
     chances = [_by_chance(counts_N, n) for counts_N, n in zip(counts_LN, sizes, strict=True)]
     layer = max(range(len(sizes)), key=chances.__getitem__)

@@ -29,7 +29,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     ),
     # `PeftModel` enters it if the tuner has it.
     "peft.tuners.lora.LoraModel": ("_enable_peft_forward_hooks",),
-    # The tuner layers, in `adapter.layer`.
+    # The tuner layers, in `adapter.layers`.
     "peft.tuners.tuners_utils.BaseTunerLayer": (
         "_active_adapter",
         "_disable_adapters",
@@ -38,9 +38,9 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     ),
     # ZeRO-3's config, taken away in `utils.loading` where models without weights are made.
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
-    # Which modules of a native MoE are routers, read in `models.view` and `adapter.bases`, `adapter.protocol`.
+    # Which modules of a native MoE are routers, read in `models.introspection` and `adapter.base_model`.
     "transformers.PreTrainedModel": ("_can_record_outputs",),
-    # Resuming of native MoEs, overridden in `training.resuming`; clipping, in `training.clipping`.
+    # Resuming of native MoEs, overridden in `training.checkpointing`; clipping, in `training.router_losses`.
     "transformers.Trainer": (
         "_clip_grad_norm",
         "_get_grad_norm",
@@ -51,7 +51,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_created_lr_scheduler",
         "_train_batch_size",
     ),
-    # Labels of tokens, in `training.sft`; the log, in `training.router_losses`.
+    # Labels of tokens, in `training.trainers`; the log, in `training.router_losses`.
     "trl.SFTTrainer": ("_prepare_dataset", "_metrics", "aux_loss_enabled", "_tag_names"),
     "trl.DPOTrainer": ("_tag_names",),
     # The log of TRL's older trainers.
@@ -63,7 +63,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "liger_kernel.transformers.monkey_patch": ("_bind_method_to_module",),
     # The modes of torch.compile, for a check of arguments.
     "torch._inductor": ("list_mode_options",),
-    # Whether a layer runs under a checkpoint, in `adapter.recording`.
+    # Whether a layer runs under a checkpoint, in `adapter.router_recorder`.
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
 }
 

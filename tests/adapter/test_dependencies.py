@@ -1,4 +1,4 @@
-"""The plain adapter, conversions and exports work where only the core's dependencies are installed."""
+"""The plain adapter, its conversions and exports work where only the core's dependencies are installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 # What the extras bring. Packages that PEFT or transformers need themselves are not ours to leave out.
-OF_EXTRAS = ("trl", "datasets", "pydantic", "pydantic_core", "rich", "matplotlib", "jinja2", "scipy", "lm_eval")
+OF_EXTRAS = ("trl", "datasets", "pydantic", "pydantic_core", "rich", "matplotlib", "scipy", "lm_eval")
 
 SCRIPT = f"""
 import sys

@@ -19,7 +19,7 @@ from moe_peft.routing.gates import (
 )
 
 T, N = 9, 5
-MANY = "use a whole number from 1 to the number of experts, 5"
+MANY = "use 1 to the number of experts, 5"
 
 
 def logits(seed=0):
@@ -163,7 +163,7 @@ def test_padded_logits():
         *(
             (lambda k=k, rule=rule: rule(logits(), k), f"top_k={k!r}: {MANY}")
             for rule in (top_k_gates, sigmoid_gates)
-            for k in (0, 6, None, True, 2.0, "2")
+            for k in (0, 6)
         ),
         (lambda: top_p_gates(logits(), 6, True, 0.5), f"top_k=6: {MANY}"),
         (lambda: threshold_gates(logits(), 0, True, 0.5), f"top_k=0: {MANY}"),

@@ -182,15 +182,7 @@ def test_balancing_counts_the_tokens_of_all_workers():
     [
         (
             lambda: label_losses([torch.ones(6, 4)], torch.ones(5, 4).bool()),
-            "label_losses: allowed_TN is torch.bool (5, 4); give bool (6, 4)",
-        ),
-        (
-            lambda: label_losses([torch.ones(6, 4)], torch.ones(6, 4)),
-            "label_losses: allowed_TN is torch.float32 (6, 4); give bool (6, 4)",
-        ),
-        (
-            lambda: z_losses([torch.ones(6, 4), torch.ones(6, 3)]),
-            "router_logits: shapes [(6, 4), (6, 3)]: give one [T, n] per layer, all of one shape (pad_logits)",
+            "label_losses: allowed_TN: [5, 4]; give [6, 4]",
         ),
     ],
 )

@@ -4,9 +4,9 @@ Which causal language models of the installed transformers the adapter covers: t
     python -m compatibility.families [--types opt,jamba] [--output docs/families.md]
 
 Every model type that a causal language model can be made of is made tiny from its default config. Three trials follow,
-each on a copy: plain LoRA on all linears, a `MoELoraConfig` with `target_modules=None`, and, if that is refused, one on
-all linears. A trial passes if the loss is finite, every parameter of the adapter gets a gradient, and `unload()` gives
-back the model's logits and config. It takes some minutes on one core.
+each on a copy: plain LoRA on all linears, a `MoELoraConfig` with `target_modules=None`, and, if that raises an error,
+one on all linears. A trial passes if the loss is finite, every parameter of the adapter gets a gradient, and `unload()`
+gives back the model's logits and config. It takes some minutes on one core.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ OUTCOMES = {
     "FFN": "experts and one router per FFN",
     "linears": "the linears of each FFN get experts and a router of their own, because the FFN's parts stand in the "
     "decoder layer",
-    "named linears": "`target_modules=None` is refused; linears that you name get experts",
+    "named linears": "`target_modules=None` raises an error; linears that you name get experts",
     "refused: MoE": "the model has routed experts of its own",
     "no": "neither FFNs nor all linears work",
 }
@@ -111,7 +111,7 @@ Which causal language models of transformers {version} the adapter covers.
 `python -m compatibility.families --output docs/families.md` makes this page.
 
 The script builds a tiny model of every type from its default config and tries three things: plain LoRA on all linears,
-`MoELoraConfig` with `target_modules=None`, and, where that is refused, `MoELoraConfig` on all linears. A trial passes
+`MoELoraConfig` with `target_modules=None`, and, where that fails, `MoELoraConfig` on all linears. A trial passes
 if the loss has its balancing loss, every parameter of the adapter gets a gradient (on all linears: of those that text
 passes through), and `unload()` gives back the model's logits and config.
 """

@@ -33,12 +33,12 @@ def run(options: argparse.Namespace) -> None:
     settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(UpcycleConfig)}
     config = UpcycleConfig(**settings)
     if (options.calibration is None) == (config.router_init == "attention"):
-        raise ValueError(f"upcycle: --calibration {options.calibration!r}: goes with --router-init attention")
+        raise ValueError(f"--calibration {options.calibration}: goes with --router-init attention")
     count = options.calibration_examples
     if count is not None and options.calibration is None:
-        raise ValueError(f"upcycle: --calibration-examples {count}: goes with --calibration")
+        raise ValueError(f"--calibration-examples {count}: goes with --calibration")
     if count is not None and count < 1:
-        raise ValueError(f"upcycle: --calibration-examples {count}: use 1 or more")
+        raise ValueError(f"--calibration-examples {count}: use 1 or more")
     batches = None if options.calibration is None else _batches(options)
     print(upcycle(options.model, options.output, config, calibration=batches))
 
@@ -50,6 +50,6 @@ def _batches(options: argparse.Namespace) -> list[dict[str, Any]]:
     except ImportError as error:
         raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
     data = load_data(options.calibration, "--calibration", None)
-    tokenizer = read_tokenizer(options.model[0], f"upcycle: --calibration: {options.model[0]!r}")
+    tokenizer = read_tokenizer(options.model[0], f"--calibration: {options.model[0]!r}")
     check_rows(data, "--calibration", tokenizer)
     return calibration_batches(data, tokenizer, options.calibration_examples or 256, seed=options.seed)

@@ -166,6 +166,6 @@ def new_folder(output_dir: str | os.PathLike) -> Iterator[Path]:
     Raises:
         ValueError: `output_dir` is neither new nor empty, or another process is filling it.
     """
-    with output_folder(output_dir, "output_dir") as folder, atomic_write(folder) as partial:
+    with output_folder(output_dir, "output_dir") as folder, atomic_write(folder.absolute()) as partial:
         partial.mkdir()
         yield partial

@@ -129,17 +129,16 @@ def write_model_card(
         return path
 
     # Text. What an old card of ours says stays where nothing new is said.
+    base_links = ", ".join(_link(name, folder) for name in bases)
+    data_links = ", ".join(_link(name, folder, "dataset") for name in datasets)
     facts = {
-        "base": [f"Base model: {', '.join(_link(name, folder) for name in bases)}"] if bases else [],
+        "base": [f"Base model: {base_links}"] if bases else [],
         "licence": [f"Licence of the base: {licence}" for licence in licences],
         "made": [f"Made by {made}"] if made else [],
-        "data": [f"Training data: {', '.join(_link(name, folder, 'dataset') for name in datasets)}"]
-        if datasets
-        else [],
+        "data": [f"Training data: {data_links}"] if datasets else [],
         "training": list(training),
     }
-    mark = None if old is None else _MARK.search(old.text)
-    kept = json.loads(mark[1])["facts"] if mark else {}
+    kept = {} if old is None else _marked(old.text).get("facts", {})
     facts = {subject: lines or kept.get(subject, []) for subject, lines in facts.items()}
     card = ModelCard.from_template(
         data,
@@ -303,7 +302,16 @@ def _is_generated(text: str) -> bool:
     mark = _MARK.search(text)
     if mark is None:
         return _digest(text) == _digest_of_template()
-    return _digest(text[: mark.start()]) == json.loads(mark[1])["digest"] and _digest(text[mark.end() :]) == _digest("")
+    return _digest(text[: mark.start()]) == _marked(text).get("digest") and _digest(text[mark.end() :]) == _digest("")
+
+
+def _marked(text: str) -> dict[str, Any]:
+    """What the mark of a generated card holds; of other cards nothing."""
+    mark = _MARK.search(text)
+    try:
+        return json.loads(mark[1]) if mark else {}
+    except ValueError:
+        return {}
 
 
 @cache

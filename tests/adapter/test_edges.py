@@ -270,7 +270,7 @@ def test_statistics_of_no_token_are_numbers_and_no_verdict(tmp_path):
     assert found["mean_compliance"] is None and found["shares"] == {} and found["warnings"] == []
     assert found["load"]["dead"] == 0
     assert statistics.doubt() == "layer 0 has no assignments to its 4 experts, so there is no load; use more data"
-    with pytest.raises(ValueError, match=r"^write_report: statistics: no token was seen; .*padding alone$"):
+    with pytest.raises(ValueError, match=r"^statistics: no token was seen; .*padding alone$"):
         write_report(statistics, tmp_path / "report")
     assert not (tmp_path / "report").exists()
     # A continued cache whose step has no tokens adds none of the cache's.

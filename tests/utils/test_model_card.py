@@ -92,10 +92,15 @@ def test_base_of_the_hub_and_public_data_are_metadata(folder: Path):
     assert (folder / "README.md").read_bytes() == before
 
 
-@pytest.mark.parametrize("written", ["whole", "line"])
+@pytest.mark.parametrize("written", ["all", "line", "mark"])
 def test_text_that_a_user_wrote_stays(written: str, folder: Path):
     path = folder / "README.md"
-    own = "# Mine\n\nMy words.\n" if written == "whole" else ModelCard.load(path).text.replace("tiny-base", "our base")
+    generated = ModelCard.load(path).text
+    own = {
+        "all": "# Mine\n\nMy words.\n",
+        "line": generated.replace("tiny-base", "our base"),
+        "mark": generated.replace('"digest"', "digest"),
+    }[written]
     ModelCard(f"---\nlicense: mit\ntags: [own]\n---\n{own}").save(path)
     write_model_card(folder, training=["3 steps"], datasets=["org/data"])
     card = ModelCard.load(path)

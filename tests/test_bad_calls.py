@@ -68,8 +68,8 @@ from moe_peft.upit.buckets import draw_seeds, label_buckets, perplexity_buckets,
 from moe_peft.utils.expert_merging import dare_merge, expand
 from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import IDS, adapter, dense_model, saved
+from tests.helpers.routed_models import NATIVE
 from tests.helpers.words import word_tokenizer
-from tests.models.test_steering import NATIVE
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**9
 WHOLE = ["8", True, 2.0, NAN, INF, -1, 0, None, [1], HUGE]

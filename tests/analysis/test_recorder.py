@@ -19,9 +19,9 @@ from moe_peft.analysis.html import busiest, shares_section
 from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.cli import main
 from tests.helpers.models import tiny_llama
+from tests.helpers.routed_models import KINDS, K, N, adapter, ids, routed_model
+from tests.helpers.trainers import EXPERTS, arguments, make_model
 from tests.helpers.upit_case import rows
-from tests.models.test_steering import KINDS, K, N, adapter, ids, make
-from tests.training.test_sft_trainer import EXPERTS, arguments, make_model
 
 DOMAINS = ["code", "prose"]
 MAP = {"code": [0, 1, 2], "prose": [3, 5]}
@@ -33,7 +33,7 @@ def mask():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_are_those_of_a_plain_loop(kind):
-    model = make(kind)
+    model = routed_model(kind)
     classes = torch.arange(64) % 3
     labels = ["prose", "code", "prose"]
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_statistics_are_those_of_a_plain_loop(kind):
 
 
 def test_nothing_stays_on_the_model_and_memory_does_not_grow():
-    model = make("adapter")
+    model = routed_model("adapter")
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     enabled = model.config.output_router_logits = False
     with torch.no_grad(), record_routing(model) as statistics:
@@ -97,7 +97,7 @@ def test_nothing_stays_on_the_model_and_memory_does_not_grow():
 
 
 def test_generation_counts_every_token_once():
-    model = make("adapter")
+    model = routed_model("adapter")
     padded = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], [1] * 7])
     with record_routing(model, ["all"], {"all": [0]}) as statistics:
         model.generate(input_ids=ids(), attention_mask=padded, max_new_tokens=5, do_sample=False, eos_token_id=None)
@@ -108,7 +108,7 @@ def test_generation_counts_every_token_once():
 
 
 def test_collapse_is_told():
-    model = make("adapter")
+    model = routed_model("adapter")
     with torch.no_grad():
         for layer in model.get_base_model().model.layers:
             layer.mlp.moe_lora_router["default"].weight.zero_()  # ties: always the same two
@@ -123,9 +123,9 @@ def test_wrong_settings():
     with pytest.raises(ValueError, match="has no router"), record_routing(tiny_llama()):
         pass
     missing = pytest.raises(ValueError, match=r"no experts for the domains \['prose'\]")
-    with missing, record_routing(make("adapter"), DOMAINS, {"code": [0]}):
+    with missing, record_routing(routed_model("adapter"), DOMAINS, {"code": [0]}):
         pass
-    with record_routing(make("adapter"), DOMAINS) as statistics:
+    with record_routing(routed_model("adapter"), DOMAINS) as statistics:
         statistics.current = ["code"]
         with pytest.raises(ValueError, match="names 1 domains, the batch has 3 rows"):
             statistics.update([torch.zeros(21, N)] * 2, torch.ones(3, 7), None)

@@ -22,9 +22,9 @@ from moe_peft.analysis.routing_report import write_report
 from moe_peft.cli import main
 from moe_peft.native import UpcycleConfig, upcycle
 from tests.helpers.models import tiny_llama
+from tests.helpers.routed_models import KINDS, N, ids, routed_model
+from tests.helpers.trainers import EXPERTS, arguments, make_model
 from tests.helpers.upit_case import rows
-from tests.models.test_steering import KINDS, N, ids, make
-from tests.training.test_sft_trainer import EXPERTS, arguments, make_model
 
 MAP = {"code": [0, 1, 2], "prose": [3, 5]}
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
@@ -34,7 +34,7 @@ LABELS = ["prose", "code", "prose"]
 @pytest.mark.parametrize("width", [None, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compliance_by_domain_layer_and_position_is_that_of_a_plain_loop(kind, width):
-    model = make(kind)
+    model = routed_model(kind)
     with torch.no_grad():
         with record_routing(model, ["code", "prose"], MAP, position_width=width) as statistics:
             statistics.current = LABELS

@@ -175,3 +175,41 @@ def _kill_at(owner: Any, name: str, n: int) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, killing)
+
+
+def make_ffn_case(folder, tokenizer, **own):
+    case = make_case(folder, tokenizer)
+    case.pop("adapter")
+    case["sft"]["learning_rate"] = 1e-3
+    return {**case, "mode": "ffn", "moe": {"top_k": 2, "router_aux_loss_coef": 0.02}, **own}
+
+
+def stage_of(pipeline, name):
+    return next(stage for stage in pipeline.stages if stage.name == name)
+
+
+def chats(case: dict) -> dict:
+    """The case with conversations."""
+    for name in ("train", "eval"):
+        path = Path(case["data"][name])
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text(
+            "\n".join(
+                json.dumps(
+                    {
+                        "messages": [
+                            {"role": "user", "content": row["prompt"]},
+                            {"role": "assistant", "content": row["completion"]},
+                        ],
+                        "domain": row["domain"],
+                    }
+                )
+                for row in rows
+            )
+        )
+    return case
+
+
+def without_paths(folder: Path) -> dict[str, bytes]:
+    """The files of a run; `manifest.json` names the folder."""
+    return {name: content for name, content in contents(folder).items() if name != "manifest.json"}

@@ -28,9 +28,8 @@ from moe_peft.training.estimate import (  # fmt: skip
     training_line,
 )
 from moe_peft.upit import UpIT, recipe_from_dict
-from tests.helpers.models import tiny_llama
+from tests.helpers.models import ATTENTION, FFN, tiny_llama
 from tests.helpers.upit_case import make_case, run
-from tests.models.test_model_size import ATTENTION, FFN
 
 LAYER = ATTENTION + FFN + 2 * 64
 OUTSIDE = 2 * 128 * 64 + 64  # embeddings, head, norm

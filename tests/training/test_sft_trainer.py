@@ -26,57 +26,10 @@ from moe_peft.training.labels import COLUMN
 from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin, phase_at
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import assert_close_to_scale, tiny_llama
+from tests.helpers.trainers import EXPERTS, LABELS, arguments, make_model, make_trainer, one_batch
 from tests.helpers.upit_case import rows
-from tests.models.test_steering import NATIVE
 
 N, K = 6, 2
-EXPERTS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
-LABELS = {"label_column": "domain", "expert_map": EXPERTS}
-
-
-def make_model(kind="adapter", **settings):
-    if kind != "adapter":
-        torch.manual_seed(0)
-        model = NATIVE[kind]()
-        model.resize_token_embeddings(128)
-        with torch.no_grad():
-            for parameter in router_parameters(model).values():
-                parameter.normal_(std=0.2)
-        return model
-    base = tiny_llama()
-    torch.manual_seed(1)
-    config = MoELoraConfig(num_experts=N, top_k=K, r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
-    return get_peft_model(base, config)
-
-
-def arguments(folder, cls=MoESFTConfig, **own):
-    defaults = {
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "max_steps": 3,
-    }
-    return cls(output_dir=str(folder), **{**defaults, **own})
-
-
-def make_trainer(folder, tokenizer, model=None, data=None, eval_data=None, **own):
-    return MoESFTTrainer(
-        model=make_model() if model is None else model,
-        args=arguments(folder, **own),
-        train_dataset=Dataset.from_list(rows(24)) if data is None else data,
-        eval_dataset=eval_data,
-        processing_class=tokenizer,
-    )
-
-
-def one_batch(trainer, count=4):
-    return trainer.data_collator([trainer.train_dataset[i] for i in range(count)])
 
 
 @pytest.mark.parametrize("given", ["both", "no tokenizer", "names"])
@@ -230,7 +183,7 @@ import sys
 import torch
 from datasets import Dataset
 sys.path.insert(0, {root!r})
-from tests.training.test_sft_trainer import LABELS, make_trainer, rows
+from tests.helpers.trainers import LABELS, make_trainer
 from tests.helpers.words import word_tokenizer
 trainer = make_trainer(
     {folder!r}, word_tokenizer(model_max_length=256),

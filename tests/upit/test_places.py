@@ -12,8 +12,7 @@ import pytest
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit import stage_cache as stages
 from moe_peft.upit.files import publish
-from tests.cli.test_errors import without_paths
-from tests.helpers.upit_case import contents, make_case, run
+from tests.helpers.upit_case import contents, make_case, run, without_paths
 
 
 @pytest.fixture

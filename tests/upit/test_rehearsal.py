@@ -22,7 +22,7 @@ from moe_peft.upit.inputs import most_positions
 from moe_peft.upit.recipe import ModelSection
 from moe_peft.upit.summary import plan
 from tests.helpers.models import tiny_llama
-from tests.helpers.upit_case import contents, make_case, run
+from tests.helpers.upit_case import chats, contents, make_case, run
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
 HASH = {"router_type": "hash", "router_aux_loss_coef": 0.0}
@@ -195,28 +195,6 @@ def test_preparing_examples_leaves_the_tokenizer_alone(tokenizer, tmp_path):
     rows, _ = tokenized(Dataset.from_list([{"messages": talk}]), tokenizer, args)
     assert before[0] in rows[0]["input_ids"]
     assert (len(tokenizer), tokenizer.chat_template, tokenizer.pad_token) == before
-
-
-def chats(case: dict) -> dict:
-    """The case with conversations."""
-    for name in ("train", "eval"):
-        path = Path(case["data"][name])
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        path.write_text(
-            "\n".join(
-                json.dumps(
-                    {
-                        "messages": [
-                            {"role": "user", "content": row["prompt"]},
-                            {"role": "assistant", "content": row["completion"]},
-                        ],
-                        "domain": row["domain"],
-                    }
-                )
-                for row in rows
-            )
-        )
-    return case
 
 
 def test_a_stages_own_chat_template_decides_its_result(case, tmp_path):

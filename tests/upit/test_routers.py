@@ -23,16 +23,13 @@ from moe_peft.native.router_files import read_routed_model
 from moe_peft.routing.routers import RouterSettings
 from moe_peft.training.preparation import calibration_batches, tokenized
 from moe_peft.upit import UpIT, post_train, recipe_from_dict
-from tests.helpers.upit_case import run, run_in_process
-from tests.upit.test_ffn import settings_in
-from tests.upit.test_rehearsal import chats
-from tests.upit.test_resume import contents
+from tests.helpers.upit_case import chats, contents, make_ffn_case, run, run_in_process
 
 ATTENTION = {"type": "attention", "num_heads": 2}
 
 
 def settings_with(router, folder, tokenizer, **own):
-    case = settings_in(folder, tokenizer, method="upcycle_pt", num_experts=4, num_train_epochs=1)
+    case = make_ffn_case(folder, tokenizer, method="upcycle_pt", num_experts=4, num_train_epochs=1)
     for name in ("prepare", "router_init"):
         del case[name]
     moe = {"top_k": 2, "init": "drop", **own}

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import yaml
 from transformers import PreTrainedTokenizerBase
 
 from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
 from tests.helpers.models import tiny_llama
+from tests.helpers.processes import in_processes
 from tests.helpers.warm import start
 
 DOMAINS = ("a", "b", "c")
@@ -79,26 +79,12 @@ def run(case: dict[str, Any], folder: Path, redo: bool = False, **settings: Any)
 
 
 def run_as_two_processes(settings: dict[str, Any], folder: Path, command: str = "upit", code: int = 0) -> None:
-    """
-    Run the recipe by the command line in two processes over gloo, that are told what torch's launcher tells them. Both
-    end with the code.
-    """
+    """Run the recipe by the command line in two processes over gloo, which both end with the exit code."""
     (folder / "two.yaml").write_text(yaml.safe_dump(settings))
-    (folder / "meeting").unlink(missing_ok=True)
-    processes = [start(_run_rank, rank, folder, command) for rank in range(2)]
-    for process in processes:
-        process.join(300)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert codes == [code, code]
+    in_processes(_run_command, folder, command, code=code)
 
 
-def _run_rank(rank: int, folder: Path, command: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate wants them; they are not used
-    # A file to meet at: a port that is free now may be another's a moment later.
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+def _run_command(rank: int, folder: Path, command: str) -> None:
     main([command, "--config", str(folder / "two.yaml")])
 
 

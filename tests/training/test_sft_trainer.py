@@ -6,8 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +24,10 @@ from moe_peft.training.labels import COLUMN
 from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin, phase_at
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import assert_close_to_scale, tiny_llama
+from tests.helpers.processes import in_processes
 from tests.helpers.trainers import EXPERTS, LABELS, arguments, make_model, make_trainer, one_batch
 from tests.helpers.upit_case import rows
+from tests.helpers.words import word_tokenizer
 
 N, K = 6, 2
 
@@ -178,31 +178,18 @@ def test_accumulated_batches_count_as_one_in_the_balancing_loss(tokenizer, tmp_p
     assert loss == pytest.approx(expected, rel=1e-5)  # in evaluation there are no steps
 
 
-SCRIPT = """
-import sys
-import torch
-from datasets import Dataset
-sys.path.insert(0, {root!r})
-from tests.helpers.trainers import LABELS, make_trainer
-from tests.helpers.words import word_tokenizer
-trainer = make_trainer(
-    {folder!r}, word_tokenizer(model_max_length=256),
-    per_device_train_batch_size=4, optim="sgd", learning_rate=0.05, max_grad_norm=0.0,
-    router_aux_loss_coef=0.0, router_z_loss_coef=0.1, **LABELS,
-)
-trainer.train()
-if trainer.accelerator.is_main_process:
-    torch.save((trainer.model.state_dict(), trainer.state.log_history), {folder!r} + "/trained.pt")
-torch.distributed.destroy_process_group()
-"""
+def train_in_processes(rank: int, folder: Path) -> None:
+    trainer = make_trainer(
+        folder, word_tokenizer(model_max_length=256), per_device_train_batch_size=4, optim="sgd", learning_rate=0.05,
+        max_grad_norm=0.0, router_aux_loss_coef=0.0, router_z_loss_coef=0.1, **LABELS,
+    )  # fmt: skip
+    trainer.train()
+    if rank == 0:
+        torch.save((trainer.model.state_dict(), trainer.state.log_history), folder / "trained.pt")
 
 
 def test_two_processes_train_as_one(tokenizer, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[2]), folder=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
+    in_processes(train_in_processes, tmp_path)
     weights, history = torch.load(tmp_path / "trained.pt", weights_only=False)
     one = make_trainer(
         tmp_path / "one", tokenizer, per_device_train_batch_size=8, optim="sgd", learning_rate=0.05, max_grad_norm=0.0,

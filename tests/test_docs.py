@@ -23,6 +23,8 @@ import yaml
 
 from tests.helpers.models import tiny_llama
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))
 PACKAGES = (

@@ -18,6 +18,8 @@ import pytest
 
 from tests.helpers.warm import run_module
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

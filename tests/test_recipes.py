@@ -38,6 +38,8 @@ from moe_peft.upit.summary import plan
 from tests.helpers.models import tiny_llama
 from tests.helpers.shapes import LLAMA_8B, QWEN_8B
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 ALL = sorted(path for folder in ("upit", "upcycling") for path in (RECIPES / folder).glob("*.yaml"))
 UPCYCLING = [path for path in ALL if path.parent.name == "upcycling"]

@@ -257,6 +257,7 @@ def test_it_trains_in_a_stock_trainer(own, tokenizer, tmp_path):
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.slow
 def test_a_compiled_model_computes_the_same():
     adapted = model().eval()
     expected = adapted(input_ids=IDS).logits

@@ -204,6 +204,7 @@ def fresh_process(base_folder: str, tmp_path_factory) -> tuple[Path, str]:
     return folder / "saved", done.stderr
 
 
+@pytest.mark.slow
 def test_same_seed_saves_the_same_bytes_in_every_process(fresh_process, tmp_path):
     save_adapter_with_sets(tmp_path)
     for name in ("adapter_config.json", "adapter_model.safetensors", "README.md"):
@@ -221,6 +222,7 @@ def test_model_cards_of_all_adapters_say_once_that_loading_needs_the_import(tmp_
         assert card.count("AutoPeftModelForCausalLM.from_pretrained") == 1
 
 
+@pytest.mark.slow
 def test_loading_without_the_import_stops_with_a_key_error_naming_the_type(fresh_process):
     lines = [line for line in fresh_process[1].splitlines() if line.startswith("KeyError")]
     assert lines == ["KeyError: 'MOE_LORA'"]

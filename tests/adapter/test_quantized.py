@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import tiny_llama
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.randint(3, 128, (2, 10), generator=torch.Generator().manual_seed(1))
 
 

@@ -148,6 +148,7 @@ def test_token_classes(tokenizer):
     assert TOKEN_CLASSES[classes[tokenizer.pad_token_id]] == TOKEN_CLASSES[classes[129]] == "other"
 
 
+@pytest.mark.slow
 def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
     tiny_llama().save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -212,6 +213,7 @@ def test_load_over_a_training(own, tokenizer, tmp_path):
     assert (tmp_path / "load" / "load.png").exists()
 
 
+@pytest.mark.slow
 def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_path, monkeypatch):
     def train(steps, **own):
         trainer = SFTTrainer(

@@ -124,6 +124,7 @@ def shares(domains, layers, n):
     return {f"d{i}": torch.rand(layers, n, generator=generator).softmax(-1) for i in range(domains)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domains, layers, n", [(1, 2, 4), (5, 32, 8), (12, 64, 64), (40, 32, 8), (3, 4, 128)])
 def test_figures_by_domain_stay_small(domains, layers, n, drawn, tmp_path):
     given = shares(domains, layers, n)
@@ -157,6 +158,7 @@ def test_a_compliance_panel_has_few_lines_and_chance(drawn, tmp_path):
     assert drawn[1].axes[0].get_xscale() == "linear"
 
 
+@pytest.mark.slow
 def test_heat_maps_have_numbers(drawn, tmp_path):
     figures.plot_shares(shares(5, 4, 8), tmp_path / "a.png")
     figures.plot_coactivation(torch.tensor([[4.0, 1.0], [1.0, 2.0]]), tmp_path / "b.png")
@@ -171,6 +173,7 @@ def test_heat_maps_have_numbers(drawn, tmp_path):
     assert texts[3] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "magic"), [(".pdf", b"%PDF"), (".svg", b"<?xml"), (".png", b"\x89PNG")])
 def test_the_suffix_is_the_format(suffix, magic, tmp_path):
     """And the same numbers are the same bytes."""
@@ -239,6 +242,7 @@ def test_what_no_report_wrote_is_refused_before_any_work_and_stays(name, tmp_pat
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: '{"shares": "mine"}'}
 
 
+@pytest.mark.slow
 def test_a_report_is_replaced_when_the_next_one_is_whole(folder, monkeypatch):
     inspect(folder, "--html", "--max-examples", "4")
     (folder / "report" / "notes.txt").write_text("mine")
@@ -276,6 +280,7 @@ def test_names_are_printed_as_they_are(folder, capsys, tmp_path):
     assert "[/x]" in printed and ":smile:" in printed and str(tmp_path / "runs[a]" / "load.png") in printed
 
 
+@pytest.mark.slow
 def test_inspect_says_what_it_measured(folder, capsys):
     masks = {label: [int(i in experts) for i in range(6)] for label, experts in EXPERTS.items()}
     own = ("--split", "train[:12]", "--dtype", "bfloat16", "--position-width", "4", "--figures", "svg")
@@ -349,6 +354,7 @@ class Page(HTMLParser):
         return {row[0]: row[1:] for row in rows[1:]}
 
 
+@pytest.mark.slow
 def test_inspect_writes_one_page_that_holds_everything(folder, capsys):
     report = inspect(folder, "--html", "--figures", "pdf")
     assert str(folder / "report" / "report.html") in capsys.readouterr().out
@@ -407,6 +413,7 @@ def test_inspect_says_where_the_data_are_too_few(folder, capsys):
     assert bool(report["warnings"]) != ("too few to judge its load: by chance alone" in printed)
 
 
+@pytest.mark.slow
 def test_inspect_of_a_quantized_base(folder, capsys):
     report = inspect(folder, "--quantization", '{"load_in_4bit": true}', "--max-examples", "4")
     assert report["about"]["quantization"] == "bitsandbytes, load_in_4bit"

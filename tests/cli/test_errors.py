@@ -28,6 +28,8 @@ from moe_peft.utils.io import reading
 from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes, without_paths
 from tests.helpers.warm import run_module
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "adapter_model.safetensors"
 
 

@@ -87,6 +87,7 @@ def test_an_unchanged_training_goes_on(stopped, tmp_path):
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
 
 
+@pytest.mark.slow
 def test_dpo_goes_on_with_its_own_loss_only(case, tmp_path, capsys):
     settings = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl")), "max_steps": 3}
     out = run("dpo", tmp_path, settings)

@@ -233,6 +233,7 @@ def test_an_empty_file_is_refused_in_one_line(tmp_path, capsys):
 # --- recipes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, own", [("upcycle_pt", {}), ("upcycle_sft", {"router_init": {"buckets": "none"}})])
 def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path, monkeypatch):
     drawn = Mock(side_effect=calibration_batches)

@@ -14,6 +14,8 @@ import torch
 from moe_peft.native import export_adapter, upcycle
 from tests.helpers.native_case import IDS, adapter, dense_model, logits, saved
 
+pytestmark = pytest.mark.slow
+
 # Run with a file of tokens and models' folders, each of which gets its logits; the package cannot be imported there.
 BARRED = """
 import sys

@@ -223,6 +223,7 @@ EXPANDED = {"num_experts": 6, "prepare": {"num_experts": 2}}
 FROZEN = {"router_init": {"train_experts": False}, "post_train": {"train_experts": False}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "own",
     [

@@ -188,6 +188,7 @@ def train_in_processes(rank: int, folder: Path) -> None:
         torch.save((trainer.model.state_dict(), trainer.state.log_history), folder / "trained.pt")
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tokenizer, tmp_path):
     in_processes(train_in_processes, tmp_path)
     weights, history = torch.load(tmp_path / "trained.pt", weights_only=False)
@@ -331,6 +332,7 @@ def changed(model, before):
     return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adapter", "mixtral"])
 def test_two_stages(kind, tokenizer, tmp_path):
     """Routers alone learn to comply; then all else learns, and they stay as they are."""

@@ -46,6 +46,8 @@ from tests.helpers.upit_case import (
     stage_of,
 )
 
+pytestmark = pytest.mark.slow
+
 # Stage 1 has 24 steps; stage 3's four buckets of three seeds have 2 each; stage 4 has 18.
 STEPS = 24 + 8 + 24
 

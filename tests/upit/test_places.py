@@ -14,6 +14,8 @@ from moe_peft.upit import stage_cache as stages
 from moe_peft.upit.files import publish
 from tests.helpers.upit_case import contents, make_case, run, without_paths
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def case(tmp_path, tokenizer):

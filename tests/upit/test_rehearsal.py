@@ -24,6 +24,8 @@ from moe_peft.upit.summary import plan
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import chats, contents, make_case, run
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
 HASH = {"router_type": "hash", "router_aux_loss_coef": 0.0}
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers.upit_case import contents, make_case, run_in_process
 
+pytestmark = pytest.mark.slow
+
 # Forward passes: stage 1 has 24, stage 3 has 6 in 2 steps, stage 4 has 24; stage 1 saves at 5, 10, 15, 16, 20 and 24.
 STEPS, SAVE_STEPS = 54, 5
 KILLS = [

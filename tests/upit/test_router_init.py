@@ -317,6 +317,7 @@ def uneven_rows():
     return Dataset.from_list([{**row, "domain": label} for row, label in zip(rows(12), LABELS, strict=True)])
 
 
+@pytest.mark.slow
 def test_routers_with_a_row_for_each_expert_train_alike(loras, tokenizer, tmp_path):
     """Under forced routing they have the same logits, so the same updates, clipping and decay included."""
     own = {"max_grad_norm": 0.5, "weight_decay": 0.1, "lr_scheduler_type": "constant", "num_train_epochs": 3}

@@ -25,6 +25,8 @@ from moe_peft.training.preparation import calibration_batches, tokenized
 from moe_peft.upit import UpIT, post_train, recipe_from_dict
 from tests.helpers.upit_case import chats, contents, make_ffn_case, run, run_in_process
 
+pytestmark = pytest.mark.slow
+
 ATTENTION = {"type": "attention", "num_heads": 2}
 
 

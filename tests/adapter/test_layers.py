@@ -21,6 +21,7 @@ from moe_peft import MoELoraConfig, pin_dispatch
 from moe_peft.adapter.dispatch import PART_SLOTS, Blocks, Dense, Dispatch, Gather, Sorted, choose_method
 from moe_peft.adapter.ffn_layout import find_layout
 from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
+from tests.helpers.covering import triples
 from tests.helpers.expert_layers import (
     EXACT,
     FFNS,
@@ -53,12 +54,16 @@ def projections_of(kind: str, subset: str) -> list[str]:
 # --- against the loops ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "gather", "dense-blocks"])
-@pytest.mark.parametrize("n, k", [(1, 3), (2, 1), (2, 2), (5, 1), (5, 2), (5, 3), (16, 1), (16, 2), (16, 3)])
-@mixings
-@normalized
-@every_ffn
-def test_ffn_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mixing, n, k, method):
+@pytest.mark.parametrize(
+    "kind, normalize_top_k, mixing, sizes, method",
+    triples(
+        FFNS, [True, False], ["output", "projection"],
+        [(1, 3), (2, 1), (2, 2), (5, 1), (5, 2), (5, 3), (16, 1), (16, 2), (16, 3)],
+        ["dense", "blocks", "gather", "dense-blocks"],
+    ),
+)  # fmt: skip
+def test_ffn_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mixing, sizes, method):
+    n, k = sizes
     settings = {"num_experts": n, "top_k": k, "r": 3, "mixing": mixing, "normalize_top_k": normalize_top_k}
     layer = ffn_layer(kind, torch.float64, **settings)
     x, d_output = tensors(5, dtype=torch.float64)
@@ -84,12 +89,16 @@ def test_experts_on_some_projections_are_the_loops_in_float64(kind, subset, mixi
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
-@pytest.mark.parametrize("n, k, r", [(2, 2, 4), (5, 1, 4), (16, 2, 12), (16, 3, 12)])  # 16·12 columns: not all at once
-@mixings
-@normalized
-@every_ffn
-def test_ffn_output_and_gradients_are_the_loops_in_float32(kind, normalize_top_k, mixing, n, k, r, method):
+@pytest.mark.parametrize(
+    "kind, normalize_top_k, mixing, sizes, method",
+    triples(
+        FFNS, [True, False], ["output", "projection"],
+        [(2, 2, 4), (5, 1, 4), (16, 2, 12), (16, 3, 12)],  # 16·12 columns: not all at once
+        ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"],
+    ),
+)  # fmt: skip
+def test_ffn_output_and_gradients_are_the_loops_in_float32(kind, normalize_top_k, mixing, sizes, method):
+    n, k, r = sizes
     layer = ffn_layer(kind, num_experts=n, top_k=k, r=r, mixing=mixing, normalize_top_k=normalize_top_k)
     x, d_output = tensors(8)
     with pin_dispatch(method):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-GENERATOR = torch.Generator().manual_seed(0)
-IDS = torch.randint(3, 64, (4, 9), generator=GENERATOR)
+IDS = torch.randint(3, 64, (4, 9), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[1, 5:] = 0
 MASK[3, :3] = 0

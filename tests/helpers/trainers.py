@@ -19,6 +19,9 @@ from tests.helpers.upit_case import rows
 
 EXPERTS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
 LABELS = {"label_column": "domain", "expert_map": EXPERTS}
+# Experts 4 and 5 serve no label.
+NARROW = {"label_column": "domain", "expert_map": {"a": [0, 1], "b": [2, 3], "c": [1, 2, 3]}}
+MASKED = {"router_label_mask": True, **NARROW}
 
 
 def make_model(kind="adapter", **settings):
@@ -64,11 +67,6 @@ def make_trainer(folder, tokenizer, model=None, data=None, eval_data=None, **own
 
 def one_batch(trainer, count=4):
     return trainer.data_collator([trainer.train_dataset[i] for i in range(count)])
-
-
-# Experts 4 and 5 serve no label.
-NARROW = {"label_column": "domain", "expert_map": {"a": [0, 1], "b": [2, 3], "c": [1, 2, 3]}}
-MASKED = {"router_label_mask": True, **NARROW}
 
 
 @dataclass

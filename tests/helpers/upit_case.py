@@ -39,6 +39,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def without_paths(folder: Path) -> dict[str, bytes]:
+    """The files of a run; `manifest.json` names the folder."""
+    return {name: content for name, content in contents(folder).items() if name != "manifest.json"}
+
+
 def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Base model and data in `folder`; returns a recipe's settings, with relative paths."""
     tiny_llama(vocab=128).save_pretrained(folder / "base")
@@ -71,11 +76,41 @@ def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
     }
 
 
+def make_ffn_case(folder, tokenizer, **own):
+    """The settings for experts that are complete FFNs."""
+    case = make_case(folder, tokenizer)
+    case.pop("adapter")
+    case["sft"]["learning_rate"] = 1e-3
+    return {**case, "mode": "ffn", "moe": {"top_k": 2, "router_aux_loss_coef": 0.02}, **own}
+
+
+def chats(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with conversations."""
+    for name in ("train", "eval"):
+        path = Path(case["data"][name])
+        talks = [
+            {
+                "messages": [
+                    {"role": "user", "content": row["prompt"]},
+                    {"role": "assistant", "content": row["completion"]},
+                ],
+                "domain": row["domain"],
+            }
+            for row in map(json.loads, path.read_text().splitlines())
+        ]
+        path.write_text("\n".join(map(json.dumps, talks)))
+    return case
+
+
 def run(case: dict[str, Any], folder: Path, redo: bool = False, **settings: Any) -> UpIT:
     """Run the recipe, with other settings, to `folder/out`."""
     pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(folder / "out"), **settings}))
     pipeline.run(redo)
     return pipeline
+
+
+def stage_of(pipeline, name):
+    return next(stage for stage in pipeline.stages if stage.name == name)
 
 
 def run_as_two_processes(settings: dict[str, Any], folder: Path, command: str = "upit", code: int = 0) -> None:
@@ -161,41 +196,3 @@ def _kill_at(owner: Any, name: str, n: int) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, killing)
-
-
-def make_ffn_case(folder, tokenizer, **own):
-    case = make_case(folder, tokenizer)
-    case.pop("adapter")
-    case["sft"]["learning_rate"] = 1e-3
-    return {**case, "mode": "ffn", "moe": {"top_k": 2, "router_aux_loss_coef": 0.02}, **own}
-
-
-def stage_of(pipeline, name):
-    return next(stage for stage in pipeline.stages if stage.name == name)
-
-
-def chats(case: dict) -> dict:
-    """The case with conversations."""
-    for name in ("train", "eval"):
-        path = Path(case["data"][name])
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        path.write_text(
-            "\n".join(
-                json.dumps(
-                    {
-                        "messages": [
-                            {"role": "user", "content": row["prompt"]},
-                            {"role": "assistant", "content": row["completion"]},
-                        ],
-                        "domain": row["domain"],
-                    }
-                )
-                for row in rows
-            )
-        )
-    return case
-
-
-def without_paths(folder: Path) -> dict[str, bytes]:
-    """The files of a run; `manifest.json` names the folder."""
-    return {name: content for name, content in contents(folder).items() if name != "manifest.json"}

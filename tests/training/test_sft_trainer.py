@@ -340,7 +340,7 @@ def test_two_stages(kind, tokenizer, tmp_path):
     before = copy.deepcopy(model.state_dict())
     routers = set(router_parameters(model))
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    own = {"max_steps": 150, "learning_rate": 3e-2, "lr_scheduler_type": "constant"}
+    own = {"max_steps": 80, "learning_rate": 1e-1, "lr_scheduler_type": "constant"}
     first = make_trainer(tmp_path / "1", tokenizer, model, training_stage="routers", **own, **LABELS)
     first.train()
     assert changed(model, before) == routers

@@ -25,6 +25,14 @@ LISTED = {name for names in PRIVATE.values() for name in names}
 ELSEWHERE = {"_forward_hooks", "_ConvNd", "_fields", "_replace", "_name_or_path", "_asdict", "_unsafe_view"}
 
 
+@cache
+def source(cls) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # made by a decorator
+        return ""
+
+
 def place(path: str):
     """The module or class of a dotted path."""
     try:
@@ -41,7 +49,7 @@ def test_the_name_is_still_where_we_use_it(path, name):
     owner = place(path)
     fields = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
     bases = [b for b in getattr(owner, "__mro__", ()) if b.__module__.partition(".")[0] in PACKAGES]
-    of_instances = any(f"self.{name}" in inspect.getsource(base) for base in bases)
+    of_instances = any(f"self.{name}" in source(base) for base in bases)
     assert hasattr(owner, name) or name in fields or of_instances, f"{path}.{name} has moved"
 
 
@@ -50,14 +58,6 @@ def our_classes():
         if found.name != "moe_peft.__main__":
             module = importlib.import_module(found.name)
             yield from (c for c in vars(module).values() if inspect.isclass(c) and c.__module__.startswith("moe_peft"))
-
-
-@cache
-def source(cls) -> str:
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):  # made by a decorator
-        return ""
 
 
 def test_everything_private_that_we_override_or_set_is_listed():

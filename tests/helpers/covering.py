@@ -7,9 +7,11 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 
-def triples(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Cells of the product of the factors in which every three values of three factors occur together."""
+
+def triples(*factors: Iterable[Any]) -> list[Any]:
+    """Cells of the product of the factors, in which every three values of three factors occur together."""
     cells = list(itertools.product(*factors))
     random.Random(0).shuffle(cells)
     seen: set[Any] = set()
@@ -17,6 +19,6 @@ def triples(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     for cell in cells:
         new = {*itertools.combinations(enumerate(map(repr, cell)), 3)} - seen
         if new:
-            covering.append(cell)
+            covering.append(pytest.param(*cell, id="-".join(map(str, cell))))
             seen |= new
     return covering

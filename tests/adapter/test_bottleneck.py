@@ -167,6 +167,7 @@ def test_changes_of_active_adapters_of_both_types_add_up(names):
         assert_same(run(layer, x, d_output), reference(layer, x, d_output, active), EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "dense", "blocks", "gather"])
 def test_a_compiled_layer_has_no_graph_break_and_the_same_output_and_gradients(method):
     layer = ffn_layer("gated_bias", **BOTTLENECK)

@@ -115,6 +115,7 @@ def test_every_router_does_without_tokens(kind, steering):
         check_without_tokens(layer, torch.zeros(0, D, dtype=dtype, requires_grad=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "blocks", "gather"])
 def test_a_compiled_layer_does_without_tokens(method):
     layer = ffn_layer(r=8)

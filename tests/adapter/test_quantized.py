@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import tiny_llama
 
-pytestmark = pytest.mark.slow
-
 IDS = torch.randint(3, 128, (2, 10), generator=torch.Generator().manual_seed(1))
 
 
@@ -89,6 +87,7 @@ KINDS: dict[str, dict[str, Any]] = {
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS),
     pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore:.*use_reentrant parameter should be passed explicitly"),

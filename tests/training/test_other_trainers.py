@@ -20,6 +20,8 @@ from tests.helpers.models import tiny_llama
 from tests.helpers.trainers import MoEKTOTrainer, arguments, preferences
 from tests.helpers.upit_case import rows
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.randint(3, 128, (6, 8), generator=torch.Generator().manual_seed(0))
 
 

@@ -11,6 +11,7 @@ import sys
 import types
 import weakref
 from dataclasses import asdict
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -44,6 +45,18 @@ def case(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def upit(case, tmp_path_factory):
     return run(case, tmp_path_factory.mktemp("upit"))
+
+
+@pytest.fixture(scope="module")
+def of_method(case, upit, tmp_path_factory):
+    """The finished run of each method, which a test may look at but not change."""
+    return cache(lambda method: upit if method == "upit" else run(case, tmp_path_factory.mktemp(method), method=method))
+
+
+@pytest.fixture
+def finished(upit, tmp_path):
+    """A copy of the finished run in the folder of the test's own."""
+    shutil.copytree(upit.root, tmp_path / "out")
 
 
 # --- stages ---------------------------------------------------------------------------------------------------------
@@ -220,7 +233,7 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
 
 
 @pytest.mark.slow
-def test_what_is_yours_in_a_result_stays(case, tmp_path):
+def test_what_is_yours_in_a_result_stays(case, finished, tmp_path):
     """Run again, and done again with other settings."""
     first = run(case, tmp_path)
     card = (first.result / "README.md").read_text()
@@ -240,7 +253,7 @@ def test_what_is_yours_in_a_result_stays(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_done_again_leaves_what_was_done(case, tmp_path):
+def test_what_cannot_be_done_again_leaves_what_was_done(case, finished, tmp_path):
     first = run(case, tmp_path)
     before = {name: content for name, content in contents(first.root).items() if name.startswith("prepare/")}
     with pytest.raises(ValueError, match="zzz"):
@@ -252,7 +265,7 @@ def test_what_cannot_be_done_again_leaves_what_was_done(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_figure_is_of_this_run(case, tmp_path):
+def test_a_figure_is_of_this_run(case, finished, tmp_path):
     first = run(case, tmp_path)
     assert (first.result / "routing.png").is_file()
     data = {key: value for key, value in case["data"].items() if key != "eval"}
@@ -291,8 +304,8 @@ def test_trackers_have_one_run_a_stage_and_keep_their_files(case, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_a_second_run_of_one_object_does_nothing_again(case, tmp_path):
-    pipeline = run(case, tmp_path, method="loramoe_sft")
+def test_a_second_run_of_one_object_does_nothing_again(of_method):
+    pipeline = of_method("loramoe_sft")
     before = {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")}
     pipeline.run()
     assert {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")} == before
@@ -349,8 +362,8 @@ def steps_of(pipeline):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "loramoe_pt", "loramoe_sft", "self_moe", "pesc"])
-def test_baselines(method, case, upit, tmp_path):
-    pipeline = run(case, tmp_path, method=method)
+def test_baselines(method, of_method, upit):
+    pipeline = of_method(method)
     assert steps_of(pipeline) == 48  # 4 passes over 48 rows in batches of 4
     assert steps_of(upit) == 48 + 2  # and 2 passes of every expert over its bucket of 3
     config = PeftConfig.from_pretrained(pipeline.root / "adapter")
@@ -384,8 +397,8 @@ def experts_of(folder):
 
 
 @pytest.mark.slow
-def test_self_moe_trains_the_routers_alone(case, tmp_path):
-    pipeline = run(case, tmp_path, method="self_moe")
+def test_self_moe_trains_the_routers_alone(of_method):
+    pipeline = of_method("self_moe")
     given = [load_file(pipeline.root / "expand" / "experts" / str(i) / WEIGHTS) for i in range(4)]
     for name, A in experts_of(pipeline.root / "adapter").items():
         module, _, projection = name.rpartition(".")
@@ -509,8 +522,8 @@ def test_missing_label_column(case, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["upit", "lora", "self_moe", "loramoe_pt", "pesc"])
-def test_plan_is_what_happens(method, case, upit, tmp_path):
-    pipeline = upit if method == "upit" else run(case, tmp_path, method=method)
+def test_plan_is_what_happens(method, of_method, upit):
+    pipeline = of_method(method)
     stages = {stage.name: stage for stage in plan(pipeline)}
     trained = [name for name in pipeline.records if name in ("prepare", "router_init", "post_train")]
     assert list(stages) == trained

@@ -289,13 +289,13 @@ def test_given_adapters_say_what_experts_are(case, tmp_path):
     plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 2, **same}})))
 
 
-@pytest.mark.parametrize("own", [{}, {"r": 6, "lora_alpha": 12, "use_rslora": True}, {"lora_alpha": 12}])
-def test_given_adapters_are_compared_by_their_own_numbers(own, case, tmp_path):
+def test_given_adapters_are_compared_by_their_own_numbers(case, tmp_path):
     """Of rank-stabilised ones too, and of all that are used: the last one where experts are copies."""
     base = case["model"]["name_or_path"]
     folders = loras(tmp_path / "rs", base, 2, target_modules=["up_proj"], use_rslora=True)
     settings = {**case, "num_experts": 2, "output_dir": str(tmp_path / "out"), "prepare": {"adapters": folders}}
-    plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1, **own}})))
+    for own in ({}, {"r": 6, "lora_alpha": 12, "use_rslora": True}, {"lora_alpha": 12}):
+        plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1, **own}})))
     narrow = loras(tmp_path / "narrow", base, 1, target_modules=["up_proj"], rank_pattern={"up_proj": 3})
     settings["prepare"] = {"adapters": [folders[0], *narrow], "experts": "copies"}
     planned = plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1}})))[-1]

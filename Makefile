@@ -1,5 +1,6 @@
 # make demo   sets up and runs the main job on data every machine has
-# make test   sets up and runs the tests
+# make test   sets up and runs the tests (eight minutes on two idle cores)
+# make test-fast  the same without the slow ones (three minutes): what to run while you change something
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
@@ -13,7 +14,7 @@ RUN := $(VENV)/bin/python
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
 
-.PHONY: setup demo test test-lowest test-engines fuzz check format docs bench clean
+.PHONY: setup demo test test-fast test-lowest test-engines fuzz check format docs bench clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -25,8 +26,13 @@ demo: setup
 	$(RUN) -m examples.demo
 
 # One thread per worker: several workers with several threads each would wait for one another.
+TESTS := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --ignore tests/training/test_engines.py
+
 test: setup
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal --ignore tests/training/test_engines.py
+	$(TESTS)
+
+test-fast: setup
+	$(TESTS) -m 'not slow'
 
 $(LOWEST)/.ready: pyproject.toml constraints-lowest.txt
 	$(LOWEST_PYTHON) -m venv --clear $(LOWEST)

@@ -13,6 +13,7 @@ import pytest
 import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+import tests.helpers.templates  # noqa: F401
 from tests.helpers.models import tiny_llama
 from tests.helpers.words import word_tokenizer
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -22,13 +20,12 @@ import pytest
 import yaml
 
 from tests.helpers.models import tiny_llama
+from tests.helpers.user_folder import PACKAGES, in_folder, write_model, write_rows
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))
-PACKAGES = (
-    "moe_peft",
-    *(f"moe_peft.{name}" for name in ("analysis", "evaluation", "native", "pruning", "routing", "training", "upit")),
-)
 BLOCK = re.compile(r'^```(python|bash|diff|yaml)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 # What shows that a page did more than pass.
 PRINTED = {
@@ -52,10 +49,6 @@ WRITTEN = {
     "training.md": "labels/adapter_model.safetensors",
     "upit.md": "upit/adapter/adapter_model.safetensors",
 }
-# A process that has imported what takes long, and of which every page gets a copy. It has not imported `moe_peft`: each
-# page imports what it needs, and the page with diffs has its own copy of the package.
-
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "datasets", "peft", "trl"])
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
@@ -84,35 +77,17 @@ def apply_diff(diff: str, root: Path) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def in_folder(folder: Path, job: object, *args: object, start: str = "forkserver") -> None:
-    """Run `job` in a process of its own, in `folder`, its output in the file `log`."""
-    process = multiprocessing.get_context(start).Process(target=_job, args=(folder, job, *args))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, (folder / "log").read_text()[-3000:]
-
-
-def _job(folder: Path, job, *args: object) -> None:
-    os.chdir(folder)
-    with open("log", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    job(*args)
-    sys.stdout.flush()
-
-
 def make_inputs(tokenizer) -> None:
     """What the pages assume, see "Names used in the snippets" on the first one."""
     for seed, name in enumerate(("my-base-model", "code-model", "prose-model", "math-model")):
-        tiny_llama(vocab=128, seed=seed).save_pretrained(name)
-        tokenizer.save_pretrained(name)
+        write_model(name, tokenizer, seed)
     rows = [
         {"text": " ".join(f"w{3 + (7 * i + j) % 120}" for j in range(12)), "domain": ("code", "prose")[i % 2]}
         for i in range(24)
     ]
     pairs = [{"prompt": row["text"], "chosen": " w3 w4", "rejected": " w5 w6"} for row in rows]
     for name, content in (("train", rows), ("test", rows[:6]), ("pairs", pairs)):
-        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
+        write_rows(f"{name}.jsonl", content)
     from peft import get_peft_model
 
     from moe_peft import MoELoraConfig

@@ -11,6 +11,7 @@ import re
 import shlex
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,11 +33,13 @@ from transformers import (
 from moe_peft.cli import main
 from moe_peft.models.attention_init import attention_gates
 from moe_peft.native.upcycle import upcycled_config
-from moe_peft.upit import load_recipe
+from moe_peft.upit import load_recipe, summary
 from moe_peft.upit.pipeline import UpIT
 from moe_peft.upit.summary import plan
 from tests.helpers.models import tiny_llama
 from tests.helpers.shapes import LLAMA_8B, QWEN_8B
+
+pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ALL = sorted(path for folder in ("upit", "upcycling") for path in (RECIPES / folder).glob("*.yaml"))
@@ -136,8 +139,10 @@ def local(path, folder, config, tokenizer, row, rows):
 
 def printed_plan(path, overrides, capsys):
     """What `--dry-run` prints, and the stages by name."""
-    main(["upit", "--config", str(path), "--dry-run", *(part for o in overrides for part in ("--set", o))])
-    return capsys.readouterr().out, {stage.name: stage for stage in plan(UpIT(load_recipe(path, overrides)))}
+    plans = []
+    with patch.object(summary, "plan", lambda *args: plans.append(plan(*args)) or plans[0]):
+        main(["upit", "--config", str(path), "--dry-run", *(part for o in overrides for part in ("--set", o))])
+    return capsys.readouterr().out, {stage.name: stage for stage in plans[0]}
 
 
 @recipes
@@ -146,7 +151,7 @@ def test_dry_run(path, tmp_path, tokenizer, capsys):
     row = {"messages": [{"role": r, "content": "w3 w4 w5"} for r in ("user", "assistant")], "domain": "code"}
     rows = 3000
     if path in UPCYCLING:  # whole contexts: 4095 words and the end
-        row, rows = {"text": " ".join(["w3"] * 4095)}, 1000
+        row, rows = {"text": " ".join(["w3"] * 4095)}, 200
     overrides = local(path, tmp_path, config, tokenizer, row, rows)
     recipe = load_recipe(path, overrides)
     printed, stages = printed_plan(path, overrides, capsys)
@@ -154,7 +159,7 @@ def test_dry_run(path, tmp_path, tokenizer, capsys):
     batch = recipe.sft["per_device_train_batch_size"] * recipe.sft.get("gradient_accumulation_steps", 1)
     if path in UPCYCLING:
         assert list(stages) == ["post_train"]
-        assert stages["post_train"].steps == -(-1000 // batch) and stages["post_train"].tokens == 1000 * 4096
+        assert stages["post_train"].steps == -(-rows // batch) and stages["post_train"].tokens == rows * 4096
         dense, moe = PUBLISHED[path.stem]
         assert DENSE[path.stem] / 1e9 == pytest.approx(dense, rel=0.09) and trainable / 1e9 == pytest.approx(moe, 0.02)
         assert 8 * batch == 1024  # processes × rows

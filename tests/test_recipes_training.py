@@ -13,6 +13,8 @@ from moe_peft.native import UpcycleConfig
 from moe_peft.native.upcycle import upcycled_config
 from tests.helpers.shapes import LLAMA_8B, QWEN_8B
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path for command in ("sft", "dpo") for path in (ROOT / "recipes" / command).glob("*.yaml"))
 QWEN_06B = Qwen3Config(

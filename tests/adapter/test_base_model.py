@@ -248,6 +248,7 @@ def test_the_table_of_families_says_what_happens(name):
     assert row.lora == "yes" and row.adapter in OUTCOMES
 
 
+@pytest.mark.slow
 @same_version
 def test_the_table_of_families_has_every_model_type():
     text = TABLE.read_text()

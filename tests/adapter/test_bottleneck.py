@@ -30,14 +30,13 @@ from moe_peft.adapter.layers import MoELoraFFN
 from moe_peft.analysis import record_routing
 from moe_peft.models.introspection import router_parameters
 from moe_peft.native import export_adapter
-from tests.adapter.test_layers import EXACT, HALF, SINGLE, RecordedDropout, add_adapter, ffn_layer, tensors
+from tests.helpers.expert_layers import EXACT, HALF, SINGLE, RecordedDropout, add_adapter, ffn_layer, tensors
 from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import adapter as saved_adapter
 from tests.helpers.native_case import dense_model, saved
 from tests.helpers.reference import assert_close, assert_same, reference, run
+from tests.helpers.router_kinds import ROUTER_KINDS, routed_layer
 from tests.helpers.upit_case import rows
-from tests.routing.test_routers import KINDS as ROUTERS
-from tests.routing.test_routers import layer as routed_layer
 
 IDS = torch.randint(3, 128, (2, 10), generator=torch.Generator().manual_seed(1))
 STD = 0.2  # of a base's weights where training is to show: bottlenecks act on the output of its FFNs
@@ -94,7 +93,7 @@ def test_output_and_gradients_are_the_loops_in_float32(normalize, n, k, b, metho
 
 
 # Switch is refused, and routing by token ids is tested with whole models.
-@pytest.mark.parametrize("router", [name for name in ROUTERS if name not in ("switch", "hash")])
+@pytest.mark.parametrize("router", [name for name in ROUTER_KINDS if name not in ("switch", "hash")])
 def test_every_router_routes_them(router):
     layer = routed_layer(router, **BOTTLENECK)
     x, d_output = tensors(9, dtype=torch.float64)
@@ -166,6 +165,7 @@ def test_changes_of_active_adapters_of_both_types_add_up(names):
         assert_same(run(layer, x, d_output), reference(layer, x, d_output, active), EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "dense", "blocks", "gather"])
 def test_a_compiled_layer_has_no_graph_break_and_the_same_output_and_gradients(method):
     layer = ffn_layer("gated_bias", **BOTTLENECK)

@@ -14,6 +14,8 @@ from moe_peft.adapter.router_recorder import state
 from moe_peft.training.scoring import make_scorable
 from tests.helpers.models import tiny_llama
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
 
 

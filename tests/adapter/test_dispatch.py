@@ -5,27 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_peft.adapter.dispatch import Blocks, Dense, Gather, InParts, Sorted, _block_size, _ShrinkTokens
+from moe_peft.adapter.dispatch import Blocks, _block_size, _ShrinkTokens
+from tests.helpers.dispatches import DTYPES, IN, METHODS, OUT, SCALING, N, R, make_dispatch
 
-N, R, IN, OUT, SCALING = 5, 4, 8, 12, 0.7
-METHODS = ["dense", "gather", "blocks", "sorted", "parts of blocks", "parts of sorted"]
-# Grouped products take no float64.
-DTYPES = {name: torch.float32 if "sorted" in name else torch.float64 for name in METHODS}
 CASES = [(name, k, False) for name in METHODS for k in (1, 2, 3)]
 CASES += [(name, k, True) for name in METHODS if name not in ("blocks", "sorted") for k in (1, 3)]
-
-
-def make(name, k, all_columns=False, tokens=11, seed=0, device="cpu", dtype=None):
-    generator = torch.Generator().manual_seed(seed)
-    experts = torch.rand(tokens, N, generator=generator).topk(k).indices
-    experts[experts == 3] = 4 if k == 1 else 3  # with one slot, expert 3 gets no token
-    gates = (torch.rand(tokens, k, generator=generator) + 0.1).to(dtype or DTYPES[name])
-    experts, gates = experts.to(device), gates.to(device)
-    columns = {"all_columns": True} if all_columns else {}
-    kinds = {"dense": Dense, "gather": Gather, "blocks": Blocks, "sorted": Sorted}
-    if name.startswith("parts of "):
-        return InParts(kinds[name[9:]], experts, gates.requires_grad_(), N, SCALING, **columns)
-    return kinds[name](experts, gates.requires_grad_(), N, SCALING, **columns)
 
 
 def random(name, *shape, seed=1):
@@ -50,7 +34,7 @@ def update_by_hand(dispatch, x, A, B, base):
 
 @pytest.mark.parametrize(("name", "k"), [(name, k) for name in METHODS for k in (1, 2, 3)])
 def test_maps_of_pairs(name, k):
-    whole = make(name, k)
+    whole = make_dispatch(name, k)
     assert (whole.tokens, whole.k, whole.n, whole.scaling) == (11, k, N, SCALING)
     covered = []
     for part in whole.parts:
@@ -90,7 +74,7 @@ def test_maps_of_pairs(name, k):
 @pytest.mark.parametrize("with_grad", [True, False])
 @pytest.mark.parametrize(("name", "k", "all_columns"), CASES)
 def test_an_update_and_its_gradients(name, k, all_columns, with_grad):
-    dispatch = make(name, k, all_columns)
+    dispatch = make_dispatch(name, k, all_columns)
     x = [random(name, 11, IN, seed=3).requires_grad_() for _ in range(2)]
     A = [random(name, N, R, IN, seed=4 + i).requires_grad_() for i in range(2)]
     B = [random(name, N, R, out, seed=7).requires_grad_() for out in (OUT, IN)]
@@ -115,7 +99,7 @@ def test_an_update_and_its_gradients(name, k, all_columns, with_grad):
 def test_the_form_whose_backward_autograd_derives(name, k, all_columns, monkeypatch):
     """Without backward passes of our own: autograd derives them. The maps are those of the loop all the same."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    dispatch = make(name, k, all_columns)
+    dispatch = make_dispatch(name, k, all_columns)
     tensors = [random(name, 11, IN), random(name, N, R, IN), random(name, N, R, OUT), random(name, 11, OUT)]
     leaves = [tensor.requires_grad_() for tensor in tensors]
     ours, theirs = dispatch.update(*([leaf] for leaf in leaves))[0], update_by_hand(dispatch, *leaves)
@@ -136,7 +120,7 @@ def test_the_form_whose_backward_autograd_derives(name, k, all_columns, monkeypa
 
 @pytest.mark.parametrize(("name", "k", "all_columns"), CASES)
 def test_an_update_in_steps(name, k, all_columns):
-    dispatch = make(name, k, all_columns)
+    dispatch = make_dispatch(name, k, all_columns)
     x, A, B = random(name, 11, IN), random(name, N, R, IN), random(name, N, R, OUT)
     base = random(name, 11, OUT, seed=9)
     (h,) = dispatch.shrink_tokens([x], [A])
@@ -160,7 +144,7 @@ def test_an_update_in_steps(name, k, all_columns):
 
 @pytest.mark.parametrize(("name", "k", "all_columns"), CASES)
 def test_frozen_inputs_and_matrices_get_no_gradient(name, k, all_columns):
-    dispatch = make(name, k, all_columns)
+    dispatch = make_dispatch(name, k, all_columns)
     tensors = [random(name, 11, IN), random(name, N, R, IN), random(name, N, R, OUT), random(name, 11, OUT)]
     for trained in range(3):
         own = [tensor.clone().requires_grad_(i == trained) for i, tensor in enumerate(tensors)]
@@ -172,7 +156,7 @@ def test_frozen_inputs_and_matrices_get_no_gradient(name, k, all_columns):
 
 @pytest.mark.parametrize(("name", "k", "all_columns"), [case for case in CASES if case[1] == 1])
 def test_an_expert_without_tokens_may_overflow(name, k, all_columns):
-    dispatch = make(name, k, all_columns)
+    dispatch = make_dispatch(name, k, all_columns)
     assert 3 not in dispatch.experts
     x, A, B, base = random(name, 11, IN), random(name, N, R, IN), random(name, N, R, OUT), random(name, 11, OUT)
     if name == "dense" and not all_columns:
@@ -184,7 +168,7 @@ def test_an_expert_without_tokens_may_overflow(name, k, all_columns):
 
 @pytest.mark.parametrize("name", ["dense", "gather", "parts of blocks"])
 def test_what_projections_share_is_computed_once(name):
-    dispatch = make(name, 2, True)
+    dispatch = make_dispatch(name, 2, True)
     assert dispatch.gate_columns(3) is dispatch.gate_columns(3)
     table = torch.zeros(11, N, dtype=torch.float64)
     for t, row in enumerate(dispatch.experts.tolist()):
@@ -211,7 +195,9 @@ def test_blocks_are_a_power_of_two_and_their_number_is_that_of_the_sizes_alone()
 @pytest.mark.parametrize(("name", "k", "all_columns"), [case for case in CASES if case[1] == 3])
 def test_everything_is_on_the_inputs_device(name, k, all_columns):
     """The device "meta" has no values, but refuses to meet tensors of another device, as a GPU does."""
-    dispatch = make(name, k, all_columns, device="meta", dtype=torch.bfloat16)  # grouped products take no other there
+    dispatch = make_dispatch(
+        name, k, all_columns, device="meta", dtype=torch.bfloat16
+    )  # grouped products take no other there
     shapes = (11, 8), (N, 8, 8), (N, 8, 16), (11, 16)
     with torch.no_grad():
         (found,) = dispatch.update(*([torch.ones(shape, dtype=torch.bfloat16, device="meta")] for shape in shapes))
@@ -221,7 +207,7 @@ def test_everything_is_on_the_inputs_device(name, k, all_columns):
 
 def test_only_passes_with_gradients_take_our_backward(monkeypatch):
     """It saves memory; the others need none of it."""
-    dispatch = make("blocks", 2)
+    dispatch = make_dispatch("blocks", 2)
     x, A = torch.randn(dispatch.tokens, 6, dtype=torch.float64), torch.randn(N, 4, 6, dtype=torch.float64)
     ((low,),) = dispatch.shrink_tokens([x], [A.requires_grad_()])
     assert low.grad_fn.name() == "_ShrinkTokensBackward"

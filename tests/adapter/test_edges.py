@@ -37,15 +37,14 @@ from moe_peft.training.scoring import example_losses, make_scorable, mean_loss
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from moe_peft.upit.buckets import perplexity_buckets
 from moe_peft.utils.expert_merging import dare_merge, expand, likeness, similarities, update_gram
-from tests.adapter.test_layers import D, ffn_layer, linear_layer, tensors
+from tests.helpers.expert_layers import D, ffn_layer, linear_layer, tensors
 from tests.helpers.models import assert_close_to_scale, tiny_llama
 from tests.helpers.native_case import adapter as saved_adapter
 from tests.helpers.native_case import dense_model, saved
 from tests.helpers.reference import assert_close, assert_same, chosen_experts, reference, run
-from tests.models.test_steering import NATIVE
-from tests.routing.test_routers import KINDS as ROUTERS
-from tests.routing.test_routers import layer as routed_layer
-from tests.training.test_sft_trainer import arguments
+from tests.helpers.routed_models import NATIVE
+from tests.helpers.router_kinds import ROUTER_KINDS, routed_layer
+from tests.helpers.trainers import arguments
 
 METHODS = ["auto", "dense", "blocks", "gather", "dense-blocks", "sorted", "dense-sorted"]
 BOTTLENECK = {"expert_type": "bottleneck", "bottleneck_size": 8}
@@ -106,7 +105,7 @@ def test_no_tokens_give_zero_gradients(own, steering, dtype):
 
 
 @pytest.mark.parametrize("steering", ["free", "forced", "allowed"])
-@pytest.mark.parametrize("kind", ROUTERS)
+@pytest.mark.parametrize("kind", ROUTER_KINDS)
 def test_every_router_does_without_tokens(kind, steering):
     mixings = [{"mixing": "projection"}] + ([] if kind == "switch" else [{"mixing": "output"}, BOTTLENECK])
     for own, dtype in itertools.product(mixings, (torch.float32, torch.bfloat16)):
@@ -115,6 +114,7 @@ def test_every_router_does_without_tokens(kind, steering):
         check_without_tokens(layer, torch.zeros(0, D, dtype=dtype, requires_grad=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "blocks", "gather"])
 def test_a_compiled_layer_does_without_tokens(method):
     layer = ffn_layer(r=8)

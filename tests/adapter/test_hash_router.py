@@ -22,7 +22,7 @@ from moe_peft.adapter.router_recorder import Collection, state
 from moe_peft.models.introspection import adapter_layers
 from moe_peft.native import export_adapter
 from moe_peft.routing.routers import HashRouter, RouterSettings, make_router
-from tests.adapter.test_layers import D, dense_ffn, tensors
+from tests.helpers.expert_layers import D, dense_ffn, tensors
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_same, reference, run
 
@@ -257,6 +257,7 @@ def test_it_trains_in_a_stock_trainer(own, tokenizer, tmp_path):
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.slow
 def test_a_compiled_model_computes_the_same():
     adapted = model().eval()
     expected = adapted(input_ids=IDS).logits

@@ -13,104 +13,36 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import GPT2Config, MixtralConfig
-from transformers.activations import ACT2FN
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from moe_peft import MoELoraConfig, pin_dispatch
 from moe_peft.adapter.dispatch import PART_SLOTS, Blocks, Dense, Dispatch, Gather, Sorted, choose_method
 from moe_peft.adapter.ffn_layout import find_layout
-from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer, MoELoraLinear
+from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
+from tests.helpers.covering import triples
+from tests.helpers.expert_layers import (
+    EXACT,
+    FFNS,
+    HALF,
+    SINGLE,
+    D,
+    F,
+    GatedFFN,
+    RecordedDropout,
+    add_adapter,
+    dense_ffn,
+    ffn_layer,
+    linear_layer,
+    tensors,
+)
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_close, assert_same, chosen_experts, merged_weight, reference, run
-
-D, F = 16, 24
-FFNS = ["gated", "gated_bias", "fused", "plain", "conv1d"]
-EXACT, SINGLE, HALF = 1e-10, 1e-5, 2e-2  # tolerances relative to the largest value, for float64, float32 and bfloat16
 
 mixings = pytest.mark.parametrize("mixing", ["output", "projection"])
 normalized = pytest.mark.parametrize("normalize_top_k", [True, False], ids=["normalized", "probabilities"])
 every_ffn = pytest.mark.parametrize("kind", FFNS)
-
-
-class GatedFFN(nn.Module):
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(D, F, bias), nn.Linear(D, F, bias)
-        self.down_proj = nn.Linear(F, D, bias)
-        self.act_fn = ACT2FN["silu"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class FusedFFN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Linear(D, 2 * F, False), nn.Linear(F, D, False)
-        self.activation_fn = ACT2FN["gelu_pytorch_tanh"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.activation_fn(gate) * up)
-
-
-class PlainFFN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(D, F), nn.Linear(F, D)
-        self.activation_fn = ACT2FN["relu2"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.activation_fn(self.fc1(x)))
-
-
-def dense_ffn(kind: str) -> nn.Module:
-    if kind == "conv1d":
-        ffn: nn.Module = GPT2MLP(F, GPT2Config(n_embd=D, n_head=2, resid_pdrop=0.0))
-    else:
-        ffn = {"gated": lambda: GatedFFN(False), "gated_bias": lambda: GatedFFN(True)}.get(
-            kind, FusedFFN if kind == "fused" else PlainFFN
-        )()
-    for parameter in ffn.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return ffn
-
-
-def add_adapter(layer: MoELoraLayer, name: str = "default", **settings) -> None:
-    """Random experts, and a router that is sure enough of its choice for float32 and float64 to agree on it."""
-    config = MoELoraConfig(**{"num_experts": 4, "top_k": 2, "r": 4, "init_lora_weights": False, **settings})
-    layer.update_layer(name, config.expert_spec("mlp"))
-    if name in layer.moe_lora_router:
-        nn.init.normal_(layer.moe_lora_router[name].weight, std=0.5)
-
-
-def ffn_layer(kind: str = "gated", dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> MoELoraFFN:
-    torch.manual_seed(seed)
-    ffn = dense_ffn(kind)
-    layer = MoELoraFFN(ffn, find_layout(ffn), "default")
-    add_adapter(layer, **settings)
-    layer.to(dtype)
-    return layer
-
-
-def linear_layer(out: int = D, seed: int = 0, **settings) -> MoELoraLinear:
-    torch.manual_seed(seed)
-    layer = MoELoraLinear(nn.Linear(D, out), "default")
-    add_adapter(layer, **settings)
-    return layer
-
-
-def tensors(
-    *shape: int, out: int = D, dtype: torch.dtype = torch.float32, seed: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's input [*shape, d] and the gradient of its output [*shape, out]."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, D, generator=generator).to(dtype)
-    return x, torch.randn(*shape, out, generator=generator).to(dtype)
 
 
 def projections_of(kind: str, subset: str) -> list[str]:
@@ -122,12 +54,16 @@ def projections_of(kind: str, subset: str) -> list[str]:
 # --- against the loops ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "gather", "dense-blocks"])
-@pytest.mark.parametrize("n, k", [(1, 3), (2, 1), (2, 2), (5, 1), (5, 2), (5, 3), (16, 1), (16, 2), (16, 3)])
-@mixings
-@normalized
-@every_ffn
-def test_ffn_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mixing, n, k, method):
+@pytest.mark.parametrize(
+    "kind, normalize_top_k, mixing, sizes, method",
+    triples(
+        FFNS, [True, False], ["output", "projection"],
+        [(1, 3), (2, 1), (2, 2), (5, 1), (5, 2), (5, 3), (16, 1), (16, 2), (16, 3)],
+        ["dense", "blocks", "gather", "dense-blocks"],
+    ),
+)  # fmt: skip
+def test_ffn_output_and_gradients_are_the_loops_in_float64(kind, normalize_top_k, mixing, sizes, method):
+    n, k = sizes
     settings = {"num_experts": n, "top_k": k, "r": 3, "mixing": mixing, "normalize_top_k": normalize_top_k}
     layer = ffn_layer(kind, torch.float64, **settings)
     x, d_output = tensors(5, dtype=torch.float64)
@@ -153,12 +89,16 @@ def test_experts_on_some_projections_are_the_loops_in_float64(kind, subset, mixi
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), EXACT)
 
 
-@pytest.mark.parametrize("method", ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"])
-@pytest.mark.parametrize("n, k, r", [(2, 2, 4), (5, 1, 4), (16, 2, 12), (16, 3, 12)])  # 16·12 columns: not all at once
-@mixings
-@normalized
-@every_ffn
-def test_ffn_output_and_gradients_are_the_loops_in_float32(kind, normalize_top_k, mixing, n, k, r, method):
+@pytest.mark.parametrize(
+    "kind, normalize_top_k, mixing, sizes, method",
+    triples(
+        FFNS, [True, False], ["output", "projection"],
+        [(2, 2, 4), (5, 1, 4), (16, 2, 12), (16, 3, 12)],  # 16·12 columns: not all at once
+        ["dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted"],
+    ),
+)  # fmt: skip
+def test_ffn_output_and_gradients_are_the_loops_in_float32(kind, normalize_top_k, mixing, sizes, method):
+    n, k, r = sizes
     layer = ffn_layer(kind, num_experts=n, top_k=k, r=r, mixing=mixing, normalize_top_k=normalize_top_k)
     x, d_output = tensors(8)
     with pin_dispatch(method):
@@ -602,22 +542,6 @@ def test_disabled_adapters_leave_the_base():
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
-
-
-class RecordedDropout(TorchDispatchMode):
-    """Keeps the mask (scaled, in float64) of every dropout inside the block, in the order of the draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.masks: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.native_dropout.default:
-            self.masks.append(result[1].double() / (1 - args[1]))
-        elif func is torch.ops.aten.bernoulli_.float:
-            self.masks.append(result.double() / args[1])
-        return result
 
 
 def masks_by_projection(

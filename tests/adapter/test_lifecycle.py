@@ -28,14 +28,13 @@ from transformers import (
     MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     PreTrainedModel,
 )
 
 from moe_peft import MoELoraConfig
 from moe_peft.adapter.layers import MoELoraLayer
-from tests.helpers.models import tiny_llama
+from tests.helpers.adapters import save_adapter_with_sets
+from tests.helpers.models import tiny_llama, tiny_opt
 
 TESTS = Path(__file__).parents[1]
 PROTOCOL = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
@@ -178,14 +177,6 @@ def test_saved_keys_and_shapes_are_those_of_the_golden_file(tmp_path):
     assert shapes == json.loads((TESTS / "golden" / "adapter_keys.json").read_text())
 
 
-def save_adapter_with_sets(folder: str | Path) -> None:
-    adapted(
-        target_modules=["q_proj", "v_proj", "o_proj", "k_proj", "mlp"], modules_to_save=["lm_head", "norm"],
-        exclude_modules=["layers.0.mlp", "layers.1.o_proj"], layers_to_transform=[1, 0],
-        target_projections=["up_proj", "gate_proj", "down_proj"], num_experts_pattern={"q_proj": 1, "k_proj": 2},
-    ).save_pretrained(folder)  # fmt: skip
-
-
 FRESH_PROCESS = """
 import sys, traceback
 from peft import AutoPeftModelForCausalLM as Auto
@@ -193,7 +184,7 @@ try:
     Auto.from_pretrained(sys.argv[1])
 except Exception:
     traceback.print_exc()
-from tests.adapter.test_lifecycle import save_adapter_with_sets
+from tests.helpers.adapters import save_adapter_with_sets
 save_adapter_with_sets(sys.argv[2])
 """
 
@@ -213,6 +204,7 @@ def fresh_process(base_folder: str, tmp_path_factory) -> tuple[Path, str]:
     return folder / "saved", done.stderr
 
 
+@pytest.mark.slow
 def test_same_seed_saves_the_same_bytes_in_every_process(fresh_process, tmp_path):
     save_adapter_with_sets(tmp_path)
     for name in ("adapter_config.json", "adapter_model.safetensors", "README.md"):
@@ -230,6 +222,7 @@ def test_model_cards_of_all_adapters_say_once_that_loading_needs_the_import(tmp_
         assert card.count("AutoPeftModelForCausalLM.from_pretrained") == 1
 
 
+@pytest.mark.slow
 def test_loading_without_the_import_stops_with_a_key_error_naming_the_type(fresh_process):
     lines = [line for line in fresh_process[1].splitlines() if line.startswith("KeyError")]
     assert lines == ["KeyError: 'MOE_LORA'"]
@@ -840,12 +833,6 @@ def test_config_object_of_an_adapted_model_serves_another_model():
     second = adapted(seed=2, base=LlamaForCausalLM(first.config))
     assert_aux_loss_counted_once(second, routers=2)
     assert_aux_loss_counted_once(first, routers=2)
-
-
-def tiny_opt() -> OPTForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
-    return OPTForCausalLM(OPTConfig(word_embed_proj_dim=32, max_position_embeddings=64, **sizes)).eval()
 
 
 def test_one_expert_on_the_linears_of_opt_computes_as_lora_does():

@@ -70,6 +70,7 @@ def force_expert(router: torch.nn.Module, i: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_extracted_expert_loads_where_moe_peft_is_not_imported(folders, tmp_path):
     expert_to_lora(lora_to_moe(tiny_llama(), folders), 1, tmp_path / "out")
     tiny_llama().save_pretrained(tmp_path / "base")

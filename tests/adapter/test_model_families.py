@@ -18,6 +18,8 @@ from moe_peft.adapter import ffn_layout as ffn_module
 from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
 from tests.helpers.reference import assert_close, assert_same, reference, run
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, FFN_SIZE, VOCAB, LAYERS = 64, 96, 128, 2
 IDS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(5))
 GATED, FUSED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")

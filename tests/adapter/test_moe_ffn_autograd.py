@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_peft.adapter.ffn_layout import FFNLayout
 from moe_peft.adapter.moe_ffn_autograd import PairInputs, mixed_hidden
-from tests.adapter.test_dispatch import make
+from tests.helpers.dispatches import make_dispatch
 
 T, N, R, F, SCALING = 11, 5, 4, 6, 0.7
 LAYOUTS = {
@@ -31,7 +31,7 @@ class Case:
     def __init__(self, layout, k, method="blocks", act="tanh", low=True, down=True):
         self.layout, widths = LAYOUTS[layout]
         self.act = ACTS[act]
-        self.dispatch = make(method, k)
+        self.dispatch = make_dispatch(method, k)
         self.pre = [random(T, width, seed=i).requires_grad_() for i, width in enumerate(widths)]
         self.h = [random(T, N, R, seed=10 + i).requires_grad_() if low else None for i in range(len(widths))]
         self.B = [random(N, R, w, seed=20 + i).requires_grad_() if low else None for i, w in enumerate(widths)]

@@ -87,6 +87,7 @@ KINDS: dict[str, dict[str, Any]] = {
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS),
     pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore:.*use_reentrant parameter should be passed explicitly"),

@@ -18,29 +18,8 @@ from compatibility.families import tiny
 from moe_peft import MoELoraConfig
 from moe_peft.models.introspection import adapter_layers, observed_routing
 from moe_peft.routing.losses import balancing_loss
+from tests.helpers.adapters import COEF, adapted, adapter, batch
 from tests.helpers.models import tiny_llama
-
-COEF = 0.5  # large, so that a loss added twice or not at all cannot hide
-
-
-def adapter(**kwargs) -> MoELoraConfig:
-    defaults = {"num_experts": 4, "top_k": 2, "r": 4, "router_aux_loss_coef": COEF, "init_lora_weights": False}
-    return MoELoraConfig(task_type="CAUSAL_LM", **{**defaults, **kwargs})
-
-
-def adapted(seed: int = 0, base=None, **kwargs):
-    base = tiny_llama() if base is None else base
-    torch.manual_seed(seed)
-    return get_peft_model(base, adapter(**kwargs))
-
-
-def batch(padded: bool = True) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, 7:] = 0
-        mask[2, 4:] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
 
 
 def router_logits_by_hand(model, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -19,9 +19,9 @@ from moe_peft.analysis.html import busiest, shares_section
 from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.cli import main
 from tests.helpers.models import tiny_llama
+from tests.helpers.routed_models import KINDS, K, N, adapter, ids, routed_model
+from tests.helpers.trainers import EXPERTS, arguments, make_model
 from tests.helpers.upit_case import rows
-from tests.models.test_steering import KINDS, K, N, adapter, ids, make
-from tests.training.test_sft_trainer import EXPERTS, arguments, make_model
 
 DOMAINS = ["code", "prose"]
 MAP = {"code": [0, 1, 2], "prose": [3, 5]}
@@ -33,7 +33,7 @@ def mask():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_are_those_of_a_plain_loop(kind):
-    model = make(kind)
+    model = routed_model(kind)
     classes = torch.arange(64) % 3
     labels = ["prose", "code", "prose"]
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_statistics_are_those_of_a_plain_loop(kind):
 
 
 def test_nothing_stays_on_the_model_and_memory_does_not_grow():
-    model = make("adapter")
+    model = routed_model("adapter")
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     enabled = model.config.output_router_logits = False
     with torch.no_grad(), record_routing(model) as statistics:
@@ -97,7 +97,7 @@ def test_nothing_stays_on_the_model_and_memory_does_not_grow():
 
 
 def test_generation_counts_every_token_once():
-    model = make("adapter")
+    model = routed_model("adapter")
     padded = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], [1] * 7])
     with record_routing(model, ["all"], {"all": [0]}) as statistics:
         model.generate(input_ids=ids(), attention_mask=padded, max_new_tokens=5, do_sample=False, eos_token_id=None)
@@ -108,7 +108,7 @@ def test_generation_counts_every_token_once():
 
 
 def test_collapse_is_told():
-    model = make("adapter")
+    model = routed_model("adapter")
     with torch.no_grad():
         for layer in model.get_base_model().model.layers:
             layer.mlp.moe_lora_router["default"].weight.zero_()  # ties: always the same two
@@ -123,10 +123,10 @@ def test_wrong_settings():
     with pytest.raises(ValueError, match="has no router"), record_routing(tiny_llama()):
         pass
     missing = pytest.raises(ValueError, match=r"no experts for the domains \['prose'\]")
-    with missing, record_routing(make("adapter"), DOMAINS, {"code": [0]}):
+    with missing, record_routing(routed_model("adapter"), DOMAINS, {"code": [0]}):
         pass
     without_map = pytest.raises(ValueError, match="needs an expert_map")
-    with record_routing(make("adapter"), DOMAINS) as statistics, without_map:
+    with record_routing(routed_model("adapter"), DOMAINS) as statistics, without_map:
         statistics.compliance()
 
 
@@ -145,6 +145,7 @@ def test_token_classes(tokenizer):
     assert TOKEN_CLASSES[classes[tokenizer.pad_token_id]] == TOKEN_CLASSES[classes[129]] == "other"
 
 
+@pytest.mark.slow
 def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
     tiny_llama().save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -209,6 +210,7 @@ def test_load_over_a_training(own, tokenizer, tmp_path):
     assert (tmp_path / "load" / "load.png").exists()
 
 
+@pytest.mark.slow
 def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_path, monkeypatch):
     def train(steps, **own):
         trainer = SFTTrainer(

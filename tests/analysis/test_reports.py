@@ -22,9 +22,9 @@ from moe_peft.analysis.routing_report import write_report
 from moe_peft.cli import main
 from moe_peft.native import UpcycleConfig, upcycle
 from tests.helpers.models import tiny_llama
+from tests.helpers.routed_models import KINDS, N, ids, routed_model
+from tests.helpers.trainers import EXPERTS, arguments, make_model
 from tests.helpers.upit_case import rows
-from tests.models.test_steering import KINDS, N, ids, make
-from tests.training.test_sft_trainer import EXPERTS, arguments, make_model
 
 MAP = {"code": [0, 1, 2], "prose": [3, 5]}
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
@@ -34,7 +34,7 @@ LABELS = ["prose", "code", "prose"]
 @pytest.mark.parametrize("width", [None, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compliance_by_domain_layer_and_position_is_that_of_a_plain_loop(kind, width):
-    model = make(kind)
+    model = routed_model(kind)
     with torch.no_grad():
         with record_routing(model, ["code", "prose"], MAP, position_width=width) as statistics:
             statistics.current = LABELS
@@ -120,7 +120,8 @@ def shares(domains, layers, n):
 
 
 @pytest.mark.parametrize("domains, layers, n", [(1, 2, 4), (5, 32, 8), (12, 64, 64), (40, 32, 8), (3, 4, 128)])
-def test_figures_by_domain_stay_small(domains, layers, n, drawn, tmp_path):
+def test_figures_by_domain_stay_small(domains, layers, n, drawn, tmp_path, monkeypatch):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)  # drawing takes seconds
     given = shares(domains, layers, n)
     figures.plot_shares(given, tmp_path / "load.png", "Load")
     compliance = {domain: torch.rand(layers, 16) for domain in given}
@@ -152,6 +153,7 @@ def test_a_compliance_panel_has_few_lines_and_chance(drawn, tmp_path):
     assert drawn[1].axes[0].get_xscale() == "linear"
 
 
+@pytest.mark.slow
 def test_heat_maps_have_numbers(drawn, tmp_path):
     figures.plot_shares(shares(5, 4, 8), tmp_path / "a.png")
     figures.plot_coactivation(torch.tensor([[4.0, 1.0], [1.0, 2.0]]), tmp_path / "b.png")
@@ -166,6 +168,7 @@ def test_heat_maps_have_numbers(drawn, tmp_path):
     assert texts[3] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "magic"), [(".pdf", b"%PDF"), (".svg", b"<?xml"), (".png", b"\x89PNG")])
 def test_the_suffix_is_the_format(suffix, magic, tmp_path):
     """And the same numbers are the same bytes."""
@@ -231,6 +234,7 @@ def test_what_no_report_wrote_is_refused_before_any_work_and_stays(name, tmp_pat
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: '{"shares": "mine"}'}
 
 
+@pytest.mark.slow
 def test_a_report_is_replaced_when_the_next_one_is_whole(folder, monkeypatch):
     inspect(folder, "--html", "--max-examples", "4")
     (folder / "report" / "notes.txt").write_text("mine")
@@ -268,6 +272,7 @@ def test_names_are_printed_as_they_are(folder, capsys, tmp_path):
     assert "[/x]" in printed and ":smile:" in printed and str(tmp_path / "runs[a]" / "load.png") in printed
 
 
+@pytest.mark.slow
 def test_inspect_says_what_it_measured(folder, capsys):
     masks = {label: [int(i in experts) for i in range(6)] for label, experts in EXPERTS.items()}
     own = ("--split", "train[:12]", "--dtype", "bfloat16", "--position-width", "4", "--figures", "svg")
@@ -341,6 +346,7 @@ class Page(HTMLParser):
         return {row[0]: row[1:] for row in rows[1:]}
 
 
+@pytest.mark.slow
 def test_inspect_writes_one_page_that_holds_everything(folder, capsys):
     report = inspect(folder, "--html", "--figures", "pdf")
     assert str(folder / "report" / "report.html") in capsys.readouterr().out
@@ -399,6 +405,7 @@ def test_inspect_says_where_the_data_are_too_few(folder, capsys):
     assert bool(report["warnings"]) != ("too few to judge its load: by chance alone" in printed)
 
 
+@pytest.mark.slow
 def test_inspect_of_a_quantized_base(folder, capsys):
     report = inspect(folder, "--quantization", '{"load_in_4bit": true}', "--max-examples", "4")
     assert report["about"]["quantization"] == "bitsandbytes, load_in_4bit"

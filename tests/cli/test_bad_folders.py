@@ -92,6 +92,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "folder", "damage", "words"), [(c[0], c[1], c[3], c[4]) for c in CASES],
                          ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES])  # fmt: skip
 def test_a_damaged_folder_is_refused_in_one_line(command, folder, damage, words, world, tmp_path, capsys):

@@ -30,8 +30,10 @@ from moe_peft.training.checkpointing import (
 from moe_peft.utils import io as folders
 from moe_peft.utils.distributed import leave_processes
 from moe_peft.utils.io import reading
-from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes
+from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes, without_paths
 from tests.helpers.warm import run_module
+
+pytestmark = pytest.mark.slow
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -52,11 +54,6 @@ def finished(case, tmp_path):
     """A copy of the finished run, in a folder of its own."""
     shutil.copytree(case[1] / "out", tmp_path / "out")
     return tmp_path
-
-
-def without_paths(folder: Path) -> dict[str, bytes]:
-    """The files of a run; `manifest.json` names the folder."""
-    return {name: content for name, content in contents(folder).items() if name != "manifest.json"}
 
 
 def command(case, folder: Path, before=None, **settings):

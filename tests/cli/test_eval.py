@@ -21,7 +21,7 @@ from moe_peft.native import export_adapter, load_routers
 from tests.helpers.eval_case import CHOICES, light, lighten_command, make_adapter, make_tasks  # noqa: F401  (a fixture)
 from tests.helpers.warm import programs
 
-pytestmark = pytest.mark.usefixtures("light")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("light")]
 TASKS = "toy_both,toy_text"
 
 

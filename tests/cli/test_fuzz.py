@@ -30,6 +30,8 @@ from moe_peft.utils.loading import read_adapter_config, read_adapter_weights, re
 from moe_peft.utils.validation import read_yaml
 from tests.helpers.bad_input import ADAPTER, ADAPTER_WEIGHTS, CONFIG, WEIGHTS, make_world
 
+pytestmark = pytest.mark.slow
+
 quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
 settings.register_profile("short", max_examples=30, derandomize=True, deadline=None, suppress_health_check=quiet)
 settings.register_profile(

@@ -107,6 +107,7 @@ def test_a_link_that_leads_nowhere_is_no_folder(tmp_path, capsys):
     assert end.value.code == 2 and "out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_backend_of_notebooks_is_not_needed():
     code = "from moe_peft.cli import main\ntry:\n    main(['inspect'])\nexcept SystemExit:\n    import matplotlib"
     environment = {**os.environ, "MPLBACKEND": "module://nowhere.backend"}
@@ -131,6 +132,7 @@ def test_a_pipe_is_no_file_of_routers(tmp_path, capsys):
     assert end.value.code == 2 and "routers': no such file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_results_are_printed_in_any_encoding(tmp_path):
     moe = tmp_path / "moe"
     base = tiny_llama()

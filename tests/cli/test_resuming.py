@@ -78,6 +78,7 @@ def test_a_training_that_is_longer_and_logs_more_resumes(stopped, tmp_path):
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
 
 
+@pytest.mark.slow
 def test_dpo_goes_on_with_its_own_loss_only(case, tmp_path, capsys):
     settings = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl")), "max_steps": 3}
     out = run("dpo", tmp_path, settings)

@@ -82,6 +82,7 @@ def test_the_command_trains_what_python_trains(case, tokenizer, tmp_path):
     assert AutoPeftModelForCausalLM.from_pretrained(out)(input_ids=torch.tensor([[3, 4]])).logits.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["sft", "upit"])
 def test_an_adapter_names_the_revision_of_its_base(command, case, tmp_path, tokenizer):
     """Whoever loads it gets that one, and not the main branch."""
@@ -202,6 +203,7 @@ def test_attention_experts_and_patterns(case, tmp_path):
     assert {"mlp", "q_proj", "v_proj"} <= names
 
 
+@pytest.mark.slow
 def test_quantized_base(case, tmp_path):
     out = run("sft", tmp_path, {**case, "load_in_4bit": True, "max_steps": 2})
     assert any(value.any() for name, value in weights(out).items() if ".moe_lora_B." in name)
@@ -344,6 +346,7 @@ def test_a_later_stage_of_routers_without_parameters(case, tmp_path, capsys):
     assert message in found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_of_one_stage(case, tmp_path, capsys):
     settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}
     flags = ("--stages", "routers", "rest", "--resume_from_checkpoint", str(tmp_path / "out/routers/checkpoint-3"))
@@ -410,6 +413,7 @@ def test_a_checkpoint_is_resumed_with_its_own_settings(case, tmp_path, capsys):
         assert message in error and "set that, or choose another output_dir" in error
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
     own = {**case, "max_steps": 4, "save_steps": 2}  # in the middle of an epoch
     before = weights(run("sft", tmp_path, own))
@@ -434,6 +438,7 @@ def test_a_run_that_is_done_stays_as_it_is(case, tmp_path, capsys):
     assert (out / "checkpoint-6").is_dir()
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_empty_is_not_written_to(case, tmp_path, capsys):
     """Unless the training in it is resumed, which must be the same one."""
     out = run("sft", tmp_path, {**case, "learning_rate": 5e-2, "max_steps": 3})
@@ -450,6 +455,7 @@ def test_a_folder_that_is_not_empty_is_not_written_to(case, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.slow
 def test_a_run_of_a_part_of_an_epoch_is_done_when_it_is(case, tmp_path, capsys):
     own = {**{name: value for name, value in case.items() if name != "max_steps"}, "num_train_epochs": 1.5}
     before = weights(run("sft", tmp_path, own))  # 9 steps of 4 of 24 rows
@@ -490,6 +496,7 @@ def test_folders_beside_the_checkpoints_are_not_taken_for_some(case, tmp_path):
     assert (out / "checkpoint-3-1000").is_dir()
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_trainer_made_smaller_is_that_of_the_steps_to_go(case, tmp_path):
     own = {**{name: value for name, value in case.items() if name != "max_steps"}, "num_train_epochs": 1}
     own["auto_find_batch_size"] = True
@@ -513,6 +520,7 @@ def test_a_checkpoint_that_was_cut_off_is_none(case, tmp_path, capsys, caplog):
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("from", "value", "user", "assistant"), ("role", "content", "user", "assistant")], ids=["from", "role"]
 )
@@ -544,6 +552,7 @@ def test_a_stage_reads_numbers_as_the_file_does(case, tmp_path):
     assert options.run.stages == {"rest": {"learning_rate": 1e-3, "fp16": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [{"every_n_layers": 2}, {"selective": True}, {"selective": False}], ids=str)
 def test_keys_of_checkpointing_that_transformers_and_trl_take(own, case, tmp_path, capsys):
     renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
@@ -609,6 +618,7 @@ def test_flags_go_before_the_file_and_all_fields_are_flags(case, tmp_path):
     assert options.adapter_config() == config
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(case, tmp_path):
     """Half the batch each, over gloo, in two stages. SGD and all experts at once: rounding is not blown up."""
     own = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "top_k": 6, "router_aux_loss_coef": 0.0}

@@ -1,9 +1,13 @@
-"""A tiny model built from a config, and how close two results must be."""
+"""Tiny models built from configs, and how close two results must be."""
 
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+# Weights of one layer of `tiny_llama`: d = 64, f = 128, 4 heads of 16, 2 of them for keys and values.
+ATTENTION = 64 * 64 + 2 * 64 * 32 + 64 * 64
+FFN = 3 * 64 * 128
 
 
 def tiny_llama(layers: int = 2, hidden: int = 64, vocab: int = 128, seed: int = 0, **kwargs) -> LlamaForCausalLM:
@@ -28,3 +32,9 @@ def assert_close_to_scale(actual: torch.Tensor, expected: torch.Tensor, toleranc
     """
     scale = max(1.0, expected.abs().max().item())
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+def tiny_opt() -> OPTForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    return OPTForCausalLM(OPTConfig(word_embed_proj_dim=32, max_position_embeddings=64, **sizes)).eval()

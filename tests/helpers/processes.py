@@ -9,19 +9,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.helpers.warm import start
 
 WORLD = 2
 
 
-def in_processes(function: Callable[..., None], folder: Path, *args: Any) -> None:
-    """Call `function(rank, folder, *args)` in `WORLD` processes that have met."""
-    mp.spawn(_enter, (function, folder, args), nprocs=WORLD)
+def in_processes(function: Callable[..., None], folder: Path, *args: Any, code: int = 0) -> None:
+    """Call `function(rank, folder, *args)` in `WORLD` processes that have met; each must end with the exit code."""
+    (folder / "meeting").unlink(missing_ok=True)
+    processes = [start(_enter, rank, function, folder, args) for rank in range(WORLD)]
+    for process in processes:
+        process.join(300)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [code] * WORLD
 
 
 def _enter(rank: int, function: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
+    # What torch's launcher tells; the address is not used.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate wants them; they are not used
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
     # A file to meet at: a port that is free now may be another's a moment later.
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=WORLD)

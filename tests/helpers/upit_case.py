@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import yaml
 from transformers import PreTrainedTokenizerBase
 
 from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
 from tests.helpers.models import tiny_llama
+from tests.helpers.processes import in_processes
 from tests.helpers.warm import start
 
 DOMAINS = ("a", "b", "c")
@@ -37,6 +37,11 @@ def rows(count: int, offset: int = 0) -> list[dict[str, str]]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def without_paths(folder: Path) -> dict[str, bytes]:
+    """The files of a run; `manifest.json` names the folder."""
+    return {name: content for name, content in contents(folder).items() if name != "manifest.json"}
 
 
 def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -71,6 +76,32 @@ def make_case(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
     }
 
 
+def make_ffn_case(folder, tokenizer, **own):
+    """The settings for experts that are complete FFNs."""
+    case = make_case(folder, tokenizer)
+    case.pop("adapter")
+    case["sft"]["learning_rate"] = 1e-3
+    return {**case, "mode": "ffn", "moe": {"top_k": 2, "router_aux_loss_coef": 0.02}, **own}
+
+
+def chats(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with conversations."""
+    for name in ("train", "eval"):
+        path = Path(case["data"][name])
+        talks = [
+            {
+                "messages": [
+                    {"role": "user", "content": row["prompt"]},
+                    {"role": "assistant", "content": row["completion"]},
+                ],
+                "domain": row["domain"],
+            }
+            for row in map(json.loads, path.read_text().splitlines())
+        ]
+        path.write_text("\n".join(map(json.dumps, talks)))
+    return case
+
+
 def run(case: dict[str, Any], folder: Path, redo: bool = False, **settings: Any) -> UpIT:
     """Run the recipe, with other settings, to `folder/out`."""
     pipeline = UpIT(recipe_from_dict({**case, "output_dir": str(folder / "out"), **settings}))
@@ -78,27 +109,17 @@ def run(case: dict[str, Any], folder: Path, redo: bool = False, **settings: Any)
     return pipeline
 
 
+def stage_of(pipeline, name):
+    return next(stage for stage in pipeline.stages if stage.name == name)
+
+
 def run_as_two_processes(settings: dict[str, Any], folder: Path, command: str = "upit", code: int = 0) -> None:
-    """
-    Run the recipe by the command line in two processes over gloo, that are told what torch's launcher tells them. Both
-    end with the code.
-    """
+    """Run the recipe by the command line in two processes over gloo, which both end with the exit code."""
     (folder / "two.yaml").write_text(yaml.safe_dump(settings))
-    (folder / "meeting").unlink(missing_ok=True)
-    processes = [start(_run_rank, rank, folder, command) for rank in range(2)]
-    for process in processes:
-        process.join(300)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert codes == [code, code]
+    in_processes(_run_command, folder, command, code=code)
 
 
-def _run_rank(rank: int, folder: Path, command: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate wants them; they are not used
-    # A file to meet at: a port that is free now may be another's a moment later.
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+def _run_command(rank: int, folder: Path, command: str) -> None:
     main([command, "--config", str(folder / "two.yaml")])
 
 

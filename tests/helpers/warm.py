@@ -20,6 +20,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import tests.helpers.templates  # noqa: F401
+
 ROOT = Path(__file__).parents[2]
 # Also what these import only when they run.
 PRELOADED = [

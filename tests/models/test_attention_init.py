@@ -25,19 +25,11 @@ from moe_peft.models.introspection import native_routers
 from moe_peft.routing.attention_heads import attention_weights, group_heads, share_keys
 from moe_peft.routing.routers import RouterSettings, make_router
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
+from tests.helpers.attention_case import BATCHES, IDS, mean_keys
 from tests.helpers.models import tiny_llama
-from tests.models.test_steering import NATIVE
+from tests.helpers.routed_models import NATIVE
 
 W, H, D = 4, 8, 12  # head width, heads, hidden size of the loops
-GENERATOR = torch.Generator().manual_seed(0)
-IDS = torch.randint(3, 64, (4, 9), generator=GENERATOR)
-MASK = torch.ones_like(IDS)
-MASK[1, 5:] = 0
-MASK[3, :3] = 0
-BATCHES = [
-    {"input_ids": IDS[:2], "attention_mask": MASK[:2], "labels": IDS[:2]},
-    {"input_ids": IDS[2:], "attention_mask": MASK[2:]},
-]
 
 
 def adapter(router_type: str = "attention", base=None, **settings):
@@ -52,26 +44,6 @@ def native(kind: str):
 
 def ffns(model):
     return [m for m in model.modules() if isinstance(m, MoELoraFFN)]
-
-
-@torch.no_grad()
-def mean_keys(model) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """
-    Per layer, the mean key of all key heads [heads·w] and the attention's mean input [d] over real tokens: row by row,
-    without padding.
-    """
-    sums, tokens = None, 0
-    for ids, mask in zip(IDS, MASK, strict=True):
-        real = ids[mask.bool()].unsqueeze(0)
-        states = model(input_ids=real, output_hidden_states=True).hidden_states
-        inputs = [layer.input_layernorm(x)[0] for layer, x in zip(model.model.layers, states, strict=False)]
-        own = [
-            (layer.self_attn.k_proj(x).double().sum(0), x.double().sum(0))
-            for layer, x in zip(model.model.layers, inputs, strict=True)
-        ]
-        sums = own if sums is None else [(a + k, b + x) for (a, b), (k, x) in zip(sums, own, strict=True)]
-        tokens += real.shape[1]
-    return [((key / tokens).float(), (total / tokens).float()) for key, total in sums]
 
 
 # --- queries and keys -----------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from moe_peft import MoELoraConfig, allow_experts, force_experts, record_routing
 from moe_peft.routing.routers import ROUTERS
 from moe_peft.routing.statistics import chosen_experts, load_verdicts, verdict_line
 from tests.helpers.models import tiny_llama
-from tests.models.test_steering import KINDS, K, N, ids, make
-from tests.training.test_label_masks import MASKED
-from tests.training.test_sft_trainer import LABELS, make_model, make_trainer
+from tests.helpers.routed_models import KINDS, K, N, ids, routed_model
+from tests.helpers.trainers import LABELS, MASKED, make_model, make_trainer
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
 ALLOWED = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0], [0, 1, 0, 0, 0, 1]], dtype=torch.bool)
@@ -85,7 +84,7 @@ def test_every_router_is_counted_as_it_routed(kind, steering):
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steering_is_counted_wherever_the_recorder_stands(kind, outside):
-    model = make(kind)
+    model = routed_model(kind)
     with torch.no_grad():
         if outside:
             with record_routing(model) as statistics:

@@ -12,12 +12,9 @@ from moe_peft import MoELoraConfig, replace_routers
 from moe_peft.models.model_size import ModelSize, expert_similarity, model_size
 from moe_peft.routing.routers import AttentionRouter
 from moe_peft.utils.expert_merging import similarities, update_gram, update_inner, value_gram
-from tests.helpers.models import tiny_llama
-from tests.models.test_steering import NATIVE
+from tests.helpers.models import ATTENTION, FFN, tiny_llama
+from tests.helpers.routed_models import NATIVE
 
-# `tiny_llama`: d = 64, f = 128, vocabulary 128, 4 heads of 16, 2 of them for keys and values, 2 layers.
-ATTENTION = 64 * 64 + 2 * 64 * 32 + 64 * 64
-FFN = 3 * 64 * 128
 BASE = 2 * 128 * 64 + 2 * (ATTENTION + FFN + 2 * 64) + 64
 BASE_PRODUCTS = 128 * 64 + 2 * (ATTENTION + FFN)
 EXPERT = 4 * 3 * (64 + 128)  # of rank 4, on gate, up and down

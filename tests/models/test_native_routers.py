@@ -26,10 +26,10 @@ from moe_peft.native import UpcycleConfig, load_routers, upcycle
 from moe_peft.routing import ROUTERS, RouterSettings
 from moe_peft.routing.attention_heads import attention_weights
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
+from tests.helpers.attention_case import BATCHES, IDS, mean_keys
 from tests.helpers.native_case import dense_model, saved
 from tests.helpers.reference import assert_close, routed
-from tests.models.test_attention_init import BATCHES, IDS, mean_keys
-from tests.models.test_steering import COMMON
+from tests.helpers.routed_models import COMMON
 
 N, K = 4, 2
 FAMILIES = {

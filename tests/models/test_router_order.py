@@ -19,9 +19,8 @@ from moe_peft.analysis import record_routing
 from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.analysis.routing_report import write_report
 from moe_peft.models.introspection import active_routers, adapter_layers, observed_routing
-from tests.adapter.test_lifecycle import tiny_opt
-from tests.adapter.test_router_outputs import adapted, batch
-from tests.helpers.models import tiny_llama
+from tests.helpers.adapters import adapted, batch
+from tests.helpers.models import tiny_llama, tiny_opt
 from tests.helpers.upit_case import rows
 
 IDS = torch.randint(3, 60, (3, 8), generator=torch.Generator().manual_seed(0))

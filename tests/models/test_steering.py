@@ -8,76 +8,17 @@ from peft import get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts
-from moe_peft.models.introspection import native_routers, router_parameters
+from moe_peft.models.introspection import native_routers
 from tests.helpers.models import tiny_llama
-
-N, K = 6, 2
-COMMON = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
-    "num_key_value_heads": 2, "num_experts_per_tok": K, "pad_token_id": 0,
-}  # fmt: skip
-NATIVE = {
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**COMMON, num_local_experts=N)),
-    "qwen2_moe": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**COMMON, num_experts=N, moe_intermediate_size=16)),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, num_experts=N, moe_intermediate_size=16)),
-    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=N)),
-}
-
-
-def adapter(**settings):
-    base = tiny_llama(vocab=64)
-    torch.manual_seed(1)
-    config = MoELoraConfig(num_experts=N, top_k=K, r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
-    return get_peft_model(base, config)
-
-
-def make(kind):
-    torch.manual_seed(0)
-    model = (adapter() if kind == "adapter" else NATIVE[kind]()).eval()
-    with torch.no_grad():
-        for parameter in router_parameters(model).values():
-            parameter.normal_(std=0.5)  # decided routers: chosen experts matter
-    return model
-
-
-KINDS = ["adapter", *NATIVE]
-
-
-def ids(rows=3, length=7):
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(2))
-
-
-def biased(model, allowed):
-    """The same model with every other expert's logits pushed out of reach by hooks of the test's own."""
-    routers = native_routers(model)
-
-    def hook(router, args, output):
-        logits = output[0].float() + torch.where(
-            allowed.repeat_interleave(output[0].shape[0] // len(allowed), 0), 0, -1e9
-        )
-        probabilities = logits.softmax(-1)
-        gates, experts = probabilities.topk(K, -1)
-        if getattr(router, "norm_topk_prob", True):
-            gates = gates / gates.sum(-1, keepdim=True)
-        return output[0], gates.to(output[1].dtype), experts
-
-    return [router.register_forward_hook(hook) for router in routers]
+from tests.helpers.routed_models import KINDS, K, N, adapter, biased, ids, routed_model
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_allowed_experts_are_chosen(kind):
-    model = make(kind)
+    model = routed_model(kind)
     mask = torch.zeros(3, N, dtype=torch.bool)
     for row, experts in enumerate(([0, 1], [2, 3, 4], [1, 5])):
         mask[row, experts] = True
@@ -103,7 +44,7 @@ def test_only_allowed_experts_are_chosen(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_masking_to_k_experts_and_generating(kind):
     """With k experts allowed, another expert's weights cannot matter, nor in generation with a cache."""
-    model = make(kind)
+    model = routed_model(kind)
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     with allow_experts(model, [1, 4]):
         before = model.generate(input_ids=ids(), **settings)
@@ -120,7 +61,7 @@ def test_masking_to_k_experts_and_generating(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forcing(kind):
-    model = make(kind)
+    model = routed_model(kind)
     with torch.no_grad():
         with force_experts(model, torch.tensor([4, 0, 4])):
             forced = model(input_ids=ids()).logits
@@ -136,7 +77,7 @@ def test_forcing(kind):
 
 
 def test_gradients_of_masked_experts_are_zero():
-    model = make("adapter").train()
+    model = routed_model("adapter").train()
     with allow_experts(model, [0, 3]):
         model(input_ids=ids(), labels=ids()).loss.backward()
     for name, parameter in model.named_parameters():
@@ -155,7 +96,7 @@ def test_gradients_of_masked_experts_are_zero():
 )
 @pytest.mark.parametrize("kind", ["adapter", "mixtral"])
 def test_wrong_masks(kind, allowed, message):
-    with pytest.raises(ValueError, match=message), allow_experts(make(kind), allowed):
+    with pytest.raises(ValueError, match=message), allow_experts(routed_model(kind), allowed):
         pass
 
 
@@ -172,7 +113,7 @@ def test_each_router_must_be_able_to_do_with_what_is_allowed():
 
 
 def test_a_mask_that_does_not_fit_the_batch_or_the_model():
-    model = make("adapter")
+    model = routed_model("adapter")
     two_rows = torch.ones(2, N, dtype=torch.bool)
     with pytest.raises(ValueError, match="2 rows are steered, the batch has 21 tokens"), allow_experts(model, two_rows):
         model(input_ids=ids())

@@ -19,11 +19,10 @@ from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.routing.attention_heads import attention_weights, fitting_heads
 from moe_peft.training.preparation import calibration_batches
 from moe_peft.upit import UpIT, ffn_stages, recipe_from_dict
+from tests.helpers.attention_case import BATCHES, mean_keys
+from tests.helpers.attention_case import IDS as ROWS
 from tests.helpers.native_case import DENSE, IDS, MOE, dense_model, logits, saved
-from tests.helpers.upit_case import run
-from tests.models.test_attention_init import BATCHES, mean_keys
-from tests.models.test_attention_init import IDS as ROWS
-from tests.upit.test_ffn import settings_in, stage_of
+from tests.helpers.upit_case import make_ffn_case, run, stage_of
 
 READABLE = [kind for kind in DENSE if kind != "phi3"]
 
@@ -230,11 +229,12 @@ def test_an_empty_file_is_refused_in_one_line(tmp_path, capsys):
 # --- recipes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, own", [("upcycle_pt", {}), ("upcycle_sft", {"router_init": {"buckets": "none"}})])
 def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path, monkeypatch):
     drawn = Mock(side_effect=calibration_batches)
     monkeypatch.setattr(ffn_stages, "calibration_batches", drawn)
-    case = settings_in(tmp_path, tokenizer)
+    case = make_ffn_case(tmp_path, tokenizer)
     moe = {**case["moe"], "router_init": "attention", "init": "drop"}
     case = {**case, "method": method, **own, "moe": moe, "num_train_epochs": 1, "seed": 11}
     pipeline = run(case, tmp_path / "out")
@@ -252,7 +252,7 @@ def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path, 
 
 
 def test_recipes_with_several_models_or_stage_3_refuse_them(tokenizer, tmp_path):
-    case = settings_in(tmp_path, tokenizer)
+    case = make_ffn_case(tmp_path, tokenizer)
     moe = {**case["moe"], "router_init": "attention"}
     for own in ({}, {"method": "self_moe", "prepare": {}}, {"prepare": {"experts": "copies"}}):
         with pytest.raises(ValueError, match=r"moe.router_init='attention': must be another"):
@@ -260,7 +260,7 @@ def test_recipes_with_several_models_or_stage_3_refuse_them(tokenizer, tmp_path)
 
 
 def test_recipes_refuse_a_base_without_such_attention_before_any_stage(tokenizer, tmp_path):
-    case = settings_in(tmp_path, tokenizer)
+    case = make_ffn_case(tmp_path, tokenizer)
     saved(dense_model("phi3"), Path(case["model"]["name_or_path"]))
     own = {"method": "upcycle_sft", "moe": {**case["moe"], "router_init": "attention"}, "output_dir": str(tmp_path)}
     with pytest.raises(ValueError, match=r"^moe.router_init='attention': .*Phi3ForCausalLM has no attention with"):
@@ -268,7 +268,7 @@ def test_recipes_refuse_a_base_without_such_attention_before_any_stage(tokenizer
 
 
 def test_recipes_refuse_independent_parts_where_stage_3_makes_their_gates(tokenizer, tmp_path):
-    case = settings_in(tmp_path, tokenizer)
+    case = make_ffn_case(tmp_path, tokenizer)
     moe = {**case["moe"], "fine_grained_split": "independent"}
     with pytest.raises(ValueError, match=r"moe.fine_grained_split='independent': must be 'partition': stage 3 makes"):
         recipe_from_dict({**case, "moe": {**moe, "granularity": 2}})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ import torch
 from moe_peft.native import export_adapter, upcycle
 from tests.helpers.native_case import IDS, adapter, dense_model, logits, saved
 
-# Run with the model's folder, a file of tokens and one for logits; importing the package raises ImportError there.
+pytestmark = pytest.mark.slow
+
+# Run with a file of tokens and models' folders, each of which gets its logits; the package cannot be imported there.
 BARRED = """
 import sys
 sys.modules["moe_peft"] = None
@@ -26,16 +30,18 @@ except ImportError:
 TRANSFORMERS = """
 import torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
-np.save(sys.argv[3], model(input_ids=torch.tensor(np.load(sys.argv[2]))).logits.detach().numpy())
+for folder in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    np.save(folder + "/logits.npy", model(input_ids=torch.tensor(np.load(sys.argv[1]))).logits.detach().numpy())
 """
 MLX = """
 from pathlib import Path
 import mlx.core as mx
 from mlx_lm.utils import load_model
 mx.set_default_device(mx.cpu)
-model, _ = load_model(Path(sys.argv[1]))
-np.save(sys.argv[3], np.array(model(mx.array(np.load(sys.argv[2])))))
+for folder in sys.argv[2:]:
+    model, _ = load_model(Path(folder))
+    np.save(folder + "/logits.npy", np.array(model(mx.array(np.load(sys.argv[1])))))
 """
 # What mlx-lm reads of a family: no sliding windows in these, no rope scaling or own head size in Mixtral's, and in
 # Qwen2-MoE's no gates that sum to 1.
@@ -49,36 +55,39 @@ PLAIN = {
 }
 
 
-def elsewhere(script: str, model: str, tmp_path) -> torch.Tensor:
+def elsewhere(script: str, folders: list[str], tmp_path: Path) -> None:
+    """Have a process without this package write each folder's logits: starting it takes most of the time."""
     np.save(tmp_path / "ids.npy", IDS.numpy())
-    files = [str(tmp_path / name) for name in ("ids.npy", "logits.npy")]
-    subprocess.run([sys.executable, "-c", BARRED + script, str(model), *files], check=True)
-    return torch.tensor(np.load(tmp_path / "logits.npy"))
+    subprocess.run([sys.executable, "-c", BARRED + script, str(tmp_path / "ids.npy"), *folders], check=True)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(folder: str | Path, expected: torch.Tensor) -> None:
+    found = torch.tensor(np.load(Path(folder) / "logits.npy"))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "granite"])
-def test_transformers_alone_computes_what_the_adapter_does(kind, tmp_path):
-    name = saved(dense_model(kind), tmp_path / "base")
-    model = adapter(dense_model(kind), tmp_path / "adapter", name)
-    assert_close(
-        elsewhere(TRANSFORMERS, export_adapter(tmp_path / "adapter", tmp_path / "moe"), tmp_path), logits(model)
-    )
+def export(kind: str, folder: Path, settings: dict, **adapter_settings) -> tuple[str, torch.Tensor]:
+    """The folder of an adapter's export, and the adapter's logits."""
+    name = saved(dense_model(kind, **settings), folder / "base")
+    model = adapter(dense_model(kind, **settings), folder / "adapter", name, **adapter_settings)
+    return str(export_adapter(folder / "adapter", folder / "moe")), logits(model)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_mlx_lm_computes_what_the_adapter_does(kind, tmp_path):
-    pytest.importorskip("mlx_lm", reason="mlx-lm has no wheel for this machine")
-    own = {"normalize_top_k": False} if kind == "qwen2" else {}
-    name = saved(dense_model(kind, **PLAIN[kind]), tmp_path / "base")
-    model = adapter(dense_model(kind, **PLAIN[kind]), tmp_path / "adapter", name, **own)
-    assert_close(elsewhere(MLX, export_adapter(tmp_path / "adapter", tmp_path / "moe"), tmp_path), logits(model))
+def test_transformers_alone_computes_what_the_adapter_does(tmp_path):
+    exports = [export(kind, tmp_path / kind, {}) for kind in ("llama", "qwen2", "granite")]
+    elsewhere(TRANSFORMERS, [folder for folder, _ in exports], tmp_path)
+    for folder, expected in exports:
+        assert_close(folder, expected)
 
 
-def test_mlx_lm_computes_what_the_upcycled_dense_model_did(tmp_path):
-    pytest.importorskip("mlx_lm", reason="mlx-lm has no wheel for this machine")
-    name = saved(dense_model("llama", **PLAIN["llama"]), tmp_path / "dense")
-    assert_close(elsewhere(MLX, upcycle(name, tmp_path / "moe"), tmp_path), logits(name))
+@pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="mlx-lm has no wheel for this machine")
+def test_mlx_lm_computes_what_the_adapter_and_the_dense_model_do(tmp_path):
+    exports = [
+        export(kind, tmp_path / kind, settings, **({"normalize_top_k": False} if kind == "qwen2" else {}))
+        for kind, settings in PLAIN.items()
+    ]
+    dense = saved(dense_model("llama", **PLAIN["llama"]), tmp_path / "dense")
+    exports.append((str(upcycle(dense, tmp_path / "upcycled")), logits(dense)))
+    elsewhere(MLX, [folder for folder, _ in exports], tmp_path)
+    for folder, expected in exports:
+        assert_close(folder, expected)

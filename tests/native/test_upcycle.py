@@ -320,6 +320,7 @@ def test_one_process_at_a_time_writes_a_folder(tmp_path):
     assert not inner and [path.name for path in tmp_path.iterdir()] == ["moe"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_path):
     """SIGKILL while layers are written."""
     saved(dense_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=12), tmp_path / "dense")

@@ -22,14 +22,13 @@ from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.native.families import FAMILIES
 from moe_peft.native.safetensors_io import Checkpoint
 from moe_peft.pruning.expert_groups import LayerFacts, Rules, plan_layers, weights_of
-from moe_peft.routing.routers import Router
 from moe_peft.utils.expert_merging import mean_rows, mean_updates
-from tests.helpers.native_case import IDS, MOE, adapter, dense_model, saved
+from tests.helpers.native_case import IDS, MOE, dense_model, saved
+from tests.helpers.pruning_case import WEIGHTS, load_double, make_adapter, masked_logits
 from tests.helpers.reference import merged_weight
 from tests.helpers.upit_case import rows
 
 DROP = {0: [1], 1: [0, 3]}
-WEIGHTS = "adapter_model.safetensors"
 # name → settings of the adapter; all have six experts.
 ADAPTERS = {
     "linear": {},
@@ -59,41 +58,12 @@ def base(tmp_path_factory, tokenizer) -> str:
     return saved(dense_model("llama"), folder)
 
 
-def make(base: str, folder: Path, **settings) -> Path:
-    adapter(AutoModelForCausalLM.from_pretrained(base), folder, base, **{"num_experts": 6, **settings})
-    return folder
-
-
-def load(folder: Path):
-    if (folder / "adapter_config.json").exists():
-        return AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float64).double().eval()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
-
-
-@torch.no_grad()
-def masked_logits(model, dropped: dict[int, list[int]]) -> torch.Tensor:
-    """Logits of a model whose routers' logits are minus infinity for some experts of each layer."""
-
-    def hook(own):
-        def mask(router, args, logits):
-            return logits.index_fill(-1, torch.tensor(own, dtype=torch.long), -torch.inf)
-
-        return mask
-
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    handles = [router.register_forward_hook(hook(dropped.get(i, []))) for i, router in enumerate(routers)]
-    found = model(input_ids=IDS).logits
-    for handle in handles:
-        handle.remove()
-    return found
-
-
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapter_is_the_same_with_logits_of_minus_infinity(name: str, base: str, tmp_path: Path):
-    folder = make(base, tmp_path / "adapter", **ADAPTERS[name])
+    folder = make_adapter(base, tmp_path / "adapter", **ADAPTERS[name])
     drop = {0: [1], 1: [0, 3], 3: [5]} if name == "linears" else DROP  # routers: v_proj, mlp, v_proj, mlp
     found = prune_experts(folder, tmp_path / "pruned", drop=drop)
-    model, original = load(tmp_path / "pruned"), load(folder)
+    model, original = load_double(tmp_path / "pruned"), load_double(folder)
     with torch.no_grad():
         actual = model(input_ids=IDS).logits
     assert (actual - original(input_ids=IDS).logits).abs().max() > 1e-4
@@ -111,7 +81,7 @@ def test_adapter_is_the_same_with_logits_of_minus_infinity(name: str, base: str,
 
 
 def test_experts_that_stay_are_the_same_bits(base: str, tmp_path: Path):
-    folder = make(base, tmp_path / "adapter")
+    folder = make_adapter(base, tmp_path / "adapter")
     prune_experts(folder, tmp_path / "pruned", drop=[2])
     config = PeftConfig.from_pretrained(tmp_path / "pruned")
     assert (config.num_experts, config.num_experts_pattern, config.top_k) == (5, {}, 2)
@@ -123,9 +93,9 @@ def test_experts_that_stay_are_the_same_bits(base: str, tmp_path: Path):
 @pytest.mark.parametrize("normalize", [True, False])
 def test_plain_loop_and_what_normalisation_changes(normalize: bool, base: str, tmp_path: Path):
     """One layer by hand: where gates are not normalised, those of other experts grow by 1/(1 - p)."""
-    folder = make(base, tmp_path / "adapter", normalize_top_k=normalize)
+    folder = make_adapter(base, tmp_path / "adapter", normalize_top_k=normalize)
     prune_experts(folder, tmp_path / "pruned", drop={0: [1, 4], 1: [1, 4]})
-    models = [load(folder), load(tmp_path / "pruned")]
+    models = [load_double(folder), load_double(tmp_path / "pruned")]
     old, new = (next(m for m in model.modules() if isinstance(m, MoELoraLayer)) for model in models)
     x = torch.randn(40, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     router = old.router("default").weight.detach()
@@ -164,7 +134,7 @@ def make_native(kind: str, folder: Path, normalize: bool = True) -> Path:
 @torch.no_grad()
 def looped_logits(folder: Path, dropped: dict[int, list[int]], normalize: bool) -> torch.Tensor:
     """Logits of a native MoE whose blocks are plain loops over tokens and experts, from the tensors on disk."""
-    model, tensors = load(folder), Checkpoint(folder)
+    model, tensors = load_double(folder), Checkpoint(folder)
     family, k = FAMILIES[model.config.model_type], model.config.num_experts_per_tok
     n = getattr(model.config, family.count)
 
@@ -207,7 +177,7 @@ def test_native_moe_is_a_plain_loop_with_logits_of_minus_infinity(kind: str, nor
     assert getattr(model.config, FAMILIES[MOE[kind]].count) == 3 == len(found.layers[0].groups)
     assert sum(p.numel() for p in model.parameters()) == found.size["after"].total
     with torch.no_grad():
-        actual, original = (load(path)(input_ids=IDS[:, :6]).logits for path in (tmp_path / "pruned", folder))
+        actual, original = (load_double(path)(input_ids=IDS[:, :6]).logits for path in (tmp_path / "pruned", folder))
     assert (actual - original).abs().max() > 1e-2
     # transformers' gates are float32 in any case
     torch.testing.assert_close(actual, looped_logits(folder, dropped, normalize), rtol=0, atol=5e-6)
@@ -229,12 +199,12 @@ def with_twins(folder: Path, noise: float = 0.0) -> None:
 
 
 def test_exact_twins_with_one_row_keep_the_function_where_one_expert_serves_a_token(base: str, tmp_path: Path):
-    folder = make(base, tmp_path / "adapter", top_k=1)
+    folder = make_adapter(base, tmp_path / "adapter", top_k=1)
     with_twins(folder)
     found = prune_experts(folder, tmp_path / "pruned", merge_twins=0.999)
     assert [layer.groups for layer in found.layers] == [[[0], [1, 3], [2], [4], [5]]] * 2
     with torch.no_grad():
-        actual, expected = (load(path)(input_ids=IDS).logits for path in (tmp_path / "pruned", folder))
+        actual, expected = (load_double(path)(input_ids=IDS).logits for path in (tmp_path / "pruned", folder))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)  # float32 on disk
 
 
@@ -269,7 +239,7 @@ def test_numbers_that_are_not_finite_are_not_data(tokenizer, data: str, tmp_path
 
 
 def test_merged_loras_are_the_nearest_of_their_rank_to_the_mean(base: str, tmp_path: Path):
-    folder = make(base, tmp_path / "adapter")
+    folder = make_adapter(base, tmp_path / "adapter")
     torch.manual_seed(0)
     with_twins(folder, noise=0.02)
     prune_experts(folder, tmp_path / "pruned", merge_twins=0.9)
@@ -407,7 +377,7 @@ def observed(folder: Path, data: str, tokenizer) -> tuple[list[list[set[int]]], 
 @pytest.mark.parametrize("kind", ["adapter", "llama"])
 def test_data_say_what_goes_and_what_it_costs(kind: str, base: str, data: str, tokenizer, tmp_path: Path):
     if kind == "adapter":
-        folder = make(base, tmp_path / "model")
+        folder = make_adapter(base, tmp_path / "model")
     else:
         folder = make_native(kind, tmp_path)
         tokenizer.save_pretrained(folder)
@@ -444,7 +414,7 @@ def test_data_say_what_goes_and_what_it_costs(kind: str, base: str, data: str, t
 
 
 def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, capsys, monkeypatch):
-    folder, out, asked = make(base, tmp_path / "adapter"), tmp_path / "pruned", []
+    folder, out, asked = make_adapter(base, tmp_path / "adapter"), tmp_path / "pruned", []
     monkeypatch.setattr("moe_peft.pruning.prune.plan_layers", lambda *a: asked.append(a[1]) or plan_layers(*a))
     main(["prune", "--model", str(folder), "--output", str(out), "--data", data, "--experts-per-layer", "4",
           "--label-column", "domain", "--drop", '{"0": [5]}'])  # fmt: skip
@@ -481,7 +451,7 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
     ],
 )
 def test_what_cannot_be_pruned_is_refused_and_leaves_nothing(settings, own, message, base: str, tmp_path: Path):
-    folder = make(base, tmp_path / "adapter", **settings)
+    folder = make_adapter(base, tmp_path / "adapter", **settings)
     with pytest.raises(ValueError, match=message) as error:
         prune_experts(folder, tmp_path / "pruned", **own)
     assert "\n" not in str(error.value)
@@ -489,7 +459,7 @@ def test_what_cannot_be_pruned_is_refused_and_leaves_nothing(settings, own, mess
 
 
 def test_an_adapter_whose_base_is_gone(base: str, data: str, tmp_path: Path, capsys):
-    folder = make(base, tmp_path / "adapter")
+    folder = make_adapter(base, tmp_path / "adapter")
     path = folder / "adapter_config.json"
     settings = json.loads(path.read_text())
     for source, words in ((None, "=None: it names no base; set it in adapter_config.json"), ("gone", "='gone': ")):
@@ -517,6 +487,6 @@ def test_other_folders_are_refused(base: str, tmp_path: Path):
 
 
 def test_threshold_keeps_its_meaning(base: str, tmp_path: Path):
-    folder = make(base, tmp_path / "adapter", router_type="threshold")
+    folder = make_adapter(base, tmp_path / "adapter", router_type="threshold")
     prune_experts(folder, tmp_path / "pruned", drop=[0])
     assert PeftConfig.from_pretrained(tmp_path / "pruned").router_threshold == 1 / 6

@@ -15,7 +15,7 @@ from moe_peft import prune_experts
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.pruning.routed_folders import AdapterFolder, open_folder
 from tests.helpers.native_case import IDS, dense_model, saved
-from tests.pruning.test_prune import WEIGHTS, load, make, masked_logits
+from tests.helpers.pruning_case import WEIGHTS, load_double, make_adapter, masked_logits
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def base(tmp_path_factory, tokenizer) -> str:
 
 @pytest.fixture(scope="module")
 def folder(base, tmp_path_factory) -> Path:
-    return make(base, tmp_path_factory.mktemp("adapter") / "adapter")
+    return make_adapter(base, tmp_path_factory.mktemp("adapter") / "adapter")
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +49,11 @@ def data(tmp_path_factory) -> str:
     ],
 )
 def test_modules_with_a_single_expert_keep_it(settings: dict, default: int, base: str, tmp_path: Path):
-    own = make(base, tmp_path / "adapter", target_modules=["mlp", "q_proj", "v_proj"], **settings)
+    own = make_adapter(base, tmp_path / "adapter", target_modules=["mlp", "q_proj", "v_proj"], **settings)
     prune_experts(own, tmp_path / "pruned", drop=[1])
     config = PeftConfig.from_pretrained(tmp_path / "pruned")
     assert config.num_experts == default
-    model, original = load(tmp_path / "pruned"), load(own)
+    model, original = load_double(tmp_path / "pruned"), load_double(own)
     before, after = (
         [m.moe_lora_spec["default"].num_experts for m in each.modules() if isinstance(m, MoELoraLayer)]
         for each in (original, model)
@@ -66,7 +66,7 @@ def test_modules_with_a_single_expert_keep_it(settings: dict, default: int, base
 
 @pytest.mark.parametrize("change", ["shape", "missing", "unexpected"])
 def test_a_folder_that_does_not_load_is_found(change: str, base: str, tmp_path: Path):
-    own = make(base, tmp_path / "adapter", target_modules=["mlp"])
+    own = make_adapter(base, tmp_path / "adapter", target_modules=["mlp"])
     open_folder(own).check()
     state = load_file(own / WEIGHTS)
     name = next(key for key in state if "moe_lora_A" in key)

@@ -65,6 +65,7 @@ def losses(m: int):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("m", [4, 2, 8, 1])
 def test_the_sum_of_the_queries_moves_like_that_of_separate_ones(m, optimizer):
@@ -90,6 +91,7 @@ def test_the_sum_of_the_queries_moves_like_that_of_separate_ones(m, optimizer):
         close(x @ ours.fold().T, separate(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("m", [4, 8])
 def test_clipped_sums_move_like_clipped_separate_queries(m, optimizer):

@@ -15,9 +15,9 @@ from moe_peft.routing.expert_map import check_allowed, expert_masks, label_text,
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.buckets import label_buckets
+from tests.helpers.routed_models import routed_model
+from tests.helpers.trainers import EXPERTS, arguments, make_model
 from tests.helpers.upit_case import rows
-from tests.models.test_steering import make
-from tests.training.test_sft_trainer import EXPERTS, arguments, make_model
 
 MASKS = {"a": [1, 1, 0, 0, 0, 0], "b": [0, 0, 1, 1, 0, 0], "c": [0, 0, 0, 0, 1, 1]}  # EXPERTS, as the source writes it
 BOOLEANS = {label: [bool(entry) for entry in mask] for label, mask in MASKS.items()}
@@ -212,7 +212,7 @@ def test_masks_reach_trainer_recorder_buckets_and_recipe(given, tokenizer, tmp_p
     data = Dataset.from_list(rows(12))
     trainer = MoESFTTrainer(make_model(), args, train_dataset=data, processing_class=tokenizer)
     assert trainer._allowed.int().tolist() == list(MASKS.values())
-    with record_routing(make("adapter"), list("abc"), given) as statistics:
+    with record_routing(routed_model("adapter"), list("abc"), given) as statistics:
         assert statistics.allowed.int().tolist() == list(MASKS.values())
     assert label_buckets(["a", "a", "b", "c"], 6, given) == [[0], [1], [2], [], [3], []]
     recipe = recipe_from_dict({
@@ -233,7 +233,7 @@ def test_a_recipe_refuses_a_wrong_map_when_it_is_read():
 
 
 def test_numbers_as_domains_of_recorded_passes():
-    with torch.no_grad(), record_routing(make("adapter"), [0, 1], {0: [0, 1, 2], "1": [3, 4]}) as statistics:
+    with torch.no_grad(), record_routing(routed_model("adapter"), [0, 1], {0: [0, 1, 2], "1": [3, 4]}) as statistics:
         statistics.current = [1, "0"]
         statistics.update([torch.zeros(4, 6)] * 2, torch.ones(2, 2), None)
     assert list(statistics.shares()) == ["0", "1"] and statistics.tokens.tolist() == [2, 2]

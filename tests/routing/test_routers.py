@@ -12,64 +12,22 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from moe_peft import MoELoraConfig, allow_experts, fold_routers, force_experts
-from moe_peft.adapter.ffn_layout import find_layout
-from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
+from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.native import export_adapter
 from moe_peft.routing.gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 from moe_peft.routing.routers import ROUTERS, LinearRouter, RouterSettings, make_router
-from tests.adapter.test_layers import D, dense_ffn, tensors
+from tests.helpers.expert_layers import D, tensors
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_same, reference, run
+from tests.helpers.router_kinds import ROUTER_KINDS, N, config, decided, routed_layer
 
-N = 4
 IDS = torch.randint(3, 128, (3, 11), generator=torch.Generator().manual_seed(0))
-# A setting of each kind, and what is particular about it.
-KINDS = {
-    "linear": {},
-    "mlp": {"router_type": "mlp"},
-    "attention-sum": {"router_type": "attention"},
-    "attention-max": {"router_type": "attention", "router_mixture": "max", "router_num_heads": 2},
-    "attention-keys": {"router_type": "attention", "router_num_heads": 8},
-    "switch": {"router_type": "switch", "mixing": "projection"},
-    "sigmoid": {"router_type": "sigmoid"},
-    "sigmoid-raw": {"router_type": "sigmoid", "normalize_top_k": False},
-    "soft": {"router_type": "soft"},
-    "top_p": {"router_type": "top_p", "router_threshold": 0.6, "top_k": 3},
-    "top_p-raw": {"router_type": "top_p", "top_k": 4, "normalize_top_k": False},
-    "threshold": {"router_type": "threshold", "top_k": 3},
-    "threshold-raw": {"router_type": "threshold", "router_threshold": 0.2, "normalize_top_k": False},
-    "locmoe": {"router_type": "locmoe"},
-    "hash": {"router_type": "hash"},
-}
-ALONE = [kind for kind in KINDS if kind != "hash"]  # work in a layer alone; test_hash_router.py has the other
+ALONE = [kind for kind in ROUTER_KINDS if kind != "hash"]  # work in a layer alone; test_hash_router.py has the other
 FOLD = ("linear", "attention-sum", "switch", "soft", "locmoe")
 
 
 def test_every_router_is_tried():
-    assert {settings.get("router_type", "linear") for settings in KINDS.values()} == ROUTERS.keys()
-
-
-def config(kind: str, **own) -> MoELoraConfig:
-    settings = {"num_experts": N, "r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    return MoELoraConfig(**{**settings, **KINDS[kind], **own})
-
-
-def decided(module: nn.Module, std: float = 0.4) -> None:
-    """Make routers sure of their choice, so that rounding does not change it."""
-    for name, parameter in module.named_parameters():
-        if "moe_lora_router" in name:
-            nn.init.normal_(parameter, std=std)
-
-
-def layer(kind: str, **own) -> MoELoraFFN:
-    torch.manual_seed(0)
-    ffn = dense_ffn("gated")
-    made = MoELoraFFN(ffn, find_layout(ffn), "default")
-    spec = config(kind, **own).expert_spec("mlp")
-    object.__setattr__(spec.router, "attention_size", 4 * D)  # as a model's config would say
-    made.update_layer("default", spec)
-    decided(made)
-    return made.double()
+    assert {settings.get("router_type", "linear") for settings in ROUTER_KINDS.values()} == ROUTERS.keys()
 
 
 def model(kind: str, **own):
@@ -88,7 +46,7 @@ def model(kind: str, **own):
     + [("switch", "projection")]
 )  # fmt: skip
 def test_layer_and_its_gradients_are_the_loops(kind, mixing):
-    made = layer(kind, mixing=mixing)
+    made = routed_layer(kind, mixing=mixing)
     x, d_output = tensors(9, dtype=torch.float64)
     assert_same(run(made, x, d_output), reference(made, x, d_output), 1e-12)
 
@@ -97,7 +55,7 @@ def test_the_variable_kinds_do_vary():
     """Otherwise the comparison above would say little of them."""
     x, _ = tensors(64, dtype=torch.float64)
     for kind in ("top_p", "threshold"):
-        made = layer(kind, router_threshold=0.6 if kind == "top_p" else 0.25)
+        made = routed_layer(kind, router_threshold=0.6 if kind == "top_p" else 0.25)
         decided(made, 0.2)
         gates_TK, _ = made.router("default").choose(made.router("default")(x), 3, True)
         assert set((gates_TK > 0).sum(1).tolist()) == {1, 2, 3}
@@ -134,7 +92,7 @@ def test_switch_takes_tokens_in_their_order_up_to_the_capacity():
 
 
 def test_switch_drops_in_training_only():
-    made = layer("switch", router_capacity_factor=0.5)
+    made = routed_layer("switch", router_capacity_factor=0.5)
     x, d_output = tensors(40, dtype=torch.float64)
     assert_same(run(made.eval(), x, d_output), reference(made, x, d_output), 1e-12)
     trained = made.train()(x)
@@ -172,7 +130,7 @@ def test_jitter_multiplies_each_entry_of_the_input_in_training_only():
 
 @pytest.mark.parametrize("kind", FOLD)
 def test_folded_gate_has_the_routers_logits(kind):
-    made = layer(kind).router("default")
+    made = routed_layer(kind).router("default")
     x, _ = tensors(20, dtype=torch.float64)
     torch.testing.assert_close(x @ made.fold().T, made(x), rtol=1e-13, atol=1e-13)
 
@@ -215,7 +173,7 @@ def test_folded_adapter_is_the_same_model_and_a_plain_one(kind, tmp_path):
 # --- in models ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUTER_KINDS)
 def test_life_of_an_adapter(kind, tmp_path):
     """
     Zero experts change nothing, every parameter gets a gradient, a saved adapter loads to the bit, a cache changes
@@ -241,7 +199,7 @@ def test_life_of_an_adapter(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["linear", "sigmoid-raw", "top_p", "threshold", "attention-max"])
 def test_allowed_experts_are_chosen_by_the_routers_own_rule(kind):
-    made = layer(kind)
+    made = routed_layer(kind)
     x, _ = tensors(12, dtype=torch.float64)
     spec = made.moe_lora_spec["default"]
     holder = nn.ModuleList([made])
@@ -269,7 +227,7 @@ def test_kinds_that_leave_experts_out_can_do_with_one(kind):
 
 def test_autocast_leaves_routers_in_float32():
     for kind in ALONE:
-        made = layer(kind).float().router("default")
+        made = routed_layer(kind).float().router("default")
         x = torch.randn(5, D)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             torch.testing.assert_close(made(x), made(x.double()).float(), rtol=1e-4, atol=1e-4)
@@ -341,7 +299,7 @@ class Squared(LinearRouter):
 def added(monkeypatch):
     for cls in (Tempered, Shifted, Squared):
         monkeypatch.setitem(ROUTERS, cls.__name__.lower(), cls)
-        monkeypatch.setitem(KINDS, cls.__name__.lower(), {"router_type": cls.__name__.lower()})
+        monkeypatch.setitem(ROUTER_KINDS, cls.__name__.lower(), {"router_type": cls.__name__.lower()})
 
 
 def test_an_added_router_folds_saves_loads_and_exports_without_its_class(added, monkeypatch, tmp_path):

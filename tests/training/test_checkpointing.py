@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
+from trl import SFTConfig
 
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.models.introspection import router_parameters
@@ -15,8 +18,10 @@ from moe_peft.training.trainable import base_values
 from moe_peft.upit import prepare_experts
 from moe_peft.upit.post_train import post_train
 from tests.helpers.models import tiny_llama
+from tests.helpers.trainers import arguments as trainer_arguments
 from tests.helpers.upit_case import rows
-from tests.upit.test_router_init import arguments
+
+arguments = partial(trainer_arguments, cls=SFTConfig, max_steps=-1, logging_steps=500, seed=0)
 
 
 def adapted(seed=0, adapter_name="default"):

@@ -16,6 +16,8 @@ from moe_peft.routing.losses import balancing_loss
 from tests.helpers.models import tiny_llama
 from tests.helpers.processes import WORLD, in_processes
 
+pytestmark = pytest.mark.slow
+
 
 def model(mixing: str) -> torch.nn.Module:
     base = tiny_llama()

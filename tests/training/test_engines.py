@@ -11,6 +11,8 @@ import torch
 
 from compatibility import engines as table
 
+pytestmark = pytest.mark.slow
+
 WHOLE = "equal, saved, resumed"
 # Cells of the table; the others are like one of these, and DDP has more tests of its own.
 CELLS = {

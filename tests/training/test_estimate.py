@@ -21,8 +21,7 @@ from moe_peft.training.estimate import (  # fmt: skip
     steps_and_rows,
     training_line,
 )
-from tests.helpers.models import tiny_llama
-from tests.models.test_model_size import ATTENTION, FFN
+from tests.helpers.models import ATTENTION, FFN, tiny_llama
 
 LAYER = ATTENTION + FFN + 2 * 64
 OUTSIDE = 2 * 128 * 64 + 64  # embeddings, head, norm

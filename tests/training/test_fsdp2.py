@@ -22,6 +22,8 @@ from moe_peft.routing.losses import balancing_loss, label_losses, z_losses
 from tests.helpers.models import tiny_llama
 from tests.helpers.processes import WORLD, in_processes
 
+pytestmark = pytest.mark.slow
+
 METHODS = ("dense", "blocks", "sorted", "gather", "dense-blocks", "dense-sorted")
 # Name → fields of the config, and what happens around the forward and the backward pass.
 CASES: dict[str, dict[str, Any]] = {

@@ -10,14 +10,11 @@ from torch.nn.functional import cross_entropy
 from moe_peft import MoEDPOConfig
 from moe_peft.models.introspection import adapter_layers
 from moe_peft.training.trainers import MoESFTConfig
+from tests.helpers.routed_models import biased
+from tests.helpers.trainers import EXPERTS, LABELS, MASKED, arguments, make_model, make_trainer, one_batch
 from tests.helpers.upit_case import rows
-from tests.models.test_steering import biased
-from tests.training.test_sft_trainer import EXPERTS, LABELS, arguments, make_model, make_trainer, one_batch
 
-# Experts 4 and 5 serve no label.
-NARROW = {"label_column": "domain", "expert_map": {"a": [0, 1], "b": [2, 3], "c": [1, 2, 3]}}
 ALLOWED = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0]], dtype=torch.bool)
-MASKED = {"router_label_mask": True, **NARROW}
 SGD = {
     "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
 }  # fmt: skip

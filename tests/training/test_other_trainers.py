@@ -17,9 +17,10 @@ from trl import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, Rew
 from compatibility import trainers as table
 from moe_peft import MoEDPOTrainer, MoELoraConfig, MoESFTTrainer, RouterLossesMixin
 from tests.helpers.models import tiny_llama
+from tests.helpers.trainers import MoEKTOTrainer, arguments, preferences
 from tests.helpers.upit_case import rows
-from tests.training.test_router_losses import MoEKTOTrainer, preferences
-from tests.training.test_sft_trainer import arguments
+
+pytestmark = pytest.mark.slow
 
 IDS = torch.randint(3, 128, (6, 8), generator=torch.Generator().manual_seed(0))
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import LlamaForSequenceClassification
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig
+from trl import RewardConfig, RewardTrainer, SFTConfig
 
 from moe_peft import MoELoraConfig
 from moe_peft.models.introspection import observed_routing, router_parameters
@@ -19,19 +19,10 @@ from moe_peft.training.preparation import tokenized
 from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin
 from moe_peft.training.trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import tiny_llama
-from tests.models.test_steering import NATIVE
-from tests.training.test_sft_trainer import arguments
+from tests.helpers.routed_models import NATIVE
+from tests.helpers.trainers import MoEKTOConfig, MoEKTOTrainer, arguments, preferences, words
 
 N, K = 6, 2
-
-
-@dataclass
-class MoEKTOConfig(RouterLossConfig, KTOConfig):
-    pass
-
-
-class MoEKTOTrainer(RouterLossesMixin, KTOTrainer):
-    pass
 
 
 @dataclass
@@ -48,22 +39,6 @@ TRAINERS = {
     "kto": (MoEKTOTrainer, MoEKTOConfig),
     "reward": (MoERewardTrainer, MoERewardConfig),
 }
-
-
-def words(seed: int, count: int) -> str:
-    return " ".join(f"w{3 + (7 * seed + 3 * j) % 120}" for j in range(count))
-
-
-def preferences(kind: str) -> Dataset:
-    """Rows of different lengths, so that means of means would differ from means."""
-    rows = []
-    for i in range(16):
-        prompt, good, bad = words(i, 3), " " + words(i + 5, 2 + i % 5), " " + words(i + 9, 1 + i % 7)
-        if kind == "kto":
-            rows.append({"prompt": prompt, "completion": good if i % 2 else bad, "label": bool(i % 2)})
-        else:
-            rows.append({"prompt": prompt, "chosen": good, "rejected": bad})
-    return Dataset.from_list(rows)
 
 
 def make_model(kind: str, native: bool = False):

@@ -8,9 +8,9 @@ import torch
 from moe_peft.models.introspection import router_parameters
 from moe_peft.models.native_routers import replace_routers
 from moe_peft.routing.routers import RouterSettings
-from tests.adapter.test_router_outputs import COEF, adapted, batch
-from tests.models.test_steering import NATIVE
-from tests.training.test_sft_trainer import LABELS, N, make_trainer, one_batch
+from tests.helpers.adapters import COEF, adapted, batch
+from tests.helpers.routed_models import NATIVE, N
+from tests.helpers.trainers import LABELS, make_trainer, one_batch
 
 LIMIT = {"top_p": 0.6, "threshold": 0.22}
 

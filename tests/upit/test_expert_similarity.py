@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from moe_peft.upit.summary import print_summary
 from tests.helpers.upit_case import make_case, run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tokenizer):

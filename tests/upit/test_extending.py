@@ -16,6 +16,8 @@ from moe_peft.upit.buckets import BUCKETS, BucketRule, draw_seeds
 from moe_peft.upit.prepare import SELECTIONS, Selection
 from tests.helpers.upit_case import DOMAINS, make_case, rows
 
+pytestmark = pytest.mark.slow
+
 
 def by_last_label_first(seeds):
     """Examples whose label comes last in the alphabet go to expert 0, the others to expert 1."""

@@ -29,32 +29,29 @@ from moe_peft.upit.expand import expand_checkpoints
 from moe_peft.upit.summary import plan
 from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import dense_model, saved
-from tests.helpers.upit_case import make_case, run, run_as_two_processes, run_in_process
-from tests.upit.test_resume import contents
+from tests.helpers.upit_case import (
+    contents,
+    make_ffn_case,
+    run,
+    run_as_two_processes,
+    run_in_process,
+    stage_of,
+)
+
+pytestmark = pytest.mark.slow
 
 # Stage 1 has 24 steps; stage 3's four buckets of three seeds have 2 each; stage 4 has 18.
 STEPS = 24 + 8 + 24
 
 
-def settings_in(folder, tokenizer, **own):
-    case = make_case(folder, tokenizer)
-    case.pop("adapter")
-    case["sft"]["learning_rate"] = 1e-3
-    return {**case, "mode": "ffn", "moe": {"top_k": 2, "router_aux_loss_coef": 0.02}, **own}
-
-
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tokenizer):
-    return settings_in(tmp_path_factory.mktemp("case"), tokenizer)
+    return make_ffn_case(tmp_path_factory.mktemp("case"), tokenizer)
 
 
 @pytest.fixture(scope="module")
 def upit(case, tmp_path_factory):
     return run(case, tmp_path_factory.mktemp("upit"))
-
-
-def stage_of(pipeline, name):
-    return next(stage for stage in pipeline.stages if stage.name == name)
 
 
 def weights(folder):
@@ -333,7 +330,7 @@ def test_several_processes_do_what_one_does(case, tmp_path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("undisturbed")
-    settings = settings_in(folder, tokenizer)
+    settings = make_ffn_case(folder, tokenizer)
     assert run_in_process(settings, folder) == 0
     assert len((folder / "steps").read_bytes()) == STEPS
     return settings, contents(folder / "out")

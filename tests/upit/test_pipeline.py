@@ -6,10 +6,12 @@ import copy
 import json
 import logging
 import os
+import shutil
 import sys
 import types
 import weakref
 from dataclasses import asdict
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -43,6 +45,18 @@ def case(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def upit(case, tmp_path_factory):
     return run(case, tmp_path_factory.mktemp("upit"))
+
+
+@pytest.fixture(scope="module")
+def of_method(case, upit, tmp_path_factory):
+    """The finished run of each method, which a test may look at but not change."""
+    return cache(lambda method: upit if method == "upit" else run(case, tmp_path_factory.mktemp(method), method=method))
+
+
+@pytest.fixture
+def finished(upit, tmp_path):
+    """A copy of the finished run in the folder of the test's own."""
+    shutil.copytree(upit.root, tmp_path / "out")
 
 
 # --- stages ---------------------------------------------------------------------------------------------------------
@@ -123,6 +137,7 @@ def test_stages_hand_on_what_they_made(upit):
     assert all("aux_loss" in record for record in history)
 
 
+@pytest.mark.slow
 def test_one_base_at_most_is_in_memory(case, tmp_path, monkeypatch):
     """Expansion loads no base; router initialisation one at a time, however many experts there are."""
     from transformers import AutoModelForCausalLM
@@ -179,6 +194,7 @@ def test_held_out_loss_is_that_of_the_loaded_adapter(upit, case):
 # --- what is done again ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="moe_peft")
     logging.getLogger("moe_peft").propagate = True
@@ -218,6 +234,7 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     assert again.records["post_train"]["files"] == first.records["post_train"]["files"]
 
 
+@pytest.mark.slow
 def test_an_edited_card_stays_and_a_damaged_result_is_mended(case, tmp_path):
     first = run(case, tmp_path, method="loramoe_pt", num_train_epochs=1)
     card = (first.result / "README.md").read_text()
@@ -230,7 +247,8 @@ def test_an_edited_card_stays_and_a_damaged_result_is_mended(case, tmp_path):
     assert contents(first.root) == {**before, "adapter/README.md": card.encode()}
 
 
-def test_what_cannot_be_done_again_leaves_what_was_done(case, tmp_path):
+@pytest.mark.slow
+def test_what_cannot_be_done_again_leaves_what_was_done(case, finished, tmp_path):
     first = run(case, tmp_path)
     before = {name: content for name, content in contents(first.root).items() if name.startswith("prepare/")}
     with pytest.raises(ValueError, match="zzz"):
@@ -241,7 +259,8 @@ def test_what_cannot_be_done_again_leaves_what_was_done(case, tmp_path):
     assert again.records == first.records
 
 
-def test_a_figure_is_of_this_run(case, tmp_path):
+@pytest.mark.slow
+def test_a_figure_is_of_this_run(case, finished, tmp_path):
     first = run(case, tmp_path)
     assert (first.result / "routing.png").is_file()
     data = {key: value for key, value in case["data"].items() if key != "eval"}
@@ -253,6 +272,7 @@ def test_a_figure_is_of_this_run(case, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_trackers_have_one_run_a_stage_and_keep_their_files(case, tmp_path, monkeypatch):
     """TensorBoard's files outlive a stage's state; W&B, of which this stands for what transformers calls, is closed."""
     log = []
@@ -278,8 +298,9 @@ def test_trackers_have_one_run_a_stage_and_keep_their_files(case, tmp_path, monk
     assert "WANDB_RUN_GROUP" not in os.environ and "TENSORBOARD_LOGGING_DIR" not in os.environ
 
 
-def test_a_second_run_of_one_object_does_nothing_again(case, tmp_path):
-    pipeline = run(case, tmp_path, method="loramoe_sft")
+@pytest.mark.slow
+def test_a_second_run_of_one_object_does_nothing_again(of_method):
+    pipeline = of_method("loramoe_sft")
     before = {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")}
     pipeline.run()
     assert {path: path.stat().st_mtime_ns for path in (pipeline.root / "prepare").rglob("*")} == before
@@ -305,6 +326,7 @@ def test_result_does_not_depend_on_what_a_trainer_did_to_the_tokenizer(case, tmp
         assert {path.name: path.read_bytes() for path in (first.root / "adapter").iterdir()} == files
 
 
+@pytest.mark.slow
 def test_changed_data_redoes_everything(case, tmp_path):
     first = run(case, tmp_path, method="loramoe_pt")
     rows = Path(case["data"]["train"]).read_text().splitlines()
@@ -321,9 +343,10 @@ def steps_of(pipeline):
     return sum(record["metrics"].get("steps", 0) for record in pipeline.records.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "loramoe_pt", "loramoe_sft", "self_moe", "pesc"])
-def test_baselines(method, case, upit, tmp_path):
-    pipeline = run(case, tmp_path, method=method)
+def test_baselines(method, of_method, upit):
+    pipeline = of_method(method)
     assert steps_of(pipeline) == 48  # 4 passes over 48 rows in batches of 4
     assert steps_of(upit) == 48 + 4 * 2  # and 2 passes of every expert over its bucket of 3
     config = PeftConfig.from_pretrained(pipeline.root / "adapter")
@@ -356,8 +379,9 @@ def experts_of(folder):
     }
 
 
-def test_self_moe_trains_the_routers_alone(case, tmp_path):
-    pipeline = run(case, tmp_path, method="self_moe")
+@pytest.mark.slow
+def test_self_moe_trains_the_routers_alone(of_method):
+    pipeline = of_method("self_moe")
     given = [load_file(pipeline.root / "expand" / "experts" / str(i) / WEIGHTS) for i in range(4)]
     for name, A in experts_of(pipeline.root / "adapter").items():
         module, _, projection = name.rpartition(".")
@@ -368,12 +392,14 @@ def test_self_moe_trains_the_routers_alone(case, tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_no_expansion_or_router_initialisation(case, tmp_path):
     pipeline = run(case, tmp_path, prepare={"selection": "uniform"}, router_init={"buckets": "none"})
     assert list(pipeline.records) == ["prepare", "post_train", "evaluate"]
     assert pipeline.records["prepare"]["metrics"]["checkpoint_steps"] == [6, 12, 18, 24]
 
 
+@pytest.mark.slow
 def test_experts_that_exist_already(case, upit, tmp_path):
     adapters = [str(upit.root / "prepare" / "experts" / str(i)) for i in range(3)]
     pipeline = run(case, tmp_path, prepare={"adapters": adapters})
@@ -402,6 +428,7 @@ def test_blocks_show_one_domain_after_the_other(case, tmp_path, monkeypatch):
     assert firsts == sorted(firsts) and set(firsts) == {3, 4, 5}
 
 
+@pytest.mark.slow
 def test_stage_3_takes_what_its_buckets_hold(case, tmp_path):
     """Of each bucket one example: neither plan nor budget count the rest of the seed set."""
     router_init = {"seed_fraction": 0.5, "num_train_epochs": 1, "capacity": 1, "within_budget": True}
@@ -476,9 +503,10 @@ def test_missing_label_column(case, tmp_path):
 # --- plan and command line ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["upit", "lora", "self_moe", "loramoe_pt", "pesc"])
-def test_plan_is_what_happens(method, case, upit, tmp_path):
-    pipeline = upit if method == "upit" else run(case, tmp_path, method=method)
+def test_plan_is_what_happens(method, of_method, upit):
+    pipeline = of_method(method)
     stages = {stage.name: stage for stage in plan(pipeline)}
     trained = [name for name in pipeline.records if name in ("prepare", "router_init", "post_train")]
     assert list(stages) == trained
@@ -524,6 +552,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", QUANTIZED)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_quantized_base(bits, device, case, tmp_path):
@@ -542,6 +571,7 @@ def test_quantized_base(bits, device, case, tmp_path):
     assert not torch.allclose(before[name].float(), after[name].float(), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_several_processes_do_what_one_does(case, upit, tmp_path):
     """Two processes over gloo, half the batch each: the same batches, so the same result up to rounding."""
     # SGD: Adam blows rounding up where gradients are near zero.

@@ -22,7 +22,9 @@ from moe_peft.upit.evaluate import Evaluate
 from moe_peft.upit.summary import plan
 from moe_peft.utils.loading import Base
 from tests.helpers.models import tiny_llama
-from tests.helpers.upit_case import contents, make_case, run
+from tests.helpers.upit_case import chats, contents, make_case, run
+
+pytestmark = pytest.mark.slow
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
 HASH = {"router_type": "hash", "router_aux_loss_coef": 0.0}
@@ -195,28 +197,6 @@ def test_preparing_examples_leaves_the_tokenizer_alone(tokenizer, tmp_path):
     assert (len(tokenizer), tokenizer.chat_template, tokenizer.pad_token) == before
 
 
-def chats(case: dict) -> dict:
-    """The case with conversations."""
-    for name in ("train", "eval"):
-        path = Path(case["data"][name])
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        path.write_text(
-            "\n".join(
-                json.dumps(
-                    {
-                        "messages": [
-                            {"role": "user", "content": row["prompt"]},
-                            {"role": "assistant", "content": row["completion"]},
-                        ],
-                        "domain": row["domain"],
-                    }
-                )
-                for row in rows
-            )
-        )
-    return case
-
-
 def test_a_stages_own_chat_template_decides_its_result(case, tmp_path):
     """It is read, checked and hashed as that of all stages, and the result is evaluated with it."""
     template = tmp_path / "own.jinja"
@@ -307,13 +287,13 @@ def test_given_adapters_say_what_experts_are(case, tmp_path):
     plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 2, **same}})))
 
 
-@pytest.mark.parametrize("own", [{}, {"r": 6, "lora_alpha": 12, "use_rslora": True}, {"lora_alpha": 12}])
-def test_given_adapters_are_compared_by_their_own_numbers(own, case, tmp_path):
+def test_given_adapters_are_compared_by_their_own_numbers(case, tmp_path):
     """Of rank-stabilised ones too, and of all that are used: the last one where experts are copies."""
     base = case["model"]["name_or_path"]
     folders = loras(tmp_path / "rs", base, 2, target_modules=["up_proj"], use_rslora=True)
     settings = {**case, "num_experts": 2, "output_dir": str(tmp_path / "out"), "prepare": {"adapters": folders}}
-    plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1, **own}})))
+    for own in ({}, {"r": 6, "lora_alpha": 12, "use_rslora": True}, {"lora_alpha": 12}):
+        plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1, **own}})))
     narrow = loras(tmp_path / "narrow", base, 1, target_modules=["up_proj"], rank_pattern={"up_proj": 3})
     settings["prepare"] = {"adapters": [folders[0], *narrow], "experts": "copies"}
     planned = plan(UpIT(recipe_from_dict({**settings, "adapter": {"top_k": 1}})))[-1]

@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers.upit_case import contents, make_case, run_in_process
 
+pytestmark = pytest.mark.slow
+
 # Stage 1 has 24 steps, stage 3 has 2 for each of 4 experts, stage 4 has 24; stage 1 saves at 5, 10, 15, 16, 20 and 24.
 STEPS, SAVE_STEPS = 56, 5
 KILLS = [

@@ -23,16 +23,15 @@ from moe_peft.native.router_files import read_routed_model
 from moe_peft.routing.routers import RouterSettings
 from moe_peft.training.preparation import calibration_batches, tokenized
 from moe_peft.upit import UpIT, post_train, recipe_from_dict
-from tests.helpers.upit_case import run, run_in_process
-from tests.upit.test_ffn import settings_in
-from tests.upit.test_rehearsal import chats
-from tests.upit.test_resume import contents
+from tests.helpers.upit_case import chats, make_ffn_case, run, run_in_process, without_paths
+
+pytestmark = pytest.mark.slow
 
 ATTENTION = {"type": "attention", "num_heads": 2}
 
 
 def settings_with(router, folder, tokenizer, **own):
-    case = settings_in(folder, tokenizer, method="upcycle_pt", num_experts=4, num_train_epochs=1)
+    case = make_ffn_case(folder, tokenizer, method="upcycle_pt", num_experts=4, num_train_epochs=1)
     for name in ("prepare", "router_init"):
         del case[name]
     moe = {"top_k": 2, "init": "drop", **own}
@@ -101,19 +100,20 @@ def test_locmoe_folds(tmp_path, tokenizer):
     assert not any("moe_router" in name for name in load_file(result / "model.safetensors"))
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    settings = settings_with(ATTENTION, folder, tokenizer, router_init="attention")
+    assert run_in_process(settings, folder) == 0
+    return settings, without_paths(folder / "out")
+
+
 @pytest.mark.parametrize(("point", "n"), [("step", 8), ("before a checkpoint is marked", 2), ("marking a stage", 1)])
-def test_killed_run_goes_on_to_the_same_bytes(point, n, tmp_path, tokenizer):
-    settings = settings_with(ATTENTION, tmp_path, tokenizer, router_init="attention")
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    assert run_in_process(settings, tmp_path / "whole") == 0
-    assert run_in_process(settings, tmp_path / "killed", (point, n)) == -9
-    assert run_in_process(settings, tmp_path / "killed") == 0
-    found, wanted = (
-        {name: content for name, content in contents(tmp_path / folder / "out").items() if name != "manifest.json"}
-        for folder in ("killed", "whole")
-    )
-    assert found == wanted
+def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
+    settings, files = undisturbed
+    assert run_in_process(settings, tmp_path, (point, n)) == -9
+    assert run_in_process(settings, tmp_path) == 0
+    assert without_paths(tmp_path / "out") == files
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,7 @@ def run_late_stage(rank: int, folder: Path) -> None:
     assert record["metrics"] == {"read": "expert"}
 
 
+@pytest.mark.slow
 def test_no_process_removes_what_another_still_reads(tmp_path):
     in_processes(run_late_stage, tmp_path)
     assert (tmp_path / "late/experts/0").exists()

@@ -15,7 +15,7 @@ from moe_peft.upit.summary import print_summary
 from tests.helpers.eval_case import light, make_tasks  # noqa: F401  (a fixture)
 from tests.helpers.upit_case import make_case, run
 
-pytestmark = pytest.mark.usefixtures("light")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("light")]
 
 
 @pytest.fixture

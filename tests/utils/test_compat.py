@@ -7,9 +7,13 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
+from functools import cache
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import moe_peft
 from moe_peft.utils.compat import PRIVATE, private
@@ -19,6 +23,14 @@ ROOT = Path(moe_peft.__file__).parent
 LISTED = {name for names in PRIVATE.values() for name in names}
 # Of torch and the standard library, which are not this list's business.
 ELSEWHERE = {"_forward_hooks", "_ConvNd", "_fields", "_replace", "_name_or_path", "_asdict", "_unsafe_view"}
+
+
+@cache
+def source(cls) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # made by a decorator
+        return ""
 
 
 def place(path: str):
@@ -37,7 +49,7 @@ def test_the_name_is_still_where_we_use_it(path, name):
     owner = place(path)
     fields = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
     bases = [b for b in getattr(owner, "__mro__", ()) if b.__module__.partition(".")[0] in PACKAGES]
-    of_instances = any(f"self.{name}" in inspect.getsource(base) for base in bases)
+    of_instances = any(f"self.{name}" in source(base) for base in bases)
     assert hasattr(owner, name) or name in fields or of_instances, f"{path}.{name} has moved"
 
 
@@ -48,14 +60,15 @@ def our_classes():
             yield from (c for c in vars(module).values() if inspect.isclass(c) and c.__module__.startswith("moe_peft"))
 
 
-def test_everything_private_that_we_override_is_listed():
+def test_everything_private_that_we_override_or_set_is_listed():
     unlisted = {}
     for cls in set(our_classes()):
         foreign = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in PACKAGES]
         ours = [base for base in cls.__mro__ if base.__module__.startswith("moe_peft")]
         names = {name for base in ours for name in vars(base) if name.startswith("_") and not name.endswith("__")}
-        for name in names - {"_abc_impl"}:
-            if name not in LISTED and any(name in vars(base) for base in foreign):
+        names |= {name for base in ours for name in re.findall(r"self\.(_[a-z]\w*)", source(base))}
+        for name in names - LISTED - {"_abc_impl"}:
+            if any(name in vars(base) or f"self.{name}" in source(base) for base in foreign):
                 unlisted[name] = cls.__name__
     assert not unlisted
 
@@ -76,6 +89,18 @@ def test_everything_private_that_we_read_or_import_is_listed():
                     assert not [a.name for a in names if a.name.startswith("_")], f"{path}: take it through compat"
     found = {name: str(path) for name, path in used.items() if name.startswith("_") and not name.endswith("__")}
     assert not {name: path for name, path in found.items() if name not in own | LISTED}
+
+
+def test_everything_that_is_listed_is_used():
+    sources = "\n".join(path.read_text() for path in ROOT.rglob("*.py") if path.name != "compat.py")
+    assert not {name for name in LISTED if not re.search(rf"\b{name}\b", sources)}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_whose_private_names_we_use_has_an_upper_bound(package):
+    declared = [Requirement(line) for line in requires("moe-peft-hf")]
+    bounds = {s.operator for r in declared if r.name == package for s in r.specifier}
+    assert "<" in bounds and any(path.partition(".")[0] == package for path in PRIVATE)
 
 
 def test_a_name_that_has_moved_is_told():

@@ -18,8 +18,8 @@ from trl import SFTTrainer
 from moe_peft import MoEDPOTrainer, MoELoraConfig, expert_to_lora, write_model_card
 from moe_peft.native import UpcycleConfig, export_adapter, upcycle
 from tests.helpers.native_case import adapter, dense_model
+from tests.helpers.trainers import arguments, make_model, make_trainer
 from tests.helpers.upit_case import rows
-from tests.training.test_sft_trainer import arguments, make_model, make_trainer
 
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 UNFILLED = "[More Information Needed]"

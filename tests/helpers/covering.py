@@ -1,0 +1,24 @@
+"""A part of a matrix of cases in which all combinations of a few of its factors occur."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def triples(*factors: Iterable[Any]) -> list[Any]:
+    """Cells of the product of the factors, in which every three values of three factors occur together."""
+    cells = list(itertools.product(*factors))
+    random.Random(0).shuffle(cells)
+    seen: set[Any] = set()
+    covering = []
+    for cell in cells:
+        new = {*itertools.combinations(enumerate(map(repr, cell)), 3)} - seen
+        if new:
+            covering.append(pytest.param(*cell, id="-".join(map(str, cell))))
+            seen |= new
+    return covering

@@ -1,0 +1,73 @@
+"""A folder as a reader of the documentation has it, with models and data, and processes that run in it."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.models import tiny_llama
+
+# Where the public names are, each in its package's `__all__`.
+PACKAGES = (
+    "moe_peft",
+    *(f"moe_peft.{name}" for name in ("analysis", "evaluation", "native", "pruning", "routing", "training", "upit")),
+)
+
+# A process that has imported what takes long, and of which every job gets a copy. It has not imported `moe_peft`: pages
+# and examples import what they need, and a page with diffs has its own copy of the package.
+multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "datasets", "peft", "trl"])
+
+
+def write_model(folder: str | Path, tokenizer: Any, seed: int = 0) -> None:
+    """A tiny Llama with its tokenizer."""
+    tiny_llama(vocab=128, seed=seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_rows(file: str | Path, rows: list[dict[str, str]]) -> None:
+    Path(file).write_text("\n".join(map(json.dumps, rows)))
+
+
+def in_folder(folder: Path, job: Callable[..., Any], *args: Any, start: str = "forkserver") -> None:
+    """Run `job` in a process of its own, in `folder`, its output in the file `log`."""
+    process = multiprocessing.get_context(start).Process(target=_job, args=(folder, job, *args))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (folder / "log").read_text()[-3000:]
+
+
+def _job(folder: Path, job: Callable[..., Any], *args: Any) -> None:
+    os.chdir(folder)
+    with open("log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    job(*args)
+    sys.stdout.flush()
+
+
+def run_example(name: str, code: str) -> None:
+    """Run the lines in one namespace; what they print is compared only where the docstring shows it."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for line in doctest.DocTestParser().get_examples(code, name):
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile(line.source, name, "single"), namespace)
+        if line.want and not doctest.OutputChecker().check_output(line.want, printed.getvalue(), flags):
+            raise AssertionError(f"{name}: {line.source}gives\n{printed.getvalue()}and not\n{line.want}")
+
+
+def run_examples(examples: dict[str, str], inputs: Path) -> None:
+    """Run each of several examples in a copy of a folder."""
+    for name, code in examples.items():
+        os.chdir(shutil.copytree(inputs, Path.cwd() / name))
+        run_example(name, code)
+        os.chdir("..")

@@ -17,7 +17,7 @@ from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
 from moe_peft.models.introspection import router_parameters
 from moe_peft.models.model_size import expert_similarity, model_size
 from moe_peft.native import export_adapter
-from tests.adapter.test_layers import (
+from tests.helpers.expert_layers import (
     EXACT,
     HALF,
     SINGLE,

@@ -35,13 +35,13 @@ from tests.helpers.expert_layers import (
     dense_ffn,
     ffn_layer,
     linear_layer,
+    mixings,
+    normalized,
     tensors,
 )
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_close, assert_same, chosen_experts, merged_weight, reference, run
 
-mixings = pytest.mark.parametrize("mixing", ["output", "projection"])
-normalized = pytest.mark.parametrize("normalize_top_k", [True, False], ids=["normalized", "probabilities"])
 every_ffn = pytest.mark.parametrize("kind", FFNS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,8 @@ from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer, MoELoraLinear
 D, F = 16, 24
 FFNS = ["gated", "gated_bias", "fused", "plain", "conv1d"]
 EXACT, SINGLE, HALF = 1e-10, 1e-5, 2e-2  # tolerances relative to the largest value, for float64, float32 and bfloat16
+mixings = pytest.mark.parametrize("mixing", ["output", "projection"])
+normalized = pytest.mark.parametrize("normalize_top_k", [True, False], ids=["normalized", "probabilities"])
 
 
 class GatedFFN(nn.Module):

@@ -14,8 +14,7 @@ from moe_peft.training.checkpointing import MARKER, Fingerprint
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit import stage_cache as stages
 from moe_peft.upit.stage_cache import Stage, is_run, outlook, run_stage
-from tests.cli.test_errors import without_paths
-from tests.helpers.upit_case import contents, make_case, run
+from tests.helpers.upit_case import contents, make_case, run, without_paths
 
 RECORD = "stage.json"
 

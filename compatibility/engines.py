@@ -46,7 +46,7 @@ from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.cli import main as main_of_moe_peft
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.upit import UpIT, recipe_from_dict
-from moe_peft.utils.validation import one_line
+from moe_peft.utils.messages import one_line
 from tests.helpers.words import word_tokenizer
 
 from .trainers import base_model, words

@@ -53,7 +53,7 @@ from trl import (
 )  # fmt: skip
 
 from moe_peft import MoELoraConfig, RouterLossConfig, RouterLossesMixin
-from moe_peft.utils.validation import one_line
+from moe_peft.utils.messages import one_line
 from tests.fakes.liger import installed
 from tests.helpers.words import word_tokenizer
 

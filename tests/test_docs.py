@@ -6,7 +6,6 @@ nothing from the network, and its API page has every public name.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import re
@@ -151,10 +150,10 @@ def test_annotated_recipe_has_every_field_at_its_default(tmp_path: Path):
 
     (text,) = (text for _, title, text in blocks(ROOT / "docs" / "upit.md") if title == "every-field.yaml")
     (tmp_path / "recipe.yaml").write_text(text)
-    written, recipe = yaml.safe_load(text), dataclasses.asdict(load_recipe(tmp_path / "recipe.yaml"))
+    written, recipe = yaml.safe_load(text), load_recipe(tmp_path / "recipe.yaml").model_dump()
     assert _keys(written) == _keys(recipe)
     required = {"model": {"name_or_path": "my-base-model"}, "data": {"train": "train.jsonl"}}
-    assert recipe == dataclasses.asdict(recipe_from_dict({"output_dir": written["output_dir"], **required}))
+    assert recipe == recipe_from_dict({"output_dir": written["output_dir"], **required}).model_dump()
 
 
 def _keys(settings: dict) -> dict:

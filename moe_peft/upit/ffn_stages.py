@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations import unset_hf_deepspeed_config
 
 from ..models.attention_init import check_attention, fold_routers, init_attention_routers
 from ..models.introspection import router_parameters
@@ -22,7 +21,7 @@ from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
 from ..utils.distributed import on_main_process
 from ..utils.expert_merging import Descent
-from ..utils.loading import empty_model
+from ..utils.loading import empty_model, without_zero3
 from .evaluate import Evaluate
 from .expand import expand_checkpoints
 from .expert_similarity import of_ffns
@@ -124,11 +123,11 @@ class FFNPostTrain(_OfFFNs, PostTrain):
 
     def write_parts(self) -> None:
         _ = self.calibration  # in every process: TRL's preparation waits for all
-        on_main_process(lambda: None if self.assembled.exists() else self.write_moe(self.assembled))
+        with without_zero3():  # which would shard the models of one process among all
+            on_main_process(lambda: None if self.assembled.exists() else self.write_moe(self.assembled))
 
     def write_moe(self, folder: Path) -> None:
         """Write the native MoE that is trained: of the experts that there are, or of copies of the base's FFNs."""
-        unset_hf_deepspeed_config()  # or ZeRO-3 would shard the models of one process among all
         r, calibration = self.recipe, self.calibration
         own: dict[str, Any] = {}
         if calibration is not None and r.post_train.router:  # which take the place of the gates

@@ -19,7 +19,6 @@ import transformers
 import trl
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
-from transformers.integrations import unset_hf_deepspeed_config
 
 from ..training.checkpointing import link_folder
 from ..training.preflight import check_packages, preflight, refuse_arguments
@@ -177,7 +176,6 @@ class UpIT:
             if data is not None:
                 section = f"{trainer.name}.sft" if getattr(trainer.section, "sft", None) else "sft"
                 preflight(trainer.example_arguments(**own), data, self.context.base.tokenizer, section, weights)
-        unset_hf_deepspeed_config()  # or ZeRO-3 would shard empty models; a stage recreates its arguments
         if weights:
             self.context.check_base()
             for stage in self.stages:

@@ -288,11 +288,10 @@ class EvaluateSection(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> EvaluateSection:
-        for name in self.model_fields_set if not self.tasks else ():
-            if name != "tasks":
-                raise ValueError(
-                    f"evaluate.{name}={getattr(self, name)!r}: is of evaluate.tasks, which are none; leave it out"
-                )
+        for name, field in type(self).model_fields.items() if not self.tasks else ():
+            value = getattr(self, name)
+            if name != "tasks" and value != field.default:
+                raise ValueError(f"evaluate.{name}={value!r}: is of evaluate.tasks, which are none; leave it out")
         try:
             _ = self.settings
         except ValueError as error:

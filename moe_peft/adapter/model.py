@@ -242,8 +242,8 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
     """Raise where experts would compute with a part of a projection, or be made on the meta device."""
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise ValueError(
-            f"MoELoraConfig: tp_size={model.tp_size}: experts need complete projections, not those of tensor parallelism; "
-            "load the base without tp_plan, and shard it by FSDP2 or DeepSpeed"
+            f"MoELoraConfig: tp_size={model.tp_size}: experts need complete projections, not those of tensor "
+            "parallelism; load the base without tp_plan, and shard it by FSDP2 or DeepSpeed"
         )
     for name, module in targets.items():
         if any(getattr(getattr(part, "_hf_hook", None), "offload", False) for part in module.modules()):

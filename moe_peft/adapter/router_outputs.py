@@ -26,7 +26,7 @@ from ..routing.losses import balancing_loss
 from ..routing.statistics import counted_experts
 from .base_model import has_routed_experts, is_encoder_decoder
 from .layers import MoELoraLayer
-from .router_recorder import Collection, argument, begin, end, outer_collection, state, tell
+from .router_recorder import Collection, argument, begin, outer_collection, state, tell
 
 IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
@@ -191,7 +191,7 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     if collection is None or module not in (collection.owner, getattr(collection.owner, "base_model", None)):
         return None
     if module is collection.owner:
-        end(collection)
+        state.collection = collection.outer
     if output is None:  # the forward raised
         return None
     if collection.logits and collection.observers:

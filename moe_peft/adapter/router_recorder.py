@@ -1,10 +1,10 @@
 """
 Records router logits, and what was chosen, while a backbone runs.
 
-`begin` starts a forward pass's collection and `end` closes it; both are called by hooks. A layer appends its router's
-logits (as the router's own forward hooks leave them) to the current collection, and then the experts that were chosen
-and their gates (steering and routers' own rules included). Whoever wants them subscribes by `observing`: the gates of
-native MoEs are recorded in the same way, for as long as somebody does.
+Hooks start a forward pass's collection by `begin`, and close it. In between, each layer appends its router's logits
+(as the router's own forward hooks leave them), and then the experts that were chosen and their gates (steering and
+routers' own rules included). Whoever wants them subscribes by `observing`; the gates of a native MoE are recorded in
+the same way, for as long as somebody does.
 
 The current collection is thread-local: two threads may generate with one model, and CUDA runs backward, including the
 second runs of checkpointed layers, in a separate thread.
@@ -93,11 +93,6 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = Fal
     state.collection = Collection(module, attached, explicit, outer, ids, mask, rows, observers=observers)
 
 
-def end(collection: Collection) -> None:
-    """Go back to the collection of the pass around this one."""
-    state.collection = collection.outer
-
-
 def argument(model: nn.Module, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An argument of a call of `model`, passed by name or by position; None if it was not."""
     if name in kwargs or not args:
@@ -170,7 +165,7 @@ def tell(collection: Collection) -> None:
 def _end_native(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     collection = state.collection
     if collection is not None and collection.owner is module:
-        end(collection)
+        state.collection = collection.outer
         if output is not None and collection.logits:  # None: the forward raised
             tell(collection)
 
@@ -222,8 +217,8 @@ def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
     if ids is None or ids.numel() != count:
         has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"
         raise ValueError(
-            f"MoELoraConfig: router_type='hash': {has} for {count} hidden states; call the model itself with input_ids, "
-            "on a decoder-only model, or use another router_type"
+            f"MoELoraConfig: router_type='hash': {has} for {count} hidden states; call the model itself with "
+            "input_ids, on a decoder-only model, or use another router_type"
         )
     if collection is not None and collection.grad_enabled and router.training and _is_checkpointed():
         past = _past_passes.setdefault(router, deque(maxlen=_MOST_PASSES))

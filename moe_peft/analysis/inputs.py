@@ -61,7 +61,7 @@ def load(
     if torch.accelerator.is_available():
         options["device_map"] = {"": PartialState().device}
     if quantization is not None:
-        options["quantization_config"] = quantization_config(quantization, "--quantization ")
+        options["quantization_config"] = quantization_config(quantization, "--quantization")
     what = f"{option} {path!r}"
     if is_adapter(path) or base is not None:
         model, tokenizer = _load_adapter(path, base, what, options)

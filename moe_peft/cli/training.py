@@ -24,7 +24,7 @@ from ..training.router_losses import loss_coefficients
 from ..training.trainers import check_expert_labels
 from ..utils.distributed import leave_processes, on_main_process
 from ..utils.io import output_folder, reading
-from ..utils.loading import changed_embeddings, chat_template
+from ..utils.loading import changed_embeddings, chat_template, without_zero3
 from ..utils.messages import one_line
 from ..utils.model_card import write_model_card
 from ..utils.validation import prefixed
@@ -153,9 +153,8 @@ def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     """
     model = options.base.empty()
     if options.run.use_peft or (options.run.use_peft is None and not native_routers(model)):
-        config = options.adapter_config()
-        with torch.device("meta"):
-            return get_peft_model(model, config), options.adapter_config()
+        with without_zero3(), torch.device("meta"):
+            return get_peft_model(model, options.adapter_config()), options.adapter_config()
     router_sizes(model, "use_peft=False")
     for name, value in options.changed_adapter_fields.items():
         raise ValueError(f"{name}={value!r}: is for a MoE-LoRA adapter, and this model is trained itself; leave it out")

@@ -100,11 +100,11 @@ def read_adapter_weights(folder: str | os.PathLike, what: object) -> dict[str, t
     if not (here / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"{what}: {no_weights(here, ADAPTER_WEIGHTS)}")
     with reading(f"{what}: its weights cannot be read", "save the adapter again"):
-        found = load_peft_weights(os.fspath(here), device="cpu")
-    for key, tensor in found.items():
+        weights = load_peft_weights(os.fspath(here), device="cpu")
+    for key, tensor in weights.items():
         if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.dim() > 1):  # a salt is an integer
             raise ValueError(f"{what}: {key} is {tensor.dtype}; save the adapter in float32, bfloat16 or float16")
-    return found
+    return weights
 
 
 def read_config(name: str | os.PathLike, what: object, revision: str | None = None) -> PreTrainedConfig:
@@ -124,7 +124,7 @@ def read_config(name: str | os.PathLike, what: object, revision: str | None = No
             raise ValueError(f"{what}: {CONFIG} has no model_type; save the model with save_pretrained")
     with reading(what if folder.is_dir() else f"{what}: neither a model folder nor a model of a reachable hub"):
         config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
-    check_experts(config, what)
+    _check_experts(config, what)
     return config
 
 
@@ -135,12 +135,12 @@ def empty_model(config: PreTrainedConfig, what: object) -> PreTrainedModel:
     Raises:
         ValueError: there is no such model.
     """
-    with reading(what), _without_zero3(), torch.device("meta"):
+    with reading(what), without_zero3(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 @contextmanager
-def _without_zero3() -> Iterator[None]:
+def without_zero3() -> Iterator[None]:
     """Inside this block, ZeRO-3 shards no model that is made."""
     reference = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed._hf_deepspeed_config_weak_ref = None
@@ -244,10 +244,10 @@ def chat_template(path: str | None, field: str) -> str | None:
     what = f"{field}={path!r}"
     if Path(path).is_file():
         return read_text(path, what)
-    found = read_tokenizer(path, what).chat_template
-    if found is None:
+    template = read_tokenizer(path, what).chat_template
+    if template is None:
         raise ValueError(f"{what}: a tokenizer without a chat template; name another, or a file")
-    return found
+    return template
 
 
 _ROWS = 64  # of which TRL gives embeddings a multiple
@@ -289,15 +289,15 @@ def check_template(tokenizer: Any, asked: bool | str, what: str, remedy: str = "
     Raises:
         ValueError: the tokenizer has none, or none of that name.
     """
-    known = tokenizer.chat_template
-    if asked and known is None:
+    template = tokenizer.chat_template
+    if asked and template is None:
         raise ValueError(f"{what}={asked!r}: the tokenizer has no chat template; {remedy}, or leave this out")
-    if isinstance(asked, str) and not (isinstance(known, dict) and asked in known):
-        named = f"has {', '.join(known)}" if isinstance(known, dict) else "has a single one, without a name"
-        raise ValueError(f"{what}={asked!r}: no such chat template: the tokenizer {named}; name that, or none")
+    if isinstance(asked, str) and not (isinstance(template, dict) and asked in template):
+        names = f"has {', '.join(template)}" if isinstance(template, dict) else "has a single one, without a name"
+        raise ValueError(f"{what}={asked!r}: no such chat template: the tokenizer {names}; name that, or none")
 
 
-def check_experts(config: PreTrainedConfig, what: object) -> None:
+def _check_experts(config: PreTrainedConfig, what: object) -> None:
     """
     Raises:
         ValueError: a native MoE's config has no experts, or more for a token than there are.
@@ -319,7 +319,6 @@ def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesCon
     Raises:
         ValueError: one is unknown or wrong, or none says how many bits.
     """
-    path = path.rstrip(" =")
     known = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
     for name in fields:
         if name not in known:
@@ -338,7 +337,7 @@ def read_model(
     *,
     model_class: Any = AutoModelForCausalLM,
     revision: str | None = None,
-    **own: Any,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """
     A model with its weights, as `from_pretrained` loads them, but none is initialised because it is missing. A
@@ -347,7 +346,7 @@ def read_model(
     Args:
         name: a folder, or a name on the hub.
         what: the field and its value, for messages.
-        own: further arguments of `from_pretrained`.
+        kwargs: further arguments of `from_pretrained`.
 
     Raises:
         ValueError: the model cannot be found or read, has no safetensors, lacks weights, or has some that are not
@@ -358,8 +357,8 @@ def read_model(
         read_config(folder, what)
         refuse_adapter(folder, what)
         check_weights(folder, what)
-    if own.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():
-        own.setdefault("device_map", {"": PartialState().device})
+    if kwargs.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():
+        kwargs.setdefault("device_map", {"": PartialState().device})
     with reading(what):
         model, info = model_class.from_pretrained(
             os.fspath(name),
@@ -367,7 +366,7 @@ def read_model(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **own,
+            **kwargs,
         )
     _check_loaded(model, info, what)
     return model
@@ -390,24 +389,24 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object)
     Raises:
         ValueError: weights were missing, have another shape, or are not finite.
     """
-    for key, own, wanted in sorted(info["mismatched_keys"]):
+    for key, shape, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"{what}: {key} is {list(own)}, its config says {list(wanted)}; use the config it was saved with"
+            f"{what}: {key} is {list(shape)}, its config says {list(expected)}; use the config it was saved with"
         )
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{what}: its files lack {missing[0]}{more}; download or save the model again")
-    own = model.state_dict().keys() if info["unexpected_keys"] else ()
+    names = model.state_dict().keys() if info["unexpected_keys"] else ()
     weighted = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     for key in sorted(info["unexpected_keys"]):
         owner, _, last = key.rpartition(".")
         of_weight = last == "bias" or last.startswith("weight_")  # the second: scales of quantized weights
-        if owner in own or (owner in weighted and of_weight):
+        if owner in names or (owner in weighted and of_weight):
             raise ValueError(
                 f"{what}: its files have {key}, of which its config says nothing; use the config it was saved with"
             )
-        if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in own:  # not those of parts that this class leaves out
+        if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in names:  # not those of parts that this class leaves out
             layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
             raise ValueError(
                 f"{what}: its files have {key}, its config says num_hidden_layers={layers}; use the config it was "

@@ -877,7 +877,7 @@ def test_routers_on_the_linears_of_opt_are_balanced():
 def test_tensor_parallelism_is_refused():
     base = tiny_llama()
     base._tp_size = 2
-    with pytest.raises(ValueError, match="tp_size=2: experts need whole projections"):
+    with pytest.raises(ValueError, match="tp_size=2: experts need complete projections"):
         get_peft_model(base, MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
     assert not any(isinstance(module, MoELoraLayer) for module in base.modules())
 

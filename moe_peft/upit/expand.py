@@ -67,7 +67,7 @@ def expand_experts(
 
     ```
     """
-    folders = expert_folders(Path(output_dir), max(num_experts, len(experts)))
+    folders = expert_folders(Path(output_dir), max(num_experts, len(experts)), experts)
     config = _common_config(experts)
     weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
     if initial is not None:
@@ -153,7 +153,7 @@ def expand_checkpoints(
     Returns:
         the n folders, and the descent of each new expert.
     """
-    folders = expert_folders(Path(output_dir), num_experts)
+    folders = expert_folders(Path(output_dir), num_experts, experts)
     origin, config = Checkpoint(Path(base)), AutoConfig.from_pretrained(base)
     names = sorted(find_families(config.model_type)[0].ffn_shapes(config))
     given = [_Displacements(Path(folder), origin, names) for folder in experts]

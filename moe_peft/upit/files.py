@@ -22,9 +22,12 @@ _MODEL_FILES = ("config.json", "generation_config.json")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
-def expert_folders(root: Path, count: int) -> list[Path]:
-    """Where a stage puts its experts."""
-    return [root / "experts" / str(i) for i in range(count)]
+def expert_folders(root: Path, count: int, sources: Sequence[str | Path] = ()) -> list[Path]:
+    """Where a stage puts its experts; raises a ValueError where these would be copied onto their sources."""
+    folders = [root / "experts" / str(i) for i in range(count)]
+    for folder in {folder.resolve() for folder in folders} & {Path(source).resolve() for source in sources}:
+        raise ValueError(f"output_dir={str(root)!r}: {folder} would be overwritten; choose another")
+    return folders
 
 
 def copy_adapter(source: Path, target: Path) -> None:

@@ -1,6 +1,6 @@
 """
 `moe-peft COMMAND …`. Each command is a module with `parser(prog)` and `run(options)`. It is imported only when it runs,
-so that `--help` and `--version` answer at once.
+so that `--help` and `--version` answer at once. A user's module adds one by a line in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from importlib import import_module
 from typing import NoReturn
 
 from .. import __version__
+from ..utils.messages import choice_error
 from ..utils.plugins import load_plugins
 from .errors import ends_in_one_line
 
-COMMANDS = {
-    "sft": "fine-tune a MoE-LoRA adapter or a native MoE",
-    "dpo": "tune one by preferences",
-    "upit": "run a recipe: UpIT or one of its baselines",
-    "inspect": "report where a model's tokens go",
-    "eval": "evaluate a model on tasks of lm-evaluation-harness",
-    "upcycle": "make a native MoE from dense models",
-    "prune": "drop and merge experts of an adapter or a native MoE",
-    "export": "make a native MoE from a MoE-LoRA adapter and its base",
-    "exec": "run another Python program, such as lm_eval, that can then load the adapters",
+# Name → the command's module, and what it does.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "sft": (".sft", "fine-tune a MoE-LoRA adapter or a native MoE"),
+    "dpo": (".dpo", "tune one by preferences"),
+    "upit": (".upit", "run a recipe: UpIT or one of its baselines"),
+    "inspect": (".inspect", "report where a model's tokens go"),
+    "eval": (".eval", "evaluate a model on tasks of lm-evaluation-harness"),
+    "upcycle": (".upcycle", "make a native MoE from dense models"),
+    "prune": (".prune", "drop and merge experts of an adapter or a native MoE"),
+    "export": (".export", "make a native MoE from a MoE-LoRA adapter and its base"),
+    "exec": (".exec", "run another Python program, such as lm_eval, that can then load the adapters"),
 }
 ONCE = ("inspect", "upcycle", "prune", "export")  # of a launcher's processes, the first alone does the work
 
@@ -51,8 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if ours:
             _check_launcher()
         load_plugins(plugins)
+        if options.command not in COMMANDS:
+            raise ValueError(choice_error("command", options.command, COMMANDS))
         try:
-            command = import_module(f".{options.command}", __name__)
+            command = import_module(COMMANDS[options.command][0], __name__)
         except ImportError as error:
             raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
         if quiet:
@@ -96,7 +100,7 @@ def _hide_progress() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())
+    listed = "\n".join(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="moe-peft",
         description="Mixture-of-Experts from dense language models.",
@@ -106,6 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"moe-peft {__version__}")
     parser.add_argument("--quiet", action="store_true", help="no progress: results, our warnings and errors alone")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="the command's options")
     return parser

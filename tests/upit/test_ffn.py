@@ -315,8 +315,8 @@ def test_several_processes_do_what_one_does(case, tmp_path):
     """Half the batch each: the same batches, so the same result up to rounding."""
     # SGD: Adam blows rounding up where gradients are near zero. All experts at once: rounding may choose other ones.
     sft = {**case["sft"], "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0}
-    # Four passes over buckets of three: whole batches, as accelerate fills the last one up with rows from the first.
-    init = {**case["router_init"], "num_train_epochs": 4}
+    # Buckets of four: full batches, as accelerate fills the last one up with rows from the first.
+    init = {**case["router_init"], "seed_fraction": 1 / 3}
     settings = {**case, "sft": sft, "router_init": init, "moe": {"top_k": 4}, "output_dir": str(tmp_path / "two/out")}
     run_as_two_processes(settings, tmp_path)
     one = run(settings, tmp_path / "one", sft={**sft, "per_device_train_batch_size": 4})

@@ -118,7 +118,8 @@ class _Displacements(Mapping[str, torch.Tensor]):
     """A checkpoint's FFN weights minus the base's, in float32, each computed when it is asked for."""
 
     def __init__(self, folder: Path, base: Checkpoint, names: list[str]) -> None:
-        self.folder, self.own, self.base = folder, Checkpoint(folder), base
+        self.folder: Path = folder
+        self.own, self.base = Checkpoint(folder), base
         self.names = names
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -169,7 +170,7 @@ def expand_checkpoints(
                 moved = dare_tensor(a[name], b[name], alpha, rate, generator)
                 writer.write(name, origin.tensor(name).float() + moved)
             for name in others:
-                same = b.own.place(name, EMBEDDINGS if name == HEAD else None)  # a tied head may be stored or not
+                same = b.own.stored_name(name, EMBEDDINGS if name == HEAD else None)  # a tied head may be stored or not
                 writer.write(name, (a.own.tensor(name).double() + b.own.tensor(same).double()) / 2)
         made.append(folder)
         return _Displacements(folder, origin, names)

@@ -275,15 +275,15 @@ def test_plan_counts_what_is_trained(case, upit):
 @pytest.mark.parametrize("settings, message", [
     ({"adapter": {"r": 4}}, "adapter.r: unknown key"),
     ({"moe": {"num_expert": 4}}, "moe.num_expert: unknown key"),
-    ({"moe": {"init": "copied"}}, "init='copied': use one of"),
+    ({"moe": {"init": "copied"}}, "init='copied': must be one of"),
     ({"method": "loramoe_sft"}, "method='loramoe_sft': must be one of sft, upcycle_pt"),
     ({"router_init": {"objective": "softmax"}}, "router_init.objective: unknown key"),
     ({"model": {"name_or_path": "x", "quantization": {"load_in_4bit": True}}}, "model.quantization"),
     ({"expand": {"similarity": "update"}}, "expand.similarity='update'"),
     ({"prepare": {"adapters": ["x"]}}, r"prepare.adapters=\['x'\]: must be null"),
-    ({"moe": {"dtype": "bf16"}}, "dtype='bf16': use one of float32"),
+    ({"moe": {"dtype": "bf16"}}, "dtype='bf16': must be one of float32"),
     ({"moe": {"top_k": "two"}}, "moe.top_k='two': must be a valid integer"),
-    ({"moe": {"router_aux_loss_coef": -1}}, "router_aux_loss_coef=-1: use a finite number of at least 0"),
+    ({"moe": {"router_aux_loss_coef": -1}}, "router_aux_loss_coef=-1: must be from 0"),
     ({"method": "upcycle_sft", "moe": {"init": "checkpoints"}}, "moe.init='checkpoints': must be another"),
     ({"mode": "lora", "moe": {"top_k": 2}}, "moe.top_k: unknown key"),
     ({"mode": "lora", "moe": {}, "prepare": {"checkpoints": ["x"]}}, r"prepare.checkpoints=\['x'\]: must be null"),
@@ -312,8 +312,8 @@ def test_several_processes_do_what_one_does(case, tmp_path):
     """Half the batch each: the same batches, so the same result up to rounding."""
     # SGD: Adam blows rounding up where gradients are near zero. All experts at once: rounding may choose other ones.
     sft = {**case["sft"], "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0}
-    # Four passes over buckets of three: whole batches, as accelerate fills the last one up with rows from the first.
-    init = {**case["router_init"], "num_train_epochs": 4}
+    # Buckets of four: full batches, as accelerate fills the last one up with rows from the first.
+    init = {**case["router_init"], "seed_fraction": 1 / 3}
     settings = {**case, "sft": sft, "router_init": init, "moe": {"top_k": 4}, "output_dir": str(tmp_path / "two/out")}
     run_as_two_processes(settings, tmp_path)
     one = run(settings, tmp_path / "one", sft={**sft, "per_device_train_batch_size": 4})

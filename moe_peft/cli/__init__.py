@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..utils.messages import choice_error
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if ours:
             _check_launcher()
         load_plugins(plugins)
+        load_plugins(_plugins_in_file(rest) if ours else [])
         if options.command not in COMMANDS:
             raise ValueError(choice_error("command", options.command, COMMANDS))
         try:
@@ -78,6 +79,23 @@ def _common() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--plugins", nargs="+", default=[])
     return parser
+
+
+def _plugins_in_file(arguments: Sequence[str]) -> Any:
+    """
+    The key `plugins` of the file that `--config` names. It is read before the command is imported, as what the modules
+    register may become fields of its options.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    path = parser.parse_known_args(arguments)[0].config
+    if path is None:
+        return []
+    from ..utils.io import read_text
+    from ..utils.validation import read_yaml
+
+    settings = read_yaml(read_text(path), path)
+    return settings.get("plugins") if isinstance(settings, dict) else []
 
 
 def _check_launcher() -> None:

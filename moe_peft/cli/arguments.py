@@ -29,7 +29,6 @@ from ..training.router_losses import Stage
 from ..utils.io import read_text
 from ..utils.loading import Base
 from ..utils.messages import choice_error, one_line, unknown_key
-from ..utils.plugins import load_plugins
 from ..utils.validation import Count, check_range, prefixed, read_yaml, validate
 
 # --- flags of several commands ---------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ class TrainingParser(TrlParser):
         if not isinstance(settings, dict):
             raise ValueError(f"{path}: must be a mapping of keys to values")
         with prefixed(path):
-            load_plugins(settings.pop("plugins", ()))
+            settings.pop("plugins", None)  # `main` has imported them
             for key, value in settings.items():
                 if key not in self.actions or key in ("help", "config"):
                     raise ValueError(unknown_key(str(key), self.actions, f"`{self.prog} --help`"))

@@ -1,7 +1,7 @@
 """
 The documentation works. On every page, Python snippets and `moe-peft` commands run in the page's order, in a folder
-with a model and data as a user has them; diffs apply to the package and do what the page says. The site builds, loads
-nothing from the network, and its API page has every public name.
+with a model and data as a user has them; blocks with a title are files there. The site builds, loads nothing from the
+network, and its API page has every public name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))
-BLOCK = re.compile(r'^```(python|bash|diff|yaml)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r'^```(python|bash|yaml)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 # What shows that a page did more than pass.
 PRINTED = {
     "README.md": "'aux_loss'",
@@ -62,20 +62,6 @@ def test_the_readme_counts_the_routers():
     assert f"[{word} routers](docs/routers.md)" in README.read_text(encoding="utf-8")
 
 
-def apply_diff(diff: str, root: Path) -> None:
-    """Apply a diff whose hunks have no line numbers: the text before a change must occur once in its file."""
-    for change in re.split(r"^(?=--- )", diff, flags=re.MULTILINE)[1:]:
-        header, *hunks = re.split(r"^@@.*\n", change, flags=re.MULTILINE)
-        path = root / header.splitlines()[1].removeprefix("+++ b/")
-        text = path.read_text(encoding="utf-8")
-        for hunk in hunks:
-            lines = hunk.splitlines(keepends=True)
-            before = "".join(line[1:] for line in lines if line[0] != "+")
-            assert text.count(before) == 1, f"{path}: the diff expects this once:\n{before}"
-            text = text.replace(before, "".join(line[1:] for line in lines if line[0] != "-"))
-        path.write_text(text, encoding="utf-8")
-
-
 def make_inputs(tokenizer) -> None:
     """What the pages assume, see "Names used in the snippets" on the first one."""
     for seed, name in enumerate(("my-base-model", "code-model", "prose-model", "math-model")):
@@ -98,17 +84,12 @@ def make_inputs(tokenizer) -> None:
 
 def run_page(page: Path) -> None:
     """Every block as its reader would run it; each snippet has a namespace of its own."""
-    found = blocks(page)
-    if diffs := [text for language, _, text in found if language == "diff"]:
-        shutil.copytree(ROOT / "moe_peft", "moe_peft")
-        for diff in diffs:
-            apply_diff(diff, Path.cwd())
-        sys.path.insert(0, os.getcwd())
-    for i, (language, title, text) in enumerate(found):
-        if language == "python":
-            exec(compile(text, f"{page.name}, block {i}", "exec"), {"__name__": "__main__"})
-        elif language == "yaml" and title:
+    sys.path.insert(0, os.getcwd())  # as for a script in the folder
+    for i, (language, title, text) in enumerate(blocks(page)):
+        if title:
             Path(title).write_text(text, encoding="utf-8")
+        elif language == "python":
+            exec(compile(text, f"{page.name}, block {i}", "exec"), {"__name__": "__main__"})
         elif language == "bash":
             run_commands(text)
 
@@ -134,8 +115,7 @@ def inputs(tmp_path_factory, tokenizer) -> Path:
 def test_page_runs(page: Path, inputs: Path, tmp_path: Path):
     folder = tmp_path / "user"
     shutil.copytree(inputs, folder)
-    # A page that changes the package needs a process without it; other tests' forkserver may have imported it.
-    in_folder(folder, run_page, page, start="spawn" if "```diff" in page.read_text(encoding="utf-8") else "forkserver")
+    in_folder(folder, run_page, page)
     assert PRINTED.get(page.name, "") in (folder / "log").read_text()
     assert (folder / WRITTEN.get(page.name, "log")).exists()
 

@@ -23,7 +23,7 @@ PACKAGES = (
 )
 
 # A process that has imported what takes long, and of which every job gets a copy. It has not imported `moe_peft`: pages
-# and examples import what they need, and a page with diffs has its own copy of the package.
+# and examples import what they need.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "datasets", "peft", "trl"])
 
 
@@ -37,9 +37,9 @@ def write_rows(file: str | Path, rows: list[dict[str, str]]) -> None:
     Path(file).write_text("\n".join(map(json.dumps, rows)))
 
 
-def in_folder(folder: Path, job: Callable[..., Any], *args: Any, start: str = "forkserver") -> None:
+def in_folder(folder: Path, job: Callable[..., Any], *args: Any) -> None:
     """Run `job` in a process of its own, in `folder`, its output in the file `log`."""
-    process = multiprocessing.get_context(start).Process(target=_job, args=(folder, job, *args))
+    process = multiprocessing.get_context("forkserver").Process(target=_job, args=(folder, job, *args))
     process.start()
     process.join()
     assert process.exitcode == 0, (folder / "log").read_text()[-3000:]

@@ -95,7 +95,7 @@ def _plugins_in_file(arguments: Sequence[str]) -> Any:
     from ..utils.validation import read_yaml
 
     settings = read_yaml(read_text(path), path)
-    return settings.get("plugins") if isinstance(settings, dict) else []
+    return settings.get("plugins", []) if isinstance(settings, dict) else []
 
 
 def _check_launcher() -> None:

@@ -21,6 +21,9 @@ def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tupl
     The k experts with the largest logits and their gates, as in Mixtral: softmax over all experts, keep k, divide by
     their sum (which equals the softmax over the k logits alone).
 
+    A single gate that is divided by itself is 1 and has no gradient, so its router would learn from the balancing loss
+    alone. With k = 1, the gate is `1 + p - stop_gradient(p)`: 1, with the gradient of the probability.
+
     Args:
         logits_TN: router logits, float32 [T, n].
         k: experts per token.
@@ -40,8 +43,9 @@ def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tupl
     ```
     """
     check_top_k(logits_TN, k)
-    if not normalize:
-        return _top_probabilities(logits_TN, k)
+    if not normalize or k == 1:
+        probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
+        return (_normalized(probabilities_TK) if normalize else probabilities_TK), experts_TK
     top_logits_TK, experts_TK = logits_TN.topk(k, dim=-1)
     return top_logits_TK.softmax(dim=-1), experts_TK
 
@@ -51,6 +55,13 @@ def _top_probabilities(logits_TN: torch.Tensor, k: int) -> tuple[torch.Tensor, t
     experts_TK = logits_TN.topk(k, dim=-1).indices
     # Not exp(l - logsumexp): of large logits, that difference is rounded to their precision.
     return logits_TN.softmax(-1).gather(-1, experts_TK), experts_TK
+
+
+def _normalized(gates_TK: torch.Tensor) -> torch.Tensor:
+    """Divided by their sum; a single one straight-through, exactly 1 with its own gradient."""
+    if gates_TK.shape[1] == 1:
+        return 1 + (gates_TK - gates_TK.detach())
+    return gates_TK / gates_TK.sum(-1, keepdim=True)
 
 
 def check_top_k(logits_TN: torch.Tensor, k: int) -> None:
@@ -99,7 +110,10 @@ def sigmoid_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tu
     """
     check_top_k(logits_TN, k)
     top_logits_TK, experts_TK = logits_TN.topk(k, dim=-1)
-    return (F.logsigmoid(top_logits_TK).softmax(-1) if normalize else top_logits_TK.sigmoid()), experts_TK
+    if normalize and k > 1:
+        return F.logsigmoid(top_logits_TK).softmax(-1), experts_TK
+    gates_TK = top_logits_TK.sigmoid()
+    return (_normalized(gates_TK) if normalize else gates_TK), experts_TK
 
 
 def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +155,7 @@ def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) 
 
 def _kept_gates(probabilities_TK: torch.Tensor, kept_TK: torch.Tensor, normalize: bool) -> torch.Tensor:
     gates_TK = probabilities_TK * kept_TK
-    return gates_TK / gates_TK.sum(-1, keepdim=True) if normalize else gates_TK
+    return _normalized(gates_TK) if normalize else gates_TK
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ T tokens of all passes, n experts, L layers with routers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -33,6 +34,7 @@ from ..models.introspection import (
     router_sizes,
     text_config,
 )
+from ..models.native_routers import CONFIG_FIELD
 from ..models.steering import steered
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
@@ -43,6 +45,8 @@ from ..utils.messages import choice_error
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
 from .trainable import freeze_for_stage
 from .training_card import ModelCardMixin
+
+logger = logging.getLogger("moe_peft")
 
 # --- config ----------------------------------------------------------------------------------------------------------
 
@@ -197,6 +201,17 @@ def trains_adapter(given: Iterable[Any]) -> bool:
         config for arg in given for config in (arg.peft_config.values() if isinstance(arg, PeftModel) else [arg])
     ]
     return any(isinstance(config, MoELoraConfig) for config in configs)
+
+
+def _warn_of_top_1(model: Any, ks: Iterable[int]) -> None:
+    """A native gate that is divided by itself is 1 whatever its router says; those of adapters pass a gradient on."""
+    config = text_config(model)
+    stock = not adapter_layers(model) and not hasattr(config, CONFIG_FIELD)
+    if stock and 1 in ks and getattr(config, "norm_topk_prob", True):
+        logger.warning(
+            "num_experts_per_tok=1: the only gate of a token is divided by itself, so routers learn from the balancing "
+            "loss alone; use moe_peft.replace_routers(model, 'linear'), whose gates pass on the gradient of the loss"
+        )
 
 
 # --- schedule --------------------------------------------------------------------------------------------------------
@@ -373,6 +388,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self._coefficients = loss_coefficients(self.model, self.args)
         self._routers = active_routers(self.model)
         self.aux_loss_enabled = False  # TRL would add its own balancing loss
+        _warn_of_top_1(self.model, self._ks)
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage)
         self._added = False  # whether the current step's loss has the routers' losses
         self._log_of_routers = RouterLog(self, self._sizes)

@@ -9,7 +9,7 @@ from importlib import import_module
 from .messages import one_line
 
 
-def load_plugins(names: Sequence[str] | str | None) -> None:
+def load_plugins(names: Sequence[str] | str) -> None:
     """
     Import modules, from the current folder too. What they register is known when options and recipes are read.
 
@@ -22,9 +22,6 @@ def load_plugins(names: Sequence[str] | str | None) -> None:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"plugins={names!r}: must be a list of modules")
-    names = [names] if isinstance(names, str) else names or []
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"plugins={names!r}: must be a list of names of modules")
     if names and "" not in sys.path:
         sys.path.insert(0, "")
     for name in names:

@@ -238,6 +238,8 @@ class _Loop:
         if spec.router.type == "threshold":
             least = spec.router.threshold or 1 / spec.num_experts
             chosen = chosen[:1] + [i for i in chosen[1:] if p[i] >= least]
+        if spec.top_k == 1 and spec.normalize_top_k:  # straight-through: 1, with the probability's gradient
+            return {chosen[0]: 1 + (score[chosen[0]] - score[chosen[0]].detach())}
         total = sum(score[i] for i in chosen) if spec.normalize_top_k else 1.0
         return {i: score[i] / total for i in chosen}
 

@@ -80,7 +80,7 @@ def test_gates_and_experts_are_those_of_a_plain_loop(rule, normalize):
         (gradient,) = torch.autograd.grad((gates * weights).sum(), x)
         kept = gates.detach() != 0
         p = (x.sigmoid() if rule == "sigmoid" else x.softmax(-1)).gather(1, experts) * kept
-        again = (p / p.sum(1, keepdim=True) if normalize else p) * weights
+        again = (p / p.sum(1, keepdim=True) if normalize and k > 1 else p) * weights  # a single gate: straight-through
         torch.testing.assert_close(gradient, torch.autograd.grad(again.sum(), x)[0])
 
 
@@ -88,6 +88,18 @@ def test_gates_and_experts_are_those_of_a_plain_loop(rule, normalize):
 def test_gates_are_divided_by_their_sum_unless_told_otherwise(ours):
     gates, _ = ours(logits(), 2)
     torch.testing.assert_close(gates.sum(-1), torch.ones(T, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_single_gate_is_exactly_one_and_its_router_learns(rule, dtype):
+    x = logits().to(dtype).requires_grad_()
+    gates, experts = RULES[rule][0](x, 1, True)
+    assert torch.equal(gates, torch.ones_like(gates)) and torch.equal(experts, x.argmax(-1, keepdim=True))
+    (gradient,) = torch.autograd.grad(gates.sum(), x)
+    score = x.sigmoid() if rule == "sigmoid" else x.softmax(-1)
+    torch.testing.assert_close(gradient, torch.autograd.grad(score.gather(1, experts).sum(), x)[0])
+    assert gradient.abs().sum() > 0.1
 
 
 @pytest.mark.parametrize("edge", ["top_p", "threshold"])

@@ -13,7 +13,7 @@ from transformers import LlamaForSequenceClassification
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import RewardConfig, RewardTrainer, SFTConfig
 
-from moe_peft import MoELoraConfig
+from moe_peft import MoELoraConfig, replace_routers
 from moe_peft.models.introspection import observed_routing, router_parameters
 from moe_peft.training.preparation import tokenized
 from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin
@@ -21,6 +21,8 @@ from moe_peft.training.trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import NATIVE
 from tests.helpers.trainers import MoEKTOConfig, MoEKTOTrainer, arguments, preferences, words
+from tests.helpers.trainers import make_model as trainable_model
+from tests.helpers.trainers import make_trainer as make_sft_trainer
 
 N, K = 6, 2
 
@@ -247,3 +249,36 @@ def test_several_passes_of_one_loss_count_as_one_batch(tokenizer, tmp_path, monk
         lambda model, observe: observed_routing(model, lambda seen: (observe(seen), observe(seen))),
     )
     torch.testing.assert_close(trainer.compute_loss(trainer.model, dict(batch)), once)
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_with_one_active_expert_routers_learn_from_the_language_loss(mixing):
+    torch.manual_seed(1)
+    config = MoELoraConfig(num_experts=4, top_k=1, r=4, mixing=mixing, init_lora_weights=False, router_aux_loss_coef=0)
+    model = get_peft_model(tiny_llama(), config)
+    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(weight.grad.norm() > 1e-4 for weight in router_parameters(model).values())
+
+
+def test_with_one_active_expert_a_native_gate_warns_and_its_replacement_learns(tokenizer, tmp_path, caplog):
+    model = trainable_model("mixtral")
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = 1
+    model.config.num_experts_per_tok, model.config.router_aux_loss_coef = 1, 0.0
+    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [weight.grad.norm() for weight in router_parameters(model).values()]
+
+    assert max(gradients()) < 1e-6
+    make_sft_trainer(tmp_path / "stock", tokenizer, model)
+    assert "num_experts_per_tok=1" in caplog.text and "replace_routers(model, 'linear')" in caplog.text
+    caplog.clear()
+    replace_routers(model, "linear")
+    make_sft_trainer(tmp_path / "routed", tokenizer, model)
+    assert "num_experts_per_tok=1" not in caplog.text
+    assert min(gradients()) > 1e-4

@@ -131,19 +131,15 @@ def lora_to_moe(
     return peft_model
 
 
-def determined_fields(
-    model: nn.Module, adapters: Sequence[str | os.PathLike]
-) -> tuple[dict[str, Any], list[dict[str, float]]]:
+def determined_fields(model: nn.Module, adapters: Sequence[str | os.PathLike]) -> dict[str, Any]:
     """
-    The fields of `lora_to_moe`'s config that adapters determine, without `num_experts`; and of each adapter, its
-    modules' scalings. The base may be on the meta device.
+    The fields of `lora_to_moe`'s config that adapters determine, without `num_experts`. The base may be on the meta
+    device.
 
     Raises:
         ValueError: it cannot take them.
     """
-    loras, places = _read_loras(model, adapters)
-    scalings = [{module: lora_scaling(lora.config, module) for module in lora.A} for lora in loras]
-    return _determined(loras, places), scalings
+    return _determined(*_read_loras(model, adapters))
 
 
 def _determined(loras: Sequence[_Lora], places: dict[str, tuple[str, str]]) -> dict[str, Any]:

@@ -69,9 +69,9 @@ def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[st
     """
     make_scorable(model)
     with nullcontext() if choices is None else observed_routing(model, choices.add):
-        losses_S1, counts_S = example_losses(model, rows.data, rows.collator, rows=rows.batch_size)
+        losses_S, counts_S = example_losses(model, rows.data, rows.collator, rows=rows.batch_size)
     losses = {
-        loss_name(domain): mean_loss(losses_S1[index], counts_S[index], f"domain {domain!r}")
+        loss_name(domain): mean_loss(losses_S[index], counts_S[index], f"domain {domain!r}")
         for domain, index in rows_of_labels(rows.domains).items()
     }
-    return {**losses, "mean": mean_loss(losses_S1, counts_S, "data")}
+    return {**losses, "mean": mean_loss(losses_S, counts_S, "data")}

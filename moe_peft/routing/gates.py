@@ -226,8 +226,3 @@ def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
     if missing == 0:
         return logits_TN
     return F.pad(logits_TN, (0, missing), value=torch.finfo(logits_TN.dtype).min)
-
-
-def own_experts(logits: torch.Tensor) -> torch.Tensor:
-    """Which entries of logits [..., n] are no padding (`pad_logits`), bool."""
-    return logits > torch.finfo(logits.dtype).min

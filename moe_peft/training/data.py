@@ -141,16 +141,6 @@ def source_name(source: str | dict[str, Any] | None) -> str | None:
     return source.get("path") if isinstance(source, dict) else source
 
 
-def local_files(source: str | dict[str, Any] | None) -> list[str]:
-    """The files and folders of a dataset that are named by paths; they need not exist."""
-    if not isinstance(source, dict):
-        return [] if source is None else [source]
-    files = source.get("data_files") or []
-    values = list(files.values()) if isinstance(files, dict) else [files]
-    flat = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    return [str(name) for name in (*flat, source.get("data_dir")) if name is not None]
-
-
 def drawn(dataset: Dataset, count: int, seed: int) -> Dataset:
     """`count` of the examples, or all if there are fewer, in random order."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))

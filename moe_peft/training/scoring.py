@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from datasets import Dataset
 from transformers.utils.logging import tqdm
 
 from ..models.introspection import base_model
-from ..models.steering import force_experts
 from ..utils.compat import private
 from ..utils.distributed import gathered_as_it_runs, is_sharded
 from ..utils.torch_contexts import evaluating
@@ -39,55 +37,41 @@ def _place(model: Any) -> None:
 
 @torch.no_grad()
 def example_losses(
-    model: Any,
-    dataset: Dataset,
-    collator: Collator,
-    num_experts: int | None = None,
-    rows: int = 8,
+    model: Any, dataset: Dataset, collator: Collator, rows: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Summed loss and number of scored tokens of every example.
-
-    With `num_experts`, every example is repeated n times in its batch and each copy is forced to a different expert, so
-    that one model scores all experts. Several processes share the work.
+    Summed loss and number of scored tokens of every example. Several processes share the work.
 
     Args:
         model: a model with TRL's fused head, see `make_scorable`.
-        dataset: tokenized, with `input_ids` and `labels`, as returned by `training.tokenizing.tokenized`.
+        dataset: tokenized, with `input_ids` and `labels`, as `training.preparation.tokenized` returns it.
         collator: makes batches of its rows.
-        num_experts: n, or None to let the model route.
-        rows: the most rows in a forward pass (but at least n, for one example).
+        rows: of a forward pass.
 
     Returns:
-        losses, float64 [S, n] ([S, 1] without `num_experts`), and token counts, int64 [S].
+        losses, float64 [S], and token counts, int64 [S].
     """
-    copies = num_experts or 1
-    per_batch = max(1, rows // copies)
-    starts = list(range(0, len(dataset), per_batch))
+    starts = list(range(0, len(dataset), rows))
     state = PartialState()
     mine = starts[state.process_index :: state.num_processes]
-    found: list[tuple[int, list[list[float]], list[int]]] = []
+    scored: list[tuple[int, list[float], list[int]]] = []
     _place(model)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
     with evaluating(model), gathered_as_it_runs(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
-            examples = [dataset[i] for i in range(start, min(start + per_batch, len(dataset)))]
-            inputs = collator([example for example in examples for _ in range(copies)])
+            inputs = collator([dataset[i] for i in range(start, min(start + rows, len(dataset)))])
             inputs = {name: value.to(state.device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-            experts_B = torch.arange(copies, device=state.device).repeat(len(examples))
-            with force_experts(model, experts_B) if num_experts else nullcontext():
-                outputs = model(**inputs, fused_lm_head=True)
-            losses_SN = -outputs.log_probs.double().sum(-1).view(len(examples), copies)
-            counts_S = outputs.label_mask.view(len(examples), copies, -1)[:, 0].sum(-1)
-            found.append((start, losses_SN.tolist(), counts_S.tolist()))
+            outputs = model(**inputs, fused_lm_head=True)
+            losses_B, counts_B = -outputs.log_probs.double().sum(-1), outputs.label_mask.sum(-1)
+            scored.append((start, losses_B.tolist(), counts_B.tolist()))
         if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_sharded, model.parameters())):
             # Sharded weights are gathered by all processes at once, so one that has a batch less runs one of padding.
             padding = {name: torch.zeros_like(value) for name, value in collator([dataset[0]]).items()}
             model(**{name: value.to(state.device) for name, value in padding.items()}, fused_lm_head=True)
     if state.num_processes > 1:
-        found = sorted(gather_object(found))
-    losses = [row for _, rows_, _ in found for row in rows_]
-    counts = [count for _, _, counts_ in found for count in counts_]
-    return torch.tensor(losses, dtype=torch.float64).view(-1, copies), torch.tensor(counts)
+        scored = sorted(gather_object(scored))
+    losses = [loss for _, losses, _ in scored for loss in losses]
+    counts = [count for _, _, counts in scored for count in counts]
+    return torch.tensor(losses, dtype=torch.float64), torch.tensor(counts)
 
 
 def loss_name(domain: str) -> str:
@@ -95,13 +79,12 @@ def loss_name(domain: str) -> str:
     return "mean (domain)" if domain == "mean" else domain
 
 
-def mean_loss(losses: torch.Tensor, counts_S: torch.Tensor, what: str) -> float:
+def mean_loss(losses_S: torch.Tensor, counts_S: torch.Tensor, what: str) -> float:
     """
     The mean loss per scored token of examples.
 
     Args:
-        losses: as `example_losses` returns them for a model that routes.
-        counts_S: the examples' scored tokens.
+        losses_S, counts_S: as `example_losses` returns them.
         what: names the examples in the message.
 
     Raises:
@@ -111,7 +94,7 @@ def mean_loss(losses: torch.Tensor, counts_S: torch.Tensor, what: str) -> float:
         raise ValueError(
             f"{what}: none of {len(counts_S)} examples has a token to score; raise max_length, or leave it out"
         )
-    found = float(losses.sum() / counts_S.sum())
-    if not math.isfinite(found):
-        raise ValueError(f"{what}: the loss is {found}; use a wider dtype, bfloat16 or float32, or another model")
-    return found
+    loss = float(losses_S.sum() / counts_S.sum())
+    if not math.isfinite(loss):
+        raise ValueError(f"{what}: the loss is {loss}; use a wider dtype, bfloat16 or float32, or another model")
+    return loss

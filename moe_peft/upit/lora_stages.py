@@ -168,7 +168,7 @@ def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
         ValueError: the recipe says otherwise, or the base cannot have them.
     """
     folders = sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
-    determined, _ = determined_fields(model, folders)
+    determined = determined_fields(model, folders)
     configs = [read_adapter_config(folder, f"prepare.adapters: {folder}") for folder in folders]
     values = {name: [getattr(config, name) for config in configs] for name in ("r", "lora_alpha", "use_rslora")}
     values["target_projections"] = [determined["target_projections"]]

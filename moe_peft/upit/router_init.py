@@ -172,7 +172,7 @@ def _routed_modules(model: PreTrainedModel, experts: Sequence[Path]) -> list[str
     """The modules that get a router: those that the LoRAs adapt, or every layer's FFN."""
     if not is_lora(experts[0]):
         return [f"model.layers.{layer}.mlp" for layer in range(model.config.num_hidden_layers)]
-    adapted = set(determined_fields(model, sorted(set(experts)))[0]["target_modules"])
+    adapted = set(determined_fields(model, sorted(set(experts)))["target_modules"])
     return [name for name, _ in model.named_modules() if name in adapted]
 
 
@@ -371,8 +371,8 @@ def _perplexities(load: Load, experts: Sequence[Path], data: Dataset, collator: 
     columns = []
     for model in _scored_models(load, experts):
         make_scorable(model)
-        losses_S1, counts_S = example_losses(model, data, collator)
-        columns.append((losses_S1.squeeze(1) / counts_S).exp())
+        losses_S, counts_S = example_losses(model, data, collator)
+        columns.append((losses_S / counts_S).exp())
         del model
         free_memory()
     free_memory()  # of the LoRAs' base, which the generator held

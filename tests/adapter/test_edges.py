@@ -341,8 +341,7 @@ def test_what_has_no_answer_is_refused_on_one_line(call, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("num_experts", [None, 4])
-def test_an_example_without_a_token_to_score_has_no_perplexity(num_experts):
+def test_an_example_without_a_token_to_score_has_no_perplexity():
     model = adapted()
     make_scorable(model)
     data = Dataset.from_list([{"input_ids": [5, 6, 7]}, {"input_ids": [9]}, {"input_ids": []}])
@@ -354,12 +353,12 @@ def test_an_example_without_a_token_to_score_has_no_perplexity(num_experts):
         mask = torch.arange(3) < lengths
         return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
-    losses_SN, counts_S = example_losses(model, data, collator, num_experts)
-    assert counts_S.tolist() == [2, 0, 0] and losses_SN.shape == (3, num_experts or 1)
-    assert (losses_SN[0] > 1).all() and not losses_SN[1:].any()
-    assert math.isfinite(mean_loss(losses_SN[:, :1], counts_S, "all"))
+    losses_S, counts_S = example_losses(model, data, collator)
+    assert counts_S.tolist() == [2, 0, 0] and losses_S.shape == (3,)
+    assert losses_S[0] > 1 and not losses_S[1:].any()
+    assert math.isfinite(mean_loss(losses_S, counts_S, "all"))
     with pytest.raises(ValueError, match=r"no perplexity for examples 1, 2"):
-        perplexity_buckets((losses_SN / counts_S.unsqueeze(1)).exp())
+        perplexity_buckets((losses_S / counts_S).exp().unsqueeze(1))
 
 
 def test_perplexities_that_are_infinite_or_equal_have_an_order():

@@ -47,7 +47,7 @@ def test_every_command_has_help_of_its_own(command, capsys):
     ("arguments", "message"),
     [
         ([], "COMMAND"),
-        (["upcicle"], "invalid choice: 'upcicle'"),
+        (["upcicle"], "command='upcicle': must be one of sft, dpo"),
         (["upit", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["upit"], "--config"),
         (["inspect", "--model", "nowhere", "--data", "nowhere.jsonl"], "nowhere"),

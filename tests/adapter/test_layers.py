@@ -330,12 +330,12 @@ def test_mixing_outputs_equals_a_mixtral_block_of_the_merged_experts(tokens, n, 
     x, d_output = tensors(1, tokens)
     ours, native = run(layer, x, d_output), run(block, x, d_output)
     assert_close(ours.output, native.output, 1e-5)
-    assert_close(ours.gradients["x"], native.gradients["x"], 1e-5)
     router = ours.gradients["moe_lora_router.default.weight"]
     if k > 1:
+        assert_close(ours.gradients["x"], native.gradients["x"], 1e-5)
         assert_close(router, native.gradients["gate.weight"], 1e-5)
-    else:  # the only gate is 1 whatever the logits; Mixtral divides it by itself, which leaves rounding errors
-        assert not router.any()
+    else:  # Mixtral divides the only gate by itself, and its router learns nothing; ours is straight-through
+        assert router.norm() > 1e3 * native.gradients["gate.weight"].norm()
 
 
 def test_a_linear_with_one_expert_equals_peft_lora():

@@ -58,6 +58,11 @@ class Experts:
         """s, the factor of every expert's update."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
+    @property
+    def sum_of_gates_counts(self) -> bool:
+        """Whether a token's gates sum to something else than the constant 1; a single gate is 1 with a gradient."""
+        return not self.normalize_top_k or self.top_k == 1
+
     # --- parameters ---
 
     def for_linear(self) -> Experts:

@@ -65,7 +65,7 @@ class BottleneckExperts(Experts):
             if dispatch is None:
                 return torch.addmm(h_TD, F.gelu(inputs[0] @ D_NBD[0].T), U_NBD[0])
             (low,) = dispatch.shrink_tokens(inputs, [D_NBD])
-            if not self.normalize_top_k:
+            if self.sum_of_gates_counts:
                 h_TD = h_TD * dispatch.gates.sum(-1, keepdim=True)
             return dispatch.expand_collect([F.gelu(low_PB) for low_PB in low], U_NBD, h_TD)
 

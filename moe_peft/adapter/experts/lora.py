@@ -95,7 +95,7 @@ class LoraExperts(Experts):
 
         # 2a. Router logits, gates and experts of each token, and the method by which this batch is computed. With
         #     experts on the down projection alone, all hidden activations are the base's: both mixings are the same.
-        mixes_outputs = self.num_experts > 1 and self.mixing == "output" and (bool(names) or not self.normalize_top_k)
+        mixes_outputs = self.num_experts > 1 and self.mixing == "output" and (bool(names) or self.sum_of_gates_counts)
         dispatch = ffn.route(adapter, x_TD, dtype, mixes_outputs)
 
         # 2b. Mixing "projection" (and a single expert): `Wx + s Σ g_i B_i A_i x` on each projection, then the
@@ -134,7 +134,7 @@ class LoraExperts(Experts):
             with without_autocast(y_TD):
                 y_TD = dispatch.expand_collect(branch.low, B_NRD, y_TD, may_overwrite(down))
         bias = getattr(down, "bias", None)
-        if bias is not None and not self.normalize_top_k:
+        if bias is not None and self.sum_of_gates_counts:
             # The bias belongs to every expert, so it counts Σ_i g_i times; the base layer has added it once.
             y_TD = y_TD + ((dispatch.gates.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
         return y_TD

@@ -40,6 +40,7 @@ EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone re
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _OWN_TYPE = "MOE_LORA"
+_LARGEST_SIZE = 2**16
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -63,6 +64,7 @@ def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
                 f"{what}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
             )
         _refuse_unknown(read_json(path), PeftType(kind), what)
+        _check_sizes(read_json(path), what)
     with reading(what):
         config = PeftConfig.from_pretrained(os.fspath(folder))
     base = config.base_model_name_or_path
@@ -84,6 +86,20 @@ def _refuse_unknown(saved: Mapping[str, Any], kind: PeftType, what: object) -> N
                 f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: this version of moe-peft-hf does not know it; install a "
                 "newer one"
             )
+
+
+def _check_sizes(saved: Mapping[str, Any], what: object) -> None:
+    """
+    Raises:
+        ValueError: a size in an adapter's config is no number above 0, or one that would take all memory.
+    """
+    for name in ("r", "lora_alpha", "num_experts", "top_k", "bottleneck_size"):
+        value = saved.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST_SIZE:
+            raise ValueError(f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: must be a number from 1 to {_LARGEST_SIZE}")
+    for name in ("num_experts_pattern", "rank_pattern", "alpha_pattern"):
+        if not isinstance(value := saved.get(name) or {}, dict):
+            raise ValueError(f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
 
 
 def read_adapter_weights(folder: str | os.PathLike, what: object) -> dict[str, torch.Tensor]:

@@ -35,4 +35,5 @@ def _enter(rank: int, function: Callable[..., None], folder: Path, args: tuple[A
     # A file to meet at: a port that is free now may be another's a moment later.
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=WORLD)
     function(rank, folder, *args)
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a command leaves by itself
+        dist.destroy_process_group()

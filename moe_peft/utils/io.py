@@ -163,11 +163,11 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     """
     Write a file or a folder that is there completely or not at all.
 
-    Yields a path beside `path`, to write to; it gets the name when the block ends, and is removed if that raises. What
-    was there under the name stays until then.
+    Yields a hidden path beside `path`, to write to; it gets the name when the block ends, and is removed if that raises.
+    What was there under the name stays until then.
     """
     path = Path(path)
-    partial, former = (path.with_name(f"{path.name}.{word}") for word in ("partial", "former"))
+    partial, former = (path.with_name(f".{path.name}.{word}") for word in ("partial", "former"))
     remove(partial)
     if former.exists() and not path.exists():
         former.rename(path)  # of a process that was killed between the two names

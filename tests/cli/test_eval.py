@@ -90,7 +90,7 @@ def test_adapter_beside_its_base_has_the_harness_numbers(folder, tmp_path, capsy
     value, stderr = found["model"]["toy_both", "acc"]
     assert f"| toy_both | 2 | acc ↑ | {value:.4f} ± {stderr:.4f} |" in markdown
     assert f"| toy_text | 2 | word_perplexity ↓ | {found['model']['toy_text', 'word_perplexity'][0]:.4f} |" in markdown
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / ".out.partial").exists()
     about = json.loads((tmp_path / "out" / "results.json").read_text())["about"]
     assert about["n-samples"]["toy_a"] == {"original": 24, "effective": 10} and about["dtype"] == "float32"
 

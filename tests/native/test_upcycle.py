@@ -326,7 +326,7 @@ def test_a_killed_run_leaves_nothing_that_loads_and_the_next_one_is_whole(tmp_pa
     saved(dense_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=12), tmp_path / "dense")
     command = ["upcycle", "--model", str(tmp_path / "dense"), "--output", str(tmp_path / "moe"), "--init", "drop"]
     process = start(main, command)
-    partial = tmp_path / "moe.partial"
+    partial = tmp_path / ".moe.partial"
     while not (partial / "model.safetensors").exists() or (partial / "model.safetensors").stat().st_size < 10**7:
         assert process.is_alive(), "it ended before it could be killed"
         time.sleep(0.005)
@@ -516,7 +516,7 @@ def refused(tmp_path, message, models, **settings):
     with pytest.raises(ValueError, match=message) as raised:
         upcycle(models, tmp_path / "moe", UpcycleConfig(**settings))
     assert "\n" not in str(raised.value)
-    assert not (tmp_path / "moe").exists() and not (tmp_path / "moe.partial").exists()
+    assert not (tmp_path / "moe").exists() and not (tmp_path / ".moe.partial").exists()
 
 
 def test_folders_that_were_made_for_nothing_go_again(folders, tmp_path, monkeypatch):

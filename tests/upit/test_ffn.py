@@ -77,7 +77,7 @@ def test_result_is_a_native_moe_with_its_tokenizer(upit, case):
     assert all("aux_loss" in record for record in history if "loss" in record)
     card = (upit.root / "model" / "README.md").read_text()
     assert "- Base model: `base`" in card and "- Training data: `train.jsonl`" in card and "](routing.png)" in card
-    assert not list(upit.root.rglob("state")) and not list(upit.root.glob("*.partial"))
+    assert not list(upit.root.rglob("state")) and not list(upit.root.glob(".*.partial"))
 
 
 @pytest.mark.parametrize(("own", "moved"), [({}, 0.99), ({"dtype": "bfloat16"}, 0.4)])

@@ -37,8 +37,8 @@ def test_what_was_there_stays_if_the_new_one_is_not_written(tmp_path):
 
 
 def test_a_process_that_was_killed_between_the_names_loses_nothing(tmp_path):
-    (tmp_path / "folder.former").mkdir()
-    (tmp_path / "folder.former" / "old").write_text("old")
+    (tmp_path / ".folder.former").mkdir()
+    (tmp_path / ".folder.former" / "old").write_text("old")
     with pytest.raises(OSError), atomic_write(tmp_path / "folder"):
         raise OSError
     assert names(tmp_path) == ["folder", "folder/old"]

@@ -411,6 +411,8 @@ def plain_gates(kind: str, logits_N: torch.Tensor, experts: list[int], normalize
         kept.append(place == 0 or stays.get(kind, True))
         before += value
     chosen = [score[i] if keep else score[i] * 0 for i, keep in zip(experts, kept, strict=True)]
+    if normalize and len(chosen) == 1:  # straight-through
+        return [1 + (chosen[0] - chosen[0].detach())]
     if normalize and kind == "sigmoid":  # logarithms: all sigmoids may be 0
         logs = torch.stack([-torch.logaddexp(torch.zeros_like(logits_N[i]), -logits_N[i]) for i in experts])
         return list((logs - logs.logsumexp(0)).exp())

@@ -17,9 +17,13 @@ from moe_peft import MoELoraConfig
     ({"router_type": "top_p", "router_capacity_factor": 1.0}, "router_capacity_factor=1.0: router_type='top_p' has no"),
     ({"router_type": "hash", "router_jitter_noise": 0.5}, "router_jitter_noise=0.5: router_type='hash' reads"),
     ({"router_type": "hash", "normalize_top_k": False}, "normalize_top_k=False: router_type='hash' reads token ids"),
-    ({"bottleneck_size": 32}, "bottleneck_size=32: expert_type='lora' has no use"),
 ])  # fmt: skip
 def test_settings_that_a_router_does_not_read_raise_but_load_from_saved_adapters(settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         MoELoraConfig(**settings)
     assert MoELoraConfig(**settings, inference_mode=True).router_type == settings.get("router_type", "linear")
+
+
+def test_lora_experts_have_no_bottleneck():
+    with pytest.raises(ValueError, match="bottleneck_size=32: expert_type='lora' has no use for it"):
+        MoELoraConfig(bottleneck_size=32)

@@ -163,8 +163,8 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     """
     Write a file or a folder that is there completely or not at all.
 
-    Yields a hidden path beside `path`, to write to. It gets the name when the block ends, and is removed if that raises;
-    what was there under the name stays until then.
+    Yields a hidden path beside `path`, to write to. It gets the name when the block ends, and is removed if that
+    raises; what was there under the name stays until then.
     """
     path = Path(path)
     partial, former = (path.with_name(f".{path.name}.{word}") for word in ("partial", "former"))

@@ -83,7 +83,7 @@ RESULTS = {
     "sft": ".",
 }
 # The steps after which a run is stopped; one of UpIT in router initialisation, and in post-training.
-STOPS = {"upit-lora": (9, 13), "upit-lora-4bit": (9, 13), "upit-ffn": (11, 23), "upit-routers": (5,), "sft": (3,)}
+STOPS = {"upit-lora": (11, 23), "upit-lora-4bit": (11, 23), "upit-ffn": (11, 23), "upit-routers": (5,), "sft": (3,)}
 
 
 # --- in each process -----------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def upit(kind: str, folder: Path) -> None:
         "output_dir": str(folder / kind), "mode": method.partition("-")[2], "num_experts": 3, "num_train_epochs": 2,
         "model": model,
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "label_column": "domain"},
-        "router_init": {"seed_fraction": 0.4375, "num_train_epochs": 4}, "sft": sft,
+        "router_init": {"seed_fraction": 0.375, "num_train_epochs": 4}, "sft": sft,  # buckets that fill a batch
     }  # fmt: skip
     own: dict[str, Any] = {"adapter": {"r": 4, "top_k": 3}} if method == "upit-lora" else {"moe": {"top_k": 3}}
     if method == "upit-routers":

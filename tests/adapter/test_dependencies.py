@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 # What the extras bring. Packages that PEFT or transformers need themselves are not ours to leave out.
-OF_EXTRAS = ("trl", "datasets", "pydantic", "pydantic_core", "rich", "matplotlib", "scipy", "lm_eval")
+OF_EXTRAS = ("trl", "datasets", "pydantic", "pydantic_core", "rich", "matplotlib", "scipy", "lm_eval", "deepspeed")
 
 SCRIPT = f"""
 import sys

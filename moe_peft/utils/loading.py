@@ -58,13 +58,14 @@ def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
         path = Path(folder, ADAPTER_CONFIG)
         if not path.is_file():
             raise ValueError(f"{what}: is not a folder with {ADAPTER_CONFIG}")
-        kind = read_json(path).get("peft_type")
+        saved = read_json(path)
+        kind = saved.get("peft_type")
         if kind not in list(PeftType):
             raise ValueError(
                 f"{what}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
             )
-        _refuse_unknown(read_json(path), PeftType(kind), what)
-        _check_sizes(read_json(path), what)
+        _refuse_unknown(saved, PeftType(kind), what)
+        _check_sizes(saved, what)
     with reading(what):
         config = PeftConfig.from_pretrained(os.fspath(folder))
     base = config.base_model_name_or_path

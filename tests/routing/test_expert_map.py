@@ -91,7 +91,10 @@ def test_whatever_has_one_reading_is_read_so_and_all_else_is_refused(n):
         ({"a": ["0"]}, 6, "name experts by integers"),
         ({"a": 0}, 6, "give a list of experts from 0 to 5"),
         ({"a": "01"}, 6, "give a list of experts"),
-        ({"a": [1, 1, 0, 0], "b": [2, 3]}, 4, "'b' a list of indices; write all in one form"),
+        ({"a": b"01"}, 6, "give a list of experts"),
+        ({"a": {0, 1}}, 6, "give a list of experts"),
+        ({"a": [1, 1, 0, 0], "b": [2, 3]}, 4, "'a' has a mask, 'b' a list of indices; write all in one form"),
+        ({"b": [2, 3], "a": [1, 1, 0, 0]}, 4, "'a' has a mask, 'b' a list of indices; write all in one form"),
         ({"a": [0, 1]}, 2, r"may be indices or masks; write masks as \[true, false\]"),
         ({"a": [1, 0], "b": [0, 1]}, 2, "may be indices or masks"),
         ({"a": [1, 0], "b": [0, 1]}, 4, "look like masks for two experts, .* are 4; write masks of 4 entries"),
@@ -107,83 +110,20 @@ def test_what_is_refused(given, n, message):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
 
 
-LONG = {"a": [0, 1], "b": [1, 0], **{f"label {i}": [0, 1] for i in range(9)}}
-LISTS = "m: 'a': {}: give a list of experts from 0 to 1, or a mask of 2 entries"
-
-
-@pytest.mark.parametrize(
-    ("given", "n", "message"),
-    [
-        ([1], 2, "m: [1]: give a map of labels to experts, e.g. {'math': [0, 1]}"),
-        ({1.0: [0], "1": [1]}, 2, "m: the label '1' occurs twice, as number and text; keep one"),
-        (
-            {"b": [2, 1], "a": [1, 1, 0, 0]},
-            4,
-            "m: 'a' has a mask, 'b' a list of indices; write all in one form",
-        ),
-        (
-            {"a": [1, 1, 0, 0], "b": [2, 1]},
-            4,
-            "m: 'a' has a mask, 'b' a list of indices; write all in one form",
-        ),
-        (
-            {"a": [0, 1]},
-            2,
-            "m: {'a': [0, 1]}: with two experts these may be indices or masks; write masks as [true, false], both "
-            "experts as [true, true]",
-        ),
-        (
-            LONG,
-            3,
-            f"m: {str(LONG)[:79]}…: these look like masks for two experts, but there are 3; write masks of 3 entries",
-        ),
-        ({"a": 1}, 2, LISTS.format(1)),
-        ({"a": "01"}, 2, LISTS.format("01")),
-        ({"a": b"01"}, 2, LISTS.format("b'01'")),
-        ({"a": {0, 1}}, 2, LISTS.format("{0, 1}")),
-        (
-            {"a": [True, 1]},
-            2,
-            "m: 'a': [True, 1]: true and false among numbers; write indices, or a mask of 0 and 1",
-        ),
-        ({0: [0.0]}, 2, "m: 0: [0.0]: name experts by integers"),
-        ({"a": [2, 1]}, 2, "m: 'a': [2, 1]: name experts from 0 to 1, or give a mask of 2 entries"),
-        ({"a": [-1]}, 2, "m: 'a': [-1]: name experts from 0 to 1, or give a mask of 2 entries"),
-        (
-            {"a": [2, 2]},
-            3,
-            "m: 'a': [2, 2]: names an expert twice; a mask has 3 entries of 0 and 1, one for each expert",
-        ),
-        (
-            {"a": [True]},
-            2,
-            "m: 'a': [True]: a mask has 2 entries, one for each expert, and allows at least one",
-        ),
-        ({"a": [0, 0]}, 2, "m: 'a': [0, 0]: the mask allows no expert; set the entries of some to 1"),
-        (
-            {"a": [8] * 30},
-            3,
-            f"m: 'a': {str([8] * 30)[:79]}…: name experts from 0 to 2, or give a mask of 3 entries",
-        ),
-        (
-            {"a": [10] * 20},
-            3,  # 80 characters are shown
-            f"m: 'a': {[10] * 20}: name experts from 0 to 2, or give a mask of 3 entries",
-        ),
-    ],
-)
-def test_what_is_refused_word_for_word(given, n, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        read_expert_map(given, n, "m")
+def test_long_maps_and_lists_are_cut_in_messages():
+    long = {"a": [0, 1], "b": [1, 0], **{f"label {i}": [0, 1] for i in range(9)}}
+    with pytest.raises(ValueError, match=f"^m: {re.escape(str(long)[:79])}…: .* write masks of 3 entries$"):
+        read_expert_map(long, 3, "m")
+    with pytest.raises(ValueError, match=f"^m: 'a': {re.escape(str([8] * 30)[:79])}…: name experts from 0 to 2"):
+        read_expert_map({"a": [8] * 30}, 3, "m")
 
 
 def test_maps_whose_labels_have_too_few_experts():
-    known = {"a": [0, 1], "b": [2]}
-    check_allowed(known, 1, "m")
-    message = "m: 'b' has 1 of the experts, a token gets top_k=2; give it at least as many, or lower top_k"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_allowed(known, 2, "m")
-    assert torch.equal(expert_masks(known, 3), torch.tensor([[True, True, False], [False, False, True]]))
+    experts = {"a": [0, 1], "b": [2]}
+    check_allowed(experts, 1, "m")
+    with pytest.raises(ValueError, match=r"^m: 'b' has 1 of the experts, a token gets top_k=2; "):
+        check_allowed(experts, 2, "m")
+    assert torch.equal(expert_masks(experts, 3), torch.tensor([[True, True, False], [False, False, True]]))
 
 
 def test_other_lists_of_the_map_decide_what_two_entries_mean():

@@ -26,7 +26,7 @@ from ..routing.losses import balancing_loss
 from ..routing.statistics import counted_experts
 from .base_model import has_routed_experts, is_encoder_decoder
 from .layers import MoELoraLayer
-from .router_recorder import Collection, argument, begin, outer_collection, state, tell
+from .router_recorder import Collection, argument, begin, notify, outer_collection, state
 
 IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
@@ -76,22 +76,15 @@ def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
     ]
 
 
-def _own_fields(config: Any) -> dict[str, Any]:
-    """
-    The values that a config has under the protocol's names: dense models of MoE families (Jamba, Llama 4) have some,
-    and may call them otherwise.
-    """
-    return {key: config.__dict__[key] for key in _keys(config) if key in config.__dict__}
-
-
 def _restore_fields(model: nn.Module) -> None:
     config = text_config(model)
     for key in _keys(config):
         config.__dict__.pop(key, None)
-    config.__dict__.update(model.__dict__["_moe_lora_own_fields"])
+    config.__dict__.update(model.__dict__["_moe_lora_base_fields"])
 
 
 def _keys(config: Any) -> list[str]:
+    """What a config calls the fields: dense models of MoE families (Jamba, Llama 4) have some, by other names."""
     return [config.attribute_map.get(name, name) for name in FIELDS]
 
 
@@ -127,7 +120,8 @@ def install(model: nn.Module) -> None:
     if _is_installed(model):
         return
     model.__dict__["_moe_lora_synced"] = None
-    model.__dict__["_moe_lora_own_fields"] = _own_fields(text_config(model))
+    config = text_config(model)
+    model.__dict__["_moe_lora_base_fields"] = {k: config.__dict__[k] for k in _keys(config) if k in config.__dict__}
     model.__dict__["_moe_lora_handles"] = [
         handle
         for module in dict.fromkeys((model, model.base_model))
@@ -146,7 +140,7 @@ def uninstall(model: nn.Module) -> None:
         handle.remove()
     _ignore_at_inference(model, False)
     _restore_fields(model)
-    for name in ("layers", "synced", "own_fields"):
+    for name in ("layers", "synced", "base_fields"):
         del model.__dict__[f"_moe_lora_{name}"]
 
 
@@ -195,7 +189,7 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     if output is None:  # the forward raised
         return None
     if collection.logits and collection.observers:
-        tell(collection)
+        notify(collection)
     if not (collection.attached or (collection.of_backbone and module is module.base_model)):
         return None
     n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
@@ -212,12 +206,12 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         output = _with_aux_loss(module, args, kwargs, output, router_logits, collection)
     forgotten = isinstance(output, dict) and output.get("loss") is None and not collection.explicit
     if forgotten and module is collection.owner and module.training and any(x.requires_grad for x in router_logits):
-        _tell_unbalanced(type(module).__name__)
+        _warn_unbalanced(type(module).__name__)
     return output
 
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces, too
-def _tell_unbalanced(name: str) -> None:
+def _warn_unbalanced(name: str) -> None:
     """Warn of a trainer that computes its own loss from an output without one, and asked for no balancing loss."""
     warnings.warn(
         f"MoE-LoRA: {name} trains by a loss of its caller's, which lacks the balancing loss; add RouterLossesMixin to "
@@ -253,8 +247,8 @@ def _extended(cls: Any) -> Any:
     if not missing:
         return cls
     fields = [(name, Any, None) for name in missing]
-    own = {"__module__": cls.__module__, "__reduce__": lambda output: (_rebuilt, (cls, dict(output)))}
-    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=own)
+    namespace = {"__module__": cls.__module__, "__reduce__": lambda output: (_rebuilt, (cls, dict(output)))}
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=namespace)
 
 
 def _rebuilt(cls: Any, items: dict[str, Any]) -> Any:
@@ -311,11 +305,11 @@ def _with_aux_loss(
 
 def _ks(model: nn.Module, routers: Sequence[nn.Module], k: int) -> list[int]:
     """Active experts per token of each router: several active adapters may differ in that."""
-    if len({own for _, _, own in model.__dict__["_moe_lora_synced"]}) == 1:
+    if len({top_k for _, _, top_k in model.__dict__["_moe_lora_synced"]}) == 1:
         return [k] * len(routers)
-    found = {
+    ks = {
         id(router): layer.moe_lora_spec[name].top_k
         for layer in model.__dict__["_moe_lora_layers"]
         for name, router in layer.moe_lora_router.items()
     }
-    return [found[id(router)] for router in routers]
+    return [ks[id(router)] for router in routers]

@@ -124,7 +124,7 @@ def test_linears_of_an_ffn_without_a_block_get_experts_of_their_own(name, tmp_pa
     model = tiny(name)
     with torch.no_grad():
         dense = model(input_ids=IDS).logits
-    bases._tell_linears.cache_clear()
+    bases._warn_of_linears.cache_clear()
     with caplog.at_level(logging.WARNING, "moe_peft"):
         adapted = adapt(model, init_lora_weights=False)
         adapt(tiny(name))

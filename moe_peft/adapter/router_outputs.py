@@ -126,7 +126,7 @@ def install(model: nn.Module) -> None:
         handle
         for module in dict.fromkeys((model, model.base_model))
         for handle in (
-            module.register_forward_pre_hook(functools.partial(_begin, ours=_leave_to_us(module)), with_kwargs=True),
+            module.register_forward_pre_hook(functools.partial(_begin, overrides=_overrides(module)), with_kwargs=True),
             module.register_forward_hook(_end, with_kwargs=True, always_call=True),
         )
     ]
@@ -148,32 +148,32 @@ def _is_installed(model: nn.Module) -> bool:
     return "_moe_lora_handles" in model.__dict__
 
 
-def _begin(module: nn.Module, args: tuple, kwargs: dict, ours: dict[str, bool]) -> tuple[tuple, dict]:
+def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bool]) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
     outer = outer_collection(module)
     if outer is not None and module is getattr(outer.owner, "base_model", None):
         # A dense backbone does not know the argument. A caller that passes it to the backbone alone gets the backbone's
         # router logits and leaves the outer model's output and loss as they are.
         outer.of_backbone |= bool(kwargs.pop("output_router_logits", False))
-        return args, {**kwargs, **ours}
+        return args, {**kwargs, **overrides}
     # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
     sync_config(module, getattr(module, "peft_config", {}))
     # TRL's fused forward reads the argument, too, and adds transformers' balancing loss, which is NaN for a batch of
     # padding alone. So it is not asked for it, except under torch.compile: where that forward breaks the graph, the
     # collection is lost.
     config, fused = text_config(module), kwargs.get("fused_lm_head")
-    theirs = fused and torch.compiler.is_compiling()
-    asked = (kwargs.get if theirs else kwargs.pop)("output_router_logits", None)
+    keep = fused and torch.compiler.is_compiling()
+    asked = (kwargs.get if keep else kwargs.pop)("output_router_logits", None)
     # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
     by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
-    if not theirs:
-        kwargs = {**kwargs, **({"output_router_logits": False} if fused else ours)}
+    if not keep:
+        kwargs = {**kwargs, **({"output_router_logits": False} if fused else overrides)}
     begin(module, args, kwargs, attached=by_config if asked is None else bool(asked), explicit=bool(asked))
     return args, kwargs
 
 
-def _leave_to_us(module: nn.Module) -> dict[str, bool]:
-    """What keeps a dense model of a MoE family from looking for router logits, and from adding a loss of its own."""
+def _overrides(module: nn.Module) -> dict[str, bool]:
+    """Arguments that keep a dense model of a MoE family from looking for router logits and adding a loss of its own."""
     records = "router_logits" in (getattr(module, "_can_record_outputs", None) or {})
     knows = hasattr(type(text_config(module)), "output_router_logits")
     return {"output_router_logits": False} if records or knows else {}

@@ -52,9 +52,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     """
     sizes, gates = router_sizes(model, "replace_routers"), native_gates(model, "replace_routers")
     settings = RouterSettings(router) if isinstance(router, str) else router
-    if settings.type in ROUTERS and ROUTERS[settings.type].by_token_id:
-        raise ValueError(f"replace_routers: router={settings.type!r}: a native gate has no token ids to route by")
-    _refuse_unread(settings, top_k, max(n for n, _ in sizes))
+    _check_settings(settings, top_k, max(n for n, _ in sizes))
     try:
         rules = [gate_rule(gate) for gate in gates.values()]
     except ValueError as error:
@@ -86,16 +84,19 @@ def check_router(settings: RouterSettings, num_experts: int, top_k: int) -> None
     Raises:
         ValueError: a setting does not fit.
     """
-    _refuse_unread(settings, None, num_experts)
-    if _adapter_config(settings, num_experts, top_k, True).router_class.by_token_id:
-        raise ValueError(f"router_type={settings.type!r}: a native gate has no token ids to route by; use another")
+    _check_settings(settings, None, num_experts)
+    _adapter_config(settings, num_experts, top_k, True)
 
 
-def _refuse_unread(settings: RouterSettings, top_k: int | None, num_experts: int) -> None:
-    """Raise if the router has no use for a setting."""
+def _check_settings(settings: RouterSettings, top_k: int | None, num_experts: int) -> None:
+    """Raise if no native gate can be such a router, or the router has no use for a setting."""
     if settings.type not in ROUTERS:
         return  # `MoELoraConfig` raises
     router = ROUTERS[settings.type]
+    if router.by_token_id:
+        raise ValueError(
+            f"replace_routers: router={settings.type!r}: a native gate has no token ids to route by; use another"
+        )
     for setting in unread_settings(router):
         if (value := getattr(settings, setting.name)) != setting.default:
             raise ValueError(

@@ -19,7 +19,7 @@ class RoutedGate:
     """
     Mixin for the gate class of a native MoE: `moe_router` computes the logits and chooses the experts. Where that
     router folds, the state dict has the gate's `weight` too, so that transformers loads the right model from a
-    checkpoint (stricter loaders may refuse the names of the router's parameters); not under FSDP2, which divides it.
+    checkpoint (stricter loaders may refuse the names of the router's parameters); not under FSDP2, which shards it.
     """
 
     moe_router: Router

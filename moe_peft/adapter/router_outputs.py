@@ -26,7 +26,7 @@ from ..routing.losses import balancing_loss
 from ..routing.statistics import counted_experts
 from .base_model import has_routed_experts, is_encoder_decoder
 from .layers import MoELoraLayer
-from .router_recorder import Collection, argument, begin, notify, outer_collection, state
+from .router_recorder import Collection, arguments, begin, notify, outer_collection, state
 
 IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
@@ -276,7 +276,7 @@ def _with_aux_loss(
 ) -> Any:
     is_dict = isinstance(output, dict)
     loss = output.get("loss") if is_dict else None
-    if isinstance(output, tuple) and argument(model, "labels", args, kwargs) is not None:
+    if isinstance(output, tuple) and arguments(model, args, kwargs).get("labels") is not None:
         loss = output[0]
     if loss is None and not (is_dict and collection.explicit):
         return output

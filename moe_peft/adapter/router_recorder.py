@@ -82,7 +82,8 @@ def outer_collection(module: nn.Module) -> Collection | None:
 
 def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = False, explicit: bool = False) -> None:
     """Start the collection of a forward pass of `module`, a transformers model, that is called with these arguments."""
-    ids, embeds, mask = (argument(module, x, args, kwargs) for x in ("input_ids", "inputs_embeds", "attention_mask"))
+    call = arguments(module, args, kwargs)
+    ids, embeds, mask = (call.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
     rows = next((len(tensor) for tensor in (ids, embeds) if isinstance(tensor, torch.Tensor)), 1)
     if getattr(module.config, "is_encoder_decoder", False):
         ids = None
@@ -93,12 +94,12 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = Fal
     state.collection = Collection(module, attached, explicit, outer, ids, mask, rows, observers=observers)
 
 
-def argument(model: nn.Module, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An argument of a call of `model`, passed by name or by position; None if it was not."""
-    if name in kwargs or not args:
-        return kwargs.get(name)
-    names = [p for p in inspect.signature(type(model).forward).parameters if p != "self"]
-    return dict(zip(names, args, strict=False)).get(name)
+def arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `model` by name, those that were passed by position, too."""
+    if not args:
+        return kwargs
+    names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def recorded(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:

@@ -231,12 +231,8 @@ class FiniteWeightsMixin:
 @torch.no_grad()
 def _largest(parameter: torch.Tensor) -> torch.Tensor:
     """The largest absolute value of what this process holds of a parameter, computed without a tensor of its size."""
-    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return torch.linalg.vector_norm(own, torch.inf) if own.numel() else torch.zeros(())
-
-
-def _has_optimizer(checkpoint: Path) -> bool:
-    return any(checkpoint.glob("optimizer*")) or any(checkpoint.glob("global_step*"))
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.linalg.vector_norm(local, torch.inf) if local.numel() else torch.zeros(())
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -386,7 +382,8 @@ def train(trainer: Trainer, keep: Collection[int] = (), **facts: Any) -> Trained
     if latest < steps or lost < steps:
         trainer.add_callback(_Checkpoints(fingerprint, keep))
         show_progress(trainer)
-        resumable = [path for step, path in complete.items() if step < lost and _has_optimizer(path)]
+        before = [path for step, path in complete.items() if step < lost]
+        resumable = [path for path in before if any(path.glob("optimizer*")) or any(path.glob("global_step*"))]
         trainer.train(resume_from_checkpoint=str(resumable[-1]) if resumable else None)
         complete = on_main_process(
             lambda: {s: p for s, p in numbered_checkpoints(folder).items() if s in {*keep, steps}}

@@ -238,9 +238,9 @@ def _is_label(value: Any) -> bool:
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _messages(what: str, key: str, value: Any, template: Callable[[], Any], size: int) -> list[dict[str, Any]]:
-    """Check a cell; returns its messages if it is a conversation."""
-    shown = f"{what}={one_line(repr(value), 60)}"
+def _messages(cell: str, key: str, value: Any, template: Callable[[], Any], size: int) -> list[dict[str, Any]]:
+    """Check the value of a cell; returns its messages if it is a conversation."""
+    shown = f"{cell}={one_line(repr(value), 60)}"
     if isinstance(value, str) and key not in ("messages", "conversations", "input_ids"):
         if not value.strip() and key != "prompt":
             raise ValueError(f"{shown}: must not be empty; leave the row out")
@@ -249,20 +249,20 @@ def _messages(what: str, key: str, value: Any, template: Callable[[], Any], size
         kind = "a list of tokens" if key == "input_ids" else "a string or a list of messages"
         raise ValueError(f"{shown}: must be {kind}; leave the row out")
     if key != "input_ids":
-        return [_message(what, message, template) for message in value]
+        return [_message(cell, message, template) for message in value]
     if not all(isinstance(token, int) and 0 <= token < size for token in value):
         raise ValueError(f"{shown}: must be tokens from 0 to {size - 1}, those of the tokenizer")
     return []
 
 
-def _message(what: str, message: Any, template: Callable[[], Any]) -> dict[str, Any]:
+def _message(cell: str, message: Any, template: Callable[[], Any]) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"{what}: {one_line(repr(message), 60)}: must be a message with role and content")
+        raise ValueError(f"{cell}: {one_line(repr(message), 60)}: must be a message with role and content")
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     if not isinstance(role, str) or (role not in _ROLES and role not in str(template())):
-        raise ValueError(f"{what}: role={role!r}: must be one of {', '.join(_ROLES)}")
+        raise ValueError(f"{cell}: role={role!r}: must be one of {', '.join(_ROLES)}")
     if not isinstance(content, (str, list)) and not message.get("tool_calls"):
-        raise ValueError(f"{what}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")
+        raise ValueError(f"{cell}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")
     return {**message, "role": role, "content": content}
 
 

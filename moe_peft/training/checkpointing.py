@@ -375,7 +375,7 @@ def train(trainer: Trainer, keep: Collection[int] = (), **facts: Any) -> Trained
     save_full_weights(trainer)
     folder = Path(trainer.args.output_dir)
     fingerprint = Fingerprint.of(trainer, steps=steps, **facts)
-    complete = on_main_process(lambda: _own_checkpoints(folder, fingerprint))
+    complete = on_main_process(lambda: _complete_checkpoints(folder, fingerprint))
     # A kept checkpoint that is missing, or damaged, is trained again; it has lost its optimizer's state.
     latest = max(complete, default=0)
     lost = min((step for step in (*keep, steps) if step < latest and step not in complete), default=steps)
@@ -398,7 +398,7 @@ def train(trainer: Trainer, keep: Collection[int] = (), **facts: Any) -> Trained
     return Trained(history, complete)
 
 
-def _own_checkpoints(folder: Path, fingerprint: Fingerprint) -> dict[int, Path]:
+def _complete_checkpoints(folder: Path, fingerprint: Fingerprint) -> dict[int, Path]:
     """The complete checkpoints in a folder, by step."""
     complete = {step: path for step, path in numbered_checkpoints(folder).items() if is_complete(path)}
     for path in complete.values():

@@ -50,17 +50,14 @@ def load_data(
     Raises:
         ValueError: the dataset does not exist, is empty, or lacks the label column.
     """
-    if isinstance(source, str):
-        suffix = Path(source).suffix
-        if suffix not in _FORMATS and Path(source).is_file():
-            raise ValueError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
-        # `load_dataset` reads names of files as patterns; relative ones with the folder that they are in.
-        file = glob.escape(os.path.abspath(source))
-        arguments = {"path": _FORMATS[suffix], "data_files": file} if suffix in _FORMATS else {"path": source}
-        if suffix in _FORMATS and not Path(source).is_file():
+    arguments = {"path": source} if isinstance(source, str) else source
+    if isinstance(source, str) and (suffix := Path(source).suffix) in _FORMATS:
+        if not Path(source).is_file():
             raise ValueError(f"{field}={source!r}: no such file")
-    else:
-        arguments = dict(source)
+        # `load_dataset` reads names of files as patterns; relative ones with the folder that they are in.
+        arguments = {"path": _FORMATS[suffix], "data_files": glob.escape(os.path.abspath(source))}
+    elif isinstance(source, str) and Path(source).is_file():
+        raise ValueError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
     arguments = {"split": split, **arguments}
     folder = str(arguments.get("path"))
     if os.path.isdir(folder) and glob.has_magic(os.path.abspath(folder)):
@@ -185,7 +182,7 @@ def check_rows(
     field: str,
     tokenizer: Any,
     label_column: str | None = None,
-    own_template: Callable[[], str | None] = lambda: None,
+    other_template: Callable[[], str | None] = lambda: None,
 ) -> None:
     """
     Check that every row can be trained on.
@@ -194,7 +191,7 @@ def check_rows(
         field: the field that names the data, for messages.
         tokenizer: whose chat template conversations go through.
         label_column: a column whose values must be labels.
-        own_template: gives another one. It is called only for conversations, as it may read a file.
+        other_template: gives another one. It is called only for conversations, as it may read a file.
 
     Raises:
         ValueError: a row has no text or no label, or a conversation has messages or roles that the chat template does
@@ -202,7 +199,7 @@ def check_rows(
     """
     columns = set(dataset.column_names)
     parts = next(parts for parts in _ROW_FORMATS if all(columns >= set(part) for part in parts))
-    template = cache(lambda: own_template() or getattr(tokenizer, "chat_template", None))
+    template = cache(lambda: other_template() or getattr(tokenizer, "chat_template", None))
     orders: dict[tuple[str, ...], tuple[str, list[dict[str, Any]]]] = {}
     size = len(tokenizer)
     kept = {key for part in parts for key in part} | ({label_column} if label_column else set())

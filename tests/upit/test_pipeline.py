@@ -23,11 +23,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-import moe_peft
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
-from moe_peft.upit.prepare import checkpoint_steps, chosen_steps, select_checkpoints
 from moe_peft.upit.summary import plan
 from tests.helpers.eval_case import make_tasks
 from tests.helpers.models import tiny_llama
@@ -60,28 +58,6 @@ def finished(upit, tmp_path):
 
 
 # --- stages ---------------------------------------------------------------------------------------------------------
-
-
-def test_checkpoints_are_taken_at_equal_intervals_and_selected():
-    assert checkpoint_steps(24, 6) == [4, 8, 12, 16, 20, 24]
-    assert checkpoint_steps(10, 4) == [2, 5, 8, 10]
-    steps = checkpoint_steps(160, 16)
-    assert select_checkpoints(steps, 8, "back_half") == steps[8:]
-    assert select_checkpoints(steps, 8, "front_half") == steps[:8]
-    assert select_checkpoints(steps, 8, "uniform") == steps[1::2]
-    assert select_checkpoints(steps, 4, "back_half") == [100, 120, 140, 160]
-    odd = [1, 2, 3, 4, 5]  # the middle one belongs to both halves, and what is no whole number is rounded
-    assert select_checkpoints(odd, 3, "back_half") == [3, 4, 5]
-    assert select_checkpoints(odd, 3, "front_half") == [1, 2, 3]
-    assert select_checkpoints(odd, 3, "uniform") == [2, 3, 5] and checkpoint_steps(11, 4) == [3, 6, 8, 11]
-    # Without a number of checkpoints, halves take two for each expert.
-    assert chosen_steps(32, 4, None, "back_half") == [20, 24, 28, 32]
-    assert chosen_steps(32, 4, None, "front_half") == [4, 8, 12, 16]
-    assert chosen_steps(32, 4, None, "uniform") == [8, 16, 24, 32]
-    with pytest.raises(ValueError, match="num_experts=9: selection='back_half' of 16 checkpoints leaves 8"):
-        select_checkpoints(steps, 9, "back_half")
-    with pytest.raises(ValueError, match="num_checkpoints=3: must be from 1 to the number of steps, 2"):
-        checkpoint_steps(2, 3)
 
 
 def test_a_stage_that_diverges_saves_nothing(case, tmp_path):
@@ -612,7 +588,3 @@ def test_several_processes_do_what_one_does(case, upit, tmp_path):
         )
     buckets = [json.loads((tmp_path / name / "router_init" / "buckets.json").read_text()) for name in ("one", "two")]
     assert buckets[0]["buckets"] == buckets[1]["buckets"]
-
-
-def test_public_names():
-    assert moe_peft.force_experts in {getattr(moe_peft, name) for name in moe_peft.__all__}

@@ -62,7 +62,7 @@ def stopped(root: Path, value: Any = 1) -> None:
 
 def test_a_stage_that_is_done(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        record = run_stage(Work(tmp_path), place="2 of 3")
+        record = run_stage(Work(tmp_path), position="2 of 3")
     assert "work: running (2 of 3)" in caplog.text and "resuming" not in caplog.text
     assert files(tmp_path / "work") == DONE and [path.name for path in tmp_path.iterdir()] == ["work"]
     assert record["fingerprint"] == {"value": 1} and record["metrics"] == {"steps": 3, "place": "a"}

@@ -201,7 +201,7 @@ class Late(Stage):
         (folder / "experts/0").write_text("expert")
         return {}
 
-    def likeness(self, folder):
+    def similarity(self, folder):
         time.sleep(2 * PartialState().process_index)
         return {"read": (folder / "experts/0").read_text()}
 

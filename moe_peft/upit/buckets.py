@@ -1,5 +1,5 @@
 """
-How seed examples are given to experts: UpIT's expert-specific data selection (Algorithm 3) and its alternatives.
+How seed examples are assigned to experts: UpIT's expert-specific data selection (Algorithm 3) and its alternatives.
 
 A bucket is the list of an expert's example indices. S seed examples, n experts.
 """

@@ -174,7 +174,7 @@ class UpIT:
             trainer.check_length()
             data = trainer.examples()
             if data is not None:
-                section = f"{trainer.name}.sft" if getattr(trainer.section, "sft", None) else "sft"
+                section = f"{trainer.name}.sft" if trainer.section_sft else "sft"
                 preflight(trainer.example_arguments(**overrides), data, self.context.base.tokenizer, section, weights)
         if weights:
             self.context.check_base()

@@ -217,9 +217,9 @@ class ExpandSection(Settings):
 
 
 class RouterInitSection(Settings):
-    """Stage 3: seed examples are given to experts; experts and routing vectors then learn from their buckets."""
+    """Stage 3: seed examples are assigned to experts; experts and routing vectors then learn from their buckets."""
 
-    # How seed examples are given to experts: a name in `BUCKETS`, or `none` to leave this stage out.
+    # How seed examples are assigned to experts: a name in `BUCKETS`, or `none` to leave this stage out.
     buckets: Annotated[Text, name_in(BUCKETS, NONE)] = "perplexity"
     # Weight of the language-modelling loss; the routing loss has 1 - alpha.
     alpha: Share = 0.5
@@ -240,7 +240,7 @@ class RouterInitSection(Settings):
 
     @property
     def rule(self) -> BucketRule | None:
-        """How examples are given to experts; None leaves the stage out."""
+        """How examples are assigned to experts; None leaves the stage out."""
         return None if self.buckets == NONE else BUCKETS[self.buckets]
 
     @model_validator(mode="after")

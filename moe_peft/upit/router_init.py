@@ -254,8 +254,8 @@ def init_routers(
     expert_map: Mapping[Any, Sequence[int]] | None = None,
 ) -> InitialRouters:
     """
-    Give the seed examples to experts, then train each expert and its routing vectors on its bucket (UpIT, Algorithms 1
-    and 3).
+    Assign the seed examples to experts, then train each expert and its routing vectors on its bucket (UpIT, Algorithms
+    1 and 3).
 
     If it was stopped and is run again, it resumes where it was.
 
@@ -267,7 +267,7 @@ def init_routers(
             them in the order given.
         args: how to train each expert; `num_train_epochs` counts passes over its bucket.
         output_dir: gets `experts/0`, …, adapter or model folders. The trainings' state goes to `args.output_dir`.
-        buckets: how examples are given to experts, a name in `BUCKETS`: by `"perplexity"`, by `"label"`, at `"random"`.
+        buckets: how examples are assigned to experts, a name in `BUCKETS`: `"perplexity"`, `"label"` or `"random"`.
         alpha: weight of the language-modelling loss; the routing loss has 1 - alpha.
         train_experts: False trains the routing vectors alone.
         capacity: the most examples in a bucket of `"perplexity"`; `ceil(S / n)` if None.

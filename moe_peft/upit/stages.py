@@ -46,18 +46,19 @@ class TrainerStage(Stage):
     @property
     def sft(self) -> dict[str, Any]:
         """The method's training arguments, overridden by the recipe's and these by the stage's own."""
-        method, sft = TRAINING[self.recipe.mode], {**self.recipe.sft, **self._section_sft}
+        method, sft = TRAINING[self.recipe.mode], {**self.recipe.sft, **self.section_sft}
         if "max_length" not in sft and self.context.positions is not None:
             sft["max_length"] = min(method["max_length"], self.context.positions)
         return {**method, **sft}
 
     @property
-    def _section_sft(self) -> dict[str, Any]:
+    def section_sft(self) -> dict[str, Any]:
+        """The training arguments of its section."""
         return getattr(self.section, "sft", {})
 
     def field(self, name: str) -> str:
         """The path in the recipe of one of its training arguments."""
-        return f"{self.name + '.' if name in self._section_sft else ''}sft.{name}"
+        return f"{self.name + '.' if name in self.section_sft else ''}sft.{name}"
 
     def check_length(self) -> None:
         """Raise if examples may be longer than what the base takes."""
@@ -284,7 +285,7 @@ class Expand(Stage):
 
 
 class RouterInit(TrainingStage):
-    """Stage 3: seed examples are given to experts, which learn from them with their routing vectors."""
+    """Stage 3: seed examples are assigned to experts, which learn from them with their routing vectors."""
 
     name = "router_init"
     seed_offset = 2

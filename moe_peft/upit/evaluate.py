@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,17 +98,26 @@ def evaluate(
                 statistics.current = domain
             with nullcontext() if label_mask is None else allow_experts(model, label_mask[domain]):
                 score("adapted", model, domain)
-    if base is not None:
-        make_scorable(base)
-    with model.disable_adapter() if base is None else nullcontext():
+    with _base_of(model, base) as base_model:
         for domain in parts:
-            score("base", base or model, domain)
+            score("base", base_model, domain)
     if statistics is not None:
         _gather(statistics)
     shares, warnings = ({}, []) if statistics is None else (statistics.shares(), statistics.warnings())
     for result in losses.values():
         result["mean"] = sum(result.values()) / len(result)
     return Evaluation({name: losses[name] for name in ("base", "adapted")}, shares, warnings)
+
+
+@contextmanager
+def _base_of(model: Any, base: PreTrainedModel | None) -> Iterator[Any]:
+    """The model to compare with: `base`, or the model itself without its adapter."""
+    if base is None:
+        with model.disable_adapter():
+            yield model
+    else:
+        make_scorable(base)
+        yield base
 
 
 def _gather(statistics: RoutingStatistics) -> None:
@@ -148,12 +157,8 @@ def evaluate_tasks(
     """
     make_scorable(model)
     records = {"adapted": harness.run(model, processing_class)}
-    if base is None:
-        with model.disable_adapter():
-            records["base"] = harness.run(model, processing_class)
-    else:
-        make_scorable(base)
-        records["base"] = harness.run(base, processing_class)
+    with _base_of(model, base) as base_model:
+        records["base"] = harness.run(base_model, processing_class)
     scores = {name: read_scores(records[name]) if records[name] else {} for name in ("base", "adapted")}
     return {name: [score._asdict() for score in of.values()] for name, of in scores.items()}
 

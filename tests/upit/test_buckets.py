@@ -56,9 +56,10 @@ def test_random_buckets_deal_out_every_example_evenly():
 def test_label_buckets():
     labels = ["code", "prose", "code", "code", "sums", "prose"]
     assert label_buckets(labels, 6) == [[0, 3], [1], [4], [2], [5], []]
-    given = {"code": [0, 1], "prose": [1], "sums": [2]}
-    assert label_buckets(labels, 3, given) == [[0, 2], [1, 3, 5], [4]]
-    assert label_buckets(labels, 3, {**given, "code": [1, 0]}) == [[0, 2], [1, 3, 5], [4]]  # whatever the list's order
+    expert_map = {"code": [0, 1], "prose": [1], "sums": [2]}
+    assert label_buckets(labels, 3, expert_map) == [[0, 2], [1, 3, 5], [4]]
+    expert_map["code"] = [1, 0]  # the list's order does not matter
+    assert label_buckets(labels, 3, expert_map) == [[0, 2], [1, 3, 5], [4]]
 
 
 @pytest.mark.parametrize(

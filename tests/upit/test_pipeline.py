@@ -176,8 +176,8 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     logging.getLogger("moe_peft").propagate = True
 
     def stages(word):
-        found = [record.getMessage() for record in caplog.records if record.name == "moe_peft"]
-        return [message.split(":")[0] for message in found if word in message]
+        messages = [record.getMessage() for record in caplog.records if record.name == "moe_peft"]
+        return [message.split(":")[0] for message in messages if word in message]
 
     run(case, tmp_path)
     assert "router_init: running (stage 3 of 5)" in caplog.messages
@@ -186,15 +186,15 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     assert stages("done already") == ["prepare", "expand", "router_init", "post_train", "evaluate"]
     before = contents(first.root)
     other = {"router_init": {**case["router_init"], "alpha": 0.25}}
-    what = "router_init.alpha 0.5 and not 0.25"
-    with pytest.raises(ValueError, match=rf"router_init is done, but with {what}; .* --redo"):
+    difference = "router_init.alpha 0.5 and not 0.25"
+    with pytest.raises(ValueError, match=rf"router_init is done, but with {difference}; .* --redo"):
         run(case, tmp_path, **other)
     assert contents(first.root) == before  # nothing is removed without being asked for
     plan = UpIT(recipe_from_dict({**case, "output_dir": str(first.root), **other})).outlook()
     assert plan == {
         "prepare": "done",
         "expand": "done",
-        "router_init": f"again: {what}",
+        "router_init": f"again: {difference}",
         "post_train": "again, if the result of router_init changes",
         "evaluate": "again, if the result of post_train changes",
     }
@@ -202,7 +202,7 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     changed = run(case, tmp_path, redo=True, **other)
     assert stages("done already") == ["prepare", "expand"]
     assert stages("as it changed") == ["router_init", "post_train", "evaluate"]
-    assert what in caplog.text
+    assert difference in caplog.text
     weights = [p.records["post_train"]["files"][f"adapter/{WEIGHTS}"] for p in (first, changed)]
     assert weights[0] != weights[1]
     caplog.clear()
@@ -229,8 +229,8 @@ def test_what_cannot_be_done_again_leaves_what_was_done(case, finished, tmp_path
     before = {name: content for name, content in contents(first.root).items() if name.startswith("prepare/")}
     with pytest.raises(ValueError, match="zzz"):
         run(case, tmp_path, redo=True, prepare={**case.get("prepare", {}), "sft": {"eos_token": "<zzz>"}})
-    found = contents(first.root)
-    assert {name: content for name, content in found.items() if name.startswith("prepare/")} == before
+    after = contents(first.root)
+    assert {name: content for name, content in after.items() if name.startswith("prepare/")} == before
     again = run(case, tmp_path)
     assert again.records == first.records
 
@@ -358,13 +358,13 @@ def experts_of(folder):
 @pytest.mark.slow
 def test_self_moe_trains_the_routers_alone(of_method):
     pipeline = of_method("self_moe")
-    given = [load_file(pipeline.root / "expand" / "experts" / str(i) / WEIGHTS) for i in range(4)]
+    expanded = [load_file(pipeline.root / "expand" / "experts" / str(i) / WEIGHTS) for i in range(4)]
     for name, A in experts_of(pipeline.root / "adapter").items():
         module, _, projection = name.rpartition(".")
         path = module.removeprefix("base_model.model.")
         for i in range(4):
             torch.testing.assert_close(
-                A[i], given[i][f"base_model.model.{path}.{projection}.lora_A.weight"], rtol=0, atol=0
+                A[i], expanded[i][f"base_model.model.{path}.{projection}.lora_A.weight"], rtol=0, atol=0
             )
 
 

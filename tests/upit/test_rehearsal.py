@@ -40,12 +40,12 @@ def case(tmp_path, tokenizer):
 
 
 def merged(settings: dict, change: dict) -> dict:
-    found = dict(settings)
+    result = dict(settings)
     for key, value in change.items():
-        found[key] = (
-            merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+        result[key] = (
+            merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
         )
-    return found
+    return result
 
 
 @pytest.mark.parametrize(

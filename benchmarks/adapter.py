@@ -149,7 +149,7 @@ TASKS: dict[str, Callable[[torch.nn.Module, torch.Tensor], float]] = {
 
 
 def compile_for(task: str, models: dict[str, torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The models compiled for a task: static shapes for whole batches; in decoding, the cache grows."""
+    """The models compiled for a task: static shapes for complete batches; in decoding, the cache grows."""
     torch._dynamo.reset()
     for name, model in models.items():
         yield name, cast(torch.nn.Module, torch.compile(model, dynamic=True if task == "decode" else None))

@@ -163,10 +163,10 @@ def tables() -> Iterator[str]:
             s = replace(shape, experts=n, k=k, r=r)
             lora = step(s, "lora")
             for method in ("output", "projection"):
-                own = step(s, method)
+                moe = step(s, method)
                 yield (
                     f"| {name} | {n}, {k}, {r} | {method} | {s.trained(method) / 1e6:.0f}M "
-                    f"| {own.operations / lora.operations:.3f} | {own.elements / lora.elements:.2f} |"
+                    f"| {moe.operations / lora.operations:.3f} | {moe.elements / lora.elements:.2f} |"
                 )
     yield "\nMemory of one process and bytes that it sends in a step (n = 8, k = 2, r = 8, 8192 tokens per process):\n"
     yield "| model | processes | strategy | memory, LoRA | memory, MoE-LoRA | sent, LoRA | sent, MoE-LoRA |"

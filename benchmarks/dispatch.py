@@ -20,12 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig, pin_dispatch
 
+from .adapter import DEVICE, DTYPE
 from .timing import interleave
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = ("dense", "blocks", "sorted", "gather", "dense-blocks", "auto")
 R = 8
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 def build(hidden: int, experts: int, r: int, k: int, mixing: str) -> torch.nn.Module:

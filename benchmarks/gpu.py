@@ -76,9 +76,9 @@ def profile(case: Case, method: str) -> str:
         job()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if DEVICE == "cuda" else []
-    with torch.profiler.profile(activities=kinds) as found:
+    with torch.profiler.profile(activities=kinds) as profiler:
         job()
-    return found.key_averages().table(sort_by=f"self_{DEVICE}_time_total", row_limit=30, max_name_column_width=80)
+    return profiler.key_averages().table(sort_by=f"self_{DEVICE}_time_total", row_limit=30, max_name_column_width=80)
 
 
 def main() -> None:
@@ -99,12 +99,12 @@ def main() -> None:
     head = [f"`python -m benchmarks.gpu`, {device}, torch {torch.__version__}, multiples of LoRA of rank k·r", ""]
     output = args.output
     if args.profile:
-        found: Iterator[str] = iter([profile(cases[0], args.profile)])
+        body: Iterator[str] = iter([profile(cases[0], args.profile)])
     else:
-        found = table(cases, args.rounds, args.compiled)
+        body = table(cases, args.rounds, args.compiled)
         output = output or (None if args.small else Path("benchmarks/results/gpu.md"))
     written = ""
-    for line in itertools.chain(head, found):
+    for line in itertools.chain(head, body):
         print(line, flush=True)
         written += line + "\n"
         if output:  # with every line, so that a run that is cut off leaves what it has measured

@@ -56,14 +56,14 @@ def mixlora(case: Case) -> torch.nn.Module:
     )  # fmt: skip
     weights: dict[str, torch.Tensor] = {}
     for layer, block in enumerate(model.model.layers):
-        place = f"mixlora.layers.{layer}.mlp"
-        weights[f"{place}.moe_gate.weight"] = torch.randn(case.experts, case.hidden).mul_(0.02).requires_grad_()
+        prefix = f"mixlora.layers.{layer}.mlp"
+        weights[f"{prefix}.moe_gate.weight"] = torch.randn(case.experts, case.hidden).mul_(0.02).requires_grad_()
         for name in FFN:
             out, width = getattr(block.mlp, name).weight.shape
             for expert in range(case.experts):
-                own = f"{place}.{name}.experts.{expert}"
-                weights[f"{own}.lora_A.weight"] = torch.randn(case.r, width) * width**-0.5
-                weights[f"{own}.lora_B.weight"] = torch.randn(out, case.r) * 0.02
+                lora = f"{prefix}.{name}.experts.{expert}"
+                weights[f"{lora}.lora_A.weight"] = torch.randn(case.r, width) * width**-0.5
+                weights[f"{lora}.lora_B.weight"] = torch.randn(out, case.r) * 0.02
     inject_adapter_in_model(model, config, weights)
     for block in model.model.layers:  # they are no submodules of the model, which cannot switch their dropout off
         for linear in block.mlp.mixlora_moes["default"].experts_.values():
@@ -77,16 +77,16 @@ def table(case: Case, rounds: int) -> Iterator[str]:
         models["X-LoRA"] = x_lora(case, Path(folder))
     if importlib.util.find_spec("mixlora") is not None:
         models["MixLoRA"] = mixlora(case)
-    ids, found = case.ids(), {}
+    ids, rows = case.ids(), {}
     for task, run in TASKS.items():
         jobs = {name: partial(run, model, ids) for name, model in models.items()}
         if task == "decode":
             del jobs["X-LoRA"]
         seconds = interleave(jobs, rounds)
-        found[task] = {name: str(ratio(times, seconds["lora"])) for name, times in seconds.items()}
+        rows[task] = {name: str(ratio(times, seconds["lora"])) for name, times in seconds.items()}
     for name in models:
         if name != "lora":
-            yield f"| {case.hidden} | {name} | {' | '.join(row.get(name, '–') for row in found.values())} |"
+            yield f"| {case.hidden} | {name} | {' | '.join(row.get(name, '–') for row in rows.values())} |"
 
 
 def main() -> None:

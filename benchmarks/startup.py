@@ -31,7 +31,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    seconds = interleave({name: partial(_seconds, given) for name, given in CASES.items()}, args.rounds, warmup=1)
+    jobs = {name: partial(_seconds, arguments) for name, arguments in CASES.items()}
+    seconds = interleave(jobs, args.rounds, warmup=1)
     empty = seconds["an empty Python"]
     print("| command | seconds | more than an empty Python |\n|---|---|---|")
     for name, measured in seconds.items():

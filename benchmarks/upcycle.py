@@ -73,12 +73,12 @@ def measure(root: Path, source: Path, init: str, rounds: int) -> tuple[float, fl
         for folder in (target, copy):
             shutil.rmtree(folder, ignore_errors=True)
         os.sync()
-        found = json.loads(run_module("benchmarks.upcycle", "--one", source, target, init))
+        measured = json.loads(run_module("benchmarks.upcycle", "--one", source, target, init))
         start = time.perf_counter()
         subprocess.run(["cp", "-r", str(target), str(copy)], check=True)
         os.sync()
-        ratios.append(found["seconds"] / (time.perf_counter() - start))
-        memory = max(memory, found["bytes"] / 2**20)
+        ratios.append(measured["seconds"] / (time.perf_counter() - start))
+        memory = max(memory, measured["bytes"] / 2**20)
         size = sum(path.stat().st_size for path in target.iterdir())
     return statistics.median(ratios), memory, size
 

@@ -57,7 +57,7 @@ ENGINES = {"DDP": "ddp.yaml", "FSDP2": "fsdp2.yaml", "ZeRO-2": "zero2.yaml", "Ze
 ALONE = "one process"
 PROCESSES, STEPS, MIDDLE = 2, 4, 2
 TOLERANCE = 2e-5
-# In the dtype of the other weights, so that FSDP can divide them together.
+# In the dtype of the other weights, so that FSDP can shard them together.
 PACKED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float32"}
 # On a 4-bit base, TRL makes adapters of bfloat16, which has steps of 0.004 below 1: two of them.
 TOLERANCE_4BIT = 8e-3
@@ -90,7 +90,7 @@ STOPS = {"upit-lora": (11, 23), "upit-lora-4bit": (11, 23), "upit-ffn": (11, 23)
 
 
 def take_cpu_for_an_accelerator() -> None:
-    """Have accelerate use FSDP or DeepSpeed on a CPU, over gloo; ZeRO-3 divides small parameters as well."""
+    """Have accelerate use FSDP or DeepSpeed on a CPU, over gloo; ZeRO-3 shards small parameters as well."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
     make = DeepSpeedPlugin.__post_init__
@@ -110,14 +110,14 @@ def is_sharded() -> bool:
     return any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
 
 
-def settings(at_once: bool = False, **own: Any) -> dict[str, Any]:
+def settings(at_once: bool = False, **overrides: Any) -> dict[str, Any]:
     """Training arguments; alone, a process accumulates the batches that several have, or has them `at_once`."""
     times = PROCESSES if int(os.environ.get("WORLD_SIZE", "1")) == 1 else 1
     return {
         "per_device_train_batch_size": 2 * (times if at_once else 1),
         "gradient_accumulation_steps": 2 * (1 if at_once else times),
         "learning_rate": 1e-2, "adam_epsilon": 1e-4, "max_length": 64, "bf16": False, "use_cpu": not is_sharded(),
-        "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False, **own,
+        "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False, **overrides,
     }  # fmt: skip
 
 
@@ -139,11 +139,11 @@ def make_trainer(kind: str, folder: Path) -> Trainer:
         at_once=method == "output", output_dir=str(folder / kind / "state"), max_steps=STEPS, save_steps=MIDDLE,
         model_init_kwargs=base,
     )  # fmt: skip
-    own = {"train_dataset": Dataset.from_json(str(folder / "train.jsonl")), "processing_class": word_tokenizer(128)}
+    inputs = {"train_dataset": Dataset.from_json(str(folder / "train.jsonl")), "processing_class": word_tokenizer(128)}
     if method in ("LoRA", "projection"):
-        return SFTTrainer(str(folder / "base"), SFTConfig(**arguments), peft_config=adapter, **own)
+        return SFTTrainer(str(folder / "base"), SFTConfig(**arguments), peft_config=adapter, **inputs)
     args = MoESFTConfig(**arguments, router_z_loss_coef=0.01, router_global_batch=method == "output")
-    return MoESFTTrainer(str(folder / ("native" if adapter is None else "base")), args, peft_config=adapter, **own)
+    return MoESFTTrainer(str(folder / ("native" if adapter is None else "base")), args, peft_config=adapter, **inputs)
 
 
 def train(kind: str, folder: Path) -> None:
@@ -184,7 +184,7 @@ def stop_after(steps: int | None) -> None:
 
 
 def sft(folder: Path) -> None:
-    """The command, as it is typed, or gone on with; it leaves the other processes."""
+    """The command, as it is typed, or resumed; it leaves the other processes."""
     options = {
         "model_name_or_path": folder / "base", "dtype": "float32", "dataset_name": folder / "train.jsonl",
         "output_dir": folder / "sft", "num_experts": 4, "r": 4, "top_k": 2, "router_global_batch": True,
@@ -195,7 +195,7 @@ def sft(folder: Path) -> None:
 
 
 def upit(kind: str, folder: Path) -> None:
-    """Run a recipe, or go on with it."""
+    """Run a recipe, or resume it."""
     method = kind.removesuffix("-4bit")
     model: dict[str, Any] = {"name_or_path": str(folder / "base"), "dtype": "float32"}
     if method != kind:
@@ -210,12 +210,12 @@ def upit(kind: str, folder: Path) -> None:
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "label_column": "domain"},
         "router_init": {"seed_fraction": 0.375, "num_train_epochs": 4}, "sft": sft,  # buckets that fill a batch
     }  # fmt: skip
-    own: dict[str, Any] = {"adapter": {"r": 4, "top_k": 3}} if method == "upit-lora" else {"moe": {"top_k": 3}}
+    variant: dict[str, Any] = {"adapter": {"r": 4, "top_k": 3}} if method == "upit-lora" else {"moe": {"top_k": 3}}
     if method == "upit-routers":
-        own = {"mode": "ffn", "method": "upcycle_pt", "num_experts": 4}
-        own |= {"moe": {"top_k": 4, "router_init": "attention"}}
-        own |= {"post_train": {"router": {"type": "attention", "num_heads": 2}}}
-    UpIT(recipe_from_dict({**recipe, **own})).run()
+        variant = {"mode": "ffn", "method": "upcycle_pt", "num_experts": 4}
+        variant |= {"moe": {"top_k": 4, "router_init": "attention"}}
+        variant |= {"post_train": {"router": {"type": "attention", "num_heads": 2}}}
+    UpIT(recipe_from_dict({**recipe, **variant})).run()
 
 
 def work(kinds: list[str], folder: Path, stop: int | None) -> None:
@@ -288,9 +288,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def differences(found: Path, expected: Path, tolerance: float) -> str:
+def differences(actual: Path, expected: Path, tolerance: float) -> str:
     """What differs between two result folders; "" if nothing does."""
-    ours, theirs = weights(found), weights(expected)
+    ours, theirs = weights(actual), weights(expected)
     if not theirs or ours.keys() != theirs.keys():
         return f"other weights: {sorted(ours.keys() ^ theirs.keys())[:2]}"
     furthest = max((float((ours[name] - value).abs().max()), name) for name, value in theirs.items())
@@ -305,7 +305,7 @@ def compare(kind: str, folder: Path, alone: Path) -> str:
     if kind in RESULTS:
         name = RESULTS[kind]
         return differences(folder / kind / name, alone / kind / name, tolerance) or "equal, saved, resumed"
-    ours, theirs = (json.loads((place / kind / "losses.json").read_text()) for place in (folder, alone))
+    ours, theirs = (json.loads((root / kind / "losses.json").read_text()) for root in (folder, alone))
     near = torch.allclose(torch.tensor(ours), torch.tensor(theirs), atol=max(1e-4, tolerance / 4))
     saved, expected = folder / kind / "saved", alone / kind / "saved"
     checks = {

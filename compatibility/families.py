@@ -132,12 +132,12 @@ class Row:
 
 def model_types() -> list[str]:
     """The types that stand for a model of their own (others share the class of one of these)."""
-    own = []
+    kinds = []
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         model_class = getattr(transformers, name, None) if name.endswith(("CausalLM", "HeadModel", "Decoder")) else None
         if getattr(model_class, "config_class", None) is CONFIG_MAPPING[kind]:
-            own.append(kind)
-    return sorted([*own, *DENSE])
+            kinds.append(kind)
+    return sorted([*kinds, *DENSE])
 
 
 def _sizes(config: PreTrainedConfig) -> dict[str, int]:
@@ -232,8 +232,8 @@ def examine(name: str) -> Row:
         reason = _reason(error)
     else:
         linears = isinstance(model.get_submodule(names[0]), torch.nn.Linear)
-        found = sorted({re.sub(r"\b\d+\b", "*", path) for path in names})
-        return Row(name, lora, "linears" if linears else "FFN", ", ".join(f"`{path}`" for path in found))
+        patterns = sorted({re.sub(r"\b\d+\b", "*", path) for path in names})
+        return Row(name, lora, "linears" if linears else "FFN", ", ".join(f"`{path}`" for path in patterns))
     try:
         trial(model, MoELoraConfig(**experts, **LINEARS))
     except Exception as error:

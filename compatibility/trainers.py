@@ -194,21 +194,21 @@ def make_trainer(trainer: str, setting: str, adapter: str, folder: Path, coeffic
     cls, config_class = TRAINERS[trainer]
     if trainer == "Reward" and adapter != "LoRA":
         cls, config_class = MoERewardTrainer, MoERewardConfig
-    own = dict(SETTINGS[setting])
-    known = {field.name for field in fields(config_class)}
-    if not own.keys() <= known:
+    settings = dict(SETTINGS[setting])
+    names = {field.name for field in fields(config_class)}
+    if not settings.keys() <= names:
         raise NotOffered
     if setting == "Liger" and trainer == "Reward":  # else Liger gives a reward model a language model's forward
-        own["liger_kernel_config"] = {"fused_linear_cross_entropy": False}
-    own |= GENERATES if "num_generations" in known else {}
-    own |= {"gradient_checkpointing": False} if trainer != "Trainer" else {}
+        settings["liger_kernel_config"] = {"fused_linear_cross_entropy": False}
+    settings |= GENERATES if "num_generations" in names else {}
+    settings |= {"gradient_checkpointing": False} if trainer != "Trainer" else {}
     rows = data(trainer)
     more = {} if trainer == "Trainer" else {"processing_class": word_tokenizer(128)}
-    more |= {"reward_funcs": reward} if "num_generations" in known else {}
-    more |= {"eval_dataset": data(trainer).select(range(8))} if "eval_strategy" in own else {}
+    more |= {"reward_funcs": reward} if "num_generations" in names else {}
+    more |= {"eval_dataset": data(trainer).select(range(8))} if "eval_strategy" in settings else {}
     return cls(
         model=adapted(trainer, adapter, coefficient),
-        args=config_class(output_dir=str(folder), **{**COMMON, **own, "max_steps": steps}),
+        args=config_class(output_dir=str(folder), **{**COMMON, **settings, "max_steps": steps}),
         train_dataset=rows.to_iterable_dataset() if setting == "streaming" else rows,
         **more,
     )
@@ -229,7 +229,7 @@ def with_trainer(
 def in_loop(
     setting: str, adapter: str, folder: Path, coefficient: float, steps: int = STEPS, resume: str | None = None
 ) -> Run:
-    """A training loop of one's own, as accelerate's documentation has it."""
+    """A hand-written training loop, as accelerate's documentation has it."""
     if setting not in IN_LOOP:
         raise NotOffered
     accelerator = Accelerator(cpu=True)
@@ -306,21 +306,21 @@ def check_setting(setting: str, run: Run, again: Any) -> None:
         check(all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours), "other weights when resumed")
     if setting == "eval, best model":
         best = load_peft_weights(str(run.best), device="cpu")
-        own = dict(run.model.named_parameters())
+        parameters = dict(run.model.named_parameters())
         for name, value in best.items():
             head, _, last = name.rpartition(".")
-            found = [own[key] for key in (f"{name}.default", f"{head}.default.{last}") if key in own]
-            check(not found or torch.equal(found[0], value), f"{name} is not the best checkpoint's")
+            values = [parameters[key] for key in (f"{name}.default", f"{head}.default.{last}") if key in parameters]
+            check(not values or torch.equal(values[0], value), f"{name} is not the best checkpoint's")
 
 
 def cell(trainer: str, setting: str, adapter: str) -> str:
     """ "yes", "no: why" or "not with this trainer"."""
 
-    def train(coefficient: float = 1.0, folder: str = "run", how: str = setting, **own: Any) -> Run:
-        place = Path(root) / folder
+    def train(coefficient: float = 1.0, folder: str = "run", how: str = setting, **options: Any) -> Run:
+        output = Path(root) / folder
         if trainer == "accelerate loop":
-            return in_loop(how, adapter, place, coefficient, **own)
-        return with_trainer(trainer, how, adapter, place, coefficient, **own)
+            return in_loop(how, adapter, output, coefficient, **options)
+        return with_trainer(trainer, how, adapter, output, coefficient, **options)
 
     def train_without() -> Run:  # uncompiled, so that a compiled model is compared with one that is not
         return train(0.0, "without", how="plain" if setting == "compile" else setting, steps=1)

@@ -23,6 +23,6 @@ class Difference(NamedTuple):
 
 def paired_difference(values: Sequence[float], others: Sequence[float]) -> Difference:
     """`values` minus `others`, pair by pair (at least two pairs, usually one per seed)."""
-    found = stats.ttest_rel(values, others)
-    interval = found.confidence_interval(0.95)
+    result = stats.ttest_rel(values, others)
+    interval = result.confidence_interval(0.95)
     return Difference(float(np.mean(np.subtract(values, others))), float(interval.low), float(interval.high))

@@ -34,8 +34,8 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(_rounded(record)) + "\n")
-        what = ", ".join(str(value) for key, value in record.items() if key != "points")
-        print(f"{time.strftime('%H:%M:%S')} {what}: {note}", flush=True)
+        values = ", ".join(str(value) for key, value in record.items() if key != "points")
+        print(f"{time.strftime('%H:%M:%S')} {values}: {note}", flush=True)
 
 
 def _rounded(value: Any) -> Any:

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.models import tiny_llama
-from tests.helpers.user_folder import PACKAGES, in_folder, write_model, write_rows
+from tests.helpers.user_folder import PACKAGES, in_folder, write_adapter, write_model, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -55,11 +54,22 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
-def test_the_readme_counts_the_routers():
+def test_the_routers_are_counted():
     from moe_peft.routing import ROUTERS
 
     word = {9: "Nine", 10: "Ten", 11: "Eleven", 12: "Twelve"}[len(ROUTERS)]
     assert f"[{word} routers](docs/routers.md)" in README.read_text(encoding="utf-8")
+    assert f"**{word} routers**" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_files_and_make_targets_that_pages_name_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    folders = "moe_peft|tests|benchmarks|studies|compatibility|recipes|examples|adapter|routing|native|utils"
+    for page in (README, ROOT / "CONTRIBUTING.md", *PAGES):
+        text = page.read_text(encoding="utf-8")
+        paths = re.findall(rf"(?<![\w/.-])(?:{folders})/[\w/.-]+", text)
+        assert not [path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT / "moe_peft"))]
+        assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= targets
 
 
 def make_inputs(tokenizer) -> None:
@@ -73,13 +83,7 @@ def make_inputs(tokenizer) -> None:
     pairs = [{"prompt": row["text"], "chosen": " w3 w4", "rejected": " w5 w6"} for row in rows]
     for name, content in (("train", rows), ("test", rows[:6]), ("pairs", pairs)):
         write_rows(f"{name}.jsonl", content)
-    from peft import get_peft_model
-
-    from moe_peft import MoELoraConfig
-
-    adapter = get_peft_model(tiny_llama(vocab=128), MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
-    adapter.peft_config["default"].base_model_name_or_path = "my-base-model"
-    adapter.save_pretrained("my-adapter")
+    write_adapter("my-adapter", "my-base-model")
 
 
 def run_page(page: Path) -> None:

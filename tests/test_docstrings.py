@@ -1,6 +1,7 @@
 """
 The examples of public names run: the code fences of their docstrings, line by line after `>>>`, each in a folder that
-holds a tiny model under the name of a published one and rows of training data; those of a package in one process.
+holds a tiny model under the name of a published one, an adapter of it, rows of training data and a task; those of a
+package in one process.
 """
 
 from __future__ import annotations
@@ -14,11 +15,29 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.upit_case import rows
-from tests.helpers.user_folder import PACKAGES, in_folder, run_example, run_examples, write_model, write_rows
+from tests.helpers.user_folder import (
+    PACKAGES,
+    in_folder,
+    run_example,
+    run_examples,
+    write_adapter,
+    write_model,
+    write_rows,
+)
 
 pytestmark = pytest.mark.slow
 
 MODEL, DATA = "Qwen/Qwen3-0.6B", "train.jsonl"
+TASK = """\
+task: my_task
+dataset_path: json
+dataset_kwargs: {data_files: train.jsonl}
+test_split: train
+output_type: loglikelihood
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{completion}}"
+metric_list: [{metric: acc}]
+"""
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -46,7 +65,9 @@ EXAMPLES = {name: code for name, value in public_names().items() if ">>>" in (co
 def inputs(tmp_path_factory, tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     write_model(folder / MODEL, tokenizer)
+    write_adapter(folder / "my-adapter", MODEL)
     write_rows(folder / DATA, rows(24))
+    (folder / "my-task.yaml").write_text(TASK)
     return folder
 
 

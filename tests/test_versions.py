@@ -1,4 +1,4 @@
-"""What the package imports is declared, and what it declares is tested with its lowest versions."""
+"""What the package imports is declared, and nothing else; what it declares is tested with its lowest versions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
 TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "validation.py")
 EVAL = ("evaluation",)  # the extra `eval` too
-DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is divided by it
+DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is sharded by it
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:
     """Requirements by their distribution's name, without those that name an extra of our own."""
-    found = [Requirement(line) for lines in lists for line in lines]
-    return {canonicalize_name(r.name): r for r in found if r.name != PROJECT["name"]}
+    requirements = [Requirement(line) for lines in lists for line in lines]
+    return {canonicalize_name(r.name): r for r in requirements if r.name != PROJECT["name"]}
 
 
 def imported(path: Path) -> set[str]:
@@ -57,6 +57,12 @@ def test_what_a_file_imports_is_declared(path: Path):
         if not {canonicalize_name(name) for name in DISTRIBUTIONS.get(package, [package])} & allowed.keys()
     }
     assert not missing
+
+
+def test_what_is_declared_is_imported():
+    packages = set().union(*(imported(ROOT / path) for path in FILES))
+    used = {canonicalize_name(name) for package in packages for name in DISTRIBUTIONS.get(package, [package])}
+    assert not declared(PROJECT["dependencies"], EXTRAS["train"], EXTRAS["eval"]).keys() - used
 
 
 def test_lowest_versions_are_the_lower_bounds():

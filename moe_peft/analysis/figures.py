@@ -98,7 +98,7 @@ def plot_compliance(
 ) -> None:
     """
     Mean compliance by position in the text, one panel per domain, of the first 12: the mean over layers, the first and
-    the last layer, the range of all layers, and what routers that know nothing would reach.
+    the last layer, the range of all layers, and what uniform routers would reach.
 
     Args:
         compliance: domain → [L, P]; NaN for buckets without tokens.
@@ -110,16 +110,16 @@ def plot_compliance(
     columns, rows = _grid(len(shown), 3)
     figure = _figure(max(6.5, 0.8 + 3.6 * columns), max(4.0, 0.9 + 2.7 * rows))
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    for axis, (domain, found_LP) in zip(axes.flat, shown.items(), strict=False):
-        seen = (~found_LP[0].isnan()).nonzero().flatten().tolist()
-        places, percent_LP = [starts[p] + 1 for p in seen], found_LP[:, seen].numpy() * 100
+    for axis, (domain, share_LP) in zip(axes.flat, shown.items(), strict=False):
+        seen = (~share_LP[0].isnan()).nonzero().flatten().tolist()
+        positions, percent_LP = [starts[p] + 1 for p in seen], share_LP[:, seen].numpy() * 100
         axis.fill_between(
-            places, percent_LP.min(0), percent_LP.max(0), color="tab:blue", alpha=0.15, label="all layers"
+            positions, percent_LP.min(0), percent_LP.max(0), color="tab:blue", alpha=0.15, label="all layers"
         )
-        if len(found_LP) > 1:
-            axis.plot(places, percent_LP[0], color="tab:orange", linewidth=1, label="first layer")
-            axis.plot(places, percent_LP[-1], color="tab:green", linewidth=1, label="last layer")
-        axis.plot(places, percent_LP.mean(0), color="tab:blue", marker=".", label="mean of the layers")
+        if len(share_LP) > 1:
+            axis.plot(positions, percent_LP[0], color="tab:orange", linewidth=1, label="first layer")
+            axis.plot(positions, percent_LP[-1], color="tab:green", linewidth=1, label="last layer")
+        axis.plot(positions, percent_LP.mean(0), color="tab:blue", marker=".", label="mean of the layers")
         axis.axhline(chance[domain] * 100, color="gray", linestyle=":", linewidth=1, label="chance")
         axis.set_title(domain, parse_math=False)  # names may have dollar signs
         axis.set_ylim(0, 102)
@@ -152,15 +152,15 @@ def plot_expert_scores(
     sign_T = torch.tensor([-1.0 if better is False else 1.0 for better in higher_is_better], dtype=torch.float64)
     good_MT = value_MT * sign_T
     low_T, high_T = good_MT.amin(0), good_MT.amax(0)
-    place_MT = ((good_MT - low_T) / (high_T - low_T).clamp(min=1e-12)).nan_to_num(0.0)
-    rows, columns = place_MT.shape
+    relative_MT = ((good_MT - low_T) / (high_T - low_T).clamp(min=1e-12)).nan_to_num(0.0)
+    rows, columns = relative_MT.shape
     figure = _figure(max(5.0, min(16.0, 2.6 + 0.9 * columns)), max(3.0, min(16.0, 1.6 + 0.34 * rows)))
     axis = figure.subplots()
-    image = axis.imshow(place_MT.numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    image = axis.imshow(relative_MT.numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
     if columns <= _CELLS_WITH_NUMBERS:
         for row in range(rows):
             for column in range(columns):
-                color = "white" if place_MT[row, column] < 0.6 else "black"
+                color = "white" if relative_MT[row, column] < 0.6 else "black"
                 text = f"{float(value_MT[row, column]):.3g}"
                 axis.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
     axis.set_xticks(range(columns), tasks, rotation=45, ha="right", fontsize=7, parse_math=False)

@@ -98,6 +98,7 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
     """
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
     n = max(statistics.sizes)
+    tokens = {d: f"{int(count):,}" for d, count in zip(statistics.domains, statistics.tokens.tolist(), strict=True)}
     lead = [
         f"Model: {about['model']} ({how})",
         f"Size: {ModelSize(**about['size'])}",
@@ -110,7 +111,7 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
         figures = figures or {file.stem: file for file in write_figures(statistics, Path(folder), ".png")}
         sections = [
             load_section(statistics.warnings(), statistics.doubt()),
-            shares_section(statistics.shares(), figures["load"], dict(_tokens(statistics)), statistics.sizes),
+            shares_section(statistics.shares(), figures["load"], tokens, statistics.sizes),
             _layers(statistics),
             *_similarity(about["similarity"], about["similarity_of"]),
             *_compliance(statistics, figures),
@@ -197,11 +198,6 @@ def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:
     )
 
 
-def _tokens(statistics: RoutingStatistics) -> Iterator[tuple[str, str]]:
-    for domain, count in zip(statistics.domains, statistics.tokens.tolist(), strict=True):
-        yield domain, f"{int(count):,}"
-
-
 def _layers(statistics: RoutingStatistics) -> Section:
     rows = []
     for layer, (counts_N, n) in enumerate(zip(statistics.counts.sum(0), statistics.sizes, strict=True)):
@@ -246,7 +242,7 @@ def _compliance(statistics: RoutingStatistics, figures: Mapping[str, Path]) -> I
         "Do tokens go to the experts of their domain?",
         [
             "The expert map gives each domain its experts. Compliance is the probability that routers give to these. "
-            "Routers that know nothing would reach chance, 100 % is perfect."
+            "Uniform routers would reach chance, 100 % is perfect."
         ],
         header=["domain", "compliance", "chance"],
         rows=[*rows, ["all", f"{statistics.mean_compliance():.1%}", ""]],

@@ -62,12 +62,12 @@ def load(
         options["device_map"] = {"": PartialState().device}
     if quantization is not None:
         options["quantization_config"] = quantization_config(quantization, "--quantization")
-    what = f"{option} {path!r}"
+    source = f"{option} {path!r}"
     if is_adapter(path) or base is not None:
-        model, tokenizer = _load_adapter(path, base, what, options)
+        model, tokenizer = _load_adapter(path, base, source, options)
     else:
-        model, tokenizer = read_routed_model(path, what, **options), read_tokenizer(path, what)
-    check_tokenizer(tokenizer, model.config, what)
+        model, tokenizer = read_routed_model(path, source, **options), read_tokenizer(path, source)
+    check_tokenizer(tokenizer, model.config, source)
     return model.eval(), tokenizer
 
 
@@ -144,21 +144,21 @@ def _quantization_of(config: Any) -> str | None:
     return ", ".join([str(method), *(name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name))])
 
 
-def _load_adapter(path: str, base: str | None, what: str, options: dict[str, Any]) -> tuple[Any, Any]:
+def _load_adapter(path: str, base: str | None, source: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """An adapter on its base, and the tokenizer that it was saved with, else the base's."""
-    config = read_adapter_config(path, what)
-    source = base or config.base_model_name_or_path
-    named = f"{what}: base_model_name_or_path={source!r}" if base is None else f"--base {base!r}"
-    if not source:
-        raise ValueError(f"{named}: it names no base; set it in {ADAPTER_CONFIG}")
+    config = read_adapter_config(path, source)
+    name = base or config.base_model_name_or_path
+    base_source = f"{source}: base_model_name_or_path={name!r}" if base is None else f"--base {base!r}"
+    if not name:
+        raise ValueError(f"{base_source}: it names no base; set it in {ADAPTER_CONFIG}")
     revision = config.revision if base is None else None
-    model: Any = read_model(source, named, revision=revision, **options)
+    model: Any = read_model(name, base_source, revision=revision, **options)
     if (Path(path) / "tokenizer_config.json").is_file():
-        tokenizer = read_tokenizer(path, what)
+        tokenizer = read_tokenizer(path, source)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(tokenizer))  # as PEFT does, which saves such embeddings with the adapter
     else:
-        tokenizer = read_tokenizer(source, named, revision)
-    read_adapter_weights(path, what)
-    with reading(what):
+        tokenizer = read_tokenizer(name, base_source, revision)
+    read_adapter_weights(path, source)
+    with reading(source):
         return PeftModel.from_pretrained(model, path), tokenizer

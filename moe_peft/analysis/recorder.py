@@ -196,7 +196,7 @@ class RoutingStatistics:
         return float(self.domain_compliance_sums[at].sum() / tokens / len(self.sizes))
 
     def chance(self) -> dict[str, float]:
-        """Domain → the compliance of routers that know nothing: its share of the experts, averaged over layers."""
+        """Domain → the compliance of uniform routers: its share of the experts, averaged over layers."""
         self._needs_map()
         assert self.allowed is not None
         shares_DL = torch.stack([self.allowed[:, :n].double().mean(1) for n in self.sizes], dim=1)

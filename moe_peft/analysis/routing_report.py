@@ -34,7 +34,7 @@ class ReportFiles(NamedTuple):
 
     Args:
         main: a JSON file that every report has.
-        keys: some of its keys, by which it is known.
+        keys: some of its keys, which tell it from other files.
         others: the names of all other files that a report may have.
     """
 
@@ -60,7 +60,7 @@ class ReportFiles(NamedTuple):
         try:
             yield partial
             written = {path.name for path in partial.iterdir()}
-            for name in sorted(written, key=lambda name: name != self.main):  # by which all others are known
+            for name in sorted(written, key=lambda name: name != self.main):  # the main file first
                 (partial / name).replace(folder / name)
             for name in self.others - written:
                 (folder / name).unlink(missing_ok=True)
@@ -147,11 +147,11 @@ def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> l
 
 def _write_compliance(statistics: RoutingStatistics, path: Path) -> None:
     rows: list[list[Any]] = []
-    for domain, found_LP in statistics.compliance_by_domain().items():
+    for domain, share_LP in statistics.compliance_by_domain().items():
         tokens_P = statistics.domain_compliance_tokens[statistics.domains.index(domain)]
         for p, (start, tokens) in enumerate(zip(statistics.position_starts, tokens_P.tolist(), strict=True)):
             if tokens:
-                rows += [[domain, layer, start, int(tokens), float(of_P[p])] for layer, of_P in enumerate(found_LP)]
+                rows += [[domain, layer, start, int(tokens), float(of_P[p])] for layer, of_P in enumerate(share_LP)]
     _write_csv(path, ["domain", "layer", "position", "tokens", "compliance"], rows)
 
 

@@ -66,21 +66,9 @@ def evaluate_model(
     Example:
 
     ```python
-    >>> from pathlib import Path
     >>> from moe_peft.evaluation import TaskSettings, evaluate_model
-    >>> task = '''
-    ... task: mine
-    ... dataset_path: json
-    ... dataset_kwargs: {data_files: train.jsonl}
-    ... test_split: train
-    ... output_type: loglikelihood
-    ... doc_to_text: "{{prompt}}"
-    ... doc_to_target: "{{completion}}"
-    ... metric_list: [{metric: acc}]
-    ... '''
-    >>> written = Path("mine.yaml").write_text(task)
-    >>> scores = evaluate_model("Qwen/Qwen3-0.6B", TaskSettings(("mine.yaml",), limit=2), "evaluation")
-    >>> accuracy = scores["model"]["mine", "acc"].value
+    >>> scores = evaluate_model("Qwen/Qwen3-0.6B", TaskSettings(("my-task.yaml",), limit=2), "evaluation")
+    >>> accuracy = scores["model"]["my_task", "acc"].value
     ```
     """
     PartialState(cpu=not torch.accelerator.is_available())

@@ -76,21 +76,9 @@ class Harness:
     Example:
 
     ```python
-    >>> from pathlib import Path
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
     >>> from moe_peft.evaluation import Harness, TaskSettings, read_scores
-    >>> task = '''
-    ... task: mine
-    ... dataset_path: json
-    ... dataset_kwargs: {data_files: train.jsonl}
-    ... test_split: train
-    ... output_type: loglikelihood
-    ... doc_to_text: "{{prompt}}"
-    ... doc_to_target: "{{completion}}"
-    ... metric_list: [{metric: acc}]
-    ... '''
-    >>> written = Path("mine.yaml").write_text(task)
-    >>> harness = Harness(TaskSettings(("mine.yaml",), limit=2))
+    >>> harness = Harness(TaskSettings(("my-task.yaml",), limit=2))
     >>> model, tokenizer = (kind.from_pretrained("Qwen/Qwen3-0.6B") for kind in (AutoModelForCausalLM, AutoTokenizer))
     >>> scores = read_scores(harness.run(model, tokenizer))
     ```

@@ -68,15 +68,8 @@ def export_adapter(
     Example:
 
     ```python
-    >>> from peft import get_peft_model
-    >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft import MoELoraConfig
-    >>> from moe_peft.native import export_adapter, verify_export
-    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
-    >>> model.save_pretrained("adapter")
-    >>> folder = export_adapter("adapter", "moe")
-    >>> comparison = verify_export("adapter", folder, ["The sea is blue."])
+    >>> from moe_peft.native import export_adapter
+    >>> folder = export_adapter("my-adapter", "moe")
     ```
     """
     config = read_adapter_config(adapter)
@@ -136,7 +129,7 @@ def base_name(config: MoELoraConfig, base: str | os.PathLike | None) -> str:
 
 
 def _check_complete(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseModel) -> None:
-    """Raise if the adapter's file lacks a tensor that its config asks for: the base's would stand in its place."""
+    """Raise if the adapter's file lacks a tensor that its config asks for: the base's would replace it."""
     empty = loading.empty_model(dense.config, f"model {str(dense.folder)!r}")
     with reading("adapter_config.json does not fit the base"), torch.device("meta"):
         model = get_peft_model(empty, copy.deepcopy(config))
@@ -169,7 +162,7 @@ class Adapted:
     updates: dict[str, _Update] = field(default_factory=dict)  # by the weight's name in the base
 
     def backbone(self, name: str) -> torch.Tensor:
-        return self.dense.family.backbone(name, self.dense.config, lambda own: self._updated(own, self._read(own), 0))
+        return self.dense.family.backbone(name, self.dense.config, lambda key: self._updated(key, self._read(key), 0))
 
     def router(self, layer: int) -> torch.Tensor:
         return self.routers[layer]
@@ -303,15 +296,9 @@ def verify_export(
     Example:
 
     ```python
-    >>> from peft import get_peft_model
-    >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft import MoELoraConfig
     >>> from moe_peft.native import export_adapter, verify_export
-    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
-    >>> model.save_pretrained("adapter")
-    >>> folder = export_adapter("adapter", "moe")
-    >>> comparison = verify_export("adapter", folder, ["The sea is blue."])
+    >>> folder = export_adapter("my-adapter", "moe")
+    >>> comparison = verify_export("my-adapter", folder, ["The sea is blue."])
     ```
     """
     config = read_adapter_config(adapter)
@@ -345,8 +332,8 @@ def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None 
     config = read_adapter_config(adapter)
     dense = Base(base_name(config, base), None if base else config.revision, field="base")
     if (Path(adapter) / "tokenizer_config.json").is_file():
-        what = f"adapter {str(adapter)!r}"
-        check_tokenizer(read_tokenizer(adapter, what), dense.config, what)
+        source = f"adapter {str(adapter)!r}"
+        check_tokenizer(read_tokenizer(adapter, source), dense.config, source)
     else:
         check_tokenizer(dense.tokenizer, dense.config, dense)
 

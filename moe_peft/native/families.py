@@ -195,7 +195,7 @@ class MoEFamily:
     def parts(self, config: PreTrainedConfig, layer: int, content: Content) -> Iterator[Part]:
         """What to write into a layer's block, in any number of parts."""
         block, experts = self._block(layer), content.experts(layer)
-        if self._is_dense(config, layer):
+        if not self.has_experts(config, layer):
             yield from (Part(*item) for item in self.expert.under(block).join(next(experts)).items())
             return
         yield Part(block + self.router, content.router(layer))
@@ -228,12 +228,15 @@ class MoEFamily:
 
     def has_experts(self, config: PreTrainedConfig, layer: int) -> bool:
         """Whether a layer has a router, and experts."""
-        return not self._is_dense(config, layer)
+        if self.dense_layers is None:
+            return True
+        step = getattr(config, "decoder_sparse_step", 1)
+        return layer not in (getattr(config, self.dense_layers) or ()) and (layer + 1) % step == 0
 
     def _block_shapes(self, config: PreTrainedConfig, layer: int) -> dict[str, torch.Size]:
         n, f, d = getattr(config, self.count), getattr(config, self.width), config.hidden_size
         block = self._block(layer)
-        if self._is_dense(config, layer):
+        if not self.has_experts(config, layer):
             return self.expert.under(block).shapes(config.intermediate_size, d)
         shapes = {block + self.router: torch.Size((n, d))}
         for i in range(1 if self.stacked else n):
@@ -249,12 +252,6 @@ class MoEFamily:
 
     def _expert(self, layer: int, expert: int) -> FFNNames:
         return self.expert.under(self._block(layer) + self.experts.format(expert=expert))
-
-    def _is_dense(self, config: PreTrainedConfig, layer: int) -> bool:
-        if self.dense_layers is None:
-            return False
-        step = getattr(config, "decoder_sparse_step", 1)
-        return layer in (getattr(config, self.dense_layers) or ()) or (layer + 1) % step != 0
 
 
 FAMILIES: dict[str, MoEFamily] = {

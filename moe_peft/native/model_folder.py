@@ -82,15 +82,15 @@ def open_dense(model: str, family: str | None = None, revision: str | None = Non
         ValueError: the model does not exist, is quantized, has settings that no MoE family can hold, or its tensors
             are not those of its config.
     """
-    what = f"model {model!r}"
-    config, folder = read_config(model, what, revision), Path(model)
+    source = f"model {model!r}"
+    config, folder = read_config(model, source, revision), Path(model)
     if not folder.is_dir():
         patterns = ["*.json", "*.safetensors", "README.md", *_COMPANIONS, *_TERMS]
-        with reading(what):
+        with reading(source):
             folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{model} is quantized; give the full-precision model it was made from")
-    refuse_adapter(folder, what)
+    refuse_adapter(folder, source)
     families = find_families(config.model_type, family)
     carried_settings(families, config)  # names the setting of which a tensor that fits nowhere would be a symptom
     dense = DenseModel(folder, config, Checkpoint(folder), *families)
@@ -112,7 +112,7 @@ def _check_tensors(dense: DenseModel) -> None:
             )
     unknown = [name for name in dense.tensors if name not in shapes and not name.endswith(NOT_WEIGHTS)]
     if unknown:
-        raise ValueError(f"{dense.folder}: tensors that a native MoE has no place for: {sorted(unknown)[:3]}")
+        raise ValueError(f"{dense.folder}: tensors that a native MoE does not have: {sorted(unknown)[:3]}")
 
 
 def write_moe(
@@ -145,7 +145,7 @@ def write_moe(
     backbone = backbone_shapes(config)
     plan = {name: (dtype, shape) for name, shape in family.plan(config, backbone).items()}
     with new_folder(output_dir) as folder:
-        # The weights, each tensor straight to its place on disk.
+        # The weights, each tensor straight to its bytes on disk.
         with ShardedWriter(folder, plan, max_shard_size) as writer:
             for name in backbone:
                 writer.write(name, content.backbone(name))

@@ -32,7 +32,7 @@ def moe_config(
     dense_layers: list[int] | None = None,
 ) -> PreTrainedConfig:
     """
-    The MoE's config: the dense model's settings and the experts'. Tied embeddings are untied, since some loaders know
+    The MoE's config: the dense model's settings and the experts'. Tied embeddings are untied, since some loaders have
     no tied MoE; router outputs, and with them the balancing loss, are off.
 
     Args:

@@ -1,4 +1,4 @@
-"""Loads the routers that replace a native MoE's gates (`replace_routers`); transformers does not know them."""
+"""Loads the routers that replace a native MoE's gates (`replace_routers`); transformers does not load them."""
 
 from __future__ import annotations
 
@@ -63,22 +63,22 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
             raise ValueError(f"{os.fspath(folder)!r} has no {path}.{missing[0]}; is it complete?")
 
 
-def read_routed_model(name: str | os.PathLike, what: object, **options: Any) -> Any:
+def read_routed_model(name: str | os.PathLike, source: object, **options: Any) -> Any:
     """
     A causal language model, with the routers that replaced its gates, if its config names some.
 
     Args:
-        what: the field and its value, for messages.
+        source: the field and its value, for messages.
         options: arguments of `from_pretrained`.
 
     Raises:
         ValueError: it cannot be loaded.
     """
-    if not hasattr(read_config(name, what).get_text_config(), CONFIG_FIELD):
-        return read_model(name, what, **options)
+    if not hasattr(read_config(name, source).get_text_config(), CONFIG_FIELD):
+        return read_model(name, source, **options)
     if Path(name).is_dir():
-        check_weights(Path(name), what)
-    with reading(what):  # the gates that were replaced are not in its files
+        check_weights(Path(name), source)
+    with reading(source):  # the gates that were replaced are not in its files
         model = AutoModelForCausalLM.from_pretrained(os.fspath(name), use_safetensors=True, **options)
         load_routers(model, name)
     return model

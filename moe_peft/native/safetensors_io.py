@@ -1,6 +1,6 @@
 """
 Checkpoints on disk, tensor by tensor: a lazy reader of safetensors, and a sharded writer that holds no more than the
-tensor it is given. Neither knows anything about models.
+tensor it is given. Both are independent of models.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Checkpoint:
 
 class ShardedWriter:
     """
-    Writes tensors to the safetensors files of a folder, in full or in parts and in any order, straight to their places.
+    Writes tensors to the safetensors files of a folder, in full or in parts and in any order, straight to their bytes.
 
     Args:
         folder: must exist.

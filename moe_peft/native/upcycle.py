@@ -310,10 +310,10 @@ def _attention_gates(
 
 
 def _read_routers(path: str) -> dict[int, torch.Tensor]:
-    what = f"router_weights={path!r}"
+    source = f"router_weights={path!r}"
     if not Path(path).is_file():
-        raise ValueError(f"{what}: no such file")
-    with reading(what, "give a safetensors file with tensors named by their layer"):
+        raise ValueError(f"{source}: no such file")
+    with reading(source, "give a safetensors file with tensors named by their layer"):
         return {int(name): tensor for name, tensor in load_file(path).items()}
 
 

@@ -26,7 +26,7 @@ class Rules:
 @dataclass(frozen=True)
 class LayerFacts:
     """
-    What is known of a layer.
+    What decides which experts of a layer stay.
 
     Args:
         name: for messages.

@@ -93,7 +93,7 @@ class Folder(ABC):
 def open_folder(path: str | os.PathLike) -> Folder:
     """
     Raises:
-        ValueError: it is neither a MoE-LoRA adapter nor a native MoE of a known layout; or its base cannot be found.
+        ValueError: it is neither a MoE-LoRA adapter nor a native MoE of `FAMILIES`; or its base cannot be found.
     """
     path = Path(path)
     if (path / "adapter_config.json").is_file():
@@ -126,10 +126,10 @@ class AdapterFolder(Folder):
             for name, layer in model.get_base_model().named_modules()
             if isinstance(layer, MoELoraLayer)
         }
-        found = {name: layer for name, layer in adapted.items() if layer.moe_lora_router}
-        self.single = [name for name in adapted if name not in found]
-        self.specs = {name: next(iter(layer.moe_lora_spec.values())) for name, layer in found.items()}
-        self.widths = {name: layer.in_features for name, layer in found.items()}
+        routed = {name: layer for name, layer in adapted.items() if layer.moe_lora_router}
+        self.single = [name for name in adapted if name not in routed]
+        self.specs = {name: next(iter(layer.moe_lora_spec.values())) for name, layer in routed.items()}
+        self.widths = {name: layer.in_features for name, layer in routed.items()}
         takes_all = self.config.router_class.all_experts  # and so has no k that must stay
         self.layers = [
             RoutedLayer(name, spec.num_experts, spec.top_k, 2 if takes_all else max(2, spec.top_k))
@@ -154,15 +154,16 @@ class AdapterFolder(Folder):
         return similarities(torch.stack([self.specs[name].gram(A, B) for A, B in pairs]).sum(0))
 
     def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        config = self._pruned_config({layer.name: len(own) for layer, own in zip(self.layers, groups, strict=True)})
+        sizes = {layer.name: len(of_layer) for layer, of_layer in zip(self.layers, groups, strict=True)}
+        config = self._pruned_config(sizes)
         state = dict(self.state)
-        for layer, own, w in zip(self.layers, groups, weights, strict=True):
+        for layer, of_layer, w in zip(self.layers, groups, weights, strict=True):
             for key in self._keys(layer.name, "moe_lora_A."):
                 A, B = state[key], state[_other(key)]
-                state[key], state[_other(key)] = self.specs[layer.name].mean(A, B, own, w)
+                state[key], state[_other(key)] = self.specs[layer.name].mean(A, B, of_layer, w)
             for name in self.config.router_class.expert_rows:
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
-                state[key] = mean_rows(state[key], own, w)
+                state[key] = mean_rows(state[key], of_layer, w)
             self._check_router(layer.name, config, state)
         copy_companions(self.path, folder)
         save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "adapter_model.safetensors",
@@ -192,8 +193,8 @@ class AdapterFolder(Folder):
             setattr(config, f"router_{name}", fixed.pop())
         config.__post_init__()
         sizes = {**sizes, **dict.fromkeys(self.single, 1)}
-        own = {re.escape(name): n for name, n in sizes.items() if config.expert_spec(name).num_experts != n}
-        config.num_experts_pattern = {**own, **config.num_experts_pattern}
+        pattern = {re.escape(name): n for name, n in sizes.items() if config.expert_spec(name).num_experts != n}
+        config.num_experts_pattern = {**pattern, **config.num_experts_pattern}
         config.__post_init__()
         return config
 
@@ -234,8 +235,8 @@ class NativeFolder(Folder):
             raise ValueError(f"model={str(path)!r}: {self.family.count}: the config says there are no experts")
         self.size = model_size(empty_model(self.config, f"model={str(path)!r}"))
         n, k = getattr(self.config, self.family.count), self.config.num_experts_per_tok
-        self.places = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
-        self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.places]
+        self.indices = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
+        self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.indices]
         self.check()
         if not self.layers:
             raise ValueError(f"model={str(path)!r}: no layer has experts; there is nothing to prune")
@@ -252,7 +253,7 @@ class NativeFolder(Folder):
         rows: set[str] = set()
         for layer, (of_layer, w) in enumerate(zip(groups, weights, strict=True)):
             names = self._names(layer, 0) if self.family.stacked else ()
-            for name in (self.family.router_name(self.places[layer]), *names):
+            for name in (self.family.router_name(self.indices[layer]), *names):
                 make[name] = partial(self._rows, name, of_layer, w)
                 rows.add(name)
             if not self.family.stacked:
@@ -288,7 +289,7 @@ class NativeFolder(Folder):
         return mean_tensor([self.tensors.tensor(self._names(layer, expert)[part]) for expert in group], weights)
 
     def _names(self, layer: int, expert: int) -> tuple[str, ...]:
-        return self.family.expert_names(self.places[layer], expert)
+        return self.family.expert_names(self.indices[layer], expert)
 
     def _stacked(self, layer: int, part: int) -> torch.Tensor:
         """One of the tensors of all experts, [n, …]."""

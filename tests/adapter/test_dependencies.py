@@ -41,8 +41,9 @@ for expert in range(2):
     expert_to_lora(model, expert, f"expert-{{expert}}")
 lora_to_moe(base(), ["expert-0", "expert-1"])
 base().save_pretrained("base")
-from moe_peft.native import export_adapter
+from moe_peft.native import UpcycleConfig, export_adapter, upcycle
 export_adapter("adapter", "moe", "base")
+upcycle("base", "upcycled", UpcycleConfig(num_experts=4, init="drop"))
 """
 
 

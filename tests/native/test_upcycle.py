@@ -586,7 +586,7 @@ def test_broken_checkpoints_are_refused(folders, tmp_path):
     save_file(without, tmp_path / "lacking/model.safetensors")
     refused(tmp_path, "no tensor model.layers.1.mlp.down_proj.weight", str(tmp_path / "lacking"))
     save_file({**whole, "model.layers.0.extra": torch.zeros(2)}, tmp_path / "lacking/model.safetensors")
-    refused(tmp_path, "no place for: .*extra", str(tmp_path / "lacking"))
+    refused(tmp_path, "does not have: .*extra", str(tmp_path / "lacking"))
     data = (tmp_path / "lacking/model.safetensors").read_bytes()
     (tmp_path / "lacking/model.safetensors").write_bytes(data[: len(data) // 2])
     refused(tmp_path, "cannot be read", str(tmp_path / "lacking"))

@@ -72,6 +72,15 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):
     assert message in last and "Traceback" not in last
 
 
+def test_without_the_training_extra_a_file_ends_with_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "moe_peft.utils.validation", None)
+    with pytest.raises(SystemExit) as end:
+        main(["sft", "--config", str(tmp_path / "run.yaml")])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("pip install 'moe-peft-hf[train]'")
+
+
 @pytest.mark.parametrize("rank", ["", "x"])
 def test_what_is_no_number_of_a_process_is_not_taken_for_one(rank, monkeypatch):
     monkeypatch.setenv("RANK", rank)

@@ -55,7 +55,7 @@ def test_an_optimizer_of_eight_bits(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [2, 8, 64])
-def test_what_is_divided(processes, needed):
+def test_what_is_sharded(processes, needed):
     ddp, zero2, zero3, fsdp2 = (needed(Launch(processes, name)) for name in ("ddp", "zero2", "zero3", "fsdp2"))
     assert (ddp.parameters, ddp.gradients, ddp.optimizer) == (BASE + 4 * HELD, 2 * 4 * TRAINED, 8 * TRAINED)
     assert (zero2.parameters, zero2.gradients) == (BASE + 4 * HELD, -(-4 * TRAINED // processes))

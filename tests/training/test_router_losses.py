@@ -131,7 +131,7 @@ def test_a_reward_model_learns_to_balance(tokenizer, tmp_path):
 
 
 def test_logs_are_means_over_tokens_however_batches_are_cut(tokenizer, tmp_path):
-    """With a rate of 0, so that every batch sees the same model."""
+    """With a learning rate of 0, so that every batch sees the same model."""
     data = Dataset.from_list([{"text": words(i, 3 + 4 * (i % 3)), "domain": i % 2} for i in range(12)])
     labels = {"label_column": "domain", "expert_map": {0: [0, 1, 2], 1: [3, 4, 5]}, "router_z_loss_coef": 0.1}
     found = []
@@ -204,10 +204,10 @@ def test_a_model_keeps_its_own_balancing_loss(tokenizer, tmp_path):
     after = trainer.model.eval()(input_ids=ids, labels=ids)
     assert before.aux_loss > 0
     torch.testing.assert_close(after.loss, before.loss)
-    native = make_model("dpo", native=True)
-    native.config.output_router_logits = True
-    make_trainer("dpo", tmp_path / "native", tokenizer, native=True)
-    assert native.config.output_router_logits
+    native = make_trainer("dpo", tmp_path / "native", tokenizer, native=True, max_steps=1)
+    native.model.config.output_router_logits = True
+    native.train()
+    assert native.model.config.output_router_logits
 
 
 def test_a_native_moe_without_a_graph_of_its_logits_is_refused(tokenizer, tmp_path):

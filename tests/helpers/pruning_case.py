@@ -29,15 +29,15 @@ def load_double(folder: Path):
 def masked_logits(model, dropped: dict[int, list[int]]) -> torch.Tensor:
     """Logits of a model whose routers' logits are minus infinity for some experts of each layer."""
 
-    def hook(own):
+    def hook(dropped):
         def mask(router, args, logits):
-            return logits.index_fill(-1, torch.tensor(own, dtype=torch.long), -torch.inf)
+            return logits.index_fill(-1, torch.tensor(dropped, dtype=torch.long), -torch.inf)
 
         return mask
 
     routers = [module for module in model.modules() if isinstance(module, Router)]
     handles = [router.register_forward_hook(hook(dropped.get(i, []))) for i, router in enumerate(routers)]
-    found = model(input_ids=IDS).logits
+    result = model(input_ids=IDS).logits
     for handle in handles:
         handle.remove()
-    return found
+    return result

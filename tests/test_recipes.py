@@ -200,9 +200,9 @@ def overrides_of(note):
     spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     for code in (*lines, *spans):
         words = shlex.split(code) if "--set" in code else []
-        found = [after for word, after in pairwise(words) if word == "--set"]
-        if found:
-            yield found
+        overrides = [after for word, after in pairwise(words) if word == "--set"]
+        if overrides:
+            yield overrides
 
 
 @recipes
@@ -246,8 +246,8 @@ def test_branch_train_mix_averages_four_models(tmp_path, tokenizer):
     models = [tiny_llama(seed=i) for i in range(4)]
     for name, model in zip(names, models, strict=True):
         model.save_pretrained(tmp_path / name)
-    given = ", ".join(str(tmp_path / name) for name in names * 2)
-    own = [*overrides, f"prepare.checkpoints=[{given}]", *local(path, tmp_path, models[0].config, tokenizer, {}, 1)]
+    folders = ", ".join(str(tmp_path / name) for name in names * 2)
+    own = [*overrides, f"prepare.checkpoints=[{folders}]", *local(path, tmp_path, models[0].config, tokenizer, {}, 1)]
     models[0].save_pretrained(tmp_path / "model")
     pipeline = UpIT(load_recipe(path, [*own, "model.dtype=float32"]))
     assert [stage.name for stage in pipeline.stages] == ["post_train", "evaluate"]
@@ -345,12 +345,12 @@ KINDS = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DE
 @pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.stem)
 def test_launch_files_are_what_accelerate_takes(path):
     settings = yaml.safe_load(path.read_text())
-    found = ClusterConfig.from_yaml_file(yaml_file=str(path))  # refuses unknown keys
-    assert found.distributed_type == KINDS[path.stem] and found.num_processes == settings["num_processes"]
+    config = ClusterConfig.from_yaml_file(yaml_file=str(path))  # refuses unknown keys
+    assert config.distributed_type == KINDS[path.stem] and config.num_processes == settings["num_processes"]
     parser = launch_command_parser()
-    own = {action.dest for action in parser._actions}
-    for section, prefix in (("fsdp_config", ""), ("deepspeed_config", "")):
-        assert {prefix + key for key in settings.get(section, {})} <= own
+    options = {action.dest for action in parser._actions}
+    for section in ("fsdp_config", "deepspeed_config"):
+        assert settings.get(section, {}).keys() <= options
     if path.stem.startswith("zero"):
         assert settings["deepspeed_config"]["zero_stage"] == int(path.stem[-1])
 
@@ -368,11 +368,11 @@ def test_every_launch_file_is_used_by_a_note_in_a_command_that_accelerate_takes(
     for note in RECIPES.glob("*/*.md"):
         for words in commands_of(note):
             if words[:2] == ["accelerate", "launch"]:
-                found = launch_command_parser().parse_args(["0" if "$" in word else word for word in words[2:]])
-                used.add(Path(found.config_file).stem)
-                assert (RECIPES.parent / found.config_file).exists()
-                assert found.module and found.training_script == "moe_peft"
-                command, flag, recipe = found.training_script_args
+                args = launch_command_parser().parse_args(["0" if "$" in word else word for word in words[2:]])
+                used.add(Path(args.config_file).stem)
+                assert (RECIPES.parent / args.config_file).exists()
+                assert args.module and args.training_script == "moe_peft"
+                command, flag, recipe = args.training_script_args
                 assert command in ("upit", "sft", "dpo") and flag == "--config" and (RECIPES.parent / recipe).exists()
     assert used == {path.stem for path in LAUNCHERS}
 

@@ -30,7 +30,8 @@ MOE_1B = upcycled_config(LLAMA_1B, UpcycleConfig(num_experts=6, top_k=2))[1]
 LLAMA_EXPERTS = 32 * (8 * 16 * 3 * (4096 + 14336) + 8 * 4096)
 QWEN_EXPERTS = 36 * (8 * 16 * 3 * (4096 + 12288) + 8 * 4096)
 QWEN_ATTENTION = 36 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
-ROUTERS_1B = 16 * 6 * 2048  # "roughly 200K" in the source
+# The paper has "roughly 200K" parameters of routers, and 5.5B in all.
+ROUTERS_1B = 16 * 6 * 2048
 REST_1B = 2 * 128256 * 2048 + 16 * (2 * 2048**2 + 2 * 2048 * 512 + 6 * 3 * 2048 * 8192 + 2 * 2048) + 2048
 # Recipe → model and trainable parameters of each stage.
 CASES = {
@@ -41,11 +42,6 @@ CASES = {
     "sft/attention-lora-qwen3-8b": (QWEN_8B, [QWEN_EXPERTS + QWEN_ATTENTION]),
     "sft/label-routing-llama3.2-1b": (MOE_1B, [ROUTERS_1B, REST_1B]),
 }
-
-
-def test_sizes_are_those_that_the_source_gives():
-    billions = (ROUTERS_1B + REST_1B) / 1e9
-    assert billions == pytest.approx(5.5, abs=0.05)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from .ffn_layout import find_layout, layout_in_layer
+from .ffn_layout import FFNLayout, find_layout, layout_in_layer
 from .layers import MoELoraFFN
 
 logger = logging.getLogger(__name__)
@@ -29,41 +29,50 @@ def find_ffns(model: nn.Module) -> set[str]:
             f"MoELoraConfig: target_modules=None: {type(model).__name__} is an encoder-decoder, and this finds "
             "the FFNs of causal language models; name linears, or start from a decoder-only model"
         )
-    found = [name for name, module in _language_modules(model) if _is_ffn(module)]
-    if not found:
-        found = _linears_of_ffns(model)
-    if not found:
+    ffns = [name for name, module in _language_modules(model) if layout_of(module) is not None]
+    targets = ffns or _linears_of_ffns(model)
+    if not targets:
         raise ValueError(
             "MoELoraConfig: target_modules=None: no FFN block of a known layout in "
             f"{type(model).__name__}; name the modules, or call moe_peft.register_ffn_layout first"
         )
-    endings = {name.rsplit(".", 1)[-1] for name in found}
-    matched = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in endings]
-    return endings if set(matched) == set(found) else set(found)
+    return short_names(targets, [name for name, _ in model.named_modules()])
+
+
+def name_endings(names: Iterable[str]) -> set[str]:
+    """The last parts of module names."""
+    return {name.rsplit(".", 1)[-1] for name in names}
+
+
+def short_names(names: Iterable[str], every: Iterable[str]) -> set[str]:
+    """The endings of module names if they match nothing else of `every` module, else the full names."""
+    full, endings = set(names), name_endings(names)
+    return endings if {name for name in every if name.rsplit(".", 1)[-1] in endings} == full else full
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def _is_ffn(module: nn.Module) -> bool:
-    return isinstance(module, MoELoraFFN) or find_layout(module) is not None
+def layout_of(module: nn.Module) -> FFNLayout | None:
+    """The layout of an FFN, with or without experts; None for other modules."""
+    return module.layout if isinstance(module, MoELoraFFN) else find_layout(module)
 
 
 def _linears_of_ffns(model: nn.Module) -> list[str]:
     """The linears of FFNs whose parts stand in the decoder layers themselves."""
-    found = []
+    linears = []
     for name, module in _language_modules(model):
         layout = layout_in_layer(module)
         if layout is not None:
-            found += [f"{name}.{projection}" for projection in layout.projections]
-    if found:
-        _tell_linears(type(model).__name__, ", ".join(sorted({name.rsplit(".", 1)[-1] for name in found})))
-    return found
+            linears += [f"{name}.{projection}" for projection in layout.projections]
+    if linears:
+        _warn_of_linears(type(model).__name__, ", ".join(sorted(name_endings(linears))))
+    return linears
 
 
 @functools.cache  # once per kind of model
-def _tell_linears(model: str, linears: str) -> None:
+def _warn_of_linears(model: str, linears: str) -> None:
     logger.warning(
         f"{model}: decoder layers hold the parts of their FFNs, so each of {linears} gets experts and a router of its "
         "own (mixing 'projection')"
@@ -98,12 +107,12 @@ def has_routed_experts(model: nn.Module) -> bool:
     Whether a model has routed experts. Its config does not tell: dense models may have the config of a MoE (Jamba,
     Llama 4), and MoEs name the fields as they like.
     """
-    routers = tuple(found for module in model.modules() for found in recorded_routers(module))
+    routers = tuple(cls for module in model.modules() for cls in recorded_routers(module))
     return any(isinstance(m, routers) or _holds_experts(m) for m in model.modules())
 
 
 def recorded_routers(module: nn.Module) -> dict[type, int]:
-    """The classes of the routers whose logits a transformers model records, and their place in what each returns."""
+    """The classes of the routers whose logits a transformers model records, and their index in what each returns."""
     recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or []
     recorders: list[Any] = recorded if isinstance(recorded, list) else [recorded]
     # A class alone is allowed, too.

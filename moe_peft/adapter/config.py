@@ -241,19 +241,14 @@ class MoELoraConfig(PeftConfig):
             ValueError: the router's size depends on the attention, and the config has no number of heads.
         """
 
-        def by_pattern(pattern: dict[str, Any], default: Any) -> Any:
-            return pattern.get(_get_pattern_key(pattern.keys(), module_name), default)
-
         needs_attention = self.router_class.needs_attention and model_config is not None
-        num_experts = by_pattern(self.num_experts_pattern, self.num_experts)
-        r = by_pattern(self.rank_pattern, self.r)
-        alpha = by_pattern(self.alpha_pattern, self.lora_alpha)
+        num_experts = by_pattern(self.num_experts_pattern, module_name, self.num_experts)
         projections = self.target_projections
         return EXPERTS[self.expert_type](
             num_experts=num_experts,
             top_k=min(self.top_k, num_experts),
-            r=r,
-            lora_alpha=alpha,
+            r=by_pattern(self.rank_pattern, module_name, self.r),
+            lora_alpha=by_pattern(self.alpha_pattern, module_name, self.lora_alpha),
             use_rslora=self.use_rslora,
             lora_dropout=self.lora_dropout,
             mixing=self.mixing,
@@ -274,13 +269,18 @@ class MoELoraConfig(PeftConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, with sets as sorted lists, so that every process saves the same bytes."""
-        fields = super().to_dict()
-        return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
+        values = super().to_dict()
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the config, and the adapter's model card beside it, see `moe_peft.utils.model_card.write_model_card`."""
         super().save_pretrained(save_directory, **kwargs)
         write_model_card(save_directory)
+
+
+def by_pattern(pattern: dict[str, Any], module_name: str, default: Any) -> Any:
+    """A module's value in `rank_pattern` or another pattern of PEFT's form."""
+    return pattern.get(_get_pattern_key(pattern.keys(), module_name), default)
 
 
 def _attention_size(config: Any) -> int:

@@ -644,8 +644,8 @@ def _has_grouped_mm(unit: int, dtype: torch.dtype) -> bool:
     Whether torch's grouped product supports these sizes. Rows must be a multiple of 16 bytes and not float64; under
     torch.compile, its shape function requires bfloat16.
     """
-    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
-    return known and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
+    supported = dtype in (torch.bfloat16, torch.float16, torch.float32) and (unit * dtype.itemsize) % 16 == 0
+    return supported and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
 
 
 def make_dispatch(

@@ -192,13 +192,13 @@ def probe_ffn(layout: FFNLayout, ffn: nn.Module, in_features: int, device: torch
     x = torch.randn(1, 4, in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         with evaluating(ffn), gathered(ffn.parameters()):
-            own, ours = layout.block(forward, x), dense_forward(layout, ffn, x)
+            expected, output = layout.block(forward, x), dense_forward(layout, ffn, x)
     except TypeError:  # the block needs more arguments than its input
         return False
-    if not isinstance(own, torch.Tensor) or own.shape != ours.shape:
+    if not isinstance(expected, torch.Tensor) or expected.shape != output.shape:
         return False
-    tolerance = max(1e-5, 8 * torch.finfo(own.dtype).eps)
-    return bool((own - ours).abs().max() <= tolerance * own.abs().max())
+    tolerance = max(1e-5, 8 * torch.finfo(expected.dtype).eps)
+    return bool((expected - output).abs().max() <= tolerance * expected.abs().max())
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

@@ -143,8 +143,7 @@ class MoELoraLayer(BaseTunerLayer):
 
     def _base_linear(self) -> nn.Module:
         """The first of the base's linears."""
-        projection = self.projection(next(iter(self._projections)))
-        return projection.get_base_layer() if isinstance(projection, BaseTunerLayer) else projection
+        return without_adapters(self.projection(next(iter(self._projections))))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ValueError(MERGE_REFUSAL)
@@ -157,9 +156,14 @@ def _refuse_merge(*args: Any) -> None:
     raise ValueError(MERGE_REFUSAL)
 
 
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The base's module inside tuner layers."""
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
 def linear_features(module: nn.Module) -> tuple[int, int]:
     """In and out features of any linear that PEFT knows, including quantized and already adapted ones."""
-    return _get_in_out_features(module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
+    return _get_in_out_features(without_adapters(module))
 
 
 def in_shape(y_TM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -249,5 +253,5 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         for name in self.layout.projections:  # PEFT does not look inside for layers of earlier adapters
             projection = self.projection(name)
             if isinstance(projection, MoELoraLinear):
-                setattr(self.base_layer, name, cast(MoELoraLayer, projection).get_base_layer())
+                setattr(self.base_layer, name, without_adapters(projection))
         return self.base_layer

@@ -17,16 +17,15 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import pad
 
-from ..utils.compat import private
 from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.model_card import write_model_card
-from .config import EXPERT_FIELDS, MoELoraConfig
+from .base_model import short_names
+from .config import EXPERT_FIELDS, MoELoraConfig, by_pattern
 from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout
 from .layers import MoELoraLayer, MoELoraLinear
 
-_get_pattern_key = private("peft.utils.other", "get_pattern_key")
 _PREFIX = "base_model.model."
 # Fields of a LoRA that an expert cannot have, with the value that means none of it.
 _PLAIN = {
@@ -38,12 +37,12 @@ _KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 
 def lora_rank(config: LoraConfig, module: str) -> int:
     """r of one module of a plain LoRA, with `rank_pattern` applied."""
-    return config.rank_pattern.get(_get_pattern_key(config.rank_pattern.keys(), module), config.r)
+    return by_pattern(config.rank_pattern, module, config.r)
 
 
 def lora_scaling(config: LoraConfig, module: str) -> float:
     """The factor of one module's update B A in a plain LoRA, with `rank_pattern` and `alpha_pattern` applied."""
-    alpha = config.alpha_pattern.get(_get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
+    alpha = by_pattern(config.alpha_pattern, module, config.lora_alpha)
     r = lora_rank(config, module)
     return alpha / (r**0.5 if config.use_rslora else r)
 
@@ -113,19 +112,19 @@ def lora_to_moe(
         raise ValueError(
             "lora_to_moe: model holds an adapter, whose update would count, too; give a base without, or unload() it"
         )
-    loras, places = _read_loras(model, adapters)
+    loras, targets = _read_loras(model, adapters)
     settings.setdefault("task_type", loras[0].config.task_type)
     settings.setdefault("revision", loras[0].config.revision)
     settings.setdefault("top_k", min(2, len(loras)))
-    config = MoELoraConfig(num_experts=len(loras), **_determined(loras, places), **settings)
-    matrices = _stacked(loras, places, config.expert_spec(""))
+    config = MoELoraConfig(num_experts=len(loras), **_determined(loras, targets), **settings)
+    matrices = _stacked(loras, targets, config.expert_spec(""))
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
     for layer in layers.values():
         for parameter in chain.from_iterable(of.values() for of in layer.expert_parameters(adapter_name)):
             parameter.data.zero_()
     for module, stacked in matrices.items():
-        owner, projection = places[module]
+        owner, projection = targets[module]
         for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
             parameters[projection].data.copy_(values)
     return peft_model
@@ -142,13 +141,13 @@ def determined_fields(model: nn.Module, adapters: Sequence[str | os.PathLike]) -
     return _determined(*_read_loras(model, adapters))
 
 
-def _determined(loras: Sequence[_Lora], places: dict[str, tuple[str, str]]) -> dict[str, Any]:
+def _determined(loras: Sequence[_Lora], targets: dict[str, tuple[str, str]]) -> dict[str, Any]:
     r = max(A.shape[0] for lora in loras for A in lora.A.values())
-    projections = {projection for _, projection in places.values() if projection != "weight"}
+    projections = {projection for _, projection in targets.values() if projection != "weight"}
     return {
         "r": r,
         "lora_alpha": _scaling(loras) * r,
-        "target_modules": sorted({owner for owner, _ in places.values()}),
+        "target_modules": sorted({owner for owner, _ in targets.values()}),
         "target_projections": sorted(projections) or None,
     }
 
@@ -159,14 +158,14 @@ def _scaling(loras: Sequence[_Lora]) -> float:
 
 
 def _stacked(
-    loras: Sequence[_Lora], places: dict[str, tuple[str, str]], experts: Experts
+    loras: Sequence[_Lora], targets: dict[str, tuple[str, str]], experts: Experts
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """
     The experts' A and B of each module. Smaller ranks are padded with zeros, a difference in scaling is folded into B,
     and a module that an adapter lacks is zero in its expert.
     """
     scaling, stacked = _scaling(loras), {}
-    for module in places:
+    for module in targets:
         first = next(lora for lora in loras if module in lora.A)
         A: list[torch.Tensor] = []
         B: list[torch.Tensor] = []
@@ -225,20 +224,21 @@ def expert_to_lora(
     adapter_name = model.active_adapter if adapter_name is None else adapter_name
     source = model.peft_config.get(adapter_name)
     if not isinstance(source, MoELoraConfig):
-        known = [name for name, config in model.peft_config.items() if isinstance(config, MoELoraConfig)]
-        raise ValueError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {known}")
+        names = [name for name, config in model.peft_config.items() if isinstance(config, MoELoraConfig)]
+        raise ValueError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {names}")
     if reason := EXPERTS[source.expert_type].no_lora:
         raise ValueError(f"expert_to_lora: expert_type={source.expert_type!r}: {reason}")
     most = max([source.num_experts, *source.num_experts_pattern.values()])
     if not 0 <= expert < most:
         raise ValueError(f"expert_to_lora: expert={expert}: the adapter has experts 0 to {most - 1}")
     state, ranks, alphas = _matrices_of(model, expert, adapter_name)
+    every = [n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n]
     config = LoraConfig(
         r=source.r,
         lora_alpha=source.lora_alpha,
         lora_dropout=source.lora_dropout,
         use_rslora=source.use_rslora,
-        target_modules=_short_names(model, set(ranks)),
+        target_modules=sorted(short_names(ranks, every)),
         rank_pattern={name: r for name, r in ranks.items() if r != source.r},
         alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != source.lora_alpha},
         modules_to_save=source.modules_to_save,
@@ -288,11 +288,11 @@ def _matrices_of(
 def _read_loras(
     model: nn.Module, adapters: Sequence[str | os.PathLike | PeftModel]
 ) -> tuple[list[_Lora], dict[str, tuple[str, str]]]:
-    """Adapters that fit the base model, and the place of each of their modules: its MoE layer and projection."""
+    """Adapters that fit the base model, and the target of each of their modules: its MoE layer and projection."""
     loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
     for lora in loras:
         _check_fits(lora, model)
-    return loras, {module: _place(model, module) for lora in loras for module in lora.A}
+    return loras, {module: _target(model, module) for lora in loras for module in lora.A}
 
 
 def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
@@ -357,18 +357,10 @@ def _check_fits(lora: _Lora, model: nn.Module) -> None:
             )
 
 
-def _place(model: nn.Module, module: str) -> tuple[str, str]:
+def _target(model: nn.Module, module: str) -> tuple[str, str]:
     """The MoE layer that receives the LoRA of a linear module, and the projection's name in it."""
     owner, _, projection = module.rpartition(".")
     layout = find_layout(model.get_submodule(owner))
     if layout is not None and projection in layout.projections:
         return owner, projection
     return module, "weight"
-
-
-def _short_names(model: PeftModel, names: set[str]) -> list[str]:
-    """The last parts of module names if they match no other module, else the full names."""
-    short = {name.rsplit(".", 1)[-1] for name in names}
-    every = {n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n}
-    matched = {name for name in every if name.rsplit(".", 1)[-1] in short}
-    return sorted(short if matched == names else names)

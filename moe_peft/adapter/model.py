@@ -11,18 +11,18 @@ from typing import Any, ClassVar, cast
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from ..routing.routers import make_router
 from ..utils.compat import private
 from ..utils.model_card import TAGS
 from . import liger, router_outputs
-from .base_model import find_ffns, is_encoder_decoder
+from .base_model import find_ffns, is_encoder_decoder, layout_of, name_endings
 from .config import MoELoraConfig
 from .experts import EXPERTS, Experts
-from .ffn_layout import FFNLayout, find_layout, probe_ffn
-from .layers import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features
+from .ffn_layout import find_layout, probe_ffn
+from .layers import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features, without_adapters
 
 _maybe_include_all_linear_layers = private("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
 
@@ -103,29 +103,19 @@ class MoELoraModel(BaseTuner):
                     "another adapter wraps; target the FFN, or add this adapter first"
                 )
             _check_target(name, module, peft_config, model)
-        if targets and not any(map(_ffn_layout, targets.values())):
+        if targets and not any(map(layout_of, targets.values())):
             projections = peft_config.target_projections
             wrong = f"target_projections={sorted(projections)}" if projections is not None else ""
             if EXPERTS[peft_config.expert_type].needs_ffn:
                 wrong = f"expert_type={peft_config.expert_type!r}"
             if wrong:
                 raise ValueError(
-                    f"MoELoraConfig: {wrong}: target_modules matches no FFN, only {_endings(names)}; name FFNs too, or "
-                    "leave it out"
+                    f"MoELoraConfig: {wrong}: target_modules matches no FFN, only "
+                    f"{', '.join(sorted(name_endings(names)))}; name FFNs too, or leave it out"
                 )
-        self._refuse_unbalanced(peft_config, model, names)
+        _refuse_unbalanced(peft_config, model, names)
         if names and not peft_config.inference_mode:
             _refuse_unmatched(peft_config, names, model)
-
-    def _refuse_unbalanced(self, config: MoELoraConfig, model: nn.Module, names: list[str]) -> None:
-        """Raise if an encoder-decoder would be trained with routers: it gets no balancing loss."""
-        if not is_encoder_decoder(model) or config.inference_mode or not config.router_aux_loss_coef:
-            return
-        if any(_spec(config, name, model).num_experts > 1 for name in names):
-            raise ValueError(
-                f"MoELoraConfig: router_aux_loss_coef={config.router_aux_loss_coef}: {type(model).__name__} is an "
-                "encoder-decoder, which gets no balancing loss; set it to 0, or use num_experts=1"
-            )
 
     # --- injection --------------------------------------------------------------------------------------------------
 
@@ -221,7 +211,7 @@ class MoELoraModel(BaseTuner):
             for path, layer in model.named_modules()
             if isinstance(layer, MoELoraLayer)
             for name, tensor in chain(layer.named_parameters(), layer.named_buffers())
-            if name.startswith(f"{cls.prefix}") and name.split(".")[1] == adapter_name
+            if name.startswith(cls.prefix) and name.split(".")[1] == adapter_name
         }
         saved = {key: tensor for key, tensor in remapped.items() if f".{cls.prefix}" in key}
         for key in sorted(expected.keys() | saved.keys()):
@@ -253,6 +243,17 @@ def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
             )
 
 
+def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]) -> None:
+    """Raise if an encoder-decoder would be trained with routers: it gets no balancing loss."""
+    if not is_encoder_decoder(model) or config.inference_mode or not config.router_aux_loss_coef:
+        return
+    if any(_spec(config, name, model).num_experts > 1 for name in names):
+        raise ValueError(
+            f"MoELoraConfig: router_aux_loss_coef={config.router_aux_loss_coef}: {type(model).__name__} is an "
+            "encoder-decoder, which gets no balancing loss; set it to 0, or use num_experts=1"
+        )
+
+
 def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module) -> None:
     """Raise if a field speaks of modules that the model does not have, or its task is not the model's."""
     for field in ("num_experts_pattern", "rank_pattern", "alpha_pattern"):
@@ -273,40 +274,37 @@ def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module)
         )
 
 
-def _refuse_layers(given: list[int] | int | None, names: list[str]) -> None:
+def _refuse_layers(indices: list[int] | int | None, names: list[str]) -> None:
     """Raise if a layer has no target, or a target is in another layer: PEFT adapts what has its full name given."""
-    layers = [given] if isinstance(given, int) else given or []
+    layers = [indices] if isinstance(indices, int) else indices or []
     for layer in layers:
         if not any(f".{layer}." in f".{name}." for name in names):
             raise ValueError(
-                f"MoELoraConfig: layers_to_transform={given}: layer {layer} has no targeted module; name layers that do"
+                f"MoELoraConfig: layers_to_transform={indices}: layer {layer} has no targeted module; name layers that "
+                "do"
             )
     for name in names if layers else ():
         if not any(f".{layer}." in f".{name}." for layer in layers):
             raise ValueError(
-                f"MoELoraConfig: layers_to_transform={given}: target_modules names {name!r} of another layer; name "
+                f"MoELoraConfig: layers_to_transform={indices}: target_modules names {name!r} of another layer; name "
                 "modules by their last part, or leave one of the two out"
             )
 
 
 def _refuse_names(config: MoELoraConfig, names: list[str], every: list[str]) -> None:
     """Raise if a name of `target_modules` is no module's, or one of `exclude_modules` is that of a target's parts."""
-    for given in () if isinstance(config.target_modules, str) else config.target_modules or ():
-        if not any(name == given or name.endswith(f".{given}") for name in every):
-            raise ValueError(f"MoELoraConfig: target_modules: {given!r} is no module of the model; leave it out")
+    for target in () if isinstance(config.target_modules, str) else config.target_modules or ():
+        if not any(name == target or name.endswith(f".{target}") for name in every):
+            raise ValueError(f"MoELoraConfig: target_modules: {target!r} is no module of the model; leave it out")
     excluded = config.exclude_modules
-    for given in [excluded] if isinstance(excluded, str) else excluded or ():
-        pattern = given if isinstance(excluded, str) else rf"(.*\.)?{re.escape(given)}"
+    for entry in [excluded] if isinstance(excluded, str) else excluded or ():
+        pattern = entry if isinstance(excluded, str) else rf"(.*\.)?{re.escape(entry)}"
         matched = [name for name in every if re.fullmatch(pattern, name)]
         if matched and all(any(name.startswith(f"{target}.") for target in names) for name in matched):
             raise ValueError(
-                f"MoELoraConfig: exclude_modules: {given!r} is a part of the target {matched[0].rpartition('.')[0]!r}, "
+                f"MoELoraConfig: exclude_modules: {entry!r} is a part of the target {matched[0].rpartition('.')[0]!r}, "
                 "which has experts as a whole; choose its projections with target_projections"
             )
-
-
-def _endings(names: list[str]) -> str:
-    return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
 
 
 def _remove_tags(model: Any) -> None:
@@ -322,15 +320,11 @@ def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> Experts:
     return config.expert_spec(name, router_outputs.text_config(model))
 
 
-def _ffn_layout(module: nn.Module) -> FFNLayout | None:
-    return module.layout if isinstance(module, MoELoraFFN) else find_layout(module)
-
-
 def _refuse_kernels(name: str, model: nn.Module) -> None:
     """Raise if a kernel takes the weight of a linear and does not run it: an adapter would not count."""
-    parent, _, own = name.rpartition(".")
+    parent, _, ending = name.rpartition(".")
     mixer = model.get_submodule(parent.replace(".base_layer", ""))
-    if own == "out_proj" and hasattr(mixer, "A_log") and "self.out_proj.weight" in inspect.getsource(type(mixer)):
+    if ending == "out_proj" and hasattr(mixer, "A_log") and "self.out_proj.weight" in inspect.getsource(type(mixer)):
         raise ValueError(
             f"MoELoraConfig: target module {name!r}: a state-space mixer's kernel takes its weight and does not run "
             "it; choose another, such as in_proj"
@@ -340,7 +334,7 @@ def _refuse_kernels(name: str, model: nn.Module) -> None:
 def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn.Module) -> None:
     """Raise if `module` is neither a linear nor an FFN whose layout computes what its forward computes."""
     spec = _spec(config, name, model)
-    layout = _ffn_layout(module)
+    layout = layout_of(module)
     if config.router_class.needs_attention and spec.num_experts > 1:
         if layout is None:
             raise ValueError(
@@ -351,11 +345,11 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
             make_router(1, spec.num_experts, spec.router)  # raises where sizes do not fit
     if layout is None:
         _refuse_kernels(name, model)
-        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        base = without_adapters(module)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            known = isinstance(base, nn.Module) and None not in linear_features(base)
-        if not known or isinstance(base, (nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)):
+            is_linear = isinstance(base, nn.Module) and None not in linear_features(base)
+        if not is_linear or isinstance(base, (nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)):
             raise ValueError(
                 f"MoELoraConfig: target module {name!r} ({type(base).__name__}) is neither an FFN of a known layout "
                 "nor a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"

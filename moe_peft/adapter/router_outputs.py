@@ -26,7 +26,7 @@ from ..routing.losses import balancing_loss
 from ..routing.statistics import counted_experts
 from .base_model import has_routed_experts, is_encoder_decoder
 from .layers import MoELoraLayer
-from .router_recorder import Collection, argument, begin, outer_collection, state, tell
+from .router_recorder import Collection, arguments, begin, notify, outer_collection, state
 
 IGNORED = ("router_logits", "aux_loss")  # outputs that `Trainer` must not take for predictions
 FIELDS = ("num_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
@@ -76,22 +76,15 @@ def _routers(model: nn.Module) -> list[tuple[str, int, int]]:
     ]
 
 
-def _own_fields(config: Any) -> dict[str, Any]:
-    """
-    The values that a config has under the protocol's names: dense models of MoE families (Jamba, Llama 4) have some,
-    and may call them otherwise.
-    """
-    return {key: config.__dict__[key] for key in _keys(config) if key in config.__dict__}
-
-
 def _restore_fields(model: nn.Module) -> None:
     config = text_config(model)
     for key in _keys(config):
         config.__dict__.pop(key, None)
-    config.__dict__.update(model.__dict__["_moe_lora_own_fields"])
+    config.__dict__.update(model.__dict__["_moe_lora_base_fields"])
 
 
 def _keys(config: Any) -> list[str]:
+    """What a config calls the fields: dense models of MoE families (Jamba, Llama 4) have some, by other names."""
     return [config.attribute_map.get(name, name) for name in FIELDS]
 
 
@@ -127,12 +120,13 @@ def install(model: nn.Module) -> None:
     if _is_installed(model):
         return
     model.__dict__["_moe_lora_synced"] = None
-    model.__dict__["_moe_lora_own_fields"] = _own_fields(text_config(model))
+    config = text_config(model)
+    model.__dict__["_moe_lora_base_fields"] = {k: config.__dict__[k] for k in _keys(config) if k in config.__dict__}
     model.__dict__["_moe_lora_handles"] = [
         handle
         for module in dict.fromkeys((model, model.base_model))
         for handle in (
-            module.register_forward_pre_hook(functools.partial(_begin, ours=_leave_to_us(module)), with_kwargs=True),
+            module.register_forward_pre_hook(functools.partial(_begin, overrides=_overrides(module)), with_kwargs=True),
             module.register_forward_hook(_end, with_kwargs=True, always_call=True),
         )
     ]
@@ -146,7 +140,7 @@ def uninstall(model: nn.Module) -> None:
         handle.remove()
     _ignore_at_inference(model, False)
     _restore_fields(model)
-    for name in ("layers", "synced", "own_fields"):
+    for name in ("layers", "synced", "base_fields"):
         del model.__dict__[f"_moe_lora_{name}"]
 
 
@@ -154,32 +148,32 @@ def _is_installed(model: nn.Module) -> bool:
     return "_moe_lora_handles" in model.__dict__
 
 
-def _begin(module: nn.Module, args: tuple, kwargs: dict, ours: dict[str, bool]) -> tuple[tuple, dict]:
+def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bool]) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
     outer = outer_collection(module)
     if outer is not None and module is getattr(outer.owner, "base_model", None):
         # A dense backbone does not know the argument. A caller that passes it to the backbone alone gets the backbone's
         # router logits and leaves the outer model's output and loss as they are.
         outer.of_backbone |= bool(kwargs.pop("output_router_logits", False))
-        return args, {**kwargs, **ours}
+        return args, {**kwargs, **overrides}
     # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
     sync_config(module, getattr(module, "peft_config", {}))
     # TRL's fused forward reads the argument, too, and adds transformers' balancing loss, which is NaN for a batch of
     # padding alone. So it is not asked for it, except under torch.compile: where that forward breaks the graph, the
     # collection is lost.
     config, fused = text_config(module), kwargs.get("fused_lm_head")
-    theirs = fused and torch.compiler.is_compiling()
-    asked = (kwargs.get if theirs else kwargs.pop)("output_router_logits", None)
+    keep = fused and torch.compiler.is_compiling()
+    asked = (kwargs.get if keep else kwargs.pop)("output_router_logits", None)
     # `torch.export` can store outputs of transformers' own classes only, so an exported program has no router logits.
     by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
-    if not theirs:
-        kwargs = {**kwargs, **({"output_router_logits": False} if fused else ours)}
+    if not keep:
+        kwargs = {**kwargs, **({"output_router_logits": False} if fused else overrides)}
     begin(module, args, kwargs, attached=by_config if asked is None else bool(asked), explicit=bool(asked))
     return args, kwargs
 
 
-def _leave_to_us(module: nn.Module) -> dict[str, bool]:
-    """What keeps a dense model of a MoE family from looking for router logits, and from adding a loss of its own."""
+def _overrides(module: nn.Module) -> dict[str, bool]:
+    """Arguments that keep a dense model of a MoE family from looking for router logits and adding a loss of its own."""
     records = "router_logits" in (getattr(module, "_can_record_outputs", None) or {})
     knows = hasattr(type(text_config(module)), "output_router_logits")
     return {"output_router_logits": False} if records or knows else {}
@@ -195,7 +189,7 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     if output is None:  # the forward raised
         return None
     if collection.logits and collection.observers:
-        tell(collection)
+        notify(collection)
     if not (collection.attached or (collection.of_backbone and module is module.base_model)):
         return None
     n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
@@ -212,12 +206,12 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         output = _with_aux_loss(module, args, kwargs, output, router_logits, collection)
     forgotten = isinstance(output, dict) and output.get("loss") is None and not collection.explicit
     if forgotten and module is collection.owner and module.training and any(x.requires_grad for x in router_logits):
-        _tell_unbalanced(type(module).__name__)
+        _warn_unbalanced(type(module).__name__)
     return output
 
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces, too
-def _tell_unbalanced(name: str) -> None:
+def _warn_unbalanced(name: str) -> None:
     """Warn of a trainer that computes its own loss from an output without one, and asked for no balancing loss."""
     warnings.warn(
         f"MoE-LoRA: {name} trains by a loss of its caller's, which lacks the balancing loss; add RouterLossesMixin to "
@@ -253,8 +247,8 @@ def _extended(cls: Any) -> Any:
     if not missing:
         return cls
     fields = [(name, Any, None) for name in missing]
-    own = {"__module__": cls.__module__, "__reduce__": lambda output: (_rebuilt, (cls, dict(output)))}
-    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=own)
+    namespace = {"__module__": cls.__module__, "__reduce__": lambda output: (_rebuilt, (cls, dict(output)))}
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=namespace)
 
 
 def _rebuilt(cls: Any, items: dict[str, Any]) -> Any:
@@ -282,7 +276,7 @@ def _with_aux_loss(
 ) -> Any:
     is_dict = isinstance(output, dict)
     loss = output.get("loss") if is_dict else None
-    if isinstance(output, tuple) and argument(model, "labels", args, kwargs) is not None:
+    if isinstance(output, tuple) and arguments(model, args, kwargs).get("labels") is not None:
         loss = output[0]
     if loss is None and not (is_dict and collection.explicit):
         return output
@@ -311,11 +305,11 @@ def _with_aux_loss(
 
 def _ks(model: nn.Module, routers: Sequence[nn.Module], k: int) -> list[int]:
     """Active experts per token of each router: several active adapters may differ in that."""
-    if len({own for _, _, own in model.__dict__["_moe_lora_synced"]}) == 1:
+    if len({top_k for _, _, top_k in model.__dict__["_moe_lora_synced"]}) == 1:
         return [k] * len(routers)
-    found = {
+    ks = {
         id(router): layer.moe_lora_spec[name].top_k
         for layer in model.__dict__["_moe_lora_layers"]
         for name, router in layer.moe_lora_router.items()
     }
-    return [found[id(router)] for router in routers]
+    return [ks[id(router)] for router in routers]

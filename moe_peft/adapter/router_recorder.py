@@ -82,7 +82,8 @@ def outer_collection(module: nn.Module) -> Collection | None:
 
 def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = False, explicit: bool = False) -> None:
     """Start the collection of a forward pass of `module`, a transformers model, that is called with these arguments."""
-    ids, embeds, mask = (argument(module, x, args, kwargs) for x in ("input_ids", "inputs_embeds", "attention_mask"))
+    call = arguments(module, args, kwargs)
+    ids, embeds, mask = (call.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
     rows = next((len(tensor) for tensor in (ids, embeds) if isinstance(tensor, torch.Tensor)), 1)
     if getattr(module.config, "is_encoder_decoder", False):
         ids = None
@@ -93,12 +94,12 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any], attached: bool = Fal
     state.collection = Collection(module, attached, explicit, outer, ids, mask, rows, observers=observers)
 
 
-def argument(model: nn.Module, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An argument of a call of `model`, passed by name or by position; None if it was not."""
-    if name in kwargs or not args:
-        return kwargs.get(name)
-    names = [p for p in inspect.signature(type(model).forward).parameters if p != "self"]
-    return dict(zip(names, args, strict=False)).get(name)
+def arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `model` by name, those that were passed by position, too."""
+    if not args:
+        return kwargs
+    names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def recorded(router: nn.Module, logits_TN: torch.Tensor) -> torch.Tensor:
@@ -134,14 +135,14 @@ def observing(backbone: nn.Module, observe: Observer, gates: Mapping[nn.Module, 
     Call `observe` with the collection of each forward pass of a backbone inside the block.
 
     Args:
-        gates: of a native MoE, with the place of the logits in what each returns; none if the model has an adapter,
+        gates: of a native MoE, with the index of the logits in what each returns; none if the model has an adapter,
             whose layers record by themselves.
     """
     if backbone not in _observers and gates:
         _gate_hooks[backbone] = [
             backbone.register_forward_pre_hook(begin, with_kwargs=True),
             backbone.register_forward_hook(_end_native, with_kwargs=True, always_call=True),
-            *(gate.register_forward_hook(partial(_see_gate, place=place)) for gate, place in gates.items()),
+            *(gate.register_forward_hook(partial(_see_gate, index=index)) for gate, index in gates.items()),
         ]
     _observers.setdefault(backbone, []).append(observe)
     try:
@@ -155,7 +156,7 @@ def observing(backbone: nn.Module, observe: Observer, gates: Mapping[nn.Module, 
 
 
 @torch.compiler.disable
-def tell(collection: Collection) -> None:
+def notify(collection: Collection) -> None:
     """Call the observers, once a pass."""
     observers, collection.observers = collection.observers, ()
     for observe in list(observers):
@@ -167,18 +168,18 @@ def _end_native(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
     if collection is not None and collection.owner is module:
         state.collection = collection.outer
         if output is not None and collection.logits:  # None: the forward raised
-            tell(collection)
+            notify(collection)
 
 
-def _see_gate(gate: nn.Module, args: tuple, output: Any, place: int) -> None:
+def _see_gate(gate: nn.Module, args: tuple, output: Any, index: int) -> None:
     """After a native gate, most of which return (logits, gates, experts); not if a checkpointed layer runs again."""
     collection = state.collection
     if collection is None or not collection.enabled:
         return
-    logits = output[place] if isinstance(output, tuple) else output
+    logits = output[index] if isinstance(output, tuple) else output
     collection.logits.append(logits.reshape(-1, logits.shape[-1]))
     collection.routers.append(getattr(gate, "moe_router", gate))
-    is_choice = isinstance(output, tuple) and len(output) == 3 and place == 0
+    is_choice = isinstance(output, tuple) and len(output) == 3 and index == 0
     collection.choices.append((output[2], output[1].detach()) if is_choice else None)
 
 
@@ -242,17 +243,17 @@ def _ids_of_first_run(past: deque[_Pass], x_TD: torch.Tensor) -> torch.Tensor:
     """Takes the pass whose input is nearest. This waits for the device, but in second runs alone."""
     x_TC = _kept(x_TD).float()
     limit_T = _DIFFERENCE * x_TC.norm(dim=1).clamp(min=1e-12)
-    alike = [place for place, other in enumerate(past) if other.input_TC.shape == x_TC.shape]
-    ratios = [((past[place].input_TC.float() - x_TC).norm(dim=1) / limit_T).max() for place in alike]
-    nearest, place = min(zip(torch.stack(ratios).tolist(), alike, strict=True)) if ratios else (2.0, 0)
+    alike = [i for i, other in enumerate(past) if other.input_TC.shape == x_TC.shape]
+    ratios = [((past[i].input_TC.float() - x_TC).norm(dim=1) / limit_T).max() for i in alike]
+    nearest, index = min(zip(torch.stack(ratios).tolist(), alike, strict=True)) if ratios else (2.0, 0)
     if nearest > 1:
         raise ValueError(
             f"MoELoraConfig: router_type='hash': a layer runs again on {len(x_TD)} hidden states of none of the "
             f"{len(past)} forward passes whose input_ids are kept; under gradient checkpointing, go backward once "
             f"through a forward pass (no retain_graph) and through at most {_MOST_PASSES} together"
         )
-    ids = past[place].ids
-    del past[place]
+    ids = past[index].ids
+    del past[index]
     return ids
 
 

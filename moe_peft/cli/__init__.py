@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .. import __version__
 from ..utils.messages import choice_error
@@ -44,19 +44,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # results have signs that not every terminal has
-    quiet, plugins, ours = options.quiet, [], options.command != "exec"  # or another program's options and environment
-    if ours:
-        os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
-        common, rest = _common().parse_known_args(rest)
-        quiet, plugins = quiet or common.quiet, common.plugins
+    quiet = options.quiet
     with ends_in_one_line(options.command):
-        if ours:
-            _check_launcher()
-        load_plugins(plugins)
-        load_plugins(_plugins_in_file(rest) if ours else [])
-        if options.command not in COMMANDS:
-            raise ValueError(choice_error("command", options.command, COMMANDS))
         try:
+            if options.command != "exec":  # whose options and environment are another program's
+                os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
+                _check_launcher()
+                common, rest = _common().parse_known_args(rest)
+                quiet = quiet or common.quiet
+                load_plugins(common.plugins)
+                if common.config is not None:
+                    from ..utils.validation import read_settings
+
+                    # Before the command is imported: what the modules register may become fields of its options.
+                    load_plugins(read_settings(common.config).get("plugins", []))
+                    rest += ["--config", common.config]
+            if options.command not in COMMANDS:
+                raise ValueError(choice_error("command", options.command, COMMANDS))
             command = import_module(COMMANDS[options.command][0], __name__)
         except ImportError as error:
             raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
@@ -65,37 +69,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("moe_peft").setLevel(logging.WARNING if quiet else logging.INFO)
         parser = command.parser(f"moe-peft {options.command}")
-        parser.error = _refuse  # in one line, without the usage
+        parser.error = _raise  # in one line, without the usage
         command.run(parser.parse_args(rest))
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise(message: str) -> NoReturn:
     raise ValueError(message)
 
 
 def _common() -> argparse.ArgumentParser:
-    """Options that every command has."""
+    """Options that every command has, and the file of those that train, which may name plugins."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--plugins", nargs="+", default=[])
-    return parser
-
-
-def _plugins_in_file(arguments: Sequence[str]) -> Any:
-    """
-    The key `plugins` of the file that `--config` names. It is read before the command is imported, as what the modules
-    register may become fields of its options.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
-    path = parser.parse_known_args(arguments)[0].config
-    if path is None:
-        return []
-    from ..utils.io import read_text
-    from ..utils.validation import read_yaml
-
-    settings = read_yaml(read_text(path), path)
-    return settings.get("plugins", []) if isinstance(settings, dict) else []
+    parser.error = _raise  # type: ignore[method-assign]
+    return parser
 
 
 def _check_launcher() -> None:

@@ -26,10 +26,9 @@ from ..adapter.config import MoELoraConfig
 from ..analysis.figures import FORMATS
 from ..training.checkpointing import names_checkpoint
 from ..training.router_losses import Stage
-from ..utils.io import read_text
 from ..utils.loading import Base
 from ..utils.messages import choice_error, one_line, unknown_key
-from ..utils.validation import Count, check_range, prefixed, read_yaml, validate
+from ..utils.validation import Count, check_range, prefixed, read_settings, read_yaml, validate
 
 # --- flags of several commands ---------------------------------------------------------------------------------------
 
@@ -131,7 +130,7 @@ _UNREAD = {
 @dataclass(frozen=True)
 class Options:
     """
-    What a command that trains was told.
+    The options of a command that trains.
 
     Args:
         data, training, model: TRL's `ScriptArguments`, the trainer's config and `ModelConfig`.
@@ -155,12 +154,6 @@ class Options:
             name, self.model.model_revision, self.model.dtype or "auto", self.model.attn_implementation,
             get_quantization_config(self.model),
         )  # fmt: skip
-
-    @property
-    def changed_adapter_fields(self) -> dict[str, Any]:
-        """The fields of `adapter` that do not have their default."""
-        defaults = vars(AdapterOptions())
-        return {name: value for name, value in self.adapter.items() if value != defaults[name]}
 
     def adapter_config(self) -> MoELoraConfig:
         fields = dict(self.adapter)
@@ -198,32 +191,26 @@ class TrainingParser(TrlParser):
         Raises:
             ValueError: no such file, an unknown key or flag, or a wrong value.
         """
-        files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        files.add_argument("--config")
-        file, flags = files.parse_known_args(arguments)
-        settings = {} if file.config is None else self._read(file.config)
-        self.set_defaults_with_config(**settings)
-        plans = settings.get("dry_run") or {"--dry_run", "--dry-run"} & set(flags)
-        if plans and not torch.accelerator.is_available():
+        file = self.parse_known_args(arguments)[0].config
+        self.set_defaults_with_config(**({} if file is None else self._read(file)))
+        options, unknown = self.parse_known_args(arguments)
+        if options.dry_run and not torch.accelerator.is_available():
             self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
-        for flag in self.parse_known_args(flags)[1]:
+        for flag in unknown:
             raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help`"))
         try:
-            data, training, model, adapter, run, _ = self.parse_args_into_dataclasses(flags)
+            data, training, model, adapter, run, _ = self.parse_args_into_dataclasses(arguments)
         except (TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:  # of a library's own checks
             raise ValueError(f"{self.prog}: {one_line(error)}") from error
         for part in (data, training, model):
             for name, value in vars(part).items():
                 if name in _UNREAD and value:
                     raise ValueError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
-        values = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-        return Options(data, training, ModelConfig(**values), vars(adapter), run)
+        return Options(data, training, ModelConfig(**vars(model)), vars(adapter), run)
 
     def _read(self, path: str) -> dict[str, Any]:
         """The settings of a YAML file."""
-        settings = read_yaml(read_text(path), path)
-        if not isinstance(settings, dict):
-            raise ValueError(f"{path}: must be a mapping of keys to values")
+        settings = read_settings(path)
         with prefixed(path):
             settings.pop("plugins", None)  # `main` has imported them
             for key, value in settings.items():
@@ -274,7 +261,7 @@ def training_stages(options: Options) -> dict[str, Any]:
             f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: is of one of the stages "
             f"{', '.join(stages)}; use true, or stages.<name>.resume_from_checkpoint"
         )
-    found = {}
+    stage_args = {}
     for name, settings in (stages if isinstance(stages, dict) else dict.fromkeys(stages)).items():
         path, settings = f"stages.{name}", {} if settings is None else settings
         if name not in _STAGES:
@@ -285,12 +272,12 @@ def training_stages(options: Options) -> dict[str, Any]:
             raise ValueError(f"{path}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
         validate(type(training), settings, path)
         common = {key: getattr(training, key) for key in names}
-        folder = str(Path(str(training.output_dir)) / name)
+        folder = str(Path(training.output_dir, name))
         with prefixed(path):
-            found[path] = type(training)(
+            stage_args[path] = type(training)(
                 **{**common, "output_dir": folder, **_resolved(settings), **settings, "training_stage": name}
             )
-    return found
+    return stage_args
 
 
 def _labels_alone(training: Any) -> bool:
@@ -304,9 +291,9 @@ def _labels_alone(training: Any) -> bool:
 def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What the arguments of all stages have set by themselves, and a stage changes under another name."""
     changes: dict[str, Any] = {"bf16": False} if settings.get("fp16") else {}
-    known = {f.name for f in dataclasses.fields(TrainingArguments)}
+    names = {f.name for f in dataclasses.fields(TrainingArguments)}
     for name in settings:
         alias = name.replace("gradient_", "activation_")
-        if name.startswith("gradient_checkpoint") and alias in known:
+        if name.startswith("gradient_checkpoint") and alias in names:
             changes[alias] = settings[name]
     return changes

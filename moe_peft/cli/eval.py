@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
     if options.figures is not None and not options.each_expert:
         raise ValueError(f"--figures {options.figures}: the figure shows --each-expert; add that, or leave it out")
     settings = TaskSettings(
-        tuple(task for given in options.tasks for task in given.split(",") if task),
+        tuple(task for names in options.tasks for task in names.split(",") if task),
         include_path=options.include_path,
         num_fewshot=options.num_fewshot,
         batch_size=options.batch_size,

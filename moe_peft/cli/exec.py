@@ -55,8 +55,8 @@ def _command(program: list[str]) -> list[str]:
     name = program[0]
     if name == "-m" or (name.endswith(".py") and Path(name).is_file()):
         return [sys.executable, *program]
-    own = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    found = shutil.which(name, path=own)
-    if found is None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    executable = shutil.which(name, path=path)
+    if executable is None:
         raise ValueError(f"exec: {name!r}: no such program; give a command, a .py file, or -m and a module")
-    return [found, *program[1:]]
+    return [executable, *program[1:]]

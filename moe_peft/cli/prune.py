@@ -68,6 +68,6 @@ def print_pruning(pruning: Pruning) -> None:
         assert pruning.loss is not None
         table.add_row(f"loss: {domain}", *(f"{pruning.loss[when][domain]:.4f}" for when in ("before", "after")))
     console.print(table)
-    for what, shares in (("lost an expert", pruning.lost), ("had one that is merged", pruning.merged)):
+    for event, shares in (("lost an expert", pruning.lost), ("had one that is merged", pruning.merged)):
         if shares is not None and shares["any_layer"]:
-            console.print(f"tokens that {what} in any layer: {shares['any_layer']:.1%}", highlight=False)
+            console.print(f"tokens that {event} in any layer: {shares['any_layer']:.1%}", highlight=False)

@@ -28,7 +28,7 @@ from ..utils.loading import changed_embeddings, chat_template, without_zero3
 from ..utils.messages import one_line
 from ..utils.model_card import write_model_card
 from ..utils.validation import prefixed
-from .arguments import Options, training_stages
+from .arguments import AdapterOptions, Options, training_stages
 
 
 def train_or_plan(options: Options, trainer_class: Any) -> None:
@@ -140,8 +140,8 @@ def _load_splits(options: Options, stages: Mapping[str, Any], tokenizer: Any) ->
         for column, path in columns.items():
             check_has_labels(rows, column, "dataset_name", f"{path}." if path else "")
             for template in templates:
-                own_template = partial(chat_template, template, "chat_template_path")
-                check_rows(rows, f"dataset_name={source!r}", tokenizer, column, own_template)
+                other_template = partial(chat_template, template, "chat_template_path")
+                check_rows(rows, f"dataset_name={source!r}", tokenizer, column, other_template)
     return splits[0], splits[1] if len(splits) > 1 else None
 
 
@@ -157,6 +157,9 @@ def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
         with without_zero3(), torch.device("meta"):
             return get_peft_model(model, options.adapter_config()), options.adapter_config()
     router_sizes(model, "use_peft=False")
-    for name, value in options.changed_adapter_fields.items():
-        raise ValueError(f"{name}={value!r}: is for a MoE-LoRA adapter, and this model is trained itself; leave it out")
+    for name, default in vars(AdapterOptions()).items():
+        if (value := options.adapter[name]) != default:
+            raise ValueError(
+                f"{name}={value!r}: is for a MoE-LoRA adapter, and this model is trained itself; leave it out"
+            )
     return model, None

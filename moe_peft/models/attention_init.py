@@ -3,7 +3,7 @@ Router Upcycling: initialises routers from a base model's attention heads (the p
 folds routers into plain linear gates.
 
 `init_attention_routers` and `fold_routers` change a model; `attention_gates` computes the gates of a MoE that is still
-to be made. Then come the places of routers in a model, and what is read of its attentions.
+to be made. Then come the routers of a model, and what is read of its attentions.
 
 Legend: H query heads of width w, K = H'·w of all key heads, d hidden size, m routers, n experts, d' = H·w/m the width
 of a router.
@@ -21,7 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from ..adapter.layers import MoELoraFFN
+from ..adapter.layers import MoELoraFFN, without_adapters
 from ..routing.attention_heads import attention_weights, check_heads, fitting_heads
 from ..routing.routers import LinearRouter, Router, RouterSettings, folded_weight
 from ..utils.torch_contexts import evaluating
@@ -81,17 +81,17 @@ def init_attention_routers(
     adapted = bool(adapter_layers(model))
     if not adapted and adapter_name is not None:
         raise ValueError(f"init_attention_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
-    places = _adapter_places(model, adapter_name) if adapted else _native_places(model)
-    paths = [attention_before(model, path) for path in places]
+    targets = _adapter_targets(model, adapter_name) if adapted else _native_targets(model)
+    paths = [attention_before(model, path) for path in targets]
     source = model if dense is None else dense
-    attentions = [_same_place(model, path, source) for path in paths]
-    sizes = [(place.heads(num_heads), place.num_experts) for place in places.values()]
+    attentions = [_counterpart(model, path, source) for path in paths]
+    sizes = [(target.heads(num_heads), target.num_experts) for target in targets.values()]
     weights = _weights(source, attentions, batches, sizes)
-    if any(place.router is None for place in places.values()):
+    if any(target.router is None for target in targets.values()):
         replace_routers(model, RouterSettings("attention", num_heads=num_heads))
-        places = _native_places(model)
-    for place, (query_MWD, key_NCW) in zip(places.values(), weights, strict=True):
-        cast(Router, place.router).set_heads(query_MWD, key_NCW)
+        targets = _native_targets(model)
+    for target, (query_MWD, key_NCW) in zip(targets.values(), weights, strict=True):
+        cast(Router, target.router).set_heads(query_MWD, key_NCW)
 
 
 @torch.no_grad()
@@ -159,22 +159,23 @@ def _weights(
     ]
 
 
-def _same_place(model: nn.Module, path: str, source: nn.Module) -> Any:
-    """The attention at the path of one of `model`'s, in `source`."""
+def _counterpart(model: nn.Module, path: str, source: nn.Module) -> Any:
+    """The attention of `source` that corresponds to that at `path` in `model`."""
     attention = model.get_submodule(path)
     if source is model:
         return attention
     path = next(name for name, module in base_model(model).named_modules() if module is attention)
     try:
-        found: Any = base_model(source).get_submodule(path)
+        counterpart: Any = base_model(source).get_submodule(path)
     except AttributeError:
         raise no_attention(source) from None
-    if not is_attention(found) or found.q_proj.weight.shape != cast(Any, attention).q_proj.weight.shape:
+    shape = cast(Any, attention).q_proj.weight.shape
+    if not is_attention(counterpart) or counterpart.q_proj.weight.shape != shape:
         raise ValueError(
             f"init_attention_routers: dense: {type(source).__name__} has no attention like that at {path!r}; give the "
             "dense model that the MoE was made from"
         )
-    return found
+    return counterpart
 
 
 @torch.no_grad()
@@ -224,8 +225,7 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
         if old.linear_gate:
             continue
         expert = next(layer.moe_lora_A[name].parameters())
-        own = list(old.parameters()) or [expert]
-        trained = all(p.requires_grad for p in own)
+        trained = all(p.requires_grad for p in list(old.parameters()) or [expert])
         settings = RouterSettings(jitter_noise=spec.router.jitter_noise)
         layer.moe_lora_spec[name] = replace(spec, router=settings)
         layer.put_router(name)
@@ -240,23 +240,23 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
         cast(Any, model).peft_config[name] = config
 
 
-# --- where routers are -----------------------------------------------------------------------------------------------
+# --- a model's routers ------------------------------------------------------------------------------------------------
 
 
 def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
     """The adapter of that name; the active one if None."""
     layers = adapter_layers(model)
-    known = {name for layer in layers for name in layer.moe_lora_router}
-    active = (name for layer in layers for name in layer.active_adapters if name in known)
-    found = next(active, None) if adapter_name is None else adapter_name
-    if found not in known:
+    names = {name for layer in layers for name in layer.moe_lora_router}
+    if adapter_name is None:
+        adapter_name = next((name for layer in layers for name in layer.active_adapters if name in names), None)
+    if adapter_name not in names:
         raise ValueError(
-            f"{caller}: adapter_name={adapter_name!r}: no such adapter with routers; there is {sorted(known)}"
+            f"{caller}: adapter_name={adapter_name!r}: no such adapter with routers; there is {sorted(names)}"
         )
-    return found
+    return adapter_name
 
 
-class _Place(NamedTuple):
+class _Target(NamedTuple):
     """A router; None stands for a native MoE's own gate, which becomes an attention router."""
 
     router: Router | None
@@ -267,13 +267,13 @@ class _Place(NamedTuple):
         if self.router is None:
             return num_heads or self.num_experts
         if self.router.needs_attention:
-            own = self.router.settings.num_heads or self.num_experts
-            if num_heads not in (None, own):
+            m = self.router.settings.num_heads or self.num_experts
+            if num_heads not in (None, m):
                 raise ValueError(
-                    f"init_attention_routers: num_heads={num_heads}: these attention routers have {own}; leave it out, "
+                    f"init_attention_routers: num_heads={num_heads}: these attention routers have {m}; leave it out, "
                     "or set router_num_heads when they are made"
                 )
-            return own
+            return m
         return _linear_heads(num_heads, self.num_experts)
 
 
@@ -283,31 +283,31 @@ def _linear_heads(num_heads: int | None, n: int) -> int:
     return num_heads or n
 
 
-def _adapter_places(model: nn.Module, adapter_name: str | None) -> dict[str, _Place]:
+def _adapter_targets(model: nn.Module, adapter_name: str | None) -> dict[str, _Target]:
     name = _adapter(model, adapter_name, "init_attention_routers")
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, MoELoraFFN)}
     routers = {path: layer.router(name) for path, layer in layers.items() if name in layer.moe_lora_router}
     if not routers:
         raise ValueError(f"init_attention_routers: adapter {name!r} has no routers on FFNs; target FFN blocks")
-    return {path: _checked(path, _Place(router, router.num_experts)) for path, router in routers.items()}
+    return {path: _checked(path, _Target(router, router.num_experts)) for path, router in routers.items()}
 
 
-def _native_places(model: nn.Module) -> dict[str, _Place]:
+def _native_targets(model: nn.Module) -> dict[str, _Target]:
     gates = native_gates(model, "init_attention_routers")
     sizes = router_sizes(model, "init_attention_routers")
     return {
-        path: _checked(path, _Place(gate.moe_router if isinstance(gate, RoutedGate) else None, n))
+        path: _checked(path, _Target(gate.moe_router if isinstance(gate, RoutedGate) else None, n))
         for (path, gate), (n, _) in zip(gates.items(), sizes, strict=True)
     }
 
 
-def _checked(path: str, place: _Place) -> _Place:
-    if place.router is not None and not place.router.takes_attention:
+def _checked(path: str, target: _Target) -> _Target:
+    if target.router is not None and not target.router.takes_attention:
         raise ValueError(
-            f"init_attention_routers: {path}: router_type={place.router.settings.type!r} cannot be initialised from an "
-            "attention; use 'attention', or a router with a linear gate"
+            f"init_attention_routers: {path}: router_type={target.router.settings.type!r} cannot be initialised from "
+            "an attention; use 'attention', or a router with a linear gate"
         )
-    return place
+    return target
 
 
 # --- what is read of attentions --------------------------------------------------------------------------------------
@@ -334,14 +334,14 @@ def attention_before(model: nn.Module, path: str) -> str:
     """
     while path:
         path = path.rpartition(".")[0]
-        found = [
-            (name, module)
+        attentions = {
+            name: module
             for name, module in model.get_submodule(path).named_modules()
             if hasattr(module, "q_proj") and hasattr(module, "k_proj")
-        ]
-        if len(found) == 1 and is_attention(found[0][1]):
-            return f"{path}.{found[0][0]}".lstrip(".")
-        if found:
+        }
+        if len(attentions) == 1 and all(map(is_attention, attentions.values())):
+            return f"{path}.{next(iter(attentions))}".lstrip(".")
+        if attentions:
             break
     raise no_attention(model)
 
@@ -360,7 +360,7 @@ def query_weight(attention: Any) -> torch.Tensor:
     Raises:
         ValueError: the projection returns more than queries.
     """
-    linear = plain_linear(attention.q_proj)
+    linear: Any = without_adapters(attention.q_proj)
     weight_HD = _weight(linear)
     if weight_HD.shape[0] != attention.config.num_attention_heads * int(attention.head_dim):
         raise ValueError(
@@ -379,13 +379,6 @@ def _weight(linear: Any) -> torch.Tensor:
     with evaluating(linear):
         columns_DH = linear(unit_DD).float()
     return (columns_DH if bias is None else columns_DH - bias.float()).T
-
-
-def plain_linear(module: nn.Module) -> Any:
-    """The linear inside tuner layers."""
-    while isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    return module
 
 
 _ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
@@ -415,16 +408,16 @@ def attention_means(
 
     device = next(backbone(model).parameters()).device
     adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
-    handles = [plain_linear(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
+    handles = [without_adapters(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
     try:
         for layer, _ in adapters:
             layer._disable_adapters = True
         for batch in batches:
-            given = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-            mask_BS1 = given.get("attention_mask", torch.ones_like(given["input_ids"])).unsqueeze(-1).double()
+            arguments = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
+            mask_BS1 = arguments.get("attention_mask", torch.ones_like(arguments["input_ids"])).unsqueeze(-1).double()
             tokens = tokens + mask_BS1.sum()
             with evaluating(model):
-                backbone(model)(**given, use_cache=False)
+                backbone(model)(**arguments, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

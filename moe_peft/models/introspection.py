@@ -71,15 +71,15 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
     gates = {} if adapter_layers(model) else _native_gates(model)
     order: list[nn.Module] = []  # the model's active routers
 
-    def tell(collection: Collection) -> None:
+    def on_pass(collection: Collection) -> None:
         nonlocal order
         ran = collection.routers
         if {*ran} != {*order}:
             order = active_routers(model)
         # In the model's order, unless others ran, or one more than once.
-        places = {router: i for i, router in enumerate(ran)}
-        in_order = len(ran) == len(order) and places.keys() == {*order}
-        indices = [places[router] for router in order] if in_order else range(len(ran))
+        positions = {router: i for i, router in enumerate(ran)}
+        in_order = len(ran) == len(order) and positions.keys() == {*order}
+        indices = [positions[router] for router in order] if in_order else range(len(ran))
         n = max(logits_TN.shape[-1] for logits_TN in collection.logits)
         logits = [pad_logits(collection.logits[i], n) for i in indices]
         choices = [collection.choices[i] for i in indices]
@@ -91,7 +91,7 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
         chosen = (_chosen(*of_router, k) for of_router in zip(logits, choices, strict=True))
         observe(RoutedPass(tuple(logits), tuple(chosen), mask, collection.token_ids, torch.is_grad_enabled()))
 
-    with observing(backbone(model), tell, gates):
+    with observing(backbone(model), on_pass, gates):
         yield
 
 
@@ -109,19 +109,25 @@ def native_routers(model: nn.Module) -> list[nn.Module]:
 
 
 def _native_gates(model: nn.Module) -> dict[nn.Module, int]:
-    """The routers of a native MoE, and the place of the logits in what each returns."""
-    found: dict[nn.Module, int] = {}
-    idle: set[nn.Module] = set()  # copies that PEFT keeps beside the active module
+    """The routers of a native MoE, and the index of the logits in what each returns."""
+    gates: dict[nn.Module, int] = {}
+    idle: set[nn.Module] = set()
     for module in model.modules():
-        if places := recorded_routers(module):
+        if indices := recorded_routers(module):
             for part in module.modules():
-                for kind in (kind for kind in places if isinstance(part, kind)):
-                    found.setdefault(part, places[kind])
+                for kind in (kind for kind in indices if isinstance(part, kind)):
+                    gates.setdefault(part, indices[kind])
         if isinstance(module, ModulesToSaveWrapper):
-            copies = {**module.modules_to_save, "": module.original_module}
-            running = "" if module.disable_adapters or not module.active_adapters else module.active_adapters[0]
-            idle.update(m for name, part in copies.items() if name != running for m in part.modules())
-    return {router: place for router, place in found.items() if router not in idle}
+            idle.update(part for copy in idle_copies(module) for part in copy.modules())
+    return {gate: index for gate, index in gates.items() if gate not in idle}
+
+
+def idle_copies(wrapper: ModulesToSaveWrapper) -> list[nn.Module]:
+    """The modules that PEFT keeps beside the one that its wrapper's forward runs."""
+    saved, active = wrapper.modules_to_save, wrapper.active_adapters
+    adapted = bool(active) and not wrapper.disable_adapters and all(name in saved for name in active)
+    running = saved[active[0]] if adapted else wrapper.original_module
+    return [module for module in (wrapper.original_module, *saved.values()) if module is not running]
 
 
 def adapter_layers(model: nn.Module) -> list[MoELoraLayer]:
@@ -139,8 +145,8 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     layers = adapter_layers(model)
     if layers and all(layer.disable_adapters for layer in layers):
         raise ValueError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")
-    sizes = [(spec.num_experts, spec.top_k) for spec in (layer.moe_lora_spec[name] for layer, name in _active(model))]
-    sizes = sizes or [gate_size(router) for router in native_routers(model)]
+    specs = [layer.moe_lora_spec[name] for layer, name in routed_adapters(model)]
+    sizes = [(spec.num_experts, spec.top_k) for spec in specs] or list(map(gate_size, native_routers(model)))
     if not sizes:
         raise ValueError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
     return sizes
@@ -148,11 +154,11 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
 
 def active_routers(model: nn.Module) -> list[nn.Module]:
     """The routers that `router_sizes` counts, in its order: of this package, or a native MoE's gates."""
-    own: list[nn.Module] = [layer.router(name) for layer, name in _active(model)]
-    return own or [getattr(gate, "moe_router", gate) for gate in native_routers(model)]
+    routers: list[nn.Module] = [layer.router(name) for layer, name in routed_adapters(model)]
+    return routers or [getattr(gate, "moe_router", gate) for gate in native_routers(model)]
 
 
-def _active(model: nn.Module) -> Iterator[tuple[MoELoraLayer, str]]:
+def routed_adapters(model: nn.Module) -> Iterator[tuple[MoELoraLayer, str]]:
     """Each layer with its active adapters that have a router: not, say, a DPO trainer's reference copy."""
     for layer in adapter_layers(model):
         for name in layer.active_adapters:
@@ -182,5 +188,5 @@ def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The routers' parameters by name: those of the MoE-LoRA adapters, or else of the native MoE."""
     if adapter_layers(model):
         return {name: p for name, p in model.named_parameters() if ".moe_lora_router." in name}
-    own = {id(p) for router in native_routers(model) for p in router.parameters()}
-    return {name: p for name, p in model.named_parameters() if id(p) in own}
+    ids = {id(p) for router in native_routers(model) for p in router.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) in ids}

@@ -16,7 +16,7 @@ from ..adapter.layers import MoELoraLayer
 from ..routing.routers import AttentionRouter
 from ..utils.distributed import shape_of
 from ..utils.expert_merging import similarities, value_gram
-from .introspection import adapter_layers, base_model, gate_size, native_routers
+from .introspection import base_model, gate_size, idle_copies, native_routers, routed_adapters
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,9 @@ def expert_similarity(model: nn.Module) -> torch.Tensor | None:
     without experts, or where layers have different numbers of them.
     """
     grams = []
-    for layer in adapter_layers(model):
-        for name in layer.active_adapters:
-            if name in layer.moe_lora_router:
-                experts, (A_all, B_all) = layer.moe_lora_spec[name], layer.expert_parameters(name)
-                grams += [experts.gram(A, B_all[projection]) for projection, A in A_all.items()]
+    for layer, name in routed_adapters(model):
+        experts, (A_all, B_all) = layer.moe_lora_spec[name], layer.expert_parameters(name)
+        grams += [experts.gram(A, B_all[projection]) for projection, A in A_all.items()]
     if not grams:
         grams = [value_gram(p.flatten(1)) for experts, n, _ in _blocks(model) for p in _stacked(experts, n)]
     if not grams or len({len(gram) for gram in grams}) > 1:
@@ -98,12 +96,7 @@ def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
     for experts, n, k in _blocks(model):
         yield from ((p, Fraction(k, n)) for p in experts.parameters())
     for wrapper in (m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)):
-        running = [] if wrapper.disable_adapters else wrapper.active_adapters
-        saved = {name: module for name, module in wrapper.modules_to_save.items()}
-        idle = [module for name, module in saved.items() if name not in running]
-        if any(name in saved for name in running):
-            idle.append(wrapper.original_module)
-        yield from ((p, Fraction(0)) for module in idle for p in module.parameters())
+        yield from ((p, Fraction(0)) for module in idle_copies(wrapper) for p in module.parameters())
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:

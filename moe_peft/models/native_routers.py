@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -51,10 +51,8 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     ```
     """
     sizes, gates = router_sizes(model, "replace_routers"), native_gates(model, "replace_routers")
-    given = RouterSettings(router) if isinstance(router, str) else router
-    if given.type in ROUTERS and ROUTERS[given.type].by_token_id:
-        raise ValueError(f"replace_routers: router={given.type!r}: a native gate has no token ids to route by")
-    _refuse_unread(given, top_k, max(n for n, _ in sizes))
+    settings = RouterSettings(router) if isinstance(router, str) else router
+    _check_settings(settings, top_k, max(n for n, _ in sizes))
     try:
         rules = [gate_rule(gate) for gate in gates.values()]
     except ValueError as error:
@@ -65,7 +63,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for n, _ in sizes:
-            spec = _adapter_config(given, n, top_k or stock["top_k"], stock["normalizes"]).expert_spec("", config)
+            spec = _adapter_config(settings, n, top_k or stock["top_k"], stock["normalizes"]).expert_spec("", config)
             keeps = stock["normalizes"] and (spec.normalize_top_k or not hasattr(config, "norm_topk_prob"))
             made.append((make_router(config.hidden_size, n, spec.router), spec.top_k, keeps))
     for (path, gate), (new, k, normalizes) in zip(gates.items(), made, strict=True):
@@ -75,7 +73,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
             holder.num_experts_per_tok = made[0][1]
     if hasattr(config, "norm_topk_prob"):
         config.norm_topk_prob = made[0][2]
-    setattr(config, CONFIG_FIELD, {name: value for name, value in asdict(given).items() if name != "attention_size"})
+    setattr(config, CONFIG_FIELD, _options(settings))
     setattr(config, STOCK_FIELD, stock)
 
 
@@ -86,24 +84,27 @@ def check_router(settings: RouterSettings, num_experts: int, top_k: int) -> None
     Raises:
         ValueError: a setting does not fit.
     """
-    _refuse_unread(settings, None, num_experts)
-    if _adapter_config(settings, num_experts, top_k, True).router_class.by_token_id:
-        raise ValueError(f"router_type={settings.type!r}: a native gate has no token ids to route by; use another")
+    _check_settings(settings, None, num_experts)
+    _adapter_config(settings, num_experts, top_k, True)
 
 
-def _refuse_unread(given: RouterSettings, top_k: int | None, num_experts: int) -> None:
-    """Raise if the router has no use for a setting."""
-    if given.type not in ROUTERS:
-        return  # its own message is to come
-    router = ROUTERS[given.type]
+def _check_settings(settings: RouterSettings, top_k: int | None, num_experts: int) -> None:
+    """Raise if no native gate can be such a router, or the router has no use for a setting."""
+    if settings.type not in ROUTERS:
+        return  # `MoELoraConfig` raises
+    router = ROUTERS[settings.type]
+    if router.by_token_id:
+        raise ValueError(
+            f"replace_routers: router={settings.type!r}: a native gate has no token ids to route by; use another"
+        )
     for setting in unread_settings(router):
-        if (value := getattr(given, setting.name)) != setting.default:
+        if (value := getattr(settings, setting.name)) != setting.default:
             raise ValueError(
-                f"replace_routers: {setting.name}={value!r}: router={given.type!r} has no use for it; leave it out"
+                f"replace_routers: {setting.name}={value!r}: router={settings.type!r} has no use for it; leave it out"
             )
     fixed = num_experts if router.all_experts else router.only_top_k
     if fixed is not None and top_k not in (None, fixed):
-        raise ValueError(f"replace_routers: top_k={top_k}: router={given.type!r} has top_k={fixed}; leave it out")
+        raise ValueError(f"replace_routers: top_k={top_k}: router={settings.type!r} has top_k={fixed}; leave it out")
 
 
 def fold_native_routers(model: nn.Module) -> None:
@@ -140,16 +141,21 @@ def native_gates(model: nn.Module, caller: str) -> dict[str, Any]:
 
 def _adapter_config(settings: RouterSettings, n: int, k: int, normalizes: bool) -> MoELoraConfig:
     """The same settings of an adapter that is not trained, which checks them and adjusts top_k."""
-    own = {f"router_{f.name}": getattr(settings, f.name) for f in fields(RouterSettings) if f.name != "attention_size"}
+    options: dict[str, Any] = {f"router_{name}": value for name, value in _options(settings).items()}
     return MoELoraConfig(
-        num_experts=n, top_k=k, normalize_top_k=normalizes, mixing="projection", inference_mode=True, **own
+        num_experts=n, top_k=k, normalize_top_k=normalizes, mixing="projection", inference_mode=True, **options
     )
+
+
+def _options(settings: RouterSettings) -> dict[str, Any]:
+    """The settings that a user gives."""
+    return {name: value for name, value in asdict(settings).items() if name != "attention_size"}
 
 
 def _like(model: nn.Module, path: str) -> torch.Tensor:
     """A floating tensor of the gate, or of the block around a gate that has none."""
     while True:
-        found = next((p for p in model.get_submodule(path).parameters() if p.is_floating_point()), None)
-        if found is not None:
-            return found.detach()
+        parameter = next((p for p in model.get_submodule(path).parameters() if p.is_floating_point()), None)
+        if parameter is not None:
+            return parameter.detach()
         path = path.rpartition(".")[0]

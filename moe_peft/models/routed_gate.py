@@ -19,7 +19,7 @@ class RoutedGate:
     """
     Mixin for the gate class of a native MoE: `moe_router` computes the logits and chooses the experts. Where that
     router folds, the state dict has the gate's `weight` too, so that transformers loads the right model from a
-    checkpoint (stricter loaders may refuse the names of the router's parameters); not under FSDP2, which divides it.
+    checkpoint (stricter loaders may refuse the names of the router's parameters); not under FSDP2, which shards it.
     """
 
     moe_router: Router
@@ -56,8 +56,8 @@ class RoutedGate:
             weight_ND = self.fold()
         except ValueError:
             return
-        own = next(self.moe_router.parameters(), None)
-        destination[f"{prefix}weight"] = weight_ND.float() if own is None else weight_ND.to(own.device, own.dtype)
+        like = next(self.moe_router.parameters(), None)
+        destination[f"{prefix}weight"] = weight_ND.float() if like is None else weight_ND.to(like.device, like.dtype)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}weight", None)
@@ -93,11 +93,11 @@ def gate_rule(gate: Any) -> bool:
     if isinstance(weight_ND, torch.Tensor) and weight_ND.dim() == 2 and isinstance(getattr(gate, "top_k", None), int):
         x_TD = torch.randn(32, weight_ND.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_ND)
         with torch.no_grad():
-            found = type(gate).forward(gate, x_TD)
+            output = type(gate).forward(gate, x_TD)
             logits_TN = F.linear(x_TD, weight_ND).float()
         for normalize in (True, False):
             expected = (logits_TN, *top_k_gates(logits_TN, gate.top_k, normalize))
-            if isinstance(found, tuple) and len(found) == 3 and all(map(_alike, found, expected)):
+            if isinstance(output, tuple) and len(output) == 3 and all(map(_alike, output, expected)):
                 return normalize
     raise ValueError(
         f"{type(gate).__name__} is not a linear gate with a softmax over the top k, so no other router can take its "
@@ -105,12 +105,10 @@ def gate_rule(gate: Any) -> bool:
     )
 
 
-def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
     # Families compute probabilities in float32, whatever the dtype of the weights.
-    tolerance = max(torch.finfo(d).eps for d in (found.dtype, torch.float32)) * 8 if found.is_floating_point() else 0.0
-    return found.shape == expected.shape and torch.allclose(
-        found.double(), expected.double(), rtol=tolerance, atol=tolerance
-    )
+    tolerance = max(torch.finfo(d).eps for d in (x.dtype, torch.float32)) * 8 if x.is_floating_point() else 0.0
+    return x.shape == y.shape and torch.allclose(x.double(), y.double(), rtol=tolerance, atol=tolerance)
 
 
 def put_router(gate: Any, router: Router, top_k: int, normalizes: bool, like: torch.Tensor) -> None:

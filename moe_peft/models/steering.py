@@ -141,13 +141,9 @@ def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
             if not layers and outer is None:  # else the hook of the block around this one reads the steering
                 # First, so that whoever observes the router sees the new choice.
                 stack.callback(module.register_forward_hook(_choose_again, prepend=True).remove)
-            stack.callback(_set_steering, module, outer)
-            _set_steering(module, steering)
+            stack.callback(setattr, module, "steering", outer)
+            module.steering = steering
         yield
-
-
-def _set_steering(module: Any, steering: Steering | None) -> None:
-    module.steering = steering
 
 
 def _choose_again(router: Any, args: tuple, output: tuple) -> tuple:
@@ -173,19 +169,19 @@ def _check_rule(router: Any) -> None:
         ValueError: without a restriction, choosing again would change what a native router chooses.
     """
     weight: Any = getattr(router, "weight", None)
-    known = isinstance(router, RoutedGate) or router in _checked
-    if known or type(getattr(weight, "data", None)) is not torch.Tensor or weight.is_meta or not weight.numel():
+    checked = isinstance(router, RoutedGate) or router in _checked
+    if checked or type(getattr(weight, "data", None)) is not torch.Tensor or weight.is_meta or not weight.numel():
         return  # of several processes, each has a part
     x_TD = torch.randn(32, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
     try:
-        logits_TN, gates, experts = type(router).forward(router, x_TD)
+        logits_TN, gates_TK, experts_TK = type(router).forward(router, x_TD)
         everything = torch.ones(1, logits_TN.shape[1], dtype=torch.bool)
-        again, chosen_again = _choice(router, logits_TN, Steering(allowed=everything))
-        found, expected = (
-            torch.zeros_like(logits_TN, dtype=torch.float32).scatter(1, chosen, own.float())
-            for chosen, own in ((experts, gates), (chosen_again, again))
+        choices = ((gates_TK, experts_TK), _choice(router, logits_TN, Steering(allowed=everything)))
+        actual_TN, expected_TN = (
+            torch.zeros_like(logits_TN, dtype=torch.float32).scatter(1, experts, gates.float())
+            for gates, experts in choices
         )
-        exact = torch.allclose(found, expected, rtol=0, atol=8 * torch.finfo(gates.dtype).eps)
+        exact = torch.allclose(actual_TN, expected_TN, rtol=0, atol=8 * torch.finfo(gates_TK.dtype).eps)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # other arguments, or other outputs
         exact = False
     if not exact:

@@ -128,13 +128,13 @@ def share_keys(keys_GW: torch.Tensor, mean_queries_GW: torch.Tensor) -> torch.Te
     family_G = key_families(keys_GW)
     result_GW = keys_GW.clone()
     for first in family_G.unique().tolist():
-        own = (family_G == first).nonzero().flatten()
-        if len(own) == 1:
+        members = (family_G == first).nonzero().flatten()
+        if len(members) == 1:
             continue
-        gains_SW = mean_queries_GW[own] * keys_GW[first]
+        gains_SW = mean_queries_GW[members] * keys_GW[first]
         shares_SW = keys_GW[first] * _even_shares(gains_SW.double()).to(keys_GW)
         length = keys_GW[first].norm() / shares_SW.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        result_GW[own] = shares_SW * length
+        result_GW[members] = shares_SW * length
     return result_GW
 
 
@@ -150,8 +150,8 @@ def _even_shares(gains_SW: torch.Tensor) -> torch.Tensor:
             "fewer experts"
         )
     owner, free = [-1] * width, [width // rows] * rows
-    for place in gains_SW.cpu().flatten().argsort(descending=True, stable=True).tolist():
-        row, column = divmod(place, width)
+    for index in gains_SW.cpu().flatten().argsort(descending=True, stable=True).tolist():
+        row, column = divmod(index, width)
         if owner[column] < 0 and free[row]:
             owner[column] = row
             free[row] -= 1

@@ -48,26 +48,27 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
     if not isinstance(expert_map, Mapping) or not expert_map:
         raise ValueError(f"{caller}: {expert_map!r}: give a map of labels to experts, e.g. {{'math': [0, 1]}}")
     read: dict[str, dict[str, list[int]]] = {}
-    for label, given in expert_map.items():
+    for label, entries in expert_map.items():
         if label_text(label) in read:
             raise ValueError(f"{caller}: the label {label_text(label)!r} occurs twice, as number and text; keep one")
-        read[label_text(label)] = _readings(given, num_experts, f"{caller}: {label!r}: {_shown(given)}")
+        read[label_text(label)] = _readings(entries, num_experts, f"{caller}: {label!r}: {_shown(entries)}")
     forms = [form for form in ("indices", "mask") if all(form in readings for readings in read.values())]
     if not forms:
-        one, other = (next(label for label, found in read.items() if form not in found) for form in ("indices", "mask"))
-        raise ValueError(f"{caller}: {one!r} has a mask, {other!r} a list of indices; write all in one form")
+        masked, listed = (next(label for label in read if form not in read[label]) for form in ("indices", "mask"))
+        raise ValueError(f"{caller}: {masked!r} has a mask, {listed!r} a list of indices; write all in one form")
     if len(forms) == 2:
         raise ValueError(
             f"{caller}: {_shown(expert_map)}: with two experts these may be indices or masks; write masks as "
             "[true, false], both experts as [true, true]"
         )
-    chosen = [readings[forms[0]] for readings in read.values()]
-    if forms == ["indices"] and num_experts > 2 and len(read) > 1 and all(sorted(own) == [0, 1] for own in chosen):
+    experts = {label: readings[forms[0]] for label, readings in read.items()}
+    looks_masked = len(experts) > 1 and all(sorted(indices) == [0, 1] for indices in experts.values())
+    if forms == ["indices"] and num_experts > 2 and looks_masked:
         raise ValueError(
             f"{caller}: {_shown(expert_map)}: these look like masks for two experts, but there are {num_experts}; "
             f"write masks of {num_experts} entries"
         )
-    return {label: readings[forms[0]] for label, readings in read.items()}
+    return experts
 
 
 def check_allowed(expert_map: Mapping[str, Sequence[int]], fewest: int, caller: str) -> None:
@@ -97,26 +98,26 @@ def expert_masks(expert_map: Mapping[str, Sequence[int]], num_experts: int) -> t
     return allowed
 
 
-def _readings(given: Any, n: int, what: str) -> dict[str, list[int]]:
+def _readings(entries: Any, n: int, source: str) -> dict[str, list[int]]:
     """The indices that a label's list means, by the form in which it can be read: one or both."""
-    given = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-        raise ValueError(f"{what}: give a list of experts from 0 to {n - 1}, or a mask of {n} entries")
-    booleans = any(isinstance(entry, bool) for entry in given)
-    if booleans and not all(isinstance(entry, bool) for entry in given):
-        raise ValueError(f"{what}: true and false among numbers; write indices, or a mask of 0 and 1")
+    entries = entries.tolist() if hasattr(entries, "tolist") else entries
+    if isinstance(entries, str | bytes) or not isinstance(entries, Sequence):
+        raise ValueError(f"{source}: give a list of experts from 0 to {n - 1}, or a mask of {n} entries")
+    booleans = any(isinstance(entry, bool) for entry in entries)
+    if booleans and not all(isinstance(entry, bool) for entry in entries):
+        raise ValueError(f"{source}: true and false among numbers; write indices, or a mask of 0 and 1")
     try:
-        entries = [operator.index(entry) for entry in given]
+        numbers = [operator.index(entry) for entry in entries]
     except TypeError:
-        raise ValueError(f"{what}: name experts by integers") from None
-    readings = {"mask": _as_mask(entries, n)}
+        raise ValueError(f"{source}: name experts by integers") from None
+    readings = {"mask": _as_mask(numbers, n)}
     if not booleans:
-        readings["indices"] = _as_indices(entries, n)
-    found = {form: read for form, read in readings.items() if isinstance(read, list)}
-    if not found:
-        form = "mask" if booleans or entries == [0] * n else "indices"
-        raise ValueError(f"{what}: {readings[form]}")
-    return found
+        readings["indices"] = _as_indices(numbers, n)
+    valid = {form: reading for form, reading in readings.items() if isinstance(reading, list)}
+    if not valid:
+        form = "mask" if booleans or numbers == [0] * n else "indices"
+        raise ValueError(f"{source}: {readings[form]}")
+    return valid
 
 
 def _as_indices(entries: list[int], n: int) -> list[int] | str:

@@ -91,8 +91,8 @@ def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[
     """
     gates_T1, experts_T1 = _top_probabilities(logits_TN, 1)
     if capacity is not None:
-        place_TN = F.one_hot(experts_T1.squeeze(1), logits_TN.shape[1]).cumsum(0)
-        gates_T1 = gates_T1 * (place_TN.gather(1, experts_T1) <= capacity)
+        position_TN = F.one_hot(experts_T1.squeeze(1), logits_TN.shape[1]).cumsum(0)  # among an expert's tokens, from 1
+        gates_T1 = gates_T1 * (position_TN.gather(1, experts_T1) <= capacity)
     return gates_T1, experts_T1
 
 
@@ -198,13 +198,13 @@ class Steering:
         return choose(logits_TN.masked_fill(~_per_token(self.allowed, logits_TN), -torch.inf), k, normalize)
 
 
-def _per_token(of_rows: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
+def _per_token(rows_B: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
     """Repeat a per-row tensor [B, …] for each of the T = B·S tokens."""
-    rows, tokens = of_rows.shape[0], logits_TN.shape[0]
+    rows, tokens = rows_B.shape[0], logits_TN.shape[0]
     length = tokens // max(rows, 1)
     if tokens != rows * length:
         raise ValueError(f"steered routing: {rows} rows are steered, the batch has {tokens} tokens; give one per row")
-    return of_rows.to(logits_TN.device).repeat_interleave(length, dim=0)
+    return rows_B.to(logits_TN.device).repeat_interleave(length, dim=0)
 
 
 def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:

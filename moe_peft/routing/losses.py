@@ -54,7 +54,7 @@ def balancing_loss(
     >>> loss = balancing_loss([torch.randn(10, 4), torch.randn(10, 4)], k=2)
     ```
     """
-    mean = mean or _of_one
+    mean = mean or (lambda values: values)  # of a single process
     logits_LTN = _stacked(router_logits)
     check_top_k(logits_LTN, k)
     probabilities_LTN, n = logits_LTN.softmax(-1), logits_LTN.shape[-1]
@@ -65,14 +65,14 @@ def balancing_loss(
     weights_T = _weights(probabilities_LTN, mask_T, mean)
     f_LN = mean(torch.einsum("ltn,t->ln", chosen_LTN, weights_T))
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
-    own_n = [n] * len(f_LN) if sizes is None or len(set(sizes)) == 1 else list(sizes)
+    sizes = [n] * len(f_LN) if sizes is None or len(set(sizes)) == 1 else list(sizes)
     if scope == "layer":
-        return (f_LN.new_tensor(own_n) * (f_LN * P_LN).sum(-1)).mean()
+        return (f_LN.new_tensor(sizes) * (f_LN * P_LN).sum(-1)).mean()
     pooled = []
-    for of_n in sorted(set(own_n)):
-        layers = [i for i, other in enumerate(own_n) if other == of_n]
-        f_N, P_N = (f_LN, P_LN) if len(layers) == len(own_n) else (f_LN[layers], P_LN[layers])
-        pooled.append(of_n * len(layers) / len(own_n) * (f_N.mean(0) * P_N.mean(0)).sum())
+    for size in sorted(set(sizes)):
+        layers = [i for i, other in enumerate(sizes) if other == size]
+        f_N, P_N = (f_LN, P_LN) if len(layers) == len(sizes) else (f_LN[layers], P_LN[layers])
+        pooled.append(size * len(layers) / len(sizes) * (f_N.mean(0) * P_N.mean(0)).sum())
     return torch.stack(pooled).sum()
 
 
@@ -130,11 +130,6 @@ def _weights(probabilities_LTN: torch.Tensor, mask_T: torch.Tensor | None, mean:
     mask_T = probabilities_LTN.new_ones(tokens) if mask_T is None else mask_T.to(probabilities_LTN)
     count = mean(mask_T.sum())
     return mask_T / torch.where(count > 0, count, 1)
-
-
-def _of_one(values: torch.Tensor) -> torch.Tensor:
-    """The mean over a single process."""
-    return values
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -136,11 +136,11 @@ class Router(nn.Module):
         weight_ND = self._folded()
         x_TD = torch.randn(32, self.hidden_size, generator=torch.Generator().manual_seed(0)).to(weight_ND)
         with evaluating(self):
-            own_TN, folded_TN = self.logits(x_TD), x_TD @ weight_ND.T
-            own_TK = self.choose(own_TN, k, normalize)[0]
-        tolerance = 1e-6 * max(1.0, float(own_TN.abs().max()))
-        if not (torch.allclose(own_TN, folded_TN, atol=tolerance) and torch.allclose(
-            own_TK, top_k_gates(own_TN, k, normalize)[0], atol=1e-6
+            logits_TN, folded_TN = self.logits(x_TD), x_TD @ weight_ND.T
+            gates_TK = self.choose(logits_TN, k, normalize)[0]
+        tolerance = 1e-6 * max(1.0, float(logits_TN.abs().max()))
+        if not (torch.allclose(logits_TN, folded_TN, atol=tolerance) and torch.allclose(
+            gates_TK, top_k_gates(logits_TN, k, normalize)[0], atol=1e-6
         )):  # fmt: skip
             raise ValueError(
                 f"router_type={self.settings.type!r} does not fold into a linear gate: the gate routes differently; "

@@ -210,7 +210,7 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float |
     []
     ```
     """
-    found = []
+    verdicts = []
     for layer, (counts_N, n) in enumerate(zip(counts_LN, sizes, strict=True)):
         share_N, by_chance = _shares(counts_N[:n]), _by_chance(counts_N, n)
         if is_clear(_variation(share_N), by_chance):
@@ -219,8 +219,8 @@ def load_verdicts(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float |
             even = float(counts_N[:n].sum()) / n
             collapsed, facts = _unused(share_N, even - counts_N[:n] > _CLEARLY_BELOW * even**0.5)
         if facts:
-            found.append(f"layer {layer}: {'collapsed' if collapsed else 'uneven'}: {'; '.join(facts)}")
-    return found
+            verdicts.append(f"layer {layer}: {'collapsed' if collapsed else 'uneven'}: {'; '.join(facts)}")
+    return verdicts
 
 
 def is_clear(variation: float, by_chance: float) -> bool:

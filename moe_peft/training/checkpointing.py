@@ -231,12 +231,8 @@ class FiniteWeightsMixin:
 @torch.no_grad()
 def _largest(parameter: torch.Tensor) -> torch.Tensor:
     """The largest absolute value of what this process holds of a parameter, computed without a tensor of its size."""
-    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return torch.linalg.vector_norm(own, torch.inf) if own.numel() else torch.zeros(())
-
-
-def _has_optimizer(checkpoint: Path) -> bool:
-    return any(checkpoint.glob("optimizer*")) or any(checkpoint.glob("global_step*"))
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.linalg.vector_norm(local, torch.inf) if local.numel() else torch.zeros(())
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -379,14 +375,15 @@ def train(trainer: Trainer, keep: Collection[int] = (), **facts: Any) -> Trained
     save_full_weights(trainer)
     folder = Path(trainer.args.output_dir)
     fingerprint = Fingerprint.of(trainer, steps=steps, **facts)
-    complete = on_main_process(lambda: _own_checkpoints(folder, fingerprint))
+    complete = on_main_process(lambda: _complete_checkpoints(folder, fingerprint))
     # A kept checkpoint that is missing, or damaged, is trained again; it has lost its optimizer's state.
     latest = max(complete, default=0)
     lost = min((step for step in (*keep, steps) if step < latest and step not in complete), default=steps)
     if latest < steps or lost < steps:
         trainer.add_callback(_Checkpoints(fingerprint, keep))
         show_progress(trainer)
-        resumable = [path for step, path in complete.items() if step < lost and _has_optimizer(path)]
+        before = [path for step, path in complete.items() if step < lost]
+        resumable = [path for path in before if any(path.glob("optimizer*")) or any(path.glob("global_step*"))]
         trainer.train(resume_from_checkpoint=str(resumable[-1]) if resumable else None)
         complete = on_main_process(
             lambda: {s: p for s, p in numbered_checkpoints(folder).items() if s in {*keep, steps}}
@@ -401,7 +398,7 @@ def train(trainer: Trainer, keep: Collection[int] = (), **facts: Any) -> Trained
     return Trained(history, complete)
 
 
-def _own_checkpoints(folder: Path, fingerprint: Fingerprint) -> dict[int, Path]:
+def _complete_checkpoints(folder: Path, fingerprint: Fingerprint) -> dict[int, Path]:
     """The complete checkpoints in a folder, by step."""
     complete = {step: path for step, path in numbered_checkpoints(folder).items() if is_complete(path)}
     for path in complete.values():

@@ -50,17 +50,14 @@ def load_data(
     Raises:
         ValueError: the dataset does not exist, is empty, or lacks the label column.
     """
-    if isinstance(source, str):
-        suffix = Path(source).suffix
-        if suffix not in _FORMATS and Path(source).is_file():
-            raise ValueError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
-        # `load_dataset` reads names of files as patterns; relative ones with the folder that they are in.
-        file = glob.escape(os.path.abspath(source))
-        arguments = {"path": _FORMATS[suffix], "data_files": file} if suffix in _FORMATS else {"path": source}
-        if suffix in _FORMATS and not Path(source).is_file():
+    arguments = {"path": source} if isinstance(source, str) else source
+    if isinstance(source, str) and (suffix := Path(source).suffix) in _FORMATS:
+        if not Path(source).is_file():
             raise ValueError(f"{field}={source!r}: no such file")
-    else:
-        arguments = dict(source)
+        # `load_dataset` reads names of files as patterns; relative ones with the folder that they are in.
+        arguments = {"path": _FORMATS[suffix], "data_files": glob.escape(os.path.abspath(source))}
+    elif isinstance(source, str) and Path(source).is_file():
+        raise ValueError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
     arguments = {"split": split, **arguments}
     folder = str(arguments.get("path"))
     if os.path.isdir(folder) and glob.has_magic(os.path.abspath(folder)):
@@ -185,7 +182,7 @@ def check_rows(
     field: str,
     tokenizer: Any,
     label_column: str | None = None,
-    own_template: Callable[[], str | None] = lambda: None,
+    other_template: Callable[[], str | None] = lambda: None,
 ) -> None:
     """
     Check that every row can be trained on.
@@ -194,7 +191,7 @@ def check_rows(
         field: the field that names the data, for messages.
         tokenizer: whose chat template conversations go through.
         label_column: a column whose values must be labels.
-        own_template: gives another one. It is called only for conversations, as it may read a file.
+        other_template: gives another one. It is called only for conversations, as it may read a file.
 
     Raises:
         ValueError: a row has no text or no label, or a conversation has messages or roles that the chat template does
@@ -202,7 +199,7 @@ def check_rows(
     """
     columns = set(dataset.column_names)
     parts = next(parts for parts in _ROW_FORMATS if all(columns >= set(part) for part in parts))
-    template = cache(lambda: own_template() or getattr(tokenizer, "chat_template", None))
+    template = cache(lambda: other_template() or getattr(tokenizer, "chat_template", None))
     orders: dict[tuple[str, ...], tuple[str, list[dict[str, Any]]]] = {}
     size = len(tokenizer)
     kept = {key for part in parts for key in part} | ({label_column} if label_column else set())
@@ -238,9 +235,9 @@ def _is_label(value: Any) -> bool:
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _messages(what: str, key: str, value: Any, template: Callable[[], Any], size: int) -> list[dict[str, Any]]:
-    """Check a cell; returns its messages if it is a conversation."""
-    shown = f"{what}={one_line(repr(value), 60)}"
+def _messages(cell: str, key: str, value: Any, template: Callable[[], Any], size: int) -> list[dict[str, Any]]:
+    """Check the value of a cell; returns its messages if it is a conversation."""
+    shown = f"{cell}={one_line(repr(value), 60)}"
     if isinstance(value, str) and key not in ("messages", "conversations", "input_ids"):
         if not value.strip() and key != "prompt":
             raise ValueError(f"{shown}: must not be empty; leave the row out")
@@ -249,20 +246,20 @@ def _messages(what: str, key: str, value: Any, template: Callable[[], Any], size
         kind = "a list of tokens" if key == "input_ids" else "a string or a list of messages"
         raise ValueError(f"{shown}: must be {kind}; leave the row out")
     if key != "input_ids":
-        return [_message(what, message, template) for message in value]
+        return [_message(cell, message, template) for message in value]
     if not all(isinstance(token, int) and 0 <= token < size for token in value):
         raise ValueError(f"{shown}: must be tokens from 0 to {size - 1}, those of the tokenizer")
     return []
 
 
-def _message(what: str, message: Any, template: Callable[[], Any]) -> dict[str, Any]:
+def _message(cell: str, message: Any, template: Callable[[], Any]) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"{what}: {one_line(repr(message), 60)}: must be a message with role and content")
+        raise ValueError(f"{cell}: {one_line(repr(message), 60)}: must be a message with role and content")
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     if not isinstance(role, str) or (role not in _ROLES and role not in str(template())):
-        raise ValueError(f"{what}: role={role!r}: must be one of {', '.join(_ROLES)}")
+        raise ValueError(f"{cell}: role={role!r}: must be one of {', '.join(_ROLES)}")
     if not isinstance(content, (str, list)) and not message.get("tool_calls"):
-        raise ValueError(f"{what}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")
+        raise ValueError(f"{cell}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")
     return {**message, "role": role, "content": content}
 
 

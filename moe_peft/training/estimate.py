@@ -207,9 +207,6 @@ def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template
 
     Args:
         template: of chats; None: the tokenizer's.
-
-    Raises:
-        ValueError: a row of no known format.
     """
     if "input_ids" in row:
         return len(row["input_ids"])
@@ -220,9 +217,7 @@ def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template
         return sum(_tokens(tokenizer, prompt + row[answer], template) for answer in ("chosen", "rejected"))
     if "prompt" in row and "completion" in row:
         return _tokens(tokenizer, row["prompt"] + row["completion"], template)
-    if "text" in row:
-        return _tokens(tokenizer, row["text"], template)
-    raise ValueError(f"data.train: columns {sorted(row)}: needs messages, or prompt and completion, or text")
+    return _tokens(tokenizer, row["text"], template)
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, str]], template: str | None) -> int:
@@ -247,15 +242,15 @@ def base_dtype(model: PreTrainedModel, dtype: str) -> torch.dtype:
 def _base_bytes(model: PreTrainedModel, dtype: str, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
     """Of all weights, of the largest layer, and of those in no layer."""
     kind = base_dtype(model, dtype)
-    packed = 0.55 if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else None
+    packed = 0.55 if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else kind.itemsize
     head = model.get_output_embeddings()
 
     def size(part: torch.nn.Module) -> float:
         total = 0.0
         for module in part.modules():
-            own = sum(p.numel() for p in module.parameters(recurse=False))
-            linear = isinstance(module, torch.nn.Linear) and module is not head and packed is not None
-            total += own * (packed if linear and packed is not None else kind.itemsize)
+            count = sum(p.numel() for p in module.parameters(recurse=False))
+            linear = isinstance(module, torch.nn.Linear) and module is not head
+            total += count * (packed if linear else kind.itemsize)
         return total
 
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]

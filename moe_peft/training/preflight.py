@@ -11,12 +11,7 @@ from accelerate.utils import DynamoBackend
 from datasets import Dataset
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-    get_scheduler,
-)
+from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.training_args import ParallelMode
 from transformers.utils import is_liger_kernel_available
@@ -27,8 +22,6 @@ from ..utils.loading import chat_template
 from ..utils.messages import choice_error, one_line, unknown_key
 from .data import check_answers
 from .preparation import rehearse
-
-# --- preflight -------------------------------------------------------------------------------------------------------
 
 
 def preflight(
@@ -45,12 +38,13 @@ def preflight(
         on_this_machine: whether it trains here and now; a plan may be for another machine.
 
     Raises:
-        ValueError: there is such a thing; in one line.
+        ValueError: there is such a thing.
     """
     section = f"{path}." if path else ""
     if on_this_machine:
         check_packages(args, section)
-        check_launched(args, section)
+        if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
+            raise ValueError(f"{section}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
     chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
     if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # the plugin serves one trainer
         check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
@@ -117,9 +111,9 @@ def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> 
     enable = renamed or PreTrainedModel.gradient_checkpointing_enable
     names = {name for function in (checkpoint, enable) for name in inspect.signature(function).parameters}
     others = {"function", "args", "kwargs", "self", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"}
-    known = names - others | ({"selective"} if sft else set())
-    for name in kwargs.keys() - known:
-        raise ValueError(unknown_key(f"{section}gradient_checkpointing_kwargs.{name}", known))
+    supported = names - others | ({"selective"} if sft else set())
+    for name in kwargs.keys() - supported:
+        raise ValueError(unknown_key(f"{section}gradient_checkpointing_kwargs.{name}", supported))
     if kwargs.get("selective") and renamed is not None:
         raise ValueError(
             f"{section}gradient_checkpointing_kwargs.selective=True: TRL sets it in a method that this version of "
@@ -147,17 +141,3 @@ def refuse_arguments(args: TrainingArguments, section: str = "") -> None:
             raise ValueError(f"{section}{name}={value!r}: {reason}; leave it out")
     if args.accelerator_config.split_batches:
         raise ValueError(f"{section}accelerator_config.split_batches=True: {counted}; leave it out")
-
-
-def check_launched(args: TrainingArguments, section: str = "") -> None:
-    """
-    Check that this process was launched as its arguments want.
-
-    Args:
-        section: that has them, with a dot at its end.
-
-    Raises:
-        ValueError: FSDP without a launcher.
-    """
-    if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
-        raise ValueError(f"{section}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")

@@ -64,7 +64,7 @@ def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args:
             num_attention_heads=1, num_key_value_heads=1,
         )
     )  # fmt: skip
-    args = copy.copy(for_one_trainer(args))
+    args = for_one_trainer(args)
     _ = args.device  # which counts the GPUs
     for name, value in _OF_TRAINING.items():
         if hasattr(args, name):

@@ -26,8 +26,8 @@ def show_progress(trainer: Trainer) -> None:
     trainer keeps its table.
     """
     if DEFAULT_PROGRESS_CALLBACK is ProgressCallback:
-        for own in (ProgressCallback, PrinterCallback):
-            trainer.remove_callback(own)
+        for callback in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(callback)
         trainer.add_callback(StageProgress())
 
 

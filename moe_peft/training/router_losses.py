@@ -195,11 +195,9 @@ def is_reentrant(args: Any) -> bool:
     return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
 
 
-def trains_adapter(given: Iterable[Any]) -> bool:
-    """Whether a trainer that is given these trains a MoE-LoRA adapter."""
-    configs = [
-        config for arg in given for config in (arg.peft_config.values() if isinstance(arg, PeftModel) else [arg])
-    ]
+def trains_adapter(arguments: Iterable[Any]) -> bool:
+    """Whether a trainer with these arguments trains a MoE-LoRA adapter."""
+    configs = [c for arg in arguments for c in (arg.peft_config.values() if isinstance(arg, PeftModel) else [arg])]
     return any(isinstance(config, MoELoraConfig) for config in configs)
 
 
@@ -238,16 +236,15 @@ def _factor(step: int, steps: int) -> float:
 # --- clipping --------------------------------------------------------------------------------------------------------
 
 
-def multiplicities(model: nn.Module) -> dict[nn.Parameter, int]:
-    """The parameters of routers that stand for several with equal gradients, and for how many (`Router.stands_for`)."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    return {getattr(router, name): count for router in routers for name, count in router.stands_for.items()}
-
-
 @contextmanager
 def full_norm(model: nn.Module) -> Iterator[None]:
-    """Gradients whose norm is that of all the parameters that a model's stand for; undone afterwards, to rounding."""
-    counted = [(p.grad, count**0.5) for p, count in multiplicities(model).items() if p.grad is not None]
+    """
+    Gradients whose norm is that of all the parameters that a model's stand for (`Router.stands_for`); undone
+    afterwards, to rounding.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    counts = {getattr(router, name): count for router in routers for name, count in router.stands_for.items()}
+    counted = [(p.grad, count**0.5) for p, count in counts.items() if p.grad is not None]
     for grad, root in counted:
         grad.mul_(root)
     yield
@@ -371,8 +368,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     _metrics: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = (*args, *kwargs.values())
-        if trains_adapter(given) and any(getattr(one, "use_vllm", None) is True for one in given):
+        arguments = (*args, *kwargs.values())
+        if trains_adapter(arguments) and any(getattr(argument, "use_vllm", None) is True for argument in arguments):
             raise ValueError(
                 "use_vllm=True: vLLM takes the weights of merged adapters, and a MoE-LoRA cannot be merged; "
                 "leave it out"
@@ -427,8 +424,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         counts = [self._token_counts(batch) for batch in samples]
         self._step_tokens = self._step_label_tokens = None
         if counts and all(count is not None for count in counts):
-            own = torch.stack([count.to(device) for count in counts if count is not None]).sum(0)
-            self._step_tokens, self._step_label_tokens = self.accelerator.reduce(own, "sum").clamp(min=1)  # type: ignore[attr-defined]
+            tokens = torch.stack([count.to(device) for count in counts if count is not None]).sum(0)
+            self._step_tokens, self._step_label_tokens = self.accelerator.reduce(tokens, "sum").clamp(min=1)  # type: ignore[attr-defined]
         return samples, items
 
     def _token_counts(self, batch: Any) -> torch.Tensor | None:
@@ -524,13 +521,13 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
                 continue
             value = entry.function(batch)
             if value.dim():  # one per token
-                mask_T, of_whole_step = batch.mask, self._step_tokens
+                mask_T, step_tokens = batch.mask, self._step_tokens
                 if entry.needs_labels and batch.label_mask is not None:
-                    mask_T, of_whole_step = batch.label_mask, self._step_label_tokens
+                    mask_T, step_tokens = batch.label_mask, self._step_label_tokens
                 total, tokens = (value * mask_T).sum(), mask_T.sum().clamp(min=1)
                 noted[_logged(name)] = (total, mask_T.sum())
-                if self.model.training and of_whole_step is not None:
-                    tokens = of_whole_step.to(tokens.device)
+                if self.model.training and step_tokens is not None:
+                    tokens = step_tokens.to(tokens.device)
                 value = token_scale * total / tokens
             else:
                 noted[_logged(name)] = (value, torch.ones_like(value))

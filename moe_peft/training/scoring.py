@@ -24,10 +24,10 @@ _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
 def make_scorable(model: Any) -> None:
     """Prepare a model without a TRL trainer: add TRL's fused head and move the model to this process's device."""
     _add_fused_lm_head(base_model(model))
-    _place(model)
+    _to_device(model)
 
 
-def _place(model: Any) -> None:
+def _to_device(model: Any) -> None:
     """Move a model to this process's device, unless its loader has placed it."""
     inner, device = base_model(model), PartialState().device
     placed = getattr(inner, "hf_device_map", None) or getattr(inner, "is_quantized", False)
@@ -55,7 +55,7 @@ def example_losses(
     state = PartialState()
     mine = starts[state.process_index :: state.num_processes]
     scored: list[tuple[int, list[float], list[int]]] = []
-    _place(model)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
+    _to_device(model)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
     with evaluating(model), gathered_as_it_runs(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
             inputs = collator([dataset[i] for i in range(start, min(start + rows, len(dataset)))])
@@ -79,22 +79,22 @@ def loss_name(domain: str) -> str:
     return "mean (domain)" if domain == "mean" else domain
 
 
-def mean_loss(losses_S: torch.Tensor, counts_S: torch.Tensor, what: str) -> float:
+def mean_loss(losses_S: torch.Tensor, counts_S: torch.Tensor, source: str) -> float:
     """
     The mean loss per scored token of examples.
 
     Args:
         losses_S, counts_S: as `example_losses` returns them.
-        what: names the examples in the message.
+        source: names the examples in the message.
 
     Raises:
         ValueError: there is no token to score, or the loss is not finite.
     """
     if not counts_S.any():
         raise ValueError(
-            f"{what}: none of {len(counts_S)} examples has a token to score; raise max_length, or leave it out"
+            f"{source}: none of {len(counts_S)} examples has a token to score; raise max_length, or leave it out"
         )
     loss = float(losses_S.sum() / counts_S.sum())
     if not math.isfinite(loss):
-        raise ValueError(f"{what}: the loss is {loss}; use a wider dtype, bfloat16 or float32, or another model")
+        raise ValueError(f"{source}: the loss is {loss}; use a wider dtype, bfloat16 or float32, or another model")
     return loss

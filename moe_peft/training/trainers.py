@@ -106,15 +106,14 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         """TRL's preparation; before packing, each row's label is repeated for its tokens."""
-        common = (processing_class, formatting_func, dataset_name)
         column = args.label_column
         if column is None or COLUMN in dataset.column_names:
-            return super()._prepare_dataset(dataset, common[0], args, packing, *common[1:])
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         check_labels(dataset, column, self._labels, dataset_name)
         unpacked = copy.copy(args)
         if packing:
             unpacked.max_length = None  # packing limits the length
-        dataset = super()._prepare_dataset(dataset, common[0], unpacked, False, *common[1:])
+        dataset = super()._prepare_dataset(dataset, processing_class, unpacked, False, formatting_func, dataset_name)
         description = f"Labelling tokens of {dataset_name} dataset"
         dataset = with_token_labels(dataset, column, self._labels, args.dataset_num_proc, description)
         if packing:
@@ -128,12 +127,12 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
             self._signature_columns = [*self._signature_columns, COLUMN]
 
 
-def _check_template(model: Any, args: MoESFTConfig, given: Sequence[Any]) -> None:
+def _check_template(model: Any, args: MoESFTConfig, others: Sequence[Any]) -> None:
     """Raise where another tokenizer's chat template would leave a MoE-LoRA adapter that does not fit its base."""
-    if args.chat_template_path is None or not trains_adapter((model, *given)):
+    if args.chat_template_path is None or not trains_adapter((model, *others)):
         return
     config = read_config(model, f"model={model!r}") if isinstance(model, str) else model.config
-    tokenizer = next((one for one in given if isinstance(one, PreTrainedTokenizerBase)), None)
+    tokenizer = next((other for other in others if isinstance(other, PreTrainedTokenizerBase)), None)
     if tokenizer is None:  # TRL's choice then
         tokenizer = read_tokenizer(config.name_or_path, "processing_class=None")
     change = changed_embeddings(args.chat_template_path, "chat_template_path", tokenizer, config)

@@ -1,5 +1,5 @@
 """
-How seed examples are given to experts: UpIT's expert-specific data selection (Algorithm 3) and its alternatives.
+How seed examples are assigned to experts: UpIT's expert-specific data selection (Algorithm 3) and its alternatives.
 
 A bucket is the list of an expert's example indices. S seed examples, n experts.
 """
@@ -14,7 +14,6 @@ import torch
 from datasets import Dataset
 
 from ..routing.expert_map import label_text, read_expert_map
-from ..training.data import drawn
 
 Buckets = list[list[int]]
 
@@ -57,14 +56,6 @@ class BucketRule:
     fill: Callable[[Seeds], Buckets]
     needs_perplexities: bool = False
     needs_labels: bool = False
-
-
-def draw_seeds(dataset: Dataset, count: int, seed: int) -> Dataset:
-    """
-    The seed set: `count` of the examples, in random order. Rules with a capacity visit them in this order, so that it
-    must not follow that of the file, which may be sorted by domain.
-    """
-    return drawn(dataset, count, seed)
 
 
 def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None) -> Buckets:
@@ -178,7 +169,9 @@ def fill_buckets(
     Returns:
         the buckets, and the perplexities if the rule needed them.
     """
-    needs = BUCKETS[rule]
-    perplexity_SN = perplexities() if needs.needs_perplexities else None
-    labels = seeds[label_column] if needs.needs_labels else None
-    return needs.fill(Seeds(len(seeds), num_experts, seed, capacity, perplexity_SN, labels, expert_map)), perplexity_SN
+    bucket_rule = BUCKETS[rule]
+    perplexity_SN = perplexities() if bucket_rule.needs_perplexities else None
+    labels = seeds[label_column] if bucket_rule.needs_labels else None
+    return bucket_rule.fill(
+        Seeds(len(seeds), num_experts, seed, capacity, perplexity_SN, labels, expert_map)
+    ), perplexity_SN

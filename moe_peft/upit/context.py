@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class RunContext:
             "model": _hash_folder(name) if name.is_dir() else f"{name} {commit or self.base.revision}",
             "train": _hash_rows(self.train_data),
             "eval": None if self.eval_data is None else _hash_rows(self.eval_data),
-            "experts": [_hash_folder(Path(folder)) for folder in self.recipe.prepare.given or []],
+            "experts": [_hash_folder(Path(folder)) for folder in self.recipe.prepare.folders or []],
             "chat_template": hash_template(self.recipe.sft.get("chat_template_path")),
         }
 
@@ -132,7 +132,7 @@ class RunContext:
         """
         tokenizer = self.base.tokenizer
         for path, field_name in templates.items():
-            template = partial(chat_template, path, field_name)
+            template = cache(partial(chat_template, path, field_name))
             template()  # the trainer reads it, whatever the data are
             change = changed_embeddings(path, field_name, tokenizer, self.base.config)
             if change is not None and self.recipe.mode == "lora":

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from trl import SFTConfig
 from ..analysis.figures import plot_shares
 from ..analysis.html import load_section, losses_section, shares_section, write_page
 from ..analysis.recorder import RoutingStatistics, record_routing
-from ..evaluation.harness import Harness, TaskSettings
+from ..evaluation.harness import Harness
 from ..evaluation.results import Score, Scores, read_scores
 from ..models.introspection import adapter_layers, native_routers
 from ..models.steering import allow_experts
@@ -84,30 +84,40 @@ def evaluate(
     data, collator = tokenized(dataset, processing_class, args)
     make_scorable(model)
     labels = [label_text(label) for label in data[label_column]] if label_column else ["all"] * len(data)
-    parts = {domain: data.select(own) for domain, own in rows_of_labels(labels).items()}
+    parts = {domain: data.select(indices) for domain, indices in rows_of_labels(labels).items()}
     routed = bool(adapter_layers(model) or native_routers(model))
     losses: dict[str, dict[str, float]] = defaultdict(dict)
+
+    def score(name: str, scored: Any, domain: str) -> None:
+        losses_and_counts = example_losses(scored, parts[domain], collator)
+        losses[name][loss_name(domain)] = mean_loss(*losses_and_counts, f"evaluate: {domain!r}")
+
     with record_routing(model, list(parts)) if routed else nullcontext() as statistics:
-        for domain, part in parts.items():
+        for domain in parts:
             if statistics is not None:
                 statistics.current = domain
             with nullcontext() if label_mask is None else allow_experts(model, label_mask[domain]):
-                losses["adapted"][loss_name(domain)] = mean_loss(
-                    *example_losses(model, part, collator), f"evaluate: {domain!r}"
-                )
-    if base is not None:
-        make_scorable(base)
-    with model.disable_adapter() if base is None else nullcontext():
-        for domain, part in parts.items():
-            losses["base"][loss_name(domain)] = mean_loss(
-                *example_losses(base or model, part, collator), f"evaluate: {domain!r}"
-            )
+                score("adapted", model, domain)
+    with _base_of(model, base) as base_model:
+        for domain in parts:
+            score("base", base_model, domain)
     if statistics is not None:
         _gather(statistics)
     shares, warnings = ({}, []) if statistics is None else (statistics.shares(), statistics.warnings())
     for result in losses.values():
         result["mean"] = sum(result.values()) / len(result)
     return Evaluation({name: losses[name] for name in ("base", "adapted")}, shares, warnings)
+
+
+@contextmanager
+def _base_of(model: Any, base: PreTrainedModel | None) -> Iterator[Any]:
+    """The model to compare with: `base`, or the model itself without its adapter."""
+    if base is None:
+        with model.disable_adapter():
+            yield model
+    else:
+        make_scorable(base)
+        yield base
 
 
 def _gather(statistics: RoutingStatistics) -> None:
@@ -118,17 +128,6 @@ def _gather(statistics: RoutingStatistics) -> None:
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
-
-
-def load_harness(settings: TaskSettings) -> Harness:
-    """
-    Raises:
-        ValueError: a task is unknown or cannot be loaded.
-    """
-    try:
-        return Harness(settings)
-    except ValueError as error:
-        raise ValueError(f"evaluate.{error}") from error
 
 
 def task_files(section: EvaluateSection, apart_from: Path) -> list[Path]:
@@ -158,12 +157,8 @@ def evaluate_tasks(
     """
     make_scorable(model)
     records = {"adapted": harness.run(model, processing_class)}
-    if base is None:
-        with model.disable_adapter():
-            records["base"] = harness.run(model, processing_class)
-    else:
-        make_scorable(base)
-        records["base"] = harness.run(base, processing_class)
+    with _base_of(model, base) as base_model:
+        records["base"] = harness.run(base_model, processing_class)
     scores = {name: read_scores(records[name]) if records[name] else {} for name in ("base", "adapted")}
     return {name: [score._asdict() for score in of.values()] for name, of in scores.items()}
 
@@ -191,7 +186,12 @@ class Evaluate(TrainerStage):
     def harness(self) -> Harness | None:
         """The tasks; None if the recipe names none."""
         settings = self.recipe.evaluate.settings
-        return None if settings is None else load_harness(settings)
+        if settings is None:
+            return None
+        try:
+            return Harness(settings)
+        except ValueError as error:  # a task is unknown or cannot be loaded
+            raise ValueError(f"evaluate.{error}") from error
 
     @property
     def _trained(self) -> tuple[str, dict[str, Any]]:
@@ -202,20 +202,20 @@ class Evaluate(TrainerStage):
     @property
     def template(self) -> tuple[str, str | None]:
         """That of the stage that trains the result."""
-        name, own = self._trained
-        if "chat_template_path" in own:
-            return f"{name}.sft.chat_template_path", own["chat_template_path"]
+        name, sft = self._trained
+        if "chat_template_path" in sft:
+            return f"{name}.sft.chat_template_path", sft["chat_template_path"]
         return super().template
 
     def examples(self) -> Dataset | None:
         return self.context.eval_data
 
-    def example_arguments(self, **own: Any) -> SFTConfig:
+    def example_arguments(self, **overrides: Any) -> SFTConfig:
         """Examples are scored one by one."""
-        return self.arguments(**{"packing": False, "padding_free": False, **own})
+        return self.arguments(**{"packing": False, "padding_free": False, **overrides})
 
-    def arguments(self, **own: Any) -> SFTConfig:
-        return super().arguments(**{"chat_template_path": self.template[1], "eos_token": self._eos_token, **own})
+    def arguments(self, **overrides: Any) -> SFTConfig:
+        return super().arguments(**{"chat_template_path": self.template[1], "eos_token": self._eos_token, **overrides})
 
     @property
     def _eos_token(self) -> str | None:

@@ -70,9 +70,10 @@ def expand_experts(
     folders = expert_folders(Path(output_dir), max(num_experts, len(experts)), experts)
     config = _common_config(experts)
     weights = [read_adapter_weights(folder, f"expand_experts: {folder}") for folder in experts]
+    initial_weights = None
     if initial is not None:
-        _config(initial)
-    start = None if initial is None else read_adapter_weights(initial, f"expand_experts: {initial}")
+        _config(initial)  # a LoRA's
+        initial_weights = read_adapter_weights(initial, f"expand_experts: {initial}")
     family, descents = expand(
         weights,
         num_experts,
@@ -80,7 +81,7 @@ def expand_experts(
         similarity=similarity,
         drop_rate=drop_rate,
         seed=seed,
-        initial=start,
+        initial=initial_weights,
         scaling=lora_scalings(config, weights[0]),
     )
     for i, (expert, folder) in enumerate(zip(family, folders, strict=True)):
@@ -96,10 +97,10 @@ def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
     configs = [_config(folder) for folder in folders]
     for folder, config in zip(folders, configs, strict=True):
         for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
-            first, own = getattr(configs[0], field), getattr(config, field)
-            if own != first:
+            first, value = getattr(configs[0], field), getattr(config, field)
+            if value != first:
                 raise ValueError(
-                    f"expand_experts: {folder}: {field}={own!r}, but {folders[0]} has {first!r}; must agree"
+                    f"expand_experts: {folder}: {field}={value!r}, but {folders[0]} has {first!r}; must agree"
                 )
     return configs[0]
 
@@ -118,12 +119,11 @@ class _Displacements(Mapping[str, torch.Tensor]):
     """A checkpoint's FFN weights minus the base's, in float32, each computed when it is asked for."""
 
     def __init__(self, folder: Path, base: Checkpoint, names: list[str]) -> None:
-        self.folder: Path = folder
-        self.own, self.base = Checkpoint(folder), base
-        self.names = names
+        self.folder, self.base, self.names = folder, base, names
+        self.checkpoint = Checkpoint(folder)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.own.tensor(name).float() - self.base.tensor(name).float()
+        return self.checkpoint.tensor(name).float() - self.base.tensor(name).float()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -157,27 +157,27 @@ def expand_checkpoints(
     folders = expert_folders(Path(output_dir), num_experts, experts)
     origin, config = Checkpoint(Path(base)), AutoConfig.from_pretrained(base)
     names = sorted(find_families(config.model_type)[0].ffn_shapes(config))
-    given = [_Displacements(Path(folder), origin, names) for folder in experts]
-    made: list[Path] = []
+    displacements = [_Displacements(Path(folder), origin, names) for folder in experts]
+    new_folders = iter(folders[len(experts) :])
 
     def merge(a: Any, b: Any, alpha: float, rate: float, generator: torch.Generator) -> _Displacements:
-        folder = folders[len(given) + len(made)]
+        folder = next(new_folders)
         link_model(a.folder, folder, weights=False)
-        others = [name for name in a.own if name not in a.names and not name.endswith(NOT_WEIGHTS)]
-        plan = {name: (a.own.dtype(name), a.own.shape(name)) for name in (*a.names, *others)}
+        checkpoint, other = a.checkpoint, b.checkpoint
+        others = [name for name in checkpoint if name not in a.names and not name.endswith(NOT_WEIGHTS)]
+        plan = {name: (checkpoint.dtype(name), checkpoint.shape(name)) for name in (*a.names, *others)}
         with ShardedWriter(folder, plan) as writer:
             for name in a.names:
                 moved = dare_tensor(a[name], b[name], alpha, rate, generator)
                 writer.write(name, origin.tensor(name).float() + moved)
             for name in others:
-                same = b.own.stored_name(name, EMBEDDINGS if name == HEAD else None)  # a tied head may be stored or not
-                writer.write(name, (a.own.tensor(name).double() + b.own.tensor(same).double()) / 2)
-        made.append(folder)
+                same = other.stored_name(name, EMBEDDINGS if name == HEAD else None)  # a tied head may be stored or not
+                writer.write(name, (checkpoint.tensor(name).double() + other.tensor(same).double()) / 2)
         return _Displacements(folder, origin, names)
 
     for folder, target in zip(experts, folders, strict=False):
         link_model(Path(folder), target)
     descents = expand(
-        given, num_experts, method=method, similarity="values", drop_rate=drop_rate, seed=seed, merge=merge
+        displacements, num_experts, method=method, similarity="values", drop_rate=drop_rate, seed=seed, merge=merge
     )[1]
     return folders, descents

@@ -1,12 +1,13 @@
-"""How alike the experts are that a stage leaves: similarities as expansion sees them, read from the stage's files."""
+"""How similar the experts are that a stage leaves: similarities as expansion sees them, read from the stage's files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from peft import PeftConfig
 from peft.utils import load_peft_weights
 from transformers import AutoConfig
 
@@ -16,10 +17,7 @@ from ..native.expert_init import FFN
 from ..native.families import FAMILIES, DenseFamily, find_families
 from ..native.safetensors_io import Checkpoint
 from ..utils.expert_merging import likeness, similarities, update_inner, value_gram
-from ..utils.loading import read_adapter_config
 from .files import ADAPTER_FILES
-
-_CALLER = "upit"
 
 
 def _summary(gram_NN: torch.Tensor | None) -> dict[str, Any]:
@@ -36,11 +34,13 @@ def of_loras(folder: Path) -> dict[str, Any]:
     experts = _experts(folder)
     if experts:
         updates = [_scaled(expert) for expert in experts]
-        return _summary(torch.tensor([[_inner(a, b) for b in updates] for a in updates], dtype=torch.float64))
+        # Given LoRAs may differ in rank and modules.
+        gram = [[update_inner({name: a[name] for name in a if name in b}, b) for b in updates] for a in updates]
+        return _summary(torch.tensor(gram, dtype=torch.float64))
     if not (folder / "adapter" / ADAPTER_FILES[0]).exists():
         return {}
     state = load_peft_weights(str(folder / "adapter"), device="cpu")
-    kind = cast(MoELoraConfig, read_adapter_config(folder / "adapter", _CALLER)).expert_spec("")
+    kind = cast(MoELoraConfig, PeftConfig.from_pretrained(folder / "adapter")).expert_spec("")
     names = [name for name in sorted(state) if ".moe_lora_A" in name]
     grams = [kind.gram(state[name], state[name.replace(".moe_lora_A", ".moe_lora_B")]) for name in names]
     return _summary(sum(grams) if grams and len({len(gram) for gram in grams}) == 1 else None)  # type: ignore[arg-type]
@@ -49,14 +49,9 @@ def of_loras(folder: Path) -> dict[str, Any]:
 def _scaled(adapter: Path) -> dict[str, torch.Tensor]:
     """A LoRA's tensors, with its scalings in B."""
     state = load_peft_weights(str(adapter), device="cpu")
-    for name, scaling in lora_scalings(read_adapter_config(adapter, _CALLER), sorted(state)).items():
+    for name, scaling in lora_scalings(PeftConfig.from_pretrained(adapter), sorted(state)).items():
         state[name.replace(".lora_A.", ".lora_B.")] *= scaling
     return state
-
-
-def _inner(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Given LoRAs may differ in rank and modules."""
-    return update_inner({name: a[name] for name in a if name in b}, b)
 
 
 def of_ffns(folder: Path, base: Path) -> dict[str, Any]:
@@ -65,7 +60,15 @@ def of_ffns(folder: Path, base: Path) -> dict[str, Any]:
     dense = find_families(config.model_type)[0]
     experts, moe = _experts(folder), folder / "model"
     if experts:
-        return _summary(_gram(base, dense, range(config.num_hidden_layers), _of_models(experts, dense)))
+        models = [Checkpoint(expert) for expert in experts]
+        return _summary(
+            _gram(
+                base,
+                dense,
+                range(config.num_hidden_layers),
+                lambda layer: (dense.ffn(layer).split(model.tensor) for model in models),
+            )
+        )
     moe_config = AutoConfig.from_pretrained(moe) if moe.is_dir() else None
     if moe_config is None or moe_config.model_type not in FAMILIES:
         return {}
@@ -81,13 +84,8 @@ def _experts(folder: Path) -> list[Path]:
     return sorted(folder.glob("experts/*"), key=lambda path: int(path.name))
 
 
-def _of_models(folders: Sequence[Path], dense: DenseFamily) -> Callable[[int], Iterator[FFN]]:
-    checkpoints = [Checkpoint(folder) for folder in folders]
-    return lambda layer: (dense.ffn(layer).split(checkpoint.tensor) for checkpoint in checkpoints)
-
-
 def _gram(
-    base: Path, dense: DenseFamily, layers: Sequence[int], experts: Callable[[int], Iterator[FFN]]
+    base: Path, dense: DenseFamily, layers: Sequence[int], experts: Callable[[int], Iterable[FFN]]
 ) -> torch.Tensor | None:
     """Inner products of the experts' displacements over all layers; None if they are narrower than the base's FFN."""
     origin, total = Checkpoint(base), None

@@ -22,6 +22,7 @@ from ..training.preparation import calibration_batches
 from ..utils.distributed import on_main_process
 from ..utils.expert_merging import Descent
 from ..utils.loading import empty_model, without_zero3
+from ..utils.validation import prefixed
 from .evaluate import Evaluate
 from .expand import expand_checkpoints
 from .expert_similarity import of_ffns
@@ -37,7 +38,7 @@ _MODEL = "model"
 class _OfFFNs(Stage):
     """A stage whose experts are complete FFNs, of dense models or of a native MoE."""
 
-    def likeness(self, folder: Path) -> dict[str, Any]:
+    def similarity(self, folder: Path) -> dict[str, Any]:
         return of_ffns(folder, self.context.base_folder)
 
 
@@ -83,7 +84,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
             raise ValueError(f"post_train.router={r.post_train.router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
         self.put_routers(self._empty(self.context.base.config))
         self._check_attention()
-        for folder in r.prepare.given or []:
+        for folder in r.prepare.folders or []:
             check_same_architecture(open_dense(folder, r.moe.get("family")), base)
 
     def _check_attention(self) -> None:
@@ -92,13 +93,11 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         if config.router_init != "attention":
             return
         n, heads = config.num_gates, config.router_num_heads
-        if given := r.post_train.router:
+        if router := r.post_train.router:
             n = r.routed[0]
-            heads = given.get("num_heads") or heads or n
-        try:
-            check_attention(self.context.base.empty(), n, heads, linear=given.get("type") != "attention")
-        except ValueError as error:
-            raise ValueError(f"moe.router_init='attention': {error}") from error
+            heads = router.get("num_heads") or heads or n
+        with prefixed("moe.router_init='attention'"):
+            check_attention(self.context.base.empty(), n, heads, linear=router.get("type") != "attention")
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), **{f"moe.{name}": value for name, value in self.recipe.moe.items()}}
@@ -115,10 +114,10 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         data, base = self.context.train_data, self.context.base
         batches = calibration_batches(data, base.tokenizer, seed=self.seed, args=self.arguments())
         if not self.given.experts:  # the base knows no tokens that a chat template adds
-            known = base.config.get_text_config().vocab_size
+            vocab_size = base.config.get_text_config().vocab_size
             for batch in batches:
-                batch["attention_mask"] = batch["attention_mask"] * (batch["input_ids"] < known)
-                batch["input_ids"] = batch["input_ids"].clamp(max=known - 1)
+                batch["attention_mask"] = batch["attention_mask"] * (batch["input_ids"] < vocab_size)
+                batch["input_ids"] = batch["input_ids"].clamp(max=vocab_size - 1)
         return batches
 
     def write_parts(self) -> None:
@@ -129,18 +128,21 @@ class FFNPostTrain(_OfFFNs, PostTrain):
     def write_moe(self, folder: Path) -> None:
         """Write the native MoE that is trained: of the experts that there are, or of copies of the base's FFNs."""
         r, calibration = self.recipe, self.calibration
-        own: dict[str, Any] = {}
+        overrides: dict[str, Any] = {}
         if calibration is not None and r.post_train.router:  # which take the place of the gates
-            calibration, own = None, {"router_init": UpcycleConfig.router_init, "router_num_heads": None}
-        if not r.facts.prepares:
-            upcycle(self.context.base_folder, folder, r.upcycle_config(seed=self.seed, **own), calibration=calibration)
-            return
+            calibration, overrides = None, {"router_init": UpcycleConfig.router_init, "router_num_heads": None}
         if self.given.routers is not None:
-            own = {"router_init": "given", "router_weights": str(self.given.routers)}
-            own["router_init_std"] = UpcycleConfig.router_init_std  # a recipe may have one for methods without stage 3
-        same = r.copies and self.given.routers is None  # stage 3 makes even copies differ
-        experts = self.given.experts[:1] if same else self.given.experts
-        upcycle(experts, folder, r.upcycle_config(seed=self.seed, **own), calibration=calibration)
+            overrides = {
+                "router_init": "given",
+                "router_weights": str(self.given.routers),
+                "router_init_std": UpcycleConfig.router_init_std,  # the recipe's is for methods without stage 3
+            }
+        models: Any = self.given.experts
+        if not r.facts.prepares:
+            models = self.context.base_folder
+        elif r.copies and self.given.routers is None:  # stage 3 makes even copies differ
+            models = models[:1]
+        upcycle(models, folder, r.upcycle_config(seed=self.seed, **overrides), calibration=calibration)
 
     def assemble(self) -> PreTrainedModel:
         r, experts, model = self.recipe, self.given.experts, self.context.load_checkpoint(self.assembled)
@@ -169,12 +171,9 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         Raises:
             ValueError: they do not fit the model.
         """
-        given = self.recipe.post_train.router
-        if given:
-            try:
-                replace_routers(model, RouterSettings(**given), seed=self.seed)
-            except ValueError as error:
-                raise ValueError(f"post_train.router: {error}") from error
+        if router := self.recipe.post_train.router:
+            with prefixed("post_train.router"):
+                replace_routers(model, RouterSettings(**router), seed=self.seed)
 
     def finish(self, folder: Path, model: Any) -> None:
         if self.recipe.post_train.router:
@@ -196,11 +195,11 @@ class FFNPostTrain(_OfFFNs, PostTrain):
 class FFNEvaluate(Evaluate):
     def load(self, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
         model, base = self.context.load_checkpoint(folder), self.context.base.load()
-        known, learned = (one.get_input_embeddings().weight.shape[0] for one in (base, model))
-        if learned > known:  # a chat template brought tokens, of which the training's embeddings began like this
+        base_rows, rows = (m.get_input_embeddings().weight.shape[0] for m in (base, model))
+        if rows > base_rows:  # a chat template brought tokens, of which the training's embeddings began like this
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
-                base.resize_token_embeddings(learned)
+                base.resize_token_embeddings(rows)
         return model, base
 
 

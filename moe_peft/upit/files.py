@@ -64,11 +64,6 @@ def write_routers(path: Path, routers: Sequence[torch.Tensor]) -> None:
     save_file({str(i): weight.contiguous() for i, weight in enumerate(routers)}, path)
 
 
-def read_tensor(folder: Path, name: str) -> torch.Tensor:
-    """One tensor of a checkpoint."""
-    return Checkpoint(folder).tensor(name)
-
-
 def write_without(source: Path, prefix: str, like: Path, target: Path) -> None:
     """A checkpoint as a model folder without the tensors whose names begin so, with the config of another folder."""
     checkpoint = Checkpoint(source)

@@ -25,7 +25,7 @@ from .expand import expand_experts
 from .expert_similarity import of_loras
 from .recipe import FROM_EXPERTS, Recipe
 from .stage_cache import Artefacts, Stage
-from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, shared_out
+from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, moe_experts
 
 _ADAPTER = "adapter"
 
@@ -41,7 +41,7 @@ class _LoraConfig(LoraConfig):
 class _OfLoras(Stage):
     """A stage whose experts are LoRA adapters, or those of a MoE adapter."""
 
-    def likeness(self, folder: Path) -> dict[str, Any]:
+    def similarity(self, folder: Path) -> dict[str, Any]:
         return of_loras(folder)
 
 
@@ -107,14 +107,14 @@ class LoraPostTrain(_OfLoras, PostTrain):
 
     def assemble(self) -> PeftModel:
         """The base with all experts in one MoE adapter; with new experts if stage 1 trains none."""
-        r, given, model = self.recipe, self.given, self.context.base.load()
+        r, model = self.recipe, self.context.base.load()
         set_seed(self.seed)
         if not r.facts.prepares:
             return get_peft_model(model, r.moe_config(), revision=r.model.revision)
         settings = {key: value for key, value in r.adapter.items() if key not in FROM_EXPERTS}
-        moe = lora_to_moe(model, given.experts, task_type="CAUSAL_LM", revision=r.model.revision, **settings)
-        if given.routers is not None:
-            weights = load_file(given.routers)
+        moe = lora_to_moe(model, self.given.experts, task_type="CAUSAL_LM", revision=r.model.revision, **settings)
+        if self.given.routers is not None:
+            weights = load_file(self.given.routers)
             set_routers(moe, [weights[str(i)] for i in range(len(weights))])
         return moe
 
@@ -160,28 +160,29 @@ def set_routers(moe: PeftModel, routers: Sequence[torch.Tensor]) -> None:
         parameter.copy_(weight)
 
 
-def _given_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
+def _config_of_experts(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
     """
     The MoE adapter's configuration where its experts are given, which determine some of it.
 
     Raises:
         ValueError: the recipe says otherwise, or the base cannot have them.
     """
-    folders = sorted(set(shared_out(recipe, [Path(folder) for folder in recipe.prepare.given or []])))
+    folders = sorted(set(moe_experts(recipe, [Path(folder) for folder in recipe.prepare.folders or []])))
     determined = determined_fields(model, folders)
     configs = [read_adapter_config(folder, f"prepare.adapters: {folder}") for folder in folders]
     values = {name: [getattr(config, name) for config in configs] for name in ("r", "lora_alpha", "use_rslora")}
     values["target_projections"] = [determined["target_projections"]]
-    for name, given in values.items():
+    for name, allowed in values.items():
         asked = recipe.adapter.get(name)
-        if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in given:
-            raise ValueError(f"adapter.{name}={asked!r}: those of prepare.adapters have {given[0]!r}; leave it out")
+        if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in allowed:
+            raise ValueError(f"adapter.{name}={asked!r}: those of prepare.adapters have {allowed[0]!r}; leave it out")
     return replace(recipe.moe_config(), use_rslora=False, **determined)
 
 
 def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> Sizes:
     """Of the MoE adapter."""
-    config = _given_config(recipe, model) if recipe.prepare.given and recipe.facts.prepares else recipe.moe_config()
+    has_experts = recipe.prepare.folders and recipe.facts.prepares
+    config = _config_of_experts(recipe, model) if has_experts else recipe.moe_config()
     with torch.device("meta"):
         adapted = get_peft_model(model, config)
     routers = router_parameters(adapted)

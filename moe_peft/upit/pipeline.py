@@ -32,7 +32,7 @@ from .ffn_stages import FFN_STAGES
 from .lora_stages import LORA_STAGES
 from .recipe import Recipe
 from .stage_cache import MANIFEST, Artefacts, Stage, is_run, outlook, run_stage
-from .stages import TrainerStage, shared_out
+from .stages import TrainerStage, moe_experts
 
 _FIGURE = "routing.png"
 MODES: dict[str, tuple[type[Stage], ...]] = {"lora": LORA_STAGES, "ffn": FFN_STAGES}
@@ -73,12 +73,12 @@ class UpIT:
     @cached_property
     def stages(self) -> list[Stage]:
         """The stages that this recipe goes through, in order, each with what those before it hand on."""
-        experts = [Path(folder) for folder in self.recipe.prepare.given or []]
-        given, stages = Artefacts(experts=shared_out(self.recipe, experts)), []
+        experts = [Path(folder) for folder in self.recipe.prepare.folders or []]
+        artefacts, stages = Artefacts(experts=moe_experts(self.recipe, experts)), []
         for kind in MODES[self.recipe.mode]:
             if kind.wanted(self.recipe):
-                stages.append(kind(self.context, given))
-                given = stages[-1].result
+                stages.append(kind(self.context, artefacts))
+                artefacts = stages[-1].result
         return stages
 
     @cached_property
@@ -135,7 +135,7 @@ class UpIT:
             on_main_process(self._publish)
         return self.result
 
-    def join_processes(self, **own: Any) -> None:
+    def join_processes(self, **overrides: Any) -> None:
         """
         Meet the other processes of a launcher, on the devices that the training arguments ask for.
 
@@ -143,10 +143,10 @@ class UpIT:
         are made for all stages, so that a wrong value ends a run before it begins.
 
         Args:
-            own: training arguments for this machine, where a plan is made for another one.
+            overrides: training arguments for this machine, where a plan is made for another one.
         """
         for stage in self.trainer_stages:
-            args = stage.arguments(**own)
+            args = stage.arguments(**overrides)
             _ = args.device
             check_packages(args, f"{stage.name}.sft.")
             refuse_arguments(args, f"{stage.name}.sft.")
@@ -156,13 +156,13 @@ class UpIT:
                 "weights; set it to false in accelerate's config"
             )
 
-    def check(self, weights: bool = True, **own: Any) -> None:
+    def check(self, weights: bool = True, **overrides: Any) -> None:
         """
         Check what can be known before the first stage.
 
         Args:
             weights: whether to look at the base's weights, too, which a plan does not need.
-            own: see `join_processes`.
+            overrides: see `join_processes`.
 
         Raises:
             ValueError: the recipe, its base, its data and its folders do not fit together.
@@ -174,8 +174,8 @@ class UpIT:
             trainer.check_length()
             data = trainer.examples()
             if data is not None:
-                section = f"{trainer.name}.sft" if getattr(trainer.section, "sft", None) else "sft"
-                preflight(trainer.example_arguments(**own), data, self.context.base.tokenizer, section, weights)
+                section = f"{trainer.name}.sft" if trainer.section_sft else "sft"
+                preflight(trainer.example_arguments(**overrides), data, self.context.base.tokenizer, section, weights)
         if weights:
             self.context.check_base()
             for stage in self.stages:

@@ -105,7 +105,7 @@ def prepare_experts(
     eval_dataset: Dataset | None = None,
 ) -> Prepared:
     """
-    Fine-tune plain LoRA, or the whole model, with TRL and keep checkpoints as experts.
+    Fine-tune plain LoRA, or all weights, with TRL and keep checkpoints as experts.
 
     If it was stopped and is run again, it resumes from the last checkpoint in `args.output_dir`.
 

@@ -1,6 +1,6 @@
 """
-The recipe of a run: one YAML file, with a section for each stage and for what all stages share. What a field means is
-said here, beside it; what goes together, in the section or the recipe that has the fields.
+The recipe of a run: one YAML file, with a section for each stage and for what all stages share. A comment says what a
+field means; the section or the recipe that has the fields checks which values go together.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ NONE = "none"  # leaves a stage out
 
 
 def name_in(table: Collection[str], *others: str) -> AfterValidator:
-    """A name in a table, as the table is when a recipe is read: what users add to it is known at once."""
+    """A name in a table, as the table is when a recipe is read: with what users added to it."""
 
     def check(name: str) -> str:
         if name not in table and name not in others:
@@ -154,10 +154,10 @@ class ModelSection(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
-        known = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
+        names = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
         for key in self.quantization or {}:
-            if key not in known:
-                raise ValueError(unknown_key(f"model.quantization.{key}", known))
+            if key not in names:
+                raise ValueError(unknown_key(f"model.quantization.{key}", names))
         return self
 
 
@@ -191,7 +191,7 @@ class PrepareSection(Settings):
     sft: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def given(self) -> list[str] | None:
+    def folders(self) -> list[str] | None:
         """The folders of experts that exist already."""
         return self.adapters if self.adapters is not None else self.checkpoints
 
@@ -199,7 +199,7 @@ class PrepareSection(Settings):
     def _check(self) -> PrepareSection:
         for name in ("num_experts", "num_checkpoints"):
             value = getattr(self, name)
-            _require(f"prepare.{name}", value, value is None or not self.given, "null: experts are given")
+            _require(f"prepare.{name}", value, value is None or not self.folders, "null: experts are given")
         count, copies = self.num_checkpoints, self.experts == "copies"
         _require("prepare.num_checkpoints", count, count is None or not copies, "null: all are copies of the last one")
         return self
@@ -217,9 +217,9 @@ class ExpandSection(Settings):
 
 
 class RouterInitSection(Settings):
-    """Stage 3: seed examples are given to experts; experts and routing vectors then learn from their buckets."""
+    """Stage 3: seed examples are assigned to experts; experts and routing vectors then learn from their buckets."""
 
-    # How seed examples are given to experts: a name in `BUCKETS`, or `none` to leave this stage out.
+    # How seed examples are assigned to experts: a name in `BUCKETS`, or `none` to leave this stage out.
     buckets: Annotated[Text, name_in(BUCKETS, NONE)] = "perplexity"
     # Weight of the language-modelling loss; the routing loss has 1 - alpha.
     alpha: Share = 0.5
@@ -240,7 +240,7 @@ class RouterInitSection(Settings):
 
     @property
     def rule(self) -> BucketRule | None:
-        """How examples are given to experts; None leaves the stage out."""
+        """How examples are assigned to experts; None leaves the stage out."""
         return None if self.buckets == NONE else BUCKETS[self.buckets]
 
     @model_validator(mode="after")
@@ -362,11 +362,10 @@ class Recipe(Settings):
 
     def _forbid(self, path: str, forbidden: bool, allowed: str) -> None:
         """Raise an error for the value at a dotted path, if it is forbidden."""
-        if forbidden:
-            value: Any = self
-            for name in path.split("."):
-                value = value.get(name) if isinstance(value, dict) else getattr(value, name)
-            raise ValueError(f"{path}={value!r}: must be {allowed}")
+        value: Any = self
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else getattr(value, name)
+        _require(path, value, not forbidden, allowed)
 
     def _check_sft(self) -> None:
         """Training arguments."""
@@ -375,12 +374,11 @@ class Recipe(Settings):
         _check_fields("prepare.sft", self.prepare.sft, SFTConfig, _SFT, plain)
         _check_fields("router_init.sft", self.router_init.sft, SFTConfig, _SFT, plain)
         _check_fields("post_train.sft", self.post_train.sft, MoESFTConfig, _POST_TRAIN_SFT, moe)
-        for path, section in (
-            ("", self),
-            *((f"{n}.", getattr(self, n)) for n in ("prepare", "router_init", "post_train")),
-        ):
-            steps = section.sft.get("save_steps", 1)
-            self._forbid(f"{path}sft.save_steps", steps < 1 or steps % 1 != 0, "a whole number of at least 1")
+        sections = {"sft": self.sft}
+        sections |= {f"{n}.sft": getattr(self, n).sft for n in ("prepare", "router_init", "post_train")}
+        for path, sft in sections.items():
+            steps = sft.get("save_steps", 1)
+            _require(f"{path}.save_steps", steps, steps >= 1 and steps % 1 == 0, "a whole number of at least 1")
         # Stage 3 would compute another loss as if it were this one.
         sft = {**self.sft, **self.router_init.sft}
         for name, usual in (("loss_type", ("nll", "chunked_nll")), ("label_smoothing_factor", (0.0,))):
@@ -393,8 +391,8 @@ class Recipe(Settings):
         _check_no_keys("moe", self.moe, "lora", "adapter")
         _check_no_keys("post_train.router", self.post_train.router, "lora", "adapter")
         _check_fields("adapter", self.adapter, MoELoraConfig, _ADAPTER)
-        given = self.prepare.checkpoints
-        self._forbid("prepare.checkpoints", given is not None, "null in the mode 'lora'; use prepare.adapters")
+        checkpoints = self.prepare.checkpoints
+        self._forbid("prepare.checkpoints", checkpoints is not None, "null in the mode 'lora'; use prepare.adapters")
         with prefixed("adapter"):
             config = self.moe_config()
         stacks = self.facts.prepares and self.facts.assembles
@@ -421,8 +419,8 @@ class Recipe(Settings):
     def _check_ffn(self) -> None:
         _check_no_keys("adapter", self.adapter, "ffn", "moe")
         _check_fields("moe", self.moe, UpcycleConfig, _MOE)
-        given, similarity = self.prepare.adapters, self.expand.similarity
-        self._forbid("prepare.adapters", given is not None, "null in the mode 'ffn'; use prepare.checkpoints")
+        adapters, similarity = self.prepare.adapters, self.expand.similarity
+        self._forbid("prepare.adapters", adapters is not None, "null in the mode 'ffn'; use prepare.checkpoints")
         self._forbid("expand.similarity", similarity not in (None, "displacement"), "'displacement', or null")
         self._forbid("model.quantization", bool(self.model.quantization), "null: all weights are trained")
         half = self.dtype == "float32" and "flash" in (self.model.attn_implementation or "")
@@ -486,17 +484,17 @@ class Recipe(Settings):
                 check_allowed(expert_map, self._fewest_allowed(), "post_train.sft.router_label_mask=True")
 
     def _check_number_of_experts(self) -> None:
-        n, given, method = self.num_experts, self.given_experts(), self.expand.method
+        n, m, method = self.num_experts, self.given_experts(), self.expand.method
         self._forbid("num_experts", n < 2 and self.facts.assembles, "at least 2")
         if not self.facts.specialises or self.copies:
             return
         names = [f"prepare.{name}" for name in ("adapters", "checkpoints") if getattr(self.prepare, name)]
         source = names[0] if names else "stage 1"
-        if given > n:
-            raise ValueError(f"num_experts={n}: {source} gives {given}; ask for that many or more")
-        if given < n and (method == NONE or given < 2):
+        if m > n:
+            raise ValueError(f"num_experts={n}: {source} gives {m}; ask for that many or more")
+        if m < n and (method == NONE or m < 2):
             why = f"expand.method={method!r} adds none" if method == NONE else "expansion needs two"
-            raise ValueError(f"num_experts={n}: {source} gives {given}, {why}")
+            raise ValueError(f"num_experts={n}: {source} gives {m}, {why}")
 
     # --- what follows from the fields -------------------------------------------------------------------------------
 
@@ -523,7 +521,7 @@ class Recipe(Settings):
     @property
     def prepares(self) -> bool:
         """Whether stage 1 runs: it is not needed for a MoE whose experts are given."""
-        return self.facts.prepares and (self.prepare.given is None or not self.facts.assembles)
+        return self.facts.prepares and (self.prepare.folders is None or not self.facts.assembles)
 
     @property
     def expands(self) -> bool:
@@ -543,8 +541,8 @@ class Recipe(Settings):
     @property
     def expert_map(self) -> dict[str, list[int]] | None:
         """Label → the routed experts that stage 4 trains it with; None if the recipe names none."""
-        given = self.post_train.sft.get("expert_map")
-        return None if given is None else read_expert_map(given, self.routed[0], "post_train.sft.expert_map")
+        expert_map = self.post_train.sft.get("expert_map")
+        return None if expert_map is None else read_expert_map(expert_map, self.routed[0], "post_train.sft.expert_map")
 
     @property
     def masks_labels(self) -> bool:
@@ -558,8 +556,8 @@ class Recipe(Settings):
 
     def given_experts(self) -> int:
         """m, the number of experts that stage 1 gives."""
-        if self.prepare.given is not None:
-            return len(self.prepare.given)
+        if self.prepare.folders is not None:
+            return len(self.prepare.folders)
         return self.prepare.num_experts or self.num_experts
 
     def seed_count(self, rows: int) -> int:
@@ -595,11 +593,11 @@ class Recipe(Settings):
         k = router.only_top_k or k
         return 1 if router.leaves_out or k == n else k
 
-    def upcycle_config(self, **own: Any) -> UpcycleConfig:
+    def upcycle_config(self, **overrides: Any) -> UpcycleConfig:
         """The native MoE's configuration."""
         settings = {"num_experts": max(self.num_experts, 2), "seed": self.seed, "dtype": self.dtype}
         settings["router_aux_loss_coef"] = 0.01  # UpIT's load-balancing loss is Switch Transformers', as the adapter's
-        return UpcycleConfig(**{**settings, **self.moe, **own})
+        return UpcycleConfig(**{**settings, **self.moe, **overrides})
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

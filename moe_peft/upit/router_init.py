@@ -34,6 +34,7 @@ from trl import SFTConfig, SFTTrainer
 from ..adapter.ffn_layout import find_layout
 from ..adapter.layers import linear_features
 from ..adapter.lora_conversion import determined_fields
+from ..native.safetensors_io import Checkpoint
 from ..training.checkpointing import FiniteWeightsMixin, Trained, train
 from ..training.labels import IGNORED
 from ..training.preparation import for_one_trainer, tokenized
@@ -44,7 +45,7 @@ from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write
 from ..utils.torch_contexts import free_memory
 from .buckets import Buckets, fill_buckets
-from .files import ADAPTER_FILES, copy_adapter, expert_folders, link_model, read_tensor, write_adapter, write_without
+from .files import ADAPTER_FILES, copy_adapter, expert_folders, link_model, write_adapter, write_without
 
 Load = Callable[[Path], PreTrainedModel]
 
@@ -208,7 +209,8 @@ def _keep(checkpoint: Path, source: Path, target: Path) -> None:
 def _read_vectors(checkpoint: Path, count: int) -> list[torch.Tensor]:
     """The routing vectors [d] of a checkpoint, one for each routed module."""
     if not is_lora(checkpoint):
-        return [read_tensor(checkpoint, f"{_VECTORS}.vectors.{i}").float() for i in range(count)]
+        model = Checkpoint(checkpoint)
+        return [model.tensor(f"{_VECTORS}.vectors.{i}").float() for i in range(count)]
     weights = load_peft_weights(str(checkpoint), device="cpu")
     return [weights[_saved_name(i)].float() for i in range(count)]
 
@@ -217,7 +219,7 @@ def _read_vectors(checkpoint: Path, count: int) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class RouterInit:
+class InitialRouters:
     """
     What stage 3 leaves.
 
@@ -250,10 +252,10 @@ def init_routers(
     capacity: int | None = None,
     label_column: str | None = None,
     expert_map: Mapping[Any, Sequence[int]] | None = None,
-) -> RouterInit:
+) -> InitialRouters:
     """
-    Give the seed examples to experts, then train each expert and its routing vectors on its bucket (UpIT, Algorithms 1
-    and 3).
+    Assign the seed examples to experts, then train each expert and its routing vectors on its bucket (UpIT, Algorithms
+    1 and 3).
 
     If it was stopped and is run again, it resumes where it was.
 
@@ -265,7 +267,7 @@ def init_routers(
             them in the order given.
         args: how to train each expert; `num_train_epochs` counts passes over its bucket.
         output_dir: gets `experts/0`, …, adapter or model folders. The trainings' state goes to `args.output_dir`.
-        buckets: how examples are given to experts, a name in `BUCKETS`: by `"perplexity"`, by `"label"`, at `"random"`.
+        buckets: how examples are assigned to experts, a name in `BUCKETS`: `"perplexity"`, `"label"` or `"random"`.
         alpha: weight of the language-modelling loss; the routing loss has 1 - alpha.
         train_experts: False trains the routing vectors alone.
         capacity: the most examples in a bucket of `"perplexity"`; `ceil(S / n)` if None.
@@ -300,7 +302,8 @@ def init_routers(
     """
     sources = [Path(expert) for expert in experts]
     targets = expert_folders(Path(output_dir), len(sources))
-    args = _own_arguments(args)
+    args = copy.copy(args)
+    args.packing = args.padding_free = False  # each example has perplexities and a bucket of its own
     data, collator = tokenized(dataset, processing_class, args)
     filled, perplexity_SN = fill_buckets(
         data,
@@ -315,17 +318,17 @@ def init_routers(
     names: list[str] = []
     vectors, logs = [], []
     for i, (source, target, bucket) in enumerate(zip(sources, targets, filled, strict=True)):
-        own_args = _own_arguments(args, i)  # before the model, which ZeRO-3 then shards
-        set_seed(own_args.seed)
+        expert_args = _expert_arguments(args, i)  # before the model, which ZeRO-3 then shards
+        set_seed(expert_args.seed)
         model: Any = load(source)
         names = names or _routed_modules(model, sources)
-        model = _trainable(model, source, names, own_args.seed)
+        model = _trainable(model, source, names, expert_args.seed)
         if bucket:
+            part_of_expert = "lora_" if is_lora(source) else ".mlp."
             for name, parameter in model.named_parameters():
-                of_expert = "lora_" in name if is_lora(source) else ".mlp." in name
-                parameter.requires_grad_(_VECTORS in name or (train_experts and of_expert))
+                parameter.requires_grad_(_VECTORS in name or (train_experts and part_of_expert in name))
             trainer = RouterInitTrainer(
-                model, own_args, train_dataset=data.select(bucket), processing_class=processing_class,
+                model, expert_args, train_dataset=data.select(bucket), processing_class=processing_class,
                 names=names, alpha=alpha,
             )  # fmt: skip
             trained = train(trainer, alpha=alpha)
@@ -342,22 +345,20 @@ def init_routers(
         del model  # one at a time
         free_memory()
     routers = [torch.stack(rows) for rows in zip(*vectors, strict=True)]
-    return RouterInit(targets, routers, filled, perplexity_SN, logs)
+    return InitialRouters(targets, routers, filled, perplexity_SN, logs)
 
 
 def _vectors_of(model: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if _VECTORS in name and "original_module" not in name]
 
 
-def _own_arguments(args: SFTConfig, expert: int | None = None) -> SFTConfig:
-    """The arguments that prepare all seed examples; with an expert, those of its own training."""
-    own = copy.copy(args) if expert is None else for_one_trainer(args)
-    own.packing = own.padding_free = False
-    if expert is not None:
-        own.output_dir = str(Path(str(args.output_dir)) / f"expert-{expert}")
-        own.seed = own.data_seed = args.seed + expert
-        own.dataloader_drop_last = False  # a bucket may be smaller than a batch
-    return own
+def _expert_arguments(args: SFTConfig, expert: int) -> SFTConfig:
+    """The arguments of one expert's training."""
+    expert_args = for_one_trainer(args)
+    expert_args.output_dir = str(Path(str(args.output_dir)) / f"expert-{expert}")
+    expert_args.seed = expert_args.data_seed = args.seed + expert
+    expert_args.dataloader_drop_last = False  # a bucket may be smaller than a batch
+    return expert_args
 
 
 def _perplexities(load: Load, experts: Sequence[Path], data: Dataset, collator: Collator, state: Path) -> torch.Tensor:

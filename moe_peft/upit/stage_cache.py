@@ -93,8 +93,8 @@ class Stage(ABC):
     def check_base(self) -> None:  # noqa: B027
         """Before any stage runs, maybe by reading weights: raise a `ValueError` if the recipe does not fit the base."""
 
-    def likeness(self, folder: Path) -> dict[str, Any]:
-        """How alike the experts are that it wrote to `folder`, for the record; nothing if it wrote none."""
+    def similarity(self, folder: Path) -> dict[str, Any]:
+        """How similar the experts are that it wrote to `folder`, for the record; nothing if it wrote none."""
         return {}
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -117,8 +117,8 @@ class Stage(ABC):
 
     @property
     def seed(self) -> int:
-        own = getattr(self.section, "seed", None)
-        return self.recipe.seed + self.seed_offset if own is None else own
+        seed = getattr(self.section, "seed", None)
+        return self.recipe.seed + self.seed_offset if seed is None else seed
 
     @property
     def num_experts(self) -> int:
@@ -157,20 +157,20 @@ def _digest(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def run_stage(stage: Stage, redo: bool = False, place: str = "") -> dict[str, Any]:
+def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str, Any]:
     """
     Do a stage unless it is done already, and return its record: fingerprint, metrics, sizes and hashes of its files.
 
     Args:
         redo: whether a stage that is done, but with other settings or inputs, may be removed and done again.
-        place: which of how many it is, for the log.
+        position: which of how many stages it is, for the log.
 
     Raises:
         ValueError: it would have to be, and may not.
     """
     fingerprint = stage.fingerprint()
     if not on_main_process(lambda: _is_done(stage, fingerprint, redo)):
-        on_main_process(lambda: _begin(stage, fingerprint, place))
+        on_main_process(lambda: _begin(stage, fingerprint, position))
         try:
             metrics = stage.run(stage.folder)
         except ValueError:
@@ -180,7 +180,7 @@ def run_stage(stage: Stage, redo: bool = False, place: str = "") -> dict[str, An
             raise
         PartialState().wait_for_everyone()
         # In every process, because those that wait for long time out.
-        metrics = {**metrics, **stage.likeness(stage.folder)}
+        metrics = {**metrics, **stage.similarity(stage.folder)}
         on_main_process(lambda: _finish(stage, fingerprint, metrics))
     on_main_process(lambda: remove(stage.state))
     return on_main_process(lambda: read_record(stage.folder))
@@ -205,7 +205,7 @@ def _is_done(stage: Stage, fingerprint: Fingerprint, redo: bool) -> bool:
     return False
 
 
-def _begin(stage: Stage, fingerprint: Fingerprint, place: str) -> None:
+def _begin(stage: Stage, fingerprint: Fingerprint, position: str) -> None:
     """Make room for a stage's files. One that resumes keeps its state."""
     note = stage.state / _RECORD
     facts = {**fingerprint.facts, "processes": PartialState().num_processes}
@@ -213,7 +213,7 @@ def _begin(stage: Stage, fingerprint: Fingerprint, place: str) -> None:
     with suppress(ValueError):
         begun = read_json(note)
     if begun == facts:
-        logger.info("%s: resuming%s", stage.name, place and f" ({place})")
+        logger.info("%s: resuming%s", stage.name, position and f" ({position})")
     else:
         if begun is not None:
             difference = Fingerprint(begun).difference(Fingerprint(facts))
@@ -222,7 +222,7 @@ def _begin(stage: Stage, fingerprint: Fingerprint, place: str) -> None:
         remove(stage.state)
         stage.state.mkdir(parents=True)
         write_json(note, facts)
-        logger.info("%s: running%s", stage.name, place and f" ({place})")
+        logger.info("%s: running%s", stage.name, position and f" ({position})")
     (stage.folder / MARKER).unlink(missing_ok=True)
     remove(stage.folder)
     stage.folder.mkdir()

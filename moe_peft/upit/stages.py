@@ -16,7 +16,7 @@ from trl import SFTConfig
 
 from ..models.model_size import ModelSize, model_size
 from ..training.checkpointing import INCIDENTAL, Trained, copy_result
-from ..training.data import in_blocks, source_name
+from ..training.data import drawn, in_blocks, source_name
 from ..training.estimate import steps_in_epoch
 from ..training.labels import unknown_labels
 from ..training.trainers import MoESFTConfig, check_padding
@@ -24,7 +24,7 @@ from ..utils.distributed import on_main_process
 from ..utils.expert_merging import Descent
 from ..utils.messages import one_line
 from ..utils.model_card import write_model_card
-from .buckets import Seeds, draw_seeds
+from .buckets import Seeds
 from .context import hash_template
 from .files import expert_folders, write_buckets, write_routers
 from .methods import TRAINING
@@ -46,18 +46,19 @@ class TrainerStage(Stage):
     @property
     def sft(self) -> dict[str, Any]:
         """The method's training arguments, overridden by the recipe's and these by the stage's own."""
-        method, given = TRAINING[self.recipe.mode], {**self.recipe.sft, **self._own}
-        if "max_length" not in given and self.context.positions is not None:
-            given["max_length"] = min(method["max_length"], self.context.positions)
-        return {**method, **given}
+        method, sft = TRAINING[self.recipe.mode], {**self.recipe.sft, **self.section_sft}
+        if "max_length" not in sft and self.context.positions is not None:
+            sft["max_length"] = min(method["max_length"], self.context.positions)
+        return {**method, **sft}
 
     @property
-    def _own(self) -> dict[str, Any]:
+    def section_sft(self) -> dict[str, Any]:
+        """The training arguments of its section."""
         return getattr(self.section, "sft", {})
 
     def field(self, name: str) -> str:
         """The path in the recipe of one of its training arguments."""
-        return f"{self.name + '.' if name in self._own else ''}sft.{name}"
+        return f"{self.name + '.' if name in self.section_sft else ''}sft.{name}"
 
     def check_length(self) -> None:
         """Raise if examples may be longer than what the base takes."""
@@ -65,7 +66,7 @@ class TrainerStage(Stage):
         if most is not None and (length is None or (isinstance(length, int) and length > most)):
             raise ValueError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
 
-    def arguments(self, **own: Any) -> SFTConfig:
+    def arguments(self, **overrides: Any) -> SFTConfig:
         """
         The training arguments: the recipe's, then the stage's, then what the pipeline decides.
 
@@ -81,7 +82,7 @@ class TrainerStage(Stage):
             "save_strategy": "no",
             "seed": self.seed,
             "data_seed": self.seed,
-            **own,
+            **overrides,
         }
         try:
             return self.config(**settings)
@@ -108,9 +109,9 @@ class TrainerStage(Stage):
         """What its trainer gets."""
         return self.context.train_data
 
-    def example_arguments(self, **own: Any) -> SFTConfig:
+    def example_arguments(self, **overrides: Any) -> SFTConfig:
         """The training arguments that say how its examples are prepared."""
-        return self.arguments(**own)
+        return self.arguments(**overrides)
 
 
 class Sizes(NamedTuple):
@@ -189,7 +190,7 @@ class Prepare(TrainingStage):
         if not self.recipe.facts.assembles:
             return replace(self.given, model=self.folder / self.output)
         experts = expert_folders(self.folder, self._selection()[0])
-        return replace(self.given, experts=shared_out(self.recipe, experts))
+        return replace(self.given, experts=moe_experts(self.recipe, experts))
 
     def check(self) -> None:
         if self._blocks and self.sft.get("packing") and self.sft.get("packing_strategy") != "wrapped":
@@ -284,7 +285,7 @@ class Expand(Stage):
 
 
 class RouterInit(TrainingStage):
-    """Stage 3: seed examples are given to experts, which learn from them with their routing vectors."""
+    """Stage 3: seed examples are assigned to experts, which learn from them with their routing vectors."""
 
     name = "router_init"
     seed_offset = 2
@@ -341,17 +342,17 @@ class RouterInit(TrainingStage):
         return settings
 
     def seed_data(self) -> Dataset:
-        """The seed set."""
+        """The seed set, in random order, which rules with a capacity follow: a file may be sorted by domain."""
         data = self.context.train_data
-        return draw_seeds(data, self.recipe.seed_count(len(data)), self.seed)
+        return drawn(data, self.recipe.seed_count(len(data)), self.seed)
 
     def examples(self) -> Dataset:
         return self.seed_data()
 
-    def example_arguments(self, **own: Any) -> SFTConfig:
+    def example_arguments(self, **overrides: Any) -> SFTConfig:
         """The training arguments for passes over the seed set."""
         epochs = self.recipe.router_init.num_train_epochs
-        return self.arguments(**{"num_train_epochs": epochs, "packing": False, "padding_free": False, **own})
+        return self.arguments(**{"num_train_epochs": epochs, "packing": False, "padding_free": False, **overrides})
 
     def steps(self, rows: int, processes: int) -> int:
         """Experts are trained one after the other, each on its bucket."""
@@ -384,10 +385,10 @@ class PostTrain(TrainingStage):
     def result(self) -> Artefacts:
         return replace(self.given, model=self.folder / self.output)
 
-    def arguments(self, **own: Any) -> SFTConfig:
+    def arguments(self, **overrides: Any) -> SFTConfig:
         if "expert_map" in self.sft:
-            own["label_column"] = self.recipe.data.label_column
-        return super().arguments(**own)
+            overrides["label_column"] = self.recipe.data.label_column
+        return super().arguments(**overrides)
 
     def check(self) -> None:
         r, sft = self.recipe, self.sft
@@ -395,13 +396,13 @@ class PostTrain(TrainingStage):
         check_padding("post_train.sft.", sft.get("pad_to_multiple_of"), packed and "expert_map" not in sft)
         if not sft.get("packing"):
             self.steps(len(self.context.train_data), PartialState().num_processes)
-        column, known = r.data.label_column, r.expert_map
-        if known is None or column is None:
+        column, expert_map = r.data.label_column, r.expert_map
+        if expert_map is None or column is None:
             return
         # Without a mask, held-out data may have other domains.
         held_out = self.context.eval_data if r.masks_labels else None
         for name, data in (("data.train", self.context.train_data), ("data.eval", held_out)):
-            unknown = unknown_labels(data, column, known) if data is not None else []
+            unknown = unknown_labels(data, column, expert_map) if data is not None else []
             if unknown:
                 raise ValueError(f"post_train.sft.expert_map: no experts for the labels {unknown} of {name}; add them")
 
@@ -436,7 +437,7 @@ class PostTrain(TrainingStage):
         return "the MoE"
 
 
-def shared_out(recipe: Recipe, experts: list[Path]) -> tuple[Path, ...]:
+def moe_experts(recipe: Recipe, experts: list[Path]) -> tuple[Path, ...]:
     """The experts that a MoE is assembled from, where those of stage 1 are `experts`: all, or copies of the last."""
     return (experts[-1],) * recipe.num_experts if recipe.copies and experts else tuple(experts)
 

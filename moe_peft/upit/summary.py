@@ -54,17 +54,17 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     """
     r = pipeline.recipe
     # A plan may be made on a machine without the accelerator that the run will have.
-    own = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
-    pipeline.join_processes(**own)
+    overrides = {} if torch.accelerator.is_available() else {"bf16": False, "fp16": False, "use_cpu": True}
+    pipeline.join_processes(**overrides)
     launch = launch or Launch(PartialState().num_processes)
     data = pipeline.context.train_data
-    pipeline.check(weights=False, **own)
+    pipeline.check(weights=False, **overrides)
     tokenizer, empty = pipeline.context.base.tokenizer, pipeline.context.base.empty()
     plans = []
     for stage in pipeline.stages:
         if not isinstance(stage, TrainingStage):
             continue
-        args = stage.example_arguments(**own)
+        args = stage.example_arguments(**overrides)
         rows, length = rows_and_length(data, tokenizer, args)
         sizes = stage.sizes(empty)
         needed = memory(
@@ -110,14 +110,14 @@ def print_summary(pipeline: UpIT) -> None:
     columns = ("stage", "steps", "loss", "what it made", "similarity of experts")
     table = Table(*columns, title=f"{recipe.method}: {pipeline.root}", caption=_SIMILARITY[recipe.mode])
     for stage in pipeline.stages:
-        own = metrics[stage.name]
-        steps, loss = own.get("steps"), own.get("loss")
+        measured = metrics[stage.name]
+        steps, loss = measured.get("steps"), measured.get("loss")
         table.add_row(
             stage.name,
             "" if steps is None else f"{steps:.0f}",
             f"{loss:.3f}" if isinstance(loss, float) else "",
-            stage.describe(own),
-            _similarity(own),
+            stage.describe(measured),
+            _similarity(measured),
         )
     console.print(table)
     evaluated = metrics.get("evaluate", {})
@@ -150,14 +150,14 @@ def _verdict(metrics: dict[str, dict[str, Any]]) -> str:
 def _loss_table(losses: dict[str, dict[str, float]]) -> Table:
     domains = list(next(reversed(losses.values())))
     table = Table("held-out loss", *domains)
-    for who, row in losses.items():
-        table.add_row(who, *(f"{row[domain]:.3f}" for domain in domains))
+    for model, row in losses.items():
+        table.add_row(model, *(f"{row[domain]:.3f}" for domain in domains))
     return table
 
 
 def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     """The stages, what they will take, and how many examples there are."""
-    plans = {stage.name: stage for stage in plan(pipeline, launch)}
+    plans = {stage_plan.name: stage_plan for stage_plan in plan(pipeline, launch)}
     if not PartialState().is_main_process:
         return
     console = Console(markup=False, emoji=False)
@@ -169,19 +169,19 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
         table.add_column(column, justify="right")
     for stage in pipeline.stages:
         cells: tuple[str, ...] = ()
-        if own := plans.get(stage.name):
-            memory = f"{own.memory.total / 2**30:.2f} GiB"
-            cells = (f"{own.epochs:.3g}", f"{own.steps:,}", f"{own.tokens:,}", f"{own.trainable:,}", memory)
+        if p := plans.get(stage.name):
+            memory = f"{p.memory.total / 2**30:.2f} GiB"
+            cells = (f"{p.epochs:.3g}", f"{p.steps:,}", f"{p.tokens:,}", f"{p.trainable:,}", memory)
         table.add_row(stage.name, *cells)
     console.print(table)
     if pipeline.root.exists():
-        for name, what in pipeline.outlook().items():
-            say(f"{name}: {what}")
-    for own in plans.values():
-        say(f"{own.name}: {own.memory}")
-    for training in dict.fromkeys(own.training for own in plans.values()):
-        say(f"{', '.join(own.name for own in plans.values() if own.training == training)}: {training}")
-    for own in plans.values():
-        if own.moe is not None:
-            say(f"MoE: {own.moe}")
+        for name, outlook in pipeline.outlook().items():
+            say(f"{name}: {outlook}")
+    for p in plans.values():
+        say(f"{p.name}: {p.memory}")
+    for training in dict.fromkeys(p.training for p in plans.values()):
+        say(f"{', '.join(p.name for p in plans.values() if p.training == training)}: {training}")
+    for p in plans.values():
+        if p.moe is not None:
+            say(f"MoE: {p.moe}")
     say(f"result: {pipeline.result}")

@@ -75,13 +75,13 @@ def private(module: str, name: str) -> Any:
     Raises:
         ImportError: the installed version no longer has it.
     """
-    found = getattr(import_module(module), name, None) if name in PRIVATE[module] else None
-    if found is None:
+    value = getattr(import_module(module), name, None) if name in PRIVATE[module] else None
+    if value is None:
         package = module.partition(".")[0]
         raise ImportError(
             f"moe_peft needs {module}.{name}, which this version of {package} lacks; install an older one"
         )
-    return found
+    return value
 
 
 def loss_is_of_whole_step(trainer: Any, num_items_in_batch: Any) -> bool:
@@ -89,9 +89,9 @@ def loss_is_of_whole_step(trainer: Any, num_items_in_batch: Any) -> bool:
     Whether a trainer's micro-batch losses add up to that of the optimizer step, rather than being averaged over
     accumulation steps afterwards. `Trainer.training_step` decides this by the same attributes (public, undocumented).
     """
-    own = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if own is not None:
-        return bool(own)
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is not None:
+        return bool(scaled)
     return bool(
         (trainer.model_accepts_loss_kwargs and num_items_in_batch is not None) or trainer.compute_loss_func is not None
     )

@@ -236,12 +236,12 @@ def _check(
     if initial is not None and similarity == "displacement":
         others["initial"] = initial
     first = _layout(experts[0])
-    for what, expert in others.items():
+    for source, expert in others.items():
         if _layout(expert) != first:
-            raise ValueError(f"{what} differs from experts[0] in names, shapes or dtypes; adapt the same modules")
+            raise ValueError(f"{source} differs from experts[0] in names, shapes or dtypes; adapt the same modules")
         for name, tensor in expert.items():
             if not tensor.isfinite().all():
-                raise ValueError(f"{what}: {name} holds NaN or infinity; train or save it again")
+                raise ValueError(f"{source}: {name} holds NaN or infinity; train or save it again")
 
 
 def _layout(expert: Expert) -> dict[str, tuple]:
@@ -268,8 +268,8 @@ def mean_updates(
     A_NRI: torch.Tensor, B_NRO: torch.Tensor, groups: Sequence[Sequence[int]], weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A [m, r, in] and B [m, r, out] of [n, …]: the experts' own, or the best of rank r for the mean of the updates."""
-    found = [_mean_update(A_NRI[list(group)], B_NRO[list(group)], w) for group, w in zip(groups, weights, strict=True)]
-    return torch.stack([A for A, _ in found]), torch.stack([B for _, B in found])
+    pairs = [_mean_update(A_NRI[list(group)], B_NRO[list(group)], w) for group, w in zip(groups, weights, strict=True)]
+    return torch.stack([A for A, _ in pairs]), torch.stack([B for _, B in pairs])
 
 
 def _mean_update(

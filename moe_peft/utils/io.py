@@ -28,12 +28,12 @@ _PICKLED = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth", "*.ckpt"
 
 
 @contextmanager
-def reading(what: object, remedy: str = "") -> Iterator[None]:
+def reading(source: object, remedy: str = "") -> Iterator[None]:
     """
     Put what a library raises on one line that says what was read.
 
     Args:
-        what: the field with its value, or the file.
+        source: the field with its value, or the file.
         remedy: what to do.
 
     Raises:
@@ -47,31 +47,31 @@ def reading(what: object, remedy: str = "") -> Iterator[None]:
         text = one_line(error, 160)
         if not isinstance(error, (OSError, ValueError)) or not text:
             text = f"{type(error).__name__}: {text}".rstrip(": ")
-        raise ValueError(f"{what}: {text}" + (f"; {remedy}" if remedy else "")) from error
+        raise ValueError(f"{source}: {text}" + (f"; {remedy}" if remedy else "")) from error
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def read_text(path: str | os.PathLike, what: object = None) -> str:
+def read_text(path: str | os.PathLike, source: object = None) -> str:
     """
     A file in UTF-8, with or without a byte order mark.
 
     Args:
-        what: the field and its value, for messages; None: the path.
+        source: the field and its value, for messages; None: the path.
 
     Raises:
         ValueError: there is no such file, or it is not UTF-8.
     """
-    path, what = Path(path), what or path
+    path, source = Path(path), source or path
     if not path.is_file():  # a pipe that nobody fills would wait for ever
-        raise ValueError(f"{what}: " + ("not a file" if path.exists() else "no such file"))
+        raise ValueError(f"{source}: " + ("not a file" if path.exists() else "no such file"))
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:
-        raise ValueError(f"{what}: {error.strerror}") from error
+        raise ValueError(f"{source}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
+        raise ValueError(f"{source}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
@@ -83,18 +83,18 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """
     text = read_text(path)
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON ({one_line(error, 80)}); write or download it again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: must be a JSON object, not {one_line(repr(found), 40)}")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must be a JSON object, not {one_line(repr(value), 40)}")
+    return value
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def weight_files(folder: Path, what: object) -> dict[str, str]:
+def weight_files(folder: Path, source: object) -> dict[str, str]:
     """
     The tensors of a model folder: name → file.
 
@@ -103,44 +103,46 @@ def weight_files(folder: Path, what: object) -> dict[str, str]:
             the folder.
     """
     if (folder / SINGLE).is_file():  # as transformers, which looks for an index after it
-        with open_safetensors(folder / SINGLE, what) as file:
+        with open_safetensors(folder / SINGLE, source) as file:
             return dict.fromkeys(file.keys(), SINGLE)
     if (folder / INDEX).is_file():
         files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-            raise ValueError(f"{what}: {folder / INDEX}: no weight_map of names and files; save the model again")
+            raise ValueError(f"{source}: {folder / INDEX}: no weight_map of names and files; save the model again")
         for file in sorted(set(files.values())):
             if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file:
-                raise ValueError(f"{what}: {folder / INDEX} names {file!r}, which is not a file in its folder")
+                raise ValueError(f"{source}: {folder / INDEX} names {file!r}, which is not a file in its folder")
             if not (folder / file).is_file():
-                raise ValueError(f"{what}: {folder} lacks {file}, which its index names; download or save it again")
+                raise ValueError(f"{source}: {folder} lacks {file}, which its index names; download or save it again")
         return files
-    raise ValueError(f"{what}: {no_weights(folder, SINGLE)}")
+    raise ValueError(f"{source}: {no_weights(folder, SINGLE)}")
 
 
-def check_weights(folder: Path, what: object) -> None:
+def check_weights(folder: Path, source: object) -> None:
     """
     Look at the safetensors files of a model folder, without reading the weights.
 
     Raises:
         ValueError: one is missing or cannot be read, or a tensor is in no file.
     """
-    files = weight_files(folder, what)
+    files = weight_files(folder, source)
     for file in sorted(set(files.values())):
-        inside = set(open_safetensors(folder / file, what).keys())
-        lacking = [name for name, place in files.items() if place == file and name not in inside]
+        inside = set(open_safetensors(folder / file, source).keys())
+        lacking = [name for name, holder in files.items() if holder == file and name not in inside]
         if lacking:
-            raise ValueError(f"{what}: {folder / file} lacks {lacking[0]}, which its index names; save the model again")
+            raise ValueError(
+                f"{source}: {folder / file} lacks {lacking[0]}, which its index names; save the model again"
+            )
 
 
-def open_safetensors(path: Path, what: object) -> Any:
+def open_safetensors(path: Path, source: object) -> Any:
     """
     A safetensors file, whose header is checked against its length.
 
     Raises:
         ValueError: it cannot be read.
     """
-    with reading(f"{what}: {path} cannot be read", "download or save it again"):
+    with reading(f"{source}: {path} cannot be read", "download or save it again"):
         return safe_open(path, framework="pt")
 
 
@@ -224,19 +226,19 @@ def output_folder(
     Raises:
         ValueError: it cannot be made or written to, holds something else, or another process holds it.
     """
-    folder, what = Path(path).expanduser(), f"{field}={os.fspath(path)!r}"
+    folder, setting = Path(path).expanduser(), f"{field}={os.fspath(path)!r}"
     parents = (folder.absolute(), *folder.absolute().parents)
-    new = [parent for parent in parents if not _exists(parent)]
+    new = [parent for parent in parents if not os.path.lexists(parent)]
     parent = parents[len(new)]
     if not parent.is_dir():
-        raise ValueError(f"{what}: {parent} is not a folder; choose another")
+        raise ValueError(f"{setting}: {parent} is not a folder; choose another")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{what}: {parent} cannot be written to; choose another, or change its permissions")
+        raise ValueError(f"{setting}: {parent} cannot be written to; choose another, or change its permissions")
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with _locked(folder / _LOCK, what):
+        with _locked(folder / _LOCK, setting):
             if any(entry.name != _LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):
-                raise ValueError(f"{what}: is not empty; {remedy}")
+                raise ValueError(f"{setting}: is not empty; {remedy}")
             yield folder
     finally:
         with suppress(OSError):  # something was put into it
@@ -245,19 +247,15 @@ def output_folder(
 
 
 @contextmanager
-def _locked(lock: Path, what: str) -> Iterator[None]:
+def _locked(lock: Path, setting: str) -> Iterator[None]:
     """Hold a lock, a file that is there as long. A process that died holds none."""
     held = WeakFileLock(lock, timeout=0.1)
     try:
         held.__enter__()
     except TimeoutError as error:
-        raise ValueError(f"{what}: another process is writing it; wait for it, or choose another") from error
+        raise ValueError(f"{setting}: another process is writing it; wait for it, or choose another") from error
     try:
         yield
     finally:
         lock.unlink(missing_ok=True)
         held.__exit__(None, None, None)
-
-
-def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()  # also a link that leads nowhere

@@ -39,17 +39,16 @@ from .messages import one_line, unknown_key
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_OWN_TYPE = "MOE_LORA"
 _LARGEST_SIZE = 2**16
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
-def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
+def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig:
     """
     An adapter's config: a folder's, or that of a name on the hub.
 
     Args:
-        what: the field and its value, for messages.
+        source: the field and its value, for messages.
 
     Raises:
         ValueError: there is none, or it is no adapter's.
@@ -57,39 +56,40 @@ def read_adapter_config(folder: str | os.PathLike, what: object) -> PeftConfig:
     if Path(folder).exists():
         path = Path(folder, ADAPTER_CONFIG)
         if not path.is_file():
-            raise ValueError(f"{what}: is not a folder with {ADAPTER_CONFIG}")
+            raise ValueError(f"{source}: is not a folder with {ADAPTER_CONFIG}")
         saved = read_json(path)
         kind = saved.get("peft_type")
         if kind not in list(PeftType):
             raise ValueError(
-                f"{what}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
+                f"{source}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
             )
-        _refuse_unknown(saved, PeftType(kind), what)
-        _check_sizes(saved, what)
-    with reading(what):
+        if kind == "MOE_LORA":
+            _check_fields(saved, source)
+        _check_sizes(saved, source)
+    with reading(source):
         config = PeftConfig.from_pretrained(os.fspath(folder))
     base = config.base_model_name_or_path
     if not isinstance(base, (str, type(None))):
-        raise ValueError(f"{what}: {ADAPTER_CONFIG}: base_model_name_or_path={base!r}: must be a name or null")
+        raise ValueError(f"{source}: {ADAPTER_CONFIG}: base_model_name_or_path={base!r}: must be a name or null")
     return config
 
 
-def _refuse_unknown(saved: Mapping[str, Any], kind: PeftType, what: object) -> None:
+def _check_fields(saved: Mapping[str, Any], source: object) -> None:
     """
     Raises:
         ValueError: a config of this package sets what this version does not know; PEFT would leave it out with a
             warning, which is how it takes those of newer LoRAs.
     """
-    known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
-    for name, value in saved.items() if kind.value == _OWN_TYPE else ():
-        if name not in known and name != "runtime_config" and value not in (None, False, "", 0, [], {}):
+    supported = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType("MOE_LORA")])}
+    for name, value in saved.items():
+        if name not in supported and name != "runtime_config" and value not in (None, False, "", 0, [], {}):
             raise ValueError(
-                f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: this version of moe-peft-hf does not know it; install a "
-                "newer one"
+                f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: this version of moe-peft-hf does not know it; install "
+                "a newer one"
             )
 
 
-def _check_sizes(saved: Mapping[str, Any], what: object) -> None:
+def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
     """
     Raises:
         ValueError: a size in an adapter's config is no number above 0, or one that would take all memory.
@@ -97,34 +97,36 @@ def _check_sizes(saved: Mapping[str, Any], what: object) -> None:
     for name in ("r", "lora_alpha", "num_experts", "top_k", "bottleneck_size"):
         value = saved.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST_SIZE:
-            raise ValueError(f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: must be a number from 1 to {_LARGEST_SIZE}")
+            raise ValueError(
+                f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be a number from 1 to {_LARGEST_SIZE}"
+            )
     for name in ("num_experts_pattern", "rank_pattern", "alpha_pattern"):
         if not isinstance(value := saved.get(name) or {}, dict):
-            raise ValueError(f"{what}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
+            raise ValueError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
 
 
-def read_adapter_weights(folder: str | os.PathLike, what: object) -> dict[str, torch.Tensor]:
+def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str, torch.Tensor]:
     """
     An adapter's tensors, on the CPU: a folder's, or those of a name on the hub.
 
     Raises:
         ValueError: they are not there as safetensors, or cannot be read.
     """
-    with reading(f"{what}: no {ADAPTER_WEIGHTS}; only safetensors are read"):
+    with reading(f"{source}: no {ADAPTER_WEIGHTS}; only safetensors are read"):
         here = Path(folder)
         if not here.exists():  # PEFT would take a pickled file of the hub
             here = Path(hf_hub_download(os.fspath(folder), ADAPTER_WEIGHTS)).parent
     if not (here / ADAPTER_WEIGHTS).is_file():
-        raise ValueError(f"{what}: {no_weights(here, ADAPTER_WEIGHTS)}")
-    with reading(f"{what}: its weights cannot be read", "save the adapter again"):
+        raise ValueError(f"{source}: {no_weights(here, ADAPTER_WEIGHTS)}")
+    with reading(f"{source}: its weights cannot be read", "save the adapter again"):
         weights = load_peft_weights(os.fspath(here), device="cpu")
     for key, tensor in weights.items():
         if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.dim() > 1):  # a salt is an integer
-            raise ValueError(f"{what}: {key} is {tensor.dtype}; save the adapter in float32, bfloat16 or float16")
+            raise ValueError(f"{source}: {key} is {tensor.dtype}; save the adapter in float32, bfloat16 or float16")
     return weights
 
 
-def read_config(name: str | os.PathLike, what: object, revision: str | None = None) -> PreTrainedConfig:
+def read_config(name: str | os.PathLike, source: object, revision: str | None = None) -> PreTrainedConfig:
     """
     A model's config, of a folder or a name on the hub.
 
@@ -133,26 +135,26 @@ def read_config(name: str | os.PathLike, what: object, revision: str | None = No
     """
     folder = Path(name)
     if folder.is_file():
-        raise ValueError(f"{what}: a file; name a model's folder")
+        raise ValueError(f"{source}: a file; name a model's folder")
     if folder.is_dir():
         if not (folder / CONFIG).exists():
-            raise ValueError(f"{what}: has no {CONFIG}; name a model's folder")
+            raise ValueError(f"{source}: has no {CONFIG}; name a model's folder")
         if not isinstance(read_json(folder / CONFIG).get("model_type"), str):
-            raise ValueError(f"{what}: {CONFIG} has no model_type; save the model with save_pretrained")
-    with reading(what if folder.is_dir() else f"{what}: neither a model folder nor a model of a reachable hub"):
+            raise ValueError(f"{source}: {CONFIG} has no model_type; save the model with save_pretrained")
+    with reading(source if folder.is_dir() else f"{source}: neither a model folder nor a model of a reachable hub"):
         config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
-    _check_experts(config, what)
+    _check_experts(config, source)
     return config
 
 
-def empty_model(config: PreTrainedConfig, what: object) -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig, source: object) -> PreTrainedModel:
     """
     A model without weights, on the meta device.
 
     Raises:
         ValueError: there is no such model.
     """
-    with reading(what), without_zero3(), torch.device("meta"):
+    with reading(source), without_zero3(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
@@ -167,26 +169,26 @@ def without_zero3() -> Iterator[None]:
         deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
-def read_tokenizer(name: str | os.PathLike, what: object, revision: str | None = None) -> Any:
+def read_tokenizer(name: str | os.PathLike, source: object, revision: str | None = None) -> Any:
     """
     Raises:
         ValueError: there is none, or it cannot be read.
     """
-    with reading(f"{what}: no tokenizer", "save the model's tokenizer in its folder"):
+    with reading(f"{source}: no tokenizer", "save the model's tokenizer in its folder"):
         return AutoTokenizer.from_pretrained(os.fspath(name), revision=revision or "main")
 
 
-def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, what: object) -> None:
+def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, source: object) -> None:
     """
     Raises:
         ValueError: the tokenizer has more tokens than the model has embeddings, or no EOS token.
     """
     if tokenizer.eos_token is None:
-        raise ValueError(f"{what}: its tokenizer has no eos_token; set it in tokenizer_config.json")
+        raise ValueError(f"{source}: its tokenizer has no eos_token; set it in tokenizer_config.json")
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if rows is not None and len(tokenizer) > rows:
         raise ValueError(
-            f"{what}: its tokenizer has {len(tokenizer)} tokens, its embeddings have {rows} rows; use the tokenizer "
+            f"{source}: its tokenizer has {len(tokenizer)} tokens, its embeddings have {rows} rows; use the tokenizer "
             "that the model was trained with, or resize its embeddings and save it"
         )
 
@@ -194,7 +196,7 @@ def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, what: object) -> N
 @dataclass(frozen=True)
 class Base:
     """
-    The base model that a run names. Each of its files is read once.
+    The base model that a run names. Its config and its tokenizer are read once.
 
     Args:
         name_or_path: a folder, whose `~` is expanded, or a name on the hub.
@@ -258,12 +260,12 @@ def chat_template(path: str | None, field: str) -> str | None:
     """
     if path is None:
         return None
-    what = f"{field}={path!r}"
+    source = f"{field}={path!r}"
     if Path(path).is_file():
-        return read_text(path, what)
-    template = read_tokenizer(path, what).chat_template
+        return read_text(path, source)
+    template = read_tokenizer(path, source).chat_template
     if template is None:
-        raise ValueError(f"{what}: a tokenizer without a chat template; name another, or a file")
+        raise ValueError(f"{source}: a tokenizer without a chat template; name another, or a file")
     return template
 
 
@@ -284,23 +286,23 @@ def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: Pre
     """
     if path is None or Path(path).is_file():
         return None
-    what = f"{field}={path!r}"
+    source = f"{field}={path!r}"
     vocabulary = tokenizer.get_vocab()
-    tokens = [token.content for token in read_tokenizer(path, what).added_tokens_decoder.values()]
+    tokens = [token.content for token in read_tokenizer(path, source).added_tokens_decoder.values()]
     added = [token for token in tokens if token not in vocabulary]
     rows = getattr(config.get_text_config(), "vocab_size", None)
     resized = -(-(len(vocabulary) + len(added)) // _ROWS) * _ROWS
     if not added and rows in (None, resized):
         return None
     why = f"adds {added[0]!r}" if added else f"gives {resized} rows to the embeddings, which have {rows}"
-    return f"{what}: its tokenizer {why}, and an adapter keeps its base's; name a .jinja file, and set eos_token"
+    return f"{source}: its tokenizer {why}, and an adapter keeps its base's; name a .jinja file, and set eos_token"
 
 
-def check_template(tokenizer: Any, asked: bool | str, what: str, remedy: str = "give it one") -> None:
+def check_template(tokenizer: Any, asked: bool | str, field: str, remedy: str = "give it one") -> None:
     """
     Args:
         asked: whether prompts go through a chat template; a string names one of several.
-        what: the field, for messages.
+        field: the field that asks for it, for messages.
         remedy: where there is none.
 
     Raises:
@@ -308,13 +310,13 @@ def check_template(tokenizer: Any, asked: bool | str, what: str, remedy: str = "
     """
     template = tokenizer.chat_template
     if asked and template is None:
-        raise ValueError(f"{what}={asked!r}: the tokenizer has no chat template; {remedy}, or leave this out")
+        raise ValueError(f"{field}={asked!r}: the tokenizer has no chat template; {remedy}, or leave this out")
     if isinstance(asked, str) and not (isinstance(template, dict) and asked in template):
         names = f"has {', '.join(template)}" if isinstance(template, dict) else "has a single one, without a name"
-        raise ValueError(f"{what}={asked!r}: no such chat template: the tokenizer {names}; name that, or none")
+        raise ValueError(f"{field}={asked!r}: no such chat template: the tokenizer {names}; name that, or none")
 
 
-def _check_experts(config: PreTrainedConfig, what: object) -> None:
+def _check_experts(config: PreTrainedConfig, source: object) -> None:
     """
     Raises:
         ValueError: a native MoE's config has no experts, or more for a token than there are.
@@ -323,7 +325,7 @@ def _check_experts(config: PreTrainedConfig, what: object) -> None:
     k = getattr(config, "num_experts_per_tok", None)
     n = next((n for name in _COUNTS if (n := getattr(config, name, None)) is not None), None)
     if type(k) is int and type(n) is int and n > 0 and not 1 <= k <= n:
-        raise ValueError(f"{what}: {CONFIG}: num_experts_per_tok={k}: must be from 1 to the number of experts, {n}")
+        raise ValueError(f"{source}: {CONFIG}: num_experts_per_tok={k}: must be from 1 to the number of experts, {n}")
 
 
 def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesConfig:
@@ -336,10 +338,10 @@ def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesCon
     Raises:
         ValueError: one is unknown or wrong, or none says how many bits.
     """
-    known = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
+    supported = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
     for name in fields:
-        if name not in known:
-            raise ValueError(unknown_key(f"{path}.{name}", known, "transformers' BitsAndBytesConfig"))
+        if name not in supported:
+            raise ValueError(unknown_key(f"{path}.{name}", supported, "transformers' BitsAndBytesConfig"))
     if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
         raise ValueError(f"{path}={dict(fields)}: give load_in_4bit or load_in_8bit: true")
     try:
@@ -350,7 +352,7 @@ def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesCon
 
 def read_model(
     name: str | os.PathLike,
-    what: object,
+    source: object,
     *,
     model_class: Any = AutoModelForCausalLM,
     revision: str | None = None,
@@ -362,7 +364,7 @@ def read_model(
 
     Args:
         name: a folder, or a name on the hub.
-        what: the field and its value, for messages.
+        source: the field and its value, for messages.
         kwargs: further arguments of `from_pretrained`.
 
     Raises:
@@ -371,12 +373,12 @@ def read_model(
     """
     folder = Path(name)
     if folder.exists():
-        read_config(folder, what)
-        refuse_adapter(folder, what)
-        check_weights(folder, what)
+        read_config(folder, source)
+        refuse_adapter(folder, source)
+        check_weights(folder, source)
     if kwargs.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():
         kwargs.setdefault("device_map", {"": PartialState().device})
-    with reading(what):
+    with reading(source):
         model, info = model_class.from_pretrained(
             os.fspath(name),
             revision=revision or "main",
@@ -385,35 +387,35 @@ def read_model(
             ignore_mismatched_sizes=True,
             **kwargs,
         )
-    _check_loaded(model, info, what)
+    _check_loaded(model, info, source)
     return model
 
 
-def refuse_adapter(folder: Path, what: object) -> None:
+def refuse_adapter(folder: Path, source: object) -> None:
     """
     Raises:
         ValueError: a model's folder holds an adapter as well, which transformers would load with it.
     """
     if (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
-            f"{what}: {folder} holds an adapter beside the model, {ADAPTER_CONFIG}; move the adapter's files to "
+            f"{source}: {folder} holds an adapter beside the model, {ADAPTER_CONFIG}; move the adapter's files to "
             "a folder of their own"
         )
 
 
-def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object) -> None:
+def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], source: object) -> None:
     """
     Raises:
         ValueError: weights were missing, have another shape, or are not finite.
     """
     for key, shape, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"{what}: {key} is {list(shape)}, its config says {list(expected)}; use the config it was saved with"
+            f"{source}: {key} is {list(shape)}, its config says {list(expected)}; use the config it was saved with"
         )
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{what}: its files lack {missing[0]}{more}; download or save the model again")
+        raise ValueError(f"{source}: its files lack {missing[0]}{more}; download or save the model again")
     names = model.state_dict().keys() if info["unexpected_keys"] else ()
     weighted = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     for key in sorted(info["unexpected_keys"]):
@@ -421,12 +423,12 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object)
         of_weight = last == "bias" or last.startswith("weight_")  # the second: scales of quantized weights
         if owner in names or (owner in weighted and of_weight):
             raise ValueError(
-                f"{what}: its files have {key}, of which its config says nothing; use the config it was saved with"
+                f"{source}: its files have {key}, of which its config says nothing; use the config it was saved with"
             )
         if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in names:  # not those of parts that this class leaves out
             layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
             raise ValueError(
-                f"{what}: its files have {key}, its config says num_hidden_layers={layers}; use the config it was "
+                f"{source}: its files have {key}, its config says num_hidden_layers={layers}; use the config it was "
                 "saved with"
             )
     if parse_flag_from_env(EMPTY_IN_OTHERS):
@@ -435,4 +437,4 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: object)
         if weight.is_meta or weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             continue
         if not weight.detach().isfinite().all():
-            raise ValueError(f"{what}: {key} holds NaN or infinity; use another checkpoint")
+            raise ValueError(f"{source}: {key} holds NaN or infinity; use another checkpoint")

@@ -33,22 +33,22 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def choice_error(field: str, value: object, names: Iterable[str]) -> str:
-    """The message for a value that is not among the known names."""
+    """The message for a value that is none of `names`."""
     return f"{field}={value!r}: must be one of {', '.join(names)}"
 
 
-def unknown_key(path: str, known: Iterable[str], documented: str | None = None) -> str:
+def unknown_key(path: str, names: Iterable[str], documented: str | None = None) -> str:
     """
-    The message for a key that is not among the known ones: the closest of them, else where to look them up.
+    The message for a key that is none of `names`: the closest of them, else where to look them up.
 
     Args:
         path: the key with its sections, dotted.
         documented: where keys are documented that are too many to list.
     """
-    known = sorted(known)
-    close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
+    names = sorted(names)
+    close = difflib.get_close_matches(path.rpartition(".")[2], names, n=1)
     if close:
         return f"{path}: unknown key; did you mean {close[0]!r}?"
     if documented:
         return f"{path}: unknown key; see {documented}"
-    return f"{path}: unknown key; known: {', '.join(known[:20])}" + (", …" if len(known) > 20 else "")
+    return f"{path}: unknown key; known: {', '.join(names[:20])}" + (", …" if len(names) > 20 else "")

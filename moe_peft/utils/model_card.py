@@ -31,7 +31,7 @@ logger = logging.getLogger("moe_peft")
 
 TAGS: tuple[str, ...] = ("mixture-of-experts", "moe_peft")
 _TEMPLATE = Path(__file__).with_suffix(".md")
-_PLACE = "path/to/this/folder"
+_FOLDER = "path/to/this/folder"
 _FIGURES = ("routing.png", "load.png", "routing/load.png")
 # Of each task type of PEFT: its class, and the hub's name of the task.
 _TASKS = {
@@ -108,7 +108,7 @@ def write_model_card(
         raise ValueError(f"{str(folder)!r}: no adapter_config.json and no config.json; save it first")
     origin: Any = adapter.get("base_model_name_or_path") if base is None else base
     bases = [os.fspath(name) for name in (origin if isinstance(origin, (list, tuple)) else [origin]) if name]
-    ours = adapter.get("peft_type") == "MOE_LORA"
+    is_moe_lora = adapter.get("peft_type") == "MOE_LORA"
     num_experts = model.get("num_experts", model.get("num_local_experts"))
     auto, task = _TASKS.get(adapter.get("task_type") or "", (None, None))
     if not adapter:
@@ -119,7 +119,7 @@ def write_model_card(
 
     # Metadata.
     data = ModelCardData() if old is None else old.data
-    kinds = TAGS if ours or (not adapter and num_experts) else TAGS[1:]
+    kinds = TAGS if is_moe_lora or (not adapter and num_experts) else TAGS[1:]
     data.library_name = "peft" if adapter else "transformers"
     data.pipeline_tag = data.pipeline_tag or task
     data.tags = [*(data.tags or []), *tags, *kinds, *(["peft"] if adapter else [])]
@@ -140,27 +140,28 @@ def write_model_card(
     }
     kept = {} if old is None else _marked(old.text).get("facts", {})
     facts = {subject: lines or kept.get(subject, []) for subject, lines in facts.items()}
+    name_or_path = repo or _FOLDER
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
         title=title or _title(adapter, num_experts, bases),
         adapter=adapter,
-        ours=ours,
-        experts=f"experts of the kind `{adapter.get('expert_type', 'lora')}`" if ours else None,
+        is_moe_lora=is_moe_lora,
+        experts=f"experts of the kind `{adapter.get('expert_type', 'lora')}`" if is_moe_lora else None,
         model=model,
         num_experts=num_experts,
         facts=[line for subject, lines in facts.items() if subject != "training" for line in lines],
         auto=auto,
-        place=repo or _PLACE,
-        tokenizer=_tokenizer(folder, adapter, bases, repo or _PLACE) if task == "text-generation" else None,
+        name_or_path=name_or_path,
+        tokenizer=_tokenizer(folder, adapter, bases, name_or_path) if task == "text-generation" else None,
         num_labels=_num_labels(folder) if task in ("text-classification", "token-classification") else None,
         training=facts["training"],
         figure=next((name for name in _FIGURES if (folder / name).is_file()), None),
     )
     quantization = None if old is None else _QUANTIZATION.search(old.text)
-    ours_version = import_module("moe_peft").__version__  # at run time: the package imports this module
+    package_version = import_module("moe_peft").__version__  # at run time: the package imports this module
     versions = [f"PEFT {version('peft')}"] if adapter else []
-    versions += [f"moe-peft-hf {ours_version}", f"Transformers {version('transformers')}"]
+    versions += [f"moe-peft-hf {package_version}", f"Transformers {version('transformers')}"]
     after = [f"{_PROCEDURE}\n\n{quantization[0].strip()}"] if quantization else []
     _save(card, card.text, path, facts, [*after, "\n".join([f"{_VERSIONS}\n", *(f"- {name}" for name in versions)])])
     if adapter:
@@ -184,10 +185,10 @@ def _title(adapter: dict[str, Any], num_experts: int | None, bases: list[str]) -
     return ("Mixture-of-Experts" if num_experts else "Language model") + (f" of {names}" if bases else "")
 
 
-def _tokenizer(folder: Path, adapter: dict[str, Any], bases: list[str], place: str) -> str | None:
+def _tokenizer(folder: Path, adapter: dict[str, Any], bases: list[str], name_or_path: str) -> str | None:
     """The code of what to load a tokenizer from; None if there is none."""
     if (folder / "tokenizer_config.json").is_file():
-        return f'"{place}"'
+        return f'"{name_or_path}"'
     if adapter and bases and (not os.path.isdir(bases[0]) or Path(bases[0], "tokenizer_config.json").is_file()):
         return 'model.peft_config["default"].base_model_name_or_path'
     return None
@@ -283,7 +284,7 @@ def _list_adapters(root: Path) -> None:
     card.data.tags = ["peft", *TAGS]
     _update_metadata(card.data, [], [], root)
     listed = "\n".join(f"- [{name}]({name}/README.md)" for name in names)
-    how = f'PeftModel.from_pretrained(base, "{_PLACE}", subfolder="{names[0]}")'
+    how = f'PeftModel.from_pretrained(base, "{_FOLDER}", subfolder="{names[0]}")'
     text = f"# Adapters for PEFT\n\nEach folder holds one; its card says how to load it alone.\n\n{listed}\n\n"
     _save(card, f"{text}After `import moe_peft`, `{how}` puts one on its base.", path)
 

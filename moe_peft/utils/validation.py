@@ -21,6 +21,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
+from .io import read_text
 from .messages import choice_error, one_line, unknown_key
 
 # --- yaml -------------------------------------------------------------------------------------------------------------
@@ -61,6 +62,19 @@ def read_yaml(text: str, source: object) -> Any:
         return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """
+    The mapping in a YAML file.
+
+    Raises:
+        ValueError: there is no such file, or something else in it.
+    """
+    settings = read_yaml(read_text(path), path)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: must be a mapping of keys to values")
+    return settings
 
 
 # --- types of fields -------------------------------------------------------------------------------------------------

@@ -124,17 +124,17 @@ def test_linears_of_an_ffn_without_a_block_get_experts_of_their_own(name, tmp_pa
     model = tiny(name)
     with torch.no_grad():
         dense = model(input_ids=IDS).logits
-    bases._tell_linears.cache_clear()
+    bases._warn_of_linears.cache_clear()
     with caplog.at_level(logging.WARNING, "moe_peft"):
         adapted = adapt(model, init_lora_weights=False)
         adapt(tiny(name))
     (record,) = [r for r in caplog.records if r.name.startswith("moe_peft")]
     assert "fc1, fc2 gets experts and a router of its own" in record.message
-    found = layers(adapted)
-    assert len(found) == 4 and {path.rsplit(".", 1)[-1] for path in found} == {"fc1", "fc2"}
-    assert all(isinstance(layer, MoELoraLinear) for layer in found.values())
+    wrapped = layers(adapted)
+    assert len(wrapped) == 4 and {path.rsplit(".", 1)[-1] for path in wrapped} == {"fc1", "fc2"}
+    assert all(isinstance(layer, MoELoraLinear) for layer in wrapped.values())
     generator = torch.Generator().manual_seed(2)
-    for layer in found.values():
+    for layer in wrapped.values():
         x = torch.randn(1, 5, layer.in_features, generator=generator)
         d_output = torch.randn(1, 5, layer.out_features, generator=generator)
         assert_same(run(layer, x, d_output), reference(layer, x, d_output), 2e-5)
@@ -260,8 +260,8 @@ def test_the_table_of_families_has_every_model_type():
 def test_the_readme_counts_the_rows_whose_ffns_the_adapter_finds():
     rows = [line.split("|")[3].strip() for line in TABLE.read_text().splitlines() if line.count("|") == 5]
     readme = (TABLE.parents[1] / "README.md").read_text()
-    (said,) = re.findall(r"\[(\d+) model types\]\(docs/families\.md\)", readme)
-    assert int(said) == rows.count("FFN") + rows.count("linears") > 0
+    (count,) = re.findall(r"\[(\d+) model types\]\(docs/families\.md\)", readme)
+    assert int(count) == rows.count("FFN") + rows.count("linears") > 0
 
 
 class Packed(torch.nn.Module):

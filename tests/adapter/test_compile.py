@@ -93,10 +93,10 @@ def test_trls_fused_head_has_the_balancing_loss_though_it_breaks_the_graph(asked
     batch = {"input_ids": IDS[:, :8], "labels": IDS[:, :8], "fused_lm_head": True, **asked}
     expected = plain(**batch)
     torch._dynamo.reset()
-    found = torch.compile(plain, backend="aot_eager")(**batch)
+    actual = torch.compile(plain, backend="aot_eager")(**batch)
     assert expected.aux_loss > 1
-    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
-    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(actual.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(actual.loss, expected.loss)
 
 
 FRESH = """

@@ -17,9 +17,9 @@ def random(name, *shape, seed=1):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[name])
 
 
-def assert_close(found, expected):
-    precise = found.dtype == torch.float64
-    torch.testing.assert_close(found, expected, rtol=1e-12 if precise else 1e-5, atol=1e-12 if precise else 1e-5)
+def assert_close(actual, expected):
+    precise = actual.dtype == torch.float64
+    torch.testing.assert_close(actual, expected, rtol=1e-12 if precise else 1e-5, atol=1e-12 if precise else 1e-5)
 
 
 def update_by_hand(dispatch, x, A, B, base):
@@ -82,14 +82,14 @@ def test_an_update_and_its_gradients(name, k, all_columns, with_grad):
     for inputs in (x, x[:1] * 2):  # of their own, and shared
         wanted = [update_by_hand(dispatch, *of_one) for of_one in zip(inputs, A, B, base, strict=True)]
         with torch.set_grad_enabled(with_grad):
-            found = dispatch.update(inputs, A, B, base)
-        for ours, theirs, untouched in zip(found, wanted, base, strict=True):
+            actual = dispatch.update(inputs, A, B, base)
+        for ours, theirs, untouched in zip(actual, wanted, base, strict=True):
             assert_close(ours, theirs)
             assert torch.equal(untouched, random(name, *untouched.shape, seed=9))
         if not with_grad:
             continue
         leaves = [dispatch.gates, *inputs, *A, *B, *base]
-        loss = [sum((y * random(name, *y.shape, seed=11)).sum() for y in ys) for ys in (found, wanted)]
+        loss = [sum((y * random(name, *y.shape, seed=11)).sum() for y in ys) for ys in (actual, wanted)]
         gradients = [torch.autograd.grad(one, leaves, retain_graph=True) for one in loss]
         for ours, theirs in zip(*gradients, strict=True):
             assert_close(ours, theirs)
@@ -131,8 +131,8 @@ def test_an_update_in_steps(name, k, all_columns):
     assert_close(dispatch.expand_collect(h, B, base).detach(), wanted)
     assert torch.equal(base, random(name, 11, OUT, seed=9))
     assert_close(dispatch.expand_collect(h, B, base.clone(), in_place=True).detach(), wanted)
-    (found,) = dispatch.update([x], [A], [B], [base.clone()], in_place=True)
-    assert_close(found.detach(), wanted)
+    (actual,) = dispatch.update([x], [A], [B], [base.clone()], in_place=True)
+    assert_close(actual.detach(), wanted)
     if all_columns:  # one tensor less of memory
         with torch.no_grad():
             own = base.clone()
@@ -162,8 +162,8 @@ def test_an_expert_without_tokens_may_overflow(name, k, all_columns):
     if name == "dense" and not all_columns:
         return  # its products of pairs need finite matrices
     A[3] = torch.inf
-    (found,) = dispatch.update([x], [A], [B], [base])
-    assert_close(found.detach(), update_by_hand(dispatch, x, A, B, base).detach())
+    (actual,) = dispatch.update([x], [A], [B], [base])
+    assert_close(actual.detach(), update_by_hand(dispatch, x, A, B, base).detach())
 
 
 @pytest.mark.parametrize("name", ["dense", "gather", "parts of blocks"])
@@ -200,8 +200,8 @@ def test_everything_is_on_the_inputs_device(name, k, all_columns):
     )  # grouped products take no other there
     shapes = (11, 8), (N, 8, 8), (N, 8, 16), (11, 16)
     with torch.no_grad():
-        (found,) = dispatch.update(*([torch.ones(shape, dtype=torch.bfloat16, device="meta")] for shape in shapes))
-    assert found.device.type == "meta" and found.shape == (11, 16)
+        (actual,) = dispatch.update(*([torch.ones(shape, dtype=torch.bfloat16, device="meta")] for shape in shapes))
+    assert actual.device.type == "meta" and actual.shape == (11, 16)
     assert all(part.pair_rows().device.type == "meta" for part in dispatch.parts)
 
 

@@ -217,12 +217,12 @@ def test_the_balancing_loss_of_trls_fused_head_is_transformers(call, tokenizer, 
     mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4])
     batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)}
     with torch.no_grad():
-        found = model(**batch, **call, output_router_logits=True)
+        actual = model(**batch, **call, output_router_logits=True)
         without = model(**batch, **call, output_router_logits=False)
         router_logits = model.get_base_model().model(IDS, mask, output_router_logits=True).router_logits
         expected = load_balancing_loss_func(router_logits, 4, 2, mask)
-    torch.testing.assert_close(found.aux_loss, expected)
-    torch.testing.assert_close(found.loss, without.loss + 0.01 * expected)
+    torch.testing.assert_close(actual.aux_loss, expected)
+    torch.testing.assert_close(actual.loss, without.loss + 0.01 * expected)
     with model.disable_adapter():  # no router runs
         dense = model(**batch, fused_lm_head=True, output_router_logits=True)
         assert dense.aux_loss == 0 and dense.loss.isfinite()
@@ -266,9 +266,9 @@ def test_statistics_of_no_token_are_numbers_and_no_verdict(tmp_path):
         statistics.current = domains
         tokens = math.prod(shape)
         statistics.update([of[:tokens] for of in logits], torch.zeros(shape, dtype=torch.long), None)
-    found = json.loads(json.dumps(statistics.as_dict(), allow_nan=False))
-    assert found["mean_compliance"] is None and found["shares"] == {} and found["warnings"] == []
-    assert found["load"]["dead"] == 0
+    report = json.loads(json.dumps(statistics.as_dict(), allow_nan=False))
+    assert report["mean_compliance"] is None and report["shares"] == {} and report["warnings"] == []
+    assert report["load"]["dead"] == 0
     assert statistics.doubt() == "layer 0 has no assignments to its 4 experts, so there is no load; use more data"
     with pytest.raises(ValueError, match=r"^statistics: no token was seen; .*padding alone$"):
         write_report(statistics, tmp_path / "report")

@@ -75,15 +75,15 @@ class Case:
             low.append(torch.stack([self.A[e] @ y for e, y in zip(part.pair_experts().tolist(), a, strict=True)]))
         return z, low
 
-    def compare(self, found, wanted):
-        z, low = found
+    def compare(self, actual, wanted):
+        z, low = actual
         close(z, wanted[0])
         assert (low is None) == (wanted[1] is None) == (self.A is None)
         for ours, theirs in zip(low or [], wanted[1] or [], strict=True):
             close(ours, theirs)
 
-    def loss(self, found):
-        z, low = found
+    def loss(self, actual):
+        z, low = actual
         total = (z * random(T, F, seed=40)).sum()
         for part, of_part in zip(self.dispatch.parts, low or [], strict=False):  # padding has gate 0, as in training
             total = total + (of_part * part.pair_gates() * random(*of_part.shape, seed=41)).sum()
@@ -96,8 +96,8 @@ class Case:
             close(one, other)
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -105,9 +105,9 @@ def close(found, expected):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_mixed_hidden_activation_and_its_gradients(layout, k, act):
     case = Case(layout, k, ["blocks", "gather", "parts of blocks"][k - 1], act)
-    found, wanted = case.ours(), case.by_hand()
-    case.compare(found, wanted)
-    case.compare_gradients(found, wanted)
+    actual, wanted = case.ours(), case.by_hand()
+    case.compare(actual, wanted)
+    case.compare_gradients(actual, wanted)
     leaves = case.leaves()
     before = [tensor.detach().clone() for tensor in leaves]
     with torch.no_grad():
@@ -122,9 +122,9 @@ def test_projections_without_experts(layout, low, down, k):
     case = Case(layout, k, "parts of blocks", low=low, down=down)
     if layout == "gated" and low:
         case.h[0] = case.B[0] = None  # experts on up alone
-    found, wanted = case.ours(), case.by_hand()
-    case.compare(found, wanted)
-    case.compare_gradients(found, wanted)
+    actual, wanted = case.ours(), case.by_hand()
+    case.compare(actual, wanted)
+    case.compare_gradients(actual, wanted)
 
 
 def test_only_one_of_the_tensors_is_trained():
@@ -154,14 +154,14 @@ def test_dropout_is_on_the_input_of_the_down_experts_alone(k):
     assert abs(kept.double().mean() - 0.75) < 0.1
     case.A = matrices
     torch.manual_seed(0)
-    found, wanted = case.ours(dropout=0.25), case.by_hand(masks)
-    case.compare(found, wanted)
-    case.compare_gradients(found, wanted)
+    actual, wanted = case.ours(dropout=0.25), case.by_hand(masks)
+    case.compare(actual, wanted)
+    case.compare_gradients(actual, wanted)
     case.A = whole
     with torch.no_grad():
-        found = case.ours(dropout=0.25)
-    close(found[0], exact[0])
-    values = torch.cat([(a / b).flatten() for a, b in zip(found[1], exact[1], strict=True)])
+        actual = case.ours(dropout=0.25)
+    close(actual[0], exact[0])
+    values = torch.cat([(a / b).flatten() for a, b in zip(actual[1], exact[1], strict=True)])
     close(values[values != 0], torch.full_like(values[values != 0], 1 / 0.75))
     assert abs((values != 0).double().mean() - 0.75) < 0.1
 

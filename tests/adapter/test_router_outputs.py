@@ -549,10 +549,10 @@ def test_arguments_count_however_they_are_passed(return_dict):
     ids, mask = torch.arange(3, 15).view(2, 6), torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     labels = ids.masked_fill(mask == 0, -100)
     names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
-    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    by_position = [given.get(name) for name in names[: names.index("labels") + 1]]
+    arguments = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    by_position = [arguments.get(name) for name in names[: names.index("labels") + 1]]
     more = {} if return_dict else {"return_dict": False}
-    calls = [((), given), ((ids,), {"attention_mask": mask, "labels": labels}), (by_position, {})]
+    calls = [((), arguments), ((ids,), {"attention_mask": mask, "labels": labels}), (by_position, {})]
     losses = [model(*args, **kwargs, **more)[0] for args, kwargs in calls]
     unmasked = model(input_ids=ids, labels=labels, **more)[0]
     for loss in losses[1:]:

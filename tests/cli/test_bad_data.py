@@ -115,7 +115,7 @@ def test_conversations_need_a_chat_template(tokenizer):
         ("d.jsonl", b'{"prompt": "w3"}', r"columns \['prompt'\]: needs"),
     ],
 )
-def test_a_file_that_is_no_data_set(name, content, words, tmp_path):
+def test_a_file_that_is_no_dataset(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=words) as refused:
         load_data(str(tmp_path / name), "data.train", None)
@@ -169,7 +169,7 @@ def test_labels_are_gone_through_once():
     assert list(rows_of_labels(iter([10, 9, 10, 2]))) == [10, 2, 9]  # as text
 
 
-def test_what_else_is_no_data_set(tmp_path):
+def test_what_else_is_no_dataset(tmp_path):
     for name in ("d.jsonl", "d.tsv"):
         (tmp_path / name).write_text(json.dumps(TEXT))
     for source, words in (

@@ -1,4 +1,4 @@
-"""Nothing is lost: signals, full disks, damaged files and a second process, and that a run goes on after them."""
+"""Nothing is lost: signals, full disks, damaged files and a second process, and that a run resumes after them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def one_line(stderr: str, start: str) -> str:
 @pytest.mark.parametrize(
     ("number", "code", "start"), [(signal.SIGINT, 130, "stopped: "), (signal.SIGTERM, 143, "terminated: ")]
 )
-def test_a_signal_ends_a_run_with_one_line_and_it_goes_on(number, code, start, case, tmp_path):
+def test_a_signal_ends_a_run_with_one_line_and_it_resumes(number, code, start, case, tmp_path):
     ended = command(case, tmp_path, partial(_at_step, 9, number))
     assert ended.returncode == code
     assert "the same command resumes" in one_line(ended.stderr, start)
@@ -109,7 +109,7 @@ def test_a_signal_ends_a_run_with_one_line_and_it_goes_on(number, code, start, c
     assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
 
 
-def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on(case, tmp_path):
+def test_a_full_disk_ends_a_run_with_one_line_and_it_resumes(case, tmp_path):
     ended = command(case, tmp_path, partial(_limit_files, 60_000))
     assert ended.returncode == 1
     assert "make room" in one_line(ended.stderr, "error: the disk is full")
@@ -166,7 +166,7 @@ def test_no_memory_for_a_tensor(capsys):
 
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(RuntimeError), ends_in_one_line("upcycle"):
-        raise RuntimeError("fault")
+        raise RuntimeError("bug")
 
 
 def test_one_run_per_folder(case, finished):
@@ -237,13 +237,13 @@ def flip(path: Path) -> None:
     ],
 )
 def test_a_damaged_stage_is_done_again(stage, file, damage, case, finished, caplog):
-    whole = without_paths(finished / "out")
+    before = without_paths(finished / "out")
     damage(finished / "out" / stage / file)
     run(case[0], finished)
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "done again" in r.getMessage()] == [
         f"{stage}: a file in {finished / 'out' / stage} is damaged or missing; the stage is done again"
     ]
-    assert without_paths(finished / "out") == whole
+    assert without_paths(finished / "out") == before
 
 
 def test_a_model_card_may_be_edited(case, finished, caplog):
@@ -273,14 +273,14 @@ def flipped(path: Path) -> None:
     ids=["optimizer cut off", "optimizer", "weights", "state", "note empty", "note a list", "no text"],
 )
 def test_what_a_half_done_stage_left_may_be_damaged(damage, case, tmp_path):
-    """What is whole is used, the rest is done again."""
+    """What is complete is used, the rest is done again."""
     assert command(case, tmp_path, partial(_at_step, 9, signal.SIGKILL)).returncode == -9
     damage(last_checkpoint(of_stage_1(tmp_path)))
     run(case[0], tmp_path)
     assert without_paths(tmp_path / "out") == without_paths(case[1] / "out")
 
 
-def test_a_run_goes_on_from_a_checkpoint_that_has_its_optimizer(case, tmp_path):
+def test_a_run_resumes_from_a_checkpoint_that_has_its_optimizer(case, tmp_path):
     """Not from an expert's, which lost it when the newest was saved, if the newest is damaged."""
     settings = {**case[0], "sft": {**case[0]["sft"], "save_steps": 5}}
     assert command((settings,), tmp_path, partial(_at_step, 12, signal.SIGKILL)).returncode == -9

@@ -50,6 +50,8 @@ def test_every_command_has_help_of_its_own(command, capsys):
         (["upcicle"], "command='upcicle': must be one of sft, dpo"),
         (["upit", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["upit"], "--config"),
+        (["upit", "--config"], "--config: expected one argument"),
+        (["upcycle", "--plugins"], "--plugins: expected at least one argument"),
         (["inspect", "--model", "nowhere", "--data", "nowhere.jsonl"], "nowhere"),
         (["upcycle", "--model", "m", "--output", "o", "--num-expert", "x"], "invalid int value: 'x'"),
         (["upcycle", "--model", "m", "--output", "o", "--router-init", "attention"], "--calibration None: goes with"),

@@ -24,8 +24,8 @@ def test_arguments_that_do_not_count_are_arguments():
         "eval_packing",
         "local_rank",
     }
-    known = {f.name for config in (SFTConfig, DPOConfig) for f in fields(config)}
-    assert INCIDENTAL - known <= older
+    names = {f.name for config in (SFTConfig, DPOConfig) for f in fields(config)}
+    assert INCIDENTAL - names <= older
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_training_that_is_longer_and_logs_more_resumes(stopped, tmp_path):
 
 
 @pytest.mark.slow
-def test_dpo_goes_on_with_its_own_loss_only(case, tmp_path, capsys):
+def test_dpo_resumes_with_its_own_loss_only(case, tmp_path, capsys):
     settings = {**case, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl")), "max_steps": 3}
     out = run("dpo", tmp_path, settings)
     for own, words in (

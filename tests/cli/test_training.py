@@ -96,7 +96,7 @@ def test_an_adapter_names_the_revision_of_its_base(command, case, tmp_path, toke
 
 
 def test_two_stages_from_one_file(case, tmp_path):
-    """Routers alone, with their own rate; then all but the routers."""
+    """Routers alone, with their own learning rate; then all but the routers."""
     stages = {"routers": {"learning_rate": 5e-2, "max_steps": 12, "save_steps": 12}, "rest": None}
     out = run("sft", tmp_path, {**case, "label_column": "domain", "expert_map": MASKS, "stages": stages})
     routers, end = weights(out / "routers" / "checkpoint-12"), weights(out)
@@ -132,7 +132,7 @@ def test_stages_may_be_flags(case, tmp_path):
     ],
 )
 def test_labels_train_routers_first(own, names, case, tmp_path):
-    """Unless the settings say otherwise: both losses together did harm in the source."""
+    """Unless the settings say otherwise: both losses together did harm in the paper."""
     out = run("sft", tmp_path, {**case, "label_column": "domain", "expert_map": MAPS, **own})
     assert {path.name for path in out.iterdir() if path.name in ("routers", "rest", "joint")} == names
     stages = names or {"."}
@@ -140,7 +140,7 @@ def test_labels_train_routers_first(own, names, case, tmp_path):
 
 
 def test_one_training_of_labels_and_all_does_not_begin_anew_as_two(case, tmp_path, capsys):
-    """It goes on where it is told to."""
+    """It resumes where it is told to."""
     own = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant", "save_steps": 3}
     whole = weights(run("sft", tmp_path, {**own, "stages": ["joint"]}))
     shutil.move(tmp_path / "out/joint/checkpoint-3", tmp_path / "out/checkpoint-3")
@@ -167,7 +167,7 @@ def test_hard_masks(case, tmp_path):
 def test_resumed_is_as_never_stopped(case, tmp_path):
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
-    # A constant rate, so that a training of 3 steps begins like one of 6.
+    # A constant learning rate, so that a training of 3 steps begins like one of 6.
     settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}
     settings["stages"] = ["routers", "rest"]
     first = {**settings, "stages": {"routers": None, "rest": {"max_steps": 3}}}
@@ -694,7 +694,7 @@ def test_a_wrong_value_of_a_file_is_named(key, value, message, case, tmp_path, c
     assert message in refused(command, tmp_path, {**case, key: value}, capsys=capsys)
 
 
-def test_the_end_token_goes_with_the_result(case, tmp_path):
+def test_the_eos_token_goes_with_the_result(case, tmp_path):
     out = run("sft", tmp_path, {**case, "max_steps": 1}, "--eos_token", "w5")
     assert AutoTokenizer.from_pretrained(out).eos_token == "w5"
 

@@ -76,8 +76,8 @@ def changed(file: str, **values: Any) -> Damage:
     """A JSON file with other values; of the value `...` without that key."""
 
     def damage(folder: Path) -> None:
-        found = {**json.loads((folder / file).read_text()), **values}
-        (folder / file).write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+        settings = {**json.loads((folder / file).read_text()), **values}
+        (folder / file).write_text(json.dumps({key: value for key, value in settings.items() if value is not ...}))
 
     return damage
 
@@ -86,18 +86,18 @@ def mapped(name: str, file: Any) -> Damage:
     """An index that says that a tensor is in another file."""
 
     def damage(folder: Path) -> None:
-        found = json.loads((folder / INDEX).read_text())
-        found["weight_map"][name] = file
-        (folder / INDEX).write_text(json.dumps(found))
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"][name] = file
+        (folder / INDEX).write_text(json.dumps(index))
 
     return damage
 
 
 def tensors(file: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
     def damage(folder: Path) -> None:
-        found = load_file(folder / file)
-        change(found)
-        save_file(found, folder / file, metadata={"format": "pt"})
+        state = load_file(folder / file)
+        change(state)
+        save_file(state, folder / file, metadata={"format": "pt"})
 
     return damage
 

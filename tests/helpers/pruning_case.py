@@ -37,7 +37,7 @@ def masked_logits(model, dropped: dict[int, list[int]]) -> torch.Tensor:
 
     routers = [module for module in model.modules() if isinstance(module, Router)]
     handles = [router.register_forward_hook(hook(dropped.get(i, []))) for i, router in enumerate(routers)]
-    result = model(input_ids=IDS).logits
+    logits = model(input_ids=IDS).logits
     for handle in handles:
         handle.remove()
-    return result
+    return logits

@@ -144,7 +144,7 @@ class _Loop:
         self.masks = masks or {}
         self.layout = getattr(layer, "layout", None)  # a single linear has none
         self.spec = None if adapter is None else layer.moe_lora_spec[adapter]
-        self.known: dict[tuple[str, int], torch.Tensor] = {}
+        self.cache: dict[tuple[str, int], torch.Tensor] = {}
         self.gates = [] if tokens is None or adapter is None else [self._gates(x) for x in tokens]
 
     def token(self, t: int) -> torch.Tensor:
@@ -172,13 +172,13 @@ class _Loop:
 
     def merged(self, name: str, expert: int) -> torch.Tensor:
         """`W + s·B_iᵀ A_i`, [out, in]."""
-        if (name, expert) not in self.known:
+        if (name, expert) not in self.cache:
             weight, experts = self._base(name), self._experts(name)
             if experts is not None:
                 A, B = experts
                 weight = weight + self._scaling() * (B[expert].T @ A[expert])
-            self.known[name, expert] = weight
-        return self.known[name, expert]
+            self.cache[name, expert] = weight
+        return self.cache[name, expert]
 
     def _block(self, product, x: torch.Tensor) -> torch.Tensor:
         """The whole FFN (or linear), whose products without bias are `product(projection, vector)`."""

@@ -53,12 +53,12 @@ def run_module(
     before: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m module …`; `before` is called first, when `sys.argv` is set."""
-    given = list(map(str, arguments))
+    argv = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = start(_run_module, module, given, str(cwd), dict(env), files, before)
+        process = start(_run_module, module, argv, str(cwd), dict(env), files, before)
         process.join()
-        return subprocess.CompletedProcess([module, *given], process.exitcode, *(file.read_text() for file in files))
+        return subprocess.CompletedProcess([module, *argv], process.exitcode, *(file.read_text() for file in files))
 
 
 def _run_module(
@@ -81,14 +81,14 @@ def _run_module(
 _PROGRAM = """\
 #!{python} -IS
 import json, os, socket, sys
-name, given = os.path.basename(sys.argv[0]), sys.argv[1:]
-if name == "python" and given[:1] != ["-m"]:
-    os.execv({python!r}, [{python!r}, *given])
-module, *given = given[1:] if name == "python" else ["moe_peft", *given]
+name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
+if name == "python" and arguments[:1] != ["-m"]:
+    os.execv({python!r}, [{python!r}, *arguments])
+module, *arguments = arguments[1:] if name == "python" else ["moe_peft", *arguments]
 with socket.socket(socket.AF_UNIX) as asked:
     asked.connect({address!r})
     with asked.makefile("rw") as file:
-        print(json.dumps([module, given, os.getcwd(), dict(os.environ)]), file=file, flush=True)
+        print(json.dumps([module, arguments, os.getcwd(), dict(os.environ)]), file=file, flush=True)
         code, out, err = json.loads(file.readline())
 sys.stdout.write(out)
 sys.stderr.write(err)
@@ -100,8 +100,8 @@ sys.exit(code)
 def programs(folder: Path, before: Callable[[], None] | None = None) -> Iterator[None]:
     """Have `folder` hold the programs `python` and `moe-peft`, which run modules by `run_module`."""
     folder.mkdir()
-    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as server:
-        server.bind(address := f"{place}/socket")  # pytest's own folders have names too long for one
+    with tempfile.TemporaryDirectory() as temporary, socket.socket(socket.AF_UNIX) as server:
+        server.bind(address := f"{temporary}/socket")  # pytest's own folders have names too long for one
         server.listen()
         for name in ("python", "moe-peft"):
             (folder / name).write_text(_PROGRAM.format(python=sys.executable, address=address))
@@ -120,6 +120,6 @@ def _serve(server: socket.socket, before: Callable | None) -> None:
         except OSError:  # it is closed
             return
         with connection, connection.makefile("rw") as file:
-            module, given, cwd, env = json.loads(file.readline())
-            done = run_module(module, *given, cwd=cwd, env=env, before=before)
+            module, arguments, cwd, env = json.loads(file.readline())
+            done = run_module(module, *arguments, cwd=cwd, env=env, before=before)
             print(json.dumps([done.returncode, done.stdout, done.stderr]), file=file, flush=True)

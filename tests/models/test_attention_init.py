@@ -118,12 +118,12 @@ def test_a_shared_key_is_divided_by_what_matters_to_each_groups_queries():
         [9.0, 9.0, 9.0, 9.0, 9.0],
         [1.0, -4.0, 0.0, 2.0, 4.0],  # gains 1, 8, 0, 8, 2
     ])  # fmt: skip
-    found = share_keys(torch.stack([key, other, key]), mean_queries)
+    actual = share_keys(torch.stack([key, other, key]), mean_queries)
     first = torch.tensor([1.0, 0.0, 3.0, 0.0, 0.0])  # its gains of 5 and 3
     last = torch.tensor([0.0, -2.0, 0.0, 4.0, 0.5])  # its gains of 8 and 8, and the odd entry, where it gains more
     scale = key.norm()
     expected = torch.stack([first / first.norm() * scale, other, last / last.norm() * scale])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("width", [6, 7, 8])
@@ -207,13 +207,13 @@ def _twin_choices(n: int) -> float:
     init_attention_routers(model, BATCHES)
     ids = torch.randint(3, 64, (16, 32), generator=torch.Generator().manual_seed(1))
     logits = model(input_ids=ids, output_router_logits=True).router_logits
-    found = []
+    actual = []
     for (keys, _), logits_TN in zip(means, logits, strict=True):
         groups = group_heads(keys.view(8, 8).repeat_interleave(4, 0), n)
         shared = [tuple(head // 4 for head in group) for group in groups]  # the key heads of each expert
         pairs = torch.tensor([shared.index(own) for own in shared])[logits_TN.topk(2).indices]
-        found.append((pairs[:, 0] == pairs[:, 1]).float().mean())
-    return float(torch.stack(found).mean())
+        actual.append((pairs[:, 0] == pairs[:, 1]).float().mean())
+    return float(torch.stack(actual).mean())
 
 
 @pytest.mark.parametrize("m, n", [(8, 64)])

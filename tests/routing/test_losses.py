@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 import torch
@@ -177,18 +176,9 @@ def test_balancing_counts_the_tokens_of_all_workers():
         torch.testing.assert_close(sum(of_both) / 2, balancing_loss(layers, K, one, scope), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: label_losses([torch.ones(6, 4)], torch.ones(5, 4).bool()),
-            "label_losses: allowed_TN: [5, 4]; give [6, 4]",
-        ),
-    ],
-)
-def test_what_is_refused_is_shown(call, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        call()
+def test_a_mask_of_other_tokens_is_not_broadcast():
+    with pytest.raises(ValueError, match=r"^label_losses: allowed_TN: \[5, 4\]"):
+        label_losses([torch.ones(6, 4)], torch.ones(5, 4).bool())
 
 
 @pytest.mark.parametrize("sizes", [(4, 8), (2, 8), (8, 8), (3, 5, 7)])

@@ -1,4 +1,4 @@
-"""Training that goes on where it was: what it counts, what it refuses, and what it takes for another training."""
+"""Training that resumes: what it counts, what it refuses, and what it takes for another training."""
 
 from __future__ import annotations
 

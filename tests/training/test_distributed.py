@@ -1,4 +1,4 @@
-"""Two processes (gloo): DDP and FSDP2 train every parameter as one process with the whole batch does."""
+"""Two processes (gloo): DDP and FSDP2 train every parameter as one process with the complete batch does."""
 
 from __future__ import annotations
 

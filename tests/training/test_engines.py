@@ -57,12 +57,12 @@ def assert_script_collects(folder: Path) -> None:
 
 
 def test_routers_in_the_place_of_gates(tmp_path):
-    """They are trained divided, and folded as a whole."""
-    for engine, folder in ((table.ALONE, tmp_path / "alone"), ("FSDP2", tmp_path / "divided")):
+    """They are trained sharded, and folded when they are complete."""
+    for engine, folder in ((table.ALONE, tmp_path / "alone"), ("FSDP2", tmp_path / "sharded")):
         folder.mkdir()
         table.prepare(folder)
         table.train_all(engine, table.UNLISTED, folder)
-    assert table.compare("upit-routers", tmp_path / "divided", tmp_path / "alone") == WHOLE
+    assert table.compare("upit-routers", tmp_path / "sharded", tmp_path / "alone") == WHOLE
 
 
 def test_two_launchers_do_what_one_process_does(alone, tmp_path):
@@ -81,7 +81,7 @@ def test_two_launchers_do_what_one_process_does(alone, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["upit-lora", "sft"])
-def test_commands_write_whole_weights_whatever_fsdp_is_told(kind, alone, tmp_path):
+def test_commands_write_full_weights_whatever_fsdp_is_told(kind, alone, tmp_path):
     table.prepare(tmp_path)
     result = table.launch("FSDP2", [kind], tmp_path, flags=["--fsdp_state_dict_type", "SHARDED_STATE_DICT"])
     assert result.returncode == 0, result.stderr

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 import pytest
 import torch
 from datasets import Dataset
 
+from moe_peft.training.data import drawn
 from moe_peft.upit.buckets import (
     BUCKETS,
     BucketRule,
     Seeds,
-    draw_seeds,
     fill_buckets,
     label_buckets,
     perplexity_buckets,
@@ -57,17 +56,18 @@ def test_random_buckets_deal_out_every_example_evenly():
 def test_label_buckets():
     labels = ["code", "prose", "code", "code", "sums", "prose"]
     assert label_buckets(labels, 6) == [[0, 3], [1], [4], [2], [5], []]
-    given = {"code": [0, 1], "prose": [1], "sums": [2]}
-    assert label_buckets(labels, 3, given) == [[0, 2], [1, 3, 5], [4]]
-    assert label_buckets(labels, 3, {**given, "code": [1, 0]}) == [[0, 2], [1, 3, 5], [4]]  # whatever the list's order
+    expert_map = {"code": [0, 1], "prose": [1], "sums": [2]}
+    assert label_buckets(labels, 3, expert_map) == [[0, 2], [1, 3, 5], [4]]
+    expert_map["code"] = [1, 0]  # the list's order does not matter
+    assert label_buckets(labels, 3, expert_map) == [[0, 2], [1, 3, 5], [4]]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: label_buckets(["a", "b", "c"], 2), "3 labels for 2 experts"),
-        (lambda: label_buckets(["a", "b"], 2, {"a": [0]}), "no experts for the label 'b' of example 1"),
-        (lambda: label_buckets(["a"], 2, {"a": [2]}), "name experts from 0 to 1"),
+        (lambda: label_buckets(["a", "b"], 2, {"a": [0]}), "expert_map: no experts for the label 'b' of example 1"),
+        (lambda: label_buckets(["a"], 2, {"a": [2]}), "expert_map: 'a': .* name experts from 0 to 1"),
         (
             lambda: perplexity_buckets(torch.tensor([[1.0, float("nan")]])),
             r"perplexity_buckets: no perplexity for examples 0: .* leave them out",
@@ -79,28 +79,10 @@ def test_wrong_inputs(call, message):
         call()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: label_buckets(["a", "b", "b"], 2, {"a": [1]}),
-            "expert_map: no experts for the label 'b' of example 1; add it",
-        ),
-        (
-            lambda: label_buckets(["a"], 2, {"a": [2]}),
-            "expert_map: 'a': [2]: name experts from 0 to 1, or give a mask of 2 entries",
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_refused_is_shown(call, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        call()
-
-
 def test_edges_of_random_buckets_and_seeds():
     assert random_buckets(0, 2, 0) == [[], []] and sorted(map(len, random_buckets(2, 3, 0))) == [0, 1, 1]
     data = Dataset.from_dict({"i": list(range(20))})
-    assert len(draw_seeds(data, 5, seed=0)) == 5 and len(draw_seeds(data, 30, seed=0)) == 20
+    assert len(drawn(data, 5, seed=0)) == 5 and len(drawn(data, 30, seed=0)) == 20
 
 
 def test_a_rule_gets_what_it_asks_for(monkeypatch):
@@ -125,7 +107,7 @@ def test_the_seed_set_is_in_random_order():
     """In a file sorted by domain, a capacity rule that follows the file's order fills buckets with one domain each."""
     n, per_domain = 8, 100
     data = Dataset.from_dict({"domain": [i // per_domain for i in range(n * per_domain)]})
-    seeds = draw_seeds(data, 400, seed=0)
+    seeds = drawn(data, 400, seed=0)
     assert sorted(seeds["domain"]) != seeds["domain"]
     perplexity = torch.rand(400, 1, generator=torch.Generator().manual_seed(0)).expand(-1, n)  # tells nothing
     commonest = []
@@ -133,4 +115,4 @@ def test_the_seed_set_is_in_random_order():
         counts = Counter(seeds["domain"][i] for i in bucket)
         commonest.append(max(counts.values()) / len(bucket))
     assert sum(commonest) / n < 0.3
-    assert draw_seeds(data, 400, seed=0)["domain"] == seeds["domain"] != draw_seeds(data, 400, seed=1)["domain"]
+    assert drawn(data, 400, seed=0)["domain"] == seeds["domain"] != drawn(data, 400, seed=1)["domain"]

@@ -28,12 +28,12 @@ def of_pairs(matrix):
     return matrix[~torch.eye(len(matrix), dtype=torch.bool)]
 
 
-def check(found, expected):
-    matrix = torch.tensor(found["matrix"], dtype=torch.float64)
+def check(similarity, expected):
+    matrix = torch.tensor(similarity["matrix"], dtype=torch.float64)
     torch.testing.assert_close(matrix, expected, rtol=1e-6, atol=1e-8)
-    assert found["mean"] == pytest.approx(of_pairs(expected).mean().item())
-    assert found["smallest"] == pytest.approx(of_pairs(expected).min().item())
-    assert found["largest"] == pytest.approx(of_pairs(expected).max().item())
+    assert similarity["mean"] == pytest.approx(of_pairs(expected).mean().item())
+    assert similarity["smallest"] == pytest.approx(of_pairs(expected).min().item())
+    assert similarity["largest"] == pytest.approx(of_pairs(expected).max().item())
 
 
 def updates_of_lora(folder):
@@ -61,8 +61,8 @@ def test_lora_experts_and_the_summary(case, tmp_path, capsys):
     records = pipeline.records
     for stage, count in (("prepare", 2), ("expand", 3), ("router_init", 3)):
         folders = [pipeline.root / stage / "experts" / str(i) for i in range(count)]
-        found = records[stage]["metrics"]["similarity"]
-        check(found, cosines(torch.stack([updates_of_lora(folder) for folder in folders])))
+        similarity = records[stage]["metrics"]["similarity"]
+        check(similarity, cosines(torch.stack([updates_of_lora(folder) for folder in folders])))
     check(records["post_train"]["metrics"]["similarity"], cosines(updates_of_moe(pipeline.result, 3)))
     assert "similarity" not in records["evaluate"]["metrics"]
     assert json.loads((pipeline.root / "manifest.json").read_text())["stages"]["post_train"]["metrics"]["size"][
@@ -79,8 +79,8 @@ def test_lora_experts_and_the_summary(case, tmp_path, capsys):
     )
     assert "load of the experts: layer 0: collapsed" in printed and "2 more layers like that" in printed
     assert "Try this: raise router_aux_loss_coef" in printed
-    found = records["post_train"]["metrics"]["similarity"]
-    assert f"{found['mean']:.2f}" in printed
+    similarity = records["post_train"]["metrics"]["similarity"]
+    assert f"{similarity['mean']:.2f}" in printed
 
     del records["evaluate"]  # a run without held-out data: what training logged last
     history = records["post_train"]["metrics"]["history"]
@@ -109,8 +109,8 @@ def test_ffn_experts(case, tmp_path, capsys):
 
     for stage, count in (("prepare", 2), ("expand", 3), ("router_init", 3)):
         folders = [pipeline.root / stage / "experts" / str(i) for i in range(count)]
-        found = pipeline.records[stage]["metrics"]["similarity"]
-        check(found, cosines(torch.stack([moved(folder) for folder in folders])))
+        similarity = pipeline.records[stage]["metrics"]["similarity"]
+        check(similarity, cosines(torch.stack([moved(folder) for folder in folders])))
 
     own = load_file(pipeline.root / "model" / "model.safetensors")
     of_dense = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

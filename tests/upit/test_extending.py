@@ -11,8 +11,9 @@ from datasets import Dataset
 from peft import AutoPeftModelForCausalLM
 
 from moe_peft.cli import main
+from moe_peft.training.data import drawn
 from moe_peft.upit import UpIT, load_recipe, recipe_from_dict
-from moe_peft.upit.buckets import BUCKETS, BucketRule, draw_seeds
+from moe_peft.upit.buckets import BUCKETS, BucketRule
 from moe_peft.upit.prepare import SELECTIONS, Selection
 from tests.helpers.upit_case import DOMAINS, make_case, rows
 
@@ -45,7 +46,7 @@ def test_new_entries_train_save_and_load(extended, tokenizer, tmp_path):
     assert records["prepare"]["metrics"]["checkpoint_steps"] == [10, 12]  # of 6 checkpoints in 12 steps
     buckets = json.loads((out / "router_init" / "buckets.json").read_text())
     assert buckets["perplexity"] is None
-    labels = draw_seeds(Dataset.from_list(rows(48)), 12, seed=2)["domain"]  # the recipe's seed + 2
+    labels = drawn(Dataset.from_list(rows(48)), 12, seed=2)["domain"]  # the recipe's seed + 2
     assert buckets["buckets"][0] == [i for i, label in enumerate(labels) if label == max(DOMAINS)] != []
     assert buckets["buckets"][1] == [i for i, label in enumerate(labels) if label != max(DOMAINS)]
     history = records["router_init"]["metrics"]["history"]

@@ -119,8 +119,8 @@ def test_expansion_is_dare_of_displacements_and_an_average(upit):
     base = weights(Path(upit.recipe.model.name_or_path))
     experts = [weights(upit.root / "expand/experts" / str(i)) for i in range(4)]
     for i in range(3):
-        given = weights(upit.root / "prepare/experts" / str(i))
-        assert all(torch.equal(given[name], experts[i][name]) for name in given)
+        prepared = weights(upit.root / "prepare/experts" / str(i))
+        assert all(torch.equal(prepared[name], experts[i][name]) for name in prepared)
     ffn = sorted(name for name in base if ".mlp." in name)
 
     def moved(i):
@@ -157,7 +157,7 @@ def test_stage_3_trains_ffns_and_vectors_of_each_expert_by_itself(upit):
 
 
 def test_perplexities_are_each_models(upit):
-    found = torch.tensor(json.loads((upit.root / "router_init/buckets.json").read_text())["perplexity"])
+    perplexity = torch.tensor(json.loads((upit.root / "router_init/buckets.json").read_text())["perplexity"])
     tokenizer = AutoTokenizer.from_pretrained(upit.root / "model")
     seeds = stage_of(upit, "router_init").seed_data()
     for i in (0, 3):
@@ -168,7 +168,7 @@ def test_perplexities_are_each_models(upit):
             ids = torch.tensor([tokenizer(row["prompt"] + row["completion"])["input_ids"] + [1]])
             logits = model(input_ids=ids).logits[0, :-1]
             loss = cross_entropy(logits[len(prompt) - 1 :], ids[0, len(prompt) :])
-            torch.testing.assert_close(found[example, i], loss.exp(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(perplexity[example, i], loss.exp(), rtol=1e-4, atol=1e-4)
 
 
 def test_assembly_stacks_experts_and_averages_the_rest(upit, tmp_path):
@@ -344,9 +344,9 @@ def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
     settings, files = undisturbed
     assert run_in_process(settings, tmp_path, (point, n)) == -9
     assert run_in_process(settings, tmp_path) == 0
-    found = contents(tmp_path / "out")
-    assert found.keys() == files.keys()
-    assert [name for name in files if found[name] != files[name]] == []
+    resumed = contents(tmp_path / "out")
+    assert resumed.keys() == files.keys()
+    assert [name for name in files if resumed[name] != files[name]] == []
     assert STEPS <= len((tmp_path / "steps").read_bytes()) <= STEPS + 5
 
 

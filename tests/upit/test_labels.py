@@ -137,7 +137,7 @@ def test_routers_without_parameters_are_not_trained_by_themselves(router, case):
 
 def losses(model, tokenizer, mask):
     """Of every domain, by a plain loop; `mask` says which experts may serve it."""
-    found = {}
+    result = {}
     for domain in "abc":
         total = count = 0
         for row in (row for row in rows(12, offset=5) if row["domain"] == domain):
@@ -147,8 +147,8 @@ def losses(model, tokenizer, mask):
                 logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
             total += cross_entropy(logits, ids[0, len(prompt) :], reduction="sum").item()
             count += ids.shape[1] - len(prompt)
-        found[domain] = total / count
-    return found
+        result[domain] = total / count
+    return result
 
 
 @pytest.mark.parametrize("mode", ["lora", "ffn"])
@@ -158,9 +158,9 @@ def test_evaluation_is_masked_if_stage_4_was(mode, case, tokenizer, tmp_path):
     settings["method"] = "loramoe_pt" if mode == "lora" else "upcycle_pt"
     masked, free = (UpIT(recipe(case, mode, sft=sft, **settings)) for sft in (own, {**own, "router_label_mask": False}))
     masked.run()
-    found = masked.records["evaluate"]["metrics"]
+    metrics = masked.records["evaluate"]["metrics"]
     for domain, mask in MASKS.items():
-        shares = torch.tensor(found["shares"][domain])
+        shares = torch.tensor(metrics["shares"][domain])
         assert not shares[:, ~torch.tensor(mask, dtype=torch.bool)].any()
         torch.testing.assert_close(shares.sum(1), torch.ones(2))
     kind = AutoPeftModelForCausalLM if mode == "lora" else AutoModelForCausalLM
@@ -168,7 +168,7 @@ def test_evaluation_is_masked_if_stage_4_was(mode, case, tokenizer, tmp_path):
     experts = {label: [i for i, on in enumerate(mask) if on] for label, mask in MASKS.items()}
     expected, unmasked = losses(model, tokenizer, experts), losses(model, tokenizer, dict.fromkeys("abc", range(4)))
     for domain in "abc":
-        assert found["loss"]["adapted"][domain] == pytest.approx(expected[domain], rel=1e-5)
+        assert metrics["loss"]["adapted"][domain] == pytest.approx(expected[domain], rel=1e-5)
         assert abs(unmasked[domain] - expected[domain]) > 1e-5
     evaluate = masked.stages[-1], free.stages[-1]
     assert evaluate[0].settings()["label mask"] == experts and evaluate[1].settings()["label mask"] is None

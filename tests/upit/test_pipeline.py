@@ -23,11 +23,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-import moe_peft
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
-from moe_peft.upit.prepare import checkpoint_steps, chosen_steps, select_checkpoints
 from moe_peft.upit.summary import plan
 from tests.helpers.eval_case import make_tasks
 from tests.helpers.models import tiny_llama
@@ -60,28 +58,6 @@ def finished(upit, tmp_path):
 
 
 # --- stages ---------------------------------------------------------------------------------------------------------
-
-
-def test_checkpoints_are_taken_at_equal_intervals_and_selected():
-    assert checkpoint_steps(24, 6) == [4, 8, 12, 16, 20, 24]
-    assert checkpoint_steps(10, 4) == [2, 5, 8, 10]
-    steps = checkpoint_steps(160, 16)
-    assert select_checkpoints(steps, 8, "back_half") == steps[8:]
-    assert select_checkpoints(steps, 8, "front_half") == steps[:8]
-    assert select_checkpoints(steps, 8, "uniform") == steps[1::2]
-    assert select_checkpoints(steps, 4, "back_half") == [100, 120, 140, 160]
-    odd = [1, 2, 3, 4, 5]  # the middle one belongs to both halves, and what is no whole number is rounded
-    assert select_checkpoints(odd, 3, "back_half") == [3, 4, 5]
-    assert select_checkpoints(odd, 3, "front_half") == [1, 2, 3]
-    assert select_checkpoints(odd, 3, "uniform") == [2, 3, 5] and checkpoint_steps(11, 4) == [3, 6, 8, 11]
-    # Without a number of checkpoints, halves take two for each expert.
-    assert chosen_steps(32, 4, None, "back_half") == [20, 24, 28, 32]
-    assert chosen_steps(32, 4, None, "front_half") == [4, 8, 12, 16]
-    assert chosen_steps(32, 4, None, "uniform") == [8, 16, 24, 32]
-    with pytest.raises(ValueError, match="num_experts=9: selection='back_half' of 16 checkpoints leaves 8"):
-        select_checkpoints(steps, 9, "back_half")
-    with pytest.raises(ValueError, match="num_checkpoints=3: must be from 1 to the number of steps, 2"):
-        checkpoint_steps(2, 3)
 
 
 def test_a_stage_that_diverges_saves_nothing(case, tmp_path):
@@ -200,8 +176,8 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     logging.getLogger("moe_peft").propagate = True
 
     def stages(word):
-        found = [record.getMessage() for record in caplog.records if record.name == "moe_peft"]
-        return [message.split(":")[0] for message in found if word in message]
+        messages = [record.getMessage() for record in caplog.records if record.name == "moe_peft"]
+        return [message.split(":")[0] for message in messages if word in message]
 
     run(case, tmp_path)
     assert "router_init: running (stage 3 of 5)" in caplog.messages
@@ -210,15 +186,15 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     assert stages("done already") == ["prepare", "expand", "router_init", "post_train", "evaluate"]
     before = contents(first.root)
     other = {"router_init": {**case["router_init"], "alpha": 0.25}}
-    what = "router_init.alpha 0.5 and not 0.25"
-    with pytest.raises(ValueError, match=rf"router_init is done, but with {what}; .* --redo"):
+    difference = "router_init.alpha 0.5 and not 0.25"
+    with pytest.raises(ValueError, match=rf"router_init is done, but with {difference}; .* --redo"):
         run(case, tmp_path, **other)
     assert contents(first.root) == before  # nothing is removed without being asked for
     plan = UpIT(recipe_from_dict({**case, "output_dir": str(first.root), **other})).outlook()
     assert plan == {
         "prepare": "done",
         "expand": "done",
-        "router_init": f"again: {what}",
+        "router_init": f"again: {difference}",
         "post_train": "again, if the result of router_init changes",
         "evaluate": "again, if the result of post_train changes",
     }
@@ -226,7 +202,7 @@ def test_nothing_is_done_twice_and_a_change_redoes_what_follows(case, tmp_path, 
     changed = run(case, tmp_path, redo=True, **other)
     assert stages("done already") == ["prepare", "expand"]
     assert stages("as it changed") == ["router_init", "post_train", "evaluate"]
-    assert what in caplog.text
+    assert difference in caplog.text
     weights = [p.records["post_train"]["files"][f"adapter/{WEIGHTS}"] for p in (first, changed)]
     assert weights[0] != weights[1]
     caplog.clear()
@@ -253,8 +229,8 @@ def test_what_cannot_be_done_again_leaves_what_was_done(case, finished, tmp_path
     before = {name: content for name, content in contents(first.root).items() if name.startswith("prepare/")}
     with pytest.raises(ValueError, match="zzz"):
         run(case, tmp_path, redo=True, prepare={**case.get("prepare", {}), "sft": {"eos_token": "<zzz>"}})
-    found = contents(first.root)
-    assert {name: content for name, content in found.items() if name.startswith("prepare/")} == before
+    after = contents(first.root)
+    assert {name: content for name, content in after.items() if name.startswith("prepare/")} == before
     again = run(case, tmp_path)
     assert again.records == first.records
 
@@ -382,13 +358,13 @@ def experts_of(folder):
 @pytest.mark.slow
 def test_self_moe_trains_the_routers_alone(of_method):
     pipeline = of_method("self_moe")
-    given = [load_file(pipeline.root / "expand" / "experts" / str(i) / WEIGHTS) for i in range(4)]
+    expanded = [load_file(pipeline.root / "expand" / "experts" / str(i) / WEIGHTS) for i in range(4)]
     for name, A in experts_of(pipeline.root / "adapter").items():
         module, _, projection = name.rpartition(".")
         path = module.removeprefix("base_model.model.")
         for i in range(4):
             torch.testing.assert_close(
-                A[i], given[i][f"base_model.model.{path}.{projection}.lora_A.weight"], rtol=0, atol=0
+                A[i], expanded[i][f"base_model.model.{path}.{projection}.lora_A.weight"], rtol=0, atol=0
             )
 
 
@@ -612,7 +588,3 @@ def test_several_processes_do_what_one_does(case, upit, tmp_path):
         )
     buckets = [json.loads((tmp_path / name / "router_init" / "buckets.json").read_text()) for name in ("one", "two")]
     assert buckets[0]["buckets"] == buckets[1]["buckets"]
-
-
-def test_public_names():
-    assert moe_peft.force_experts in {getattr(moe_peft, name) for name in moe_peft.__all__}

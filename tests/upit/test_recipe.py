@@ -151,8 +151,8 @@ def test_every_method_has_the_same_budget():
     upit = budget(recipe(router_init={"seed_fraction": 0.1, "num_train_epochs": 4}), 1000)
     assert (upit.prepare, upit.router_init, upit.post_train) == (2, 0.4, 2)
     assert budget(recipe(), 100).router_init == 8 / 100 * 4  # never less than one example an expert
-    given = budget(recipe(prepare={"adapters": ["a", "b"]}, router_init={"buckets": "none"}), 1000)
-    assert (given.prepare, given.router_init, given.post_train) == (0, 0, 4)
+    passes = budget(recipe(prepare={"adapters": ["a", "b"]}, router_init={"buckets": "none"}), 1000)
+    assert (passes.prepare, passes.router_init, passes.post_train) == (0, 0, 4)
     with pytest.raises(ValueError, match="stage 4 is left with none"):
         budget(recipe(router_init={"seed_fraction": 1, "num_train_epochs": 2, "within_budget": True}), 1000)
 

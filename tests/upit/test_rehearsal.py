@@ -40,12 +40,12 @@ def case(tmp_path, tokenizer):
 
 
 def merged(settings: dict, change: dict) -> dict:
-    found = dict(settings)
+    result = dict(settings)
     for key, value in change.items():
-        found[key] = (
-            merged(found[key], value) if isinstance(value, dict) and isinstance(found.get(key), dict) else value
+        result[key] = (
+            merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
         )
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_another_tokenizers_template_that_would_change_the_base(case, tmp_path, 
 
 
 def test_tasks_through_a_chat_template_that_is_not_there(case, tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_peft.upit.evaluate.load_harness", lambda settings: None)
+    monkeypatch.setattr("moe_peft.upit.evaluate.Harness", lambda settings: None)
     settings = {**case, "output_dir": str(tmp_path / "out"), "evaluate": {"tasks": ["x"], "apply_chat_template": True}}
     with pytest.raises(ValueError, match=r"evaluate\.apply_chat_template=True: .*set sft.chat_template_path"):
         UpIT(recipe_from_dict(settings)).check(weights=False)

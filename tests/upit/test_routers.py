@@ -58,11 +58,11 @@ def test_attention_routers_are_trained_and_folded_as_by_hand(router, tmp_path, t
     assert all(not torch.equal(old, gate.moe_router.mean_query) for old, gate in zip(before, gates(model), strict=True))
     fold_routers(model)
 
-    found, info = AutoModelForCausalLM.from_pretrained(pipeline.result, output_loading_info=True)
+    result, info = AutoModelForCausalLM.from_pretrained(pipeline.result, output_loading_info=True)
     assert not any(info.values())
     wanted = model.state_dict()
-    assert found.state_dict().keys() == wanted.keys() and not any("moe_router" in name for name in wanted)
-    for name, tensor in found.state_dict().items():
+    assert result.state_dict().keys() == wanted.keys() and not any("moe_router" in name for name in wanted)
+    for name, tensor in result.state_dict().items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -87,9 +87,9 @@ def test_routers_that_do_not_fold_stay(router, tmp_path, tokenizer, caplog):
             logits, labels = model(input_ids=batch["input_ids"]).logits[0, :-1], batch["labels"][0, 1:]
         losses[row["domain"]] += cross_entropy(logits, labels, reduction="sum").item()
         counts[row["domain"]] += int((labels != -100).sum())
-    found = pipeline.records["evaluate"]["metrics"]["loss"]["adapted"]
+    recorded = pipeline.records["evaluate"]["metrics"]["loss"]["adapted"]
     for domain, loss in losses.items():
-        assert found[domain] == pytest.approx(loss / counts[domain], rel=1e-4)
+        assert recorded[domain] == pytest.approx(loss / counts[domain], rel=1e-4)
 
 
 def test_locmoe_folds(tmp_path, tokenizer):
@@ -125,7 +125,7 @@ def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
         ({"post_train": {"router": {"type": "mlp", "num_heads": 4}}}, "num_heads=4: router='mlp' has no use for it"),
         ({"post_train": {"router": {"type": "attention", "num_heads": 0}}}, "router_num_heads=0"),
         ({"post_train": {"router": {"type": "attention", "num_heads": "x"}}}, "post_train.router.num_heads='x'"),
-        ({"post_train": {"router": {"type": "hash"}}}, "router_type='hash': a native gate has no token ids"),
+        ({"post_train": {"router": {"type": "hash"}}}, "router='hash': a native gate has no token ids"),
         (
             {"post_train": {"router": {"type": "attention", "num_heads": 3}}},
             "router_num_heads=3: must divide the base's",
@@ -198,8 +198,8 @@ def test_calibration_leaves_out_tokens_that_the_base_has_not_learned(method, rou
     batches = stage.calibration
     ids = torch.cat([batch["input_ids"].flatten() for batch in batches])
     mask = torch.cat([batch["attention_mask"].flatten() for batch in batches])
-    known = len(tokenizer)
-    assert ids.max() == (known + 1 if method == "upcycle_sft" else known - 1)
+    vocab_size = len(tokenizer)
+    assert ids.max() == (vocab_size + 1 if method == "upcycle_sft" else vocab_size - 1)
     assert not mask.bool().all() or method == "upcycle_sft"
     weights = load_file(pipeline.result / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
@@ -261,9 +261,11 @@ def test_calibration_goes_through_the_recipes_chat_template(router, tmp_path, to
     base.chat_template = template.read_text()
     args = pipeline.stages[-2].arguments()
     data = pipeline.context.train_data
-    found = calibration_batches(data, pipeline.context.base.tokenizer, max_examples=6, batch_size=2, seed=3, args=args)
+    batches = calibration_batches(
+        data, pipeline.context.base.tokenizer, max_examples=6, batch_size=2, seed=3, args=args
+    )
     wanted = calibration_batches(data, base, max_examples=6, batch_size=2, seed=3)
-    assert len(found) == len(wanted) == 3 and args.packing and args.max_length == 64
-    for one, other in zip(found, wanted, strict=True):
+    assert len(batches) == len(wanted) == 3 and args.packing and args.max_length == 64
+    for one, other in zip(batches, wanted, strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"])
         assert torch.equal(one["attention_mask"], other["attention_mask"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from fractions import Fraction
 
 import pytest
@@ -44,23 +43,10 @@ def test_the_back_half_of_twice_as_many_checkpoints_is_taken_unless_told_otherwi
     assert chosen_steps(80, 2, 8, "back_half") == [60, 80]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        *(
-            (lambda n=n: checkpoint_steps(5, n), f"num_checkpoints={n}: must be from 1 to the number of steps, 5")
-            for n in (0, 6)
-        ),
-        *(
-            (
-                lambda n=n: select_checkpoints([1, 2, 3, 4], n, "back_half"),
-                f"num_experts={n}: selection='back_half' of 4 checkpoints leaves 2; save more (num_checkpoints) or "
-                "make more by expansion",
-            )
-            for n in (0, 3)
-        ),
-    ],
-)
-def test_what_is_refused_is_shown(call, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        call()
+def test_more_than_there_are_is_an_error():
+    for count in (0, 6):
+        with pytest.raises(ValueError, match=f"^num_checkpoints={count}: .* number of steps, 5"):
+            checkpoint_steps(5, count)
+    for count in (0, 3):
+        with pytest.raises(ValueError, match=f"^num_experts={count}: selection='back_half' of 4 checkpoints leaves 2"):
+            select_checkpoints([1, 2, 3, 4], count)

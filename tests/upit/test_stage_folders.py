@@ -37,7 +37,7 @@ class Work(Stage):
 
     def run(self, folder: Path) -> dict[str, Any]:
         self.runs += 1
-        self.found = files(folder) | files(self.state)
+        self.files_at_start = files(folder) | files(self.state)
         if self.stop is not None and str(self.stop) == "at once":
             raise self.stop
         for path in (self.state / "progress", folder / "part/file", folder / "model"):
@@ -62,7 +62,7 @@ def stopped(root: Path, value: Any = 1) -> None:
 
 def test_a_stage_that_is_done(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        record = run_stage(Work(tmp_path), place="2 of 3")
+        record = run_stage(Work(tmp_path), position="2 of 3")
     assert "work: running (2 of 3)" in caplog.text and "resuming" not in caplog.text
     assert files(tmp_path / "work") == DONE and [path.name for path in tmp_path.iterdir()] == ["work"]
     assert record["fingerprint"] == {"value": 1} and record["metrics"] == {"steps": 3, "place": "a"}
@@ -84,7 +84,7 @@ def test_one_that_was_stopped_resumes_with_its_state_alone(tmp_path, caplog):
     work = Work(tmp_path)
     with caplog.at_level(logging.INFO):
         run_stage(work)
-    assert work.found == {RECORD, "progress"} and "work: resuming" in caplog.text
+    assert work.files_at_start == {RECORD, "progress"} and "work: resuming" in caplog.text
     assert files(tmp_path / "work") == DONE
 
 
@@ -95,7 +95,7 @@ def test_one_that_changed_begins_anew(damaged, tmp_path, caplog):
         (tmp_path / "work.state" / RECORD).write_text(damaged)
     work = Work(tmp_path, 1 if damaged else 2)
     run_stage(work)
-    assert work.found == {RECORD}
+    assert work.files_at_start == {RECORD}
     assert ("work: begins anew, as it changed: value 1 and not 2" in caplog.text) == (not damaged)
 
 
@@ -107,7 +107,7 @@ def test_one_that_other_processes_began_begins_anew(tmp_path, monkeypatch):
         stopped(tmp_path)
     work = Work(tmp_path)
     run_stage(work)
-    assert work.found == {RECORD}
+    assert work.files_at_start == {RECORD}
 
 
 @pytest.mark.parametrize("value", [1, 2])
@@ -176,11 +176,11 @@ def test_a_folder_in_which_a_run_has_worked(tmp_path):
         ("a/b", "", False),
         (f"checkpoint-5/{MARKER}", "", False),
     )
-    for i, (name, content, found) in enumerate(cases):
+    for i, (name, content, expected) in enumerate(cases):
         folder = tmp_path / str(i)
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(content)
-        assert is_run(folder) == found, name
+        assert is_run(folder) == expected, name
 
 
 # --- folders of runs -------------------------------------------------------------------------------------------------

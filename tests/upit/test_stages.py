@@ -112,26 +112,26 @@ def experts(stage, *indices):
 
 
 def test_stages_hand_on_the_latest_experts():
-    given, pipeline = handed(prepare={"num_experts": 2})
-    assert given["prepare"].experts == ()
-    assert given["expand"].experts == experts("prepare", 0, 1)
-    assert given["expand"].initial == Path("out/prepare/initial")
-    assert given["router_init"].experts == experts("expand", 0, 1, 2, 3)
-    assert given["post_train"].experts == experts("router_init", 0, 1, 2, 3)
-    assert given["post_train"].routers == Path("out/router_init/routers.safetensors")
+    artefacts, pipeline = handed(prepare={"num_experts": 2})
+    assert artefacts["prepare"].experts == ()
+    assert artefacts["expand"].experts == experts("prepare", 0, 1)
+    assert artefacts["expand"].initial == Path("out/prepare/initial")
+    assert artefacts["router_init"].experts == experts("expand", 0, 1, 2, 3)
+    assert artefacts["post_train"].experts == experts("router_init", 0, 1, 2, 3)
+    assert artefacts["post_train"].routers == Path("out/router_init/routers.safetensors")
     assert pipeline.stages[-1].result.model == Path("out/post_train/adapter") and pipeline.result == Path("out/adapter")
-    given, pipeline = handed(mode="ffn")
-    assert given["post_train"].experts == experts("router_init", 0, 1, 2, 3)
-    assert given["post_train"].routers == Path("out/router_init/routers.safetensors")
+    artefacts, pipeline = handed(mode="ffn")
+    assert artefacts["post_train"].experts == experts("router_init", 0, 1, 2, 3)
+    assert artefacts["post_train"].routers == Path("out/router_init/routers.safetensors")
     assert pipeline.result == Path("out/model")
 
 
 def test_copies_and_given_experts_are_handed_on():
-    given, _ = handed(method="loramoe_sft")
-    assert given["post_train"].experts == experts("prepare", 0) * 4
-    given, _ = handed(prepare={"adapters": ["x", "y"], "experts": "copies"}, router_init={"buckets": "none"})
-    assert list(given) == ["post_train"] and given["post_train"].experts == (Path("y"),) * 4
-    assert given["post_train"].initial is None and given["post_train"].routers is None
+    artefacts, _ = handed(method="loramoe_sft")
+    assert artefacts["post_train"].experts == experts("prepare", 0) * 4
+    artefacts, _ = handed(prepare={"adapters": ["x", "y"], "experts": "copies"}, router_init={"buckets": "none"})
+    assert list(artefacts) == ["post_train"] and artefacts["post_train"].experts == (Path("y"),) * 4
+    assert artefacts["post_train"].initial is None and artefacts["post_train"].routers is None
     _, pipeline = handed(method="lora", prepare={"adapters": ["x"]})
     assert [stage.name for stage in pipeline.stages] == ["prepare"] and pipeline.stages[0].result.model == Path(
         "out/prepare/adapter"
@@ -178,10 +178,10 @@ def test_copies_that_stage_3_trained_are_all_assembled(tmp_path, tokenizer, monk
     case = {**make_case(tmp_path, tokenizer), "mode": "ffn", "prepare": {"experts": "copies"}}
     del case["adapter"]
     stage = UpIT(recipe_from_dict(case)).stages[-2]
-    given = []
-    monkeypatch.setattr("moe_peft.upit.ffn_stages.upcycle", lambda models, *args, **own: given.append(list(models)))
+    upcycled = []
+    monkeypatch.setattr("moe_peft.upit.ffn_stages.upcycle", lambda models, *args, **own: upcycled.append(list(models)))
     stage.write_moe(tmp_path / "assembled")
-    assert stage.name == "post_train" and len(set(given[0])) == 4
+    assert stage.name == "post_train" and len(set(upcycled[0])) == 4
 
 
 class Late(Stage):
@@ -201,7 +201,7 @@ class Late(Stage):
         (folder / "experts/0").write_text("expert")
         return {}
 
-    def likeness(self, folder):
+    def similarity(self, folder):
         time.sleep(2 * PartialState().process_index)
         return {"read": (folder / "experts/0").read_text()}
 

@@ -31,14 +31,14 @@ def scores_of(model, case) -> dict:
     """The same tasks on a model loaded from its folder."""
     settings = TaskSettings(**{**case["evaluate"], "tasks": tuple(case["evaluate"]["tasks"])})
     tokenizer = AutoTokenizer.from_pretrained(case["model"]["name_or_path"])
-    found = read_scores(Harness(settings).run(model.eval(), tokenizer))
-    return {key: score.value for key, score in found.items()}
+    scores = read_scores(Harness(settings).run(model.eval(), tokenizer))
+    return {key: score.value for key, score in scores.items()}
 
 
 def recorded(pipeline: UpIT, name: str) -> dict:
     manifest = json.loads((pipeline.root / "manifest.json").read_text())
-    found = manifest["stages"]["evaluate"]["metrics"]["tasks"][name]
-    return {(score["task"], score["metric"]): score["value"] for score in found}
+    scores = manifest["stages"]["evaluate"]["metrics"]["tasks"][name]
+    return {(score["task"], score["metric"]): score["value"] for score in scores}
 
 
 def done_again(case, folder, caplog, **settings) -> list[str]:

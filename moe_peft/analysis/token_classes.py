@@ -33,11 +33,9 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
     """
     size = len(tokenizer) if size is None else size
     classes = torch.full((size,), TOKEN_CLASSES.index("other"))
-    special = set(tokenizer.all_special_ids)
-    for token in range(min(size, len(tokenizer))):
+    for token in set(range(min(size, len(tokenizer)))) - set(tokenizer.all_special_ids):
         text = tokenizer.decode([token])
         text = text.strip() or text
         name = next((name for name, pattern in _PATTERNS if re.fullmatch(pattern, text)), "other")
-        if token not in special:
-            classes[token] = TOKEN_CLASSES.index(name)
+        classes[token] = TOKEN_CLASSES.index(name)
     return classes

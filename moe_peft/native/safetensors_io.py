@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from ..utils.io import INDEX, atomic_write, open_safetensors, output_folder, reading, weight_files
+from ..utils.io import INDEX, atomic_write, open_safetensors, output_folder, weight_files
 
 # Safetensors' names of dtypes.
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -26,7 +26,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 class Checkpoint:
     """
-    The tensors of a model folder. They are read when asked for, and nothing is cached.
+    The tensors of a model folder. They are read when asked for; shapes and dtypes are cached.
 
     Args:
         folder: has `model.safetensors`, or shards and their index.
@@ -37,6 +37,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.files = folder, weight_files(folder, folder)
+        self._headers: dict[str, dict[str, tuple[torch.Size, str]]] = {}  # by file and name
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
@@ -54,10 +55,10 @@ class Checkpoint:
         return stored
 
     def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._read(name, "get_slice").get_shape())
+        return self._header(name)[0]
 
     def dtype(self, name: str) -> torch.dtype:
-        stored = self._read(name, "get_slice").get_dtype()
+        stored = self._header(name)[1]
         if stored not in _DTYPES:
             raise ValueError(f"{self.folder}: {name} is {stored}; use a checkpoint of {', '.join(_DTYPES)}")
         return _DTYPES[stored]
@@ -69,18 +70,22 @@ class Checkpoint:
         Raises:
             ValueError: it cannot be read, is not floating-point, or holds NaN or infinity.
         """
-        tensor = self._read(name, "get_tensor")
-        if tensor.dtype not in _NAMES:
-            raise ValueError(f"{self.folder}: {name} is {tensor.dtype}; use a checkpoint of {', '.join(_DTYPES)}")
+        self.dtype(name)  # raises an error if it is not one of `_DTYPES`
+        tensor = open_safetensors(self.folder / self.files[name], self.folder).get_tensor(name)
         if not tensor.sum(dtype=torch.float64).isfinite():
             raise ValueError(f"{self.folder}: {name} holds NaN or infinity; use another checkpoint")
         return tensor
 
-    def _read(self, name: str, method: str) -> Any:
-        path = self.folder / self.files[name]
-        file = open_safetensors(path, self.folder)
-        with reading(f"{path} lacks {name}, which its index names"):
-            return getattr(file, method)(name)
+    def _header(self, name: str) -> tuple[torch.Size, str]:
+        """A tensor's shape, and safetensors' name of its dtype."""
+        file = self.files[name]
+        if file not in self._headers:  # opening a file takes milliseconds, and a MoE has thousands of tensors in one
+            stored = open_safetensors(self.folder / file, self.folder)
+            slices = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118
+            self._headers[file] = {key: (torch.Size(x.get_shape()), x.get_dtype()) for key, x in slices.items()}
+        if name not in self._headers[file]:
+            raise ValueError(f"{self.folder / file} lacks {name}, which its index names; save the model again")
+        return self._headers[file][name]
 
 
 class ShardedWriter:

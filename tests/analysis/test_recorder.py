@@ -193,11 +193,11 @@ def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("own", [{}, {"gradient_checkpointing": True}])
-def test_load_over_a_training(own, tokenizer, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_load_over_a_training(options, tokenizer, tmp_path):
     trainer = SFTTrainer(
         model=make_model(),
-        args=arguments(tmp_path, SFTConfig, max_steps=6, **own),
+        args=arguments(tmp_path, SFTConfig, max_steps=6, **options),
         train_dataset=Dataset.from_list(rows(24)),
         processing_class=tokenizer,
         callbacks=[LoadCallback(tmp_path / "load", every=2)],
@@ -212,7 +212,7 @@ def test_load_over_a_training(own, tokenizer, tmp_path):
 
 @pytest.mark.slow
 def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_path, monkeypatch):
-    def train(steps, **own):
+    def train(steps, **options):
         trainer = SFTTrainer(
             model=make_model(),
             args=arguments(tmp_path, SFTConfig, max_steps=steps, save_strategy="steps", save_steps=4),
@@ -220,14 +220,14 @@ def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_p
             processing_class=tokenizer,
             callbacks=[LoadCallback(tmp_path / "load", every=2)],
         )
-        trainer.train(**own)
+        trainer.train(**options)
         return json.loads((tmp_path / "load" / "load.json").read_text())
 
     first = train(6)  # as if killed after step 6; the last checkpoint is that of step 4
     shutil.rmtree(tmp_path / "checkpoint-6", ignore_errors=True)
-    found = train(8, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert found["steps"] == [2, 4, 6, 8] and len(found["warnings"]) == 4
-    assert found["loads"][:2] == first["loads"][:2]
+    result = train(8, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert result["steps"] == [2, 4, 6, 8] and len(result["warnings"]) == 4
+    assert result["loads"][:2] == first["loads"][:2]
     before = {path.name: path.read_bytes() for path in (tmp_path / "load").iterdir()}
     monkeypatch.setattr(report, "plot_load_over_time", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -241,10 +241,10 @@ def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_p
 def test_load_over_a_training_is_that_of_the_training(tokenizer, tmp_path):
     """Not of the evaluations in between, nor of what a DPO trainer asks its reference."""
     loads = []
-    for name, own in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1})):
+    for name, options in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1})):
         trainer = SFTTrainer(
             model=make_model(),
-            args=arguments(tmp_path / name, SFTConfig, max_steps=4, **own),
+            args=arguments(tmp_path / name, SFTConfig, max_steps=4, **options),
             train_dataset=Dataset.from_list(rows(16)),
             eval_dataset=Dataset.from_list(rows(5)),
             processing_class=tokenizer,

@@ -49,8 +49,8 @@ def test_compliance_by_domain_layer_and_position_is_that_of_a_plain_loop(kind, w
                 inside.setdefault((LABELS[row], layer, bucket), []).append(p)
     assert starts[:4] == ([0, 1, 3, 7] if width is None else [0, width, 2 * width, 3 * width])
     assert len(starts) == (16 if width is None else 64)
-    found = statistics.compliance_by_domain()
-    for domain, compliance in found.items():
+    result = statistics.compliance_by_domain()
+    for domain, compliance in result.items():
         for layer in range(2):
             for bucket in range(len(starts)):
                 values = inside.get((domain, layer, bucket))
@@ -58,8 +58,8 @@ def test_compliance_by_domain_layer_and_position_is_that_of_a_plain_loop(kind, w
                     assert compliance[layer, bucket].isnan()
                 else:
                     assert compliance[layer, bucket].item() == pytest.approx(sum(values) / len(values), rel=1e-5)
-        own = [value for key, values in inside.items() if key[0] == domain for value in values]
-        assert statistics.mean_compliance(domain) == pytest.approx(sum(own) / len(own), rel=1e-5)
+        shares = [value for key, values in inside.items() if key[0] == domain for value in values]
+        assert statistics.mean_compliance(domain) == pytest.approx(sum(shares) / len(shares), rel=1e-5)
     every = [value for values in inside.values() for value in values]
     assert statistics.mean_compliance() == pytest.approx(sum(every) / len(every), rel=1e-5)
     assert statistics.chance() == {"code": 3 / 6, "prose": 2 / 6}
@@ -275,8 +275,8 @@ def test_names_are_printed_as_they_are(folder, capsys, tmp_path):
 @pytest.mark.slow
 def test_inspect_says_what_it_measured(folder, capsys):
     masks = {label: [int(i in experts) for i in range(6)] for label, experts in EXPERTS.items()}
-    own = ("--split", "train[:12]", "--dtype", "bfloat16", "--position-width", "4", "--figures", "svg")
-    report = inspect(folder, *own, expert_map=masks)
+    options = ("--split", "train[:12]", "--dtype", "bfloat16", "--position-width", "4", "--figures", "svg")
+    report = inspect(folder, *options, expert_map=masks)
     printed = " ".join(capsys.readouterr().out.split())
     assert "LlamaForCausalLM, bfloat16, not quantized" in printed
     assert "split train[:12], 12 examples" in printed
@@ -295,7 +295,7 @@ def test_inspect_says_what_it_measured(folder, capsys):
         "routing.json", "load.csv", "compliance.csv", "load.svg", "coactivation.svg", "token_classes.svg",
         "compliance.svg",
     }  # fmt: skip
-    by_index = inspect(folder, *own)
+    by_index = inspect(folder, *options)
     assert by_index["compliance_by_domain"] == report["compliance_by_domain"]
     if report["warnings"]:
         assert "Try this: raise router_aux_loss_coef" in printed
@@ -316,8 +316,8 @@ class Page(HTMLParser):
         assert not self._open  # every tag is closed
 
     def handle_starttag(self, tag, attrs):
-        own = dict(attrs)
-        for url in (own.get("src"), own.get("href")):
+        attributes = dict(attrs)
+        for url in (attributes.get("src"), attributes.get("href")):
             if url is not None and url.startswith("data:image/png;base64,"):
                 self.images.append(base64.b64decode(url.partition(",")[2], validate=True))
             elif url is not None:

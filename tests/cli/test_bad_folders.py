@@ -86,7 +86,7 @@ CASES = [
         "base",
         "eight bits",
         tensors("model.safetensors", to_eight_bits),
-        "float8_e4m3fn; use a checkpoint of",
+        "F8_E4M3; use a checkpoint of",
     ),
     *(("inspect", "moe", name, *case) for name, case in {**NO_ADAPTER, **NO_MOE}.items()),
     *(("inspect", "native", name, *case) for name, case in NO_TOKENIZER.items()),

@@ -88,7 +88,7 @@ def lighten(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
     from lm_eval.tasks import TaskManager
 
     original = TaskManager.__init__
-    setattr(TaskManager, "__init__", lambda self, **own: original(self, **{**own, "include_defaults": False}))
+    setattr(TaskManager, "__init__", lambda self, **options: original(self, **{**options, "include_defaults": False}))
     for name in ("add_env_info", "get_git_commit_hash"):
         setattr(lm_eval.evaluator, name, lambda *args: None)
 

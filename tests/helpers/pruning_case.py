@@ -29,9 +29,9 @@ def load_double(folder: Path):
 def masked_logits(model, dropped: dict[int, list[int]]) -> torch.Tensor:
     """Logits of a model whose routers' logits are minus infinity for some experts of each layer."""
 
-    def hook(own):
+    def hook(dropped):
         def mask(router, args, logits):
-            return logits.index_fill(-1, torch.tensor(own, dtype=torch.long), -torch.inf)
+            return logits.index_fill(-1, torch.tensor(dropped, dtype=torch.long), -torch.inf)
 
         return mask
 

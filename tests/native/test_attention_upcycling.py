@@ -54,11 +54,11 @@ def expected_gates(dense, n: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("init", ["copy", "noise", "drop"])
 def test_gates_are_the_dense_models_whatever_the_experts(init, n, tmp_path):
     dense = dense_model("llama", num_key_value_heads=4)
-    own = {"copy": {}, "noise": {"noise_scale": 0.5}, "drop": {"drop_rate": 0.9}}[init]
-    config = UpcycleConfig(num_experts=n, top_k=1, init=init, router_init="attention", **own)
+    options = {"copy": {}, "noise": {"noise_scale": 0.5}, "drop": {"drop_rate": 0.9}}[init]
+    config = UpcycleConfig(num_experts=n, top_k=1, init=init, router_init="attention", **options)
     made = upcycle(saved(dense, tmp_path / "dense"), tmp_path / "moe", config, calibration=BATCHES)
-    for found, expected in zip(gates(made), expected_gates(dense, n), strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(gates(made), expected_gates(dense, n), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
     model = AutoModelForCausalLM.from_pretrained(made)
     difference = (model(input_ids=IDS).logits - dense(input_ids=IDS).logits).abs().max()
     assert (difference < 1e-4) == (init == "copy")
@@ -71,30 +71,30 @@ def test_every_family_with_keys_of_its_own_gets_them(kind, tmp_path):
     config = UpcycleConfig(num_experts=4, granularity=2, router_init="attention", top_k=4)
     made = upcycle(saved(dense, tmp_path / "dense"), tmp_path / "moe", config, calibration=iter(BATCHES))
     assert json.loads((made / "config.json").read_text())["model_type"] == MOE[kind]
-    for found, layer, mean in zip(gates(made), dense.model.layers, means_of(dense), strict=True):
+    for actual, layer, mean in zip(gates(made), dense.model.layers, means_of(dense), strict=True):
         width = layer.self_attn.head_dim
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, width, 4, 4)
         expected = (key[:, 0] @ query.sum(0) / width**0.5).repeat_interleave(2, 0)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits(made), logits(dense), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("n, split, given, m", [
+@pytest.mark.parametrize("n, split, num_heads, m", [
     (4, "independent", None, 8), (3, "independent", None, 2), (3, "partition", None, 1), (12, "partition", None, 4),
     (8, "partition", 2, 2), (4, "independent", 4, 4),
 ])  # fmt: skip
-def test_as_many_gates_as_the_split_has_from_as_many_heads_as_fit(n, split, given, m, tmp_path):
+def test_as_many_gates_as_the_split_has_from_as_many_heads_as_fit(n, split, num_heads, m, tmp_path):
     """4 heads of 16, of which 2 share a key: 8, 6, 3, 12, 8 and 8 gates for n experts of 2 parts each."""
     dense = dense_model("llama")
-    own = {"fine_grained_split": split, "granularity": 2, "router_init": "attention", "router_num_heads": given}
-    config = UpcycleConfig(num_experts=n, top_k=2, **own)
+    options = {"fine_grained_split": split, "granularity": 2, "router_init": "attention", "router_num_heads": num_heads}
+    config = UpcycleConfig(num_experts=n, top_k=2, **options)
     made = upcycle(saved(dense, tmp_path / "dense"), tmp_path / "moe", config, calibration=BATCHES)
     count = n if split == "partition" else 2 * n
-    for found, layer, mean in zip(gates(made), dense.model.layers, means_of(dense), strict=True):
+    for actual, layer, mean in zip(gates(made), dense.model.layers, means_of(dense), strict=True):
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 16, m, count)
         expected = key[:, 0] @ query.sum(0) / (64 / m) ** 0.5
-        torch.testing.assert_close(found, expected.repeat_interleave(2 * n // count, 0), rtol=1e-4, atol=1e-5)
-        assert found.unique(dim=0).shape[0] == count
+        torch.testing.assert_close(actual, expected.repeat_interleave(2 * n // count, 0), rtol=1e-4, atol=1e-5)
+        assert actual.unique(dim=0).shape[0] == count
 
 
 @pytest.mark.parametrize("heads, width, n, m", [
@@ -112,15 +112,15 @@ def test_the_most_heads_that_fit(heads, width, n, m):
     assert query.shape == (m, heads * width // m, 8) and key.shape == (n, 1, heads * width // m)
 
 
-@pytest.mark.parametrize("settings, own, message", [
+@pytest.mark.parametrize("settings, options, message", [
     ({}, {"calibration": BATCHES}, "router_init='normal': calibration data .* go with router_init='attention'"),
     ({"router_num_heads": 4}, {}, "router_num_heads=4: goes with router_init='attention'"),
     ({"router_init": "attention", "router_num_heads": 0}, {"calibration": BATCHES}, "router_num_heads=0: must be"),
 ])  # fmt: skip
-def test_arguments_without_a_use_are_refused(settings, own, message, tmp_path):
+def test_arguments_without_a_use_are_refused(settings, options, message, tmp_path):
     folder = saved(dense_model("llama"), tmp_path / "dense")
     with pytest.raises(ValueError, match=f"^{message}") as error:
-        upcycle(folder, tmp_path / "moe", UpcycleConfig(**{"num_experts": 4, **settings}), **own)
+        upcycle(folder, tmp_path / "moe", UpcycleConfig(**{"num_experts": 4, **settings}), **options)
     assert "\n" not in str(error.value)
 
 
@@ -186,8 +186,8 @@ def test_the_command_reads_a_data_file(tokenizer, tmp_path, capsys):
     batches = [{"input_ids": torch.tensor([row])} for row in rows]
     config = UpcycleConfig(num_experts=4, init="drop", router_init="attention", seed=7)
     upcycle(folder, tmp_path / "again", config, calibration=batches)
-    for found, expected in zip(gates(out), gates(tmp_path / "again"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for actual, expected in zip(gates(out), gates(tmp_path / "again"), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(SystemExit):
         main(["upcycle", "--model", folder, "--output", str(tmp_path / "no"), "--router-init", "attention"])
     assert not (tmp_path / "no").exists()
@@ -198,8 +198,8 @@ def test_calibration_draws_examples_and_limits_their_length(tokenizer, tmp_path,
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": "w3 " * (i + 1)}) for i in range(20)))
     data = load_dataset("json", data_files=str(tmp_path / "data.jsonl"), split="train")
 
-    def lengths(**own) -> list[int]:
-        batches = calibration_batches(data, tokenizer, max_examples=5, batch_size=2, **own)
+    def lengths(**options) -> list[int]:
+        batches = calibration_batches(data, tokenizer, max_examples=5, batch_size=2, **options)
         assert [len(batch["input_ids"]) for batch in batches] == [2, 2, 1]
         return [int(row.sum()) for batch in batches for row in batch["attention_mask"]]
 
@@ -230,13 +230,13 @@ def test_an_empty_file_is_refused_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method, own", [("upcycle_pt", {}), ("upcycle_sft", {"router_init": {"buckets": "none"}})])
-def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("method, options", [("upcycle_pt", {}), ("upcycle_sft", {"router_init": {"buckets": "none"}})])
+def test_a_recipe_starts_from_attention_gates(method, options, tokenizer, tmp_path, monkeypatch):
     drawn = Mock(side_effect=calibration_batches)
     monkeypatch.setattr(ffn_stages, "calibration_batches", drawn)
     case = make_ffn_case(tmp_path, tokenizer)
     moe = {**case["moe"], "router_init": "attention", "init": "drop"}
-    case = {**case, "method": method, **own, "moe": moe, "num_train_epochs": 1, "seed": 11}
+    case = {**case, "method": method, **options, "moe": moe, "num_train_epochs": 1, "seed": 11}
     pipeline = run(case, tmp_path / "out")
     assert (pipeline.root / "model" / "model.safetensors").exists()
     stage = stage_of(pipeline, "post_train")
@@ -246,25 +246,25 @@ def test_a_recipe_starts_from_attention_gates(method, own, tokenizer, tmp_path, 
     source = stage.given.experts[0] if stage.given.experts else pipeline.recipe.model.name_or_path
     config = UpcycleConfig(num_experts=4, top_k=2, router_init="attention")
     upcycle(source, tmp_path / "copies", config, calibration=batches)
-    for found, expected in zip(gates(tmp_path / "moe"), gates(tmp_path / "copies"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        assert math.isfinite(float(found.sum()))
+    for actual, expected in zip(gates(tmp_path / "moe"), gates(tmp_path / "copies"), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        assert math.isfinite(float(actual.sum()))
 
 
 def test_recipes_with_several_models_or_stage_3_refuse_them(tokenizer, tmp_path):
     case = make_ffn_case(tmp_path, tokenizer)
     moe = {**case["moe"], "router_init": "attention"}
-    for own in ({}, {"method": "self_moe", "prepare": {}}, {"prepare": {"experts": "copies"}}):
+    for options in ({}, {"method": "self_moe", "prepare": {}}, {"prepare": {"experts": "copies"}}):
         with pytest.raises(ValueError, match=r"moe.router_init='attention': must be another"):
-            recipe_from_dict({**case, **own, "moe": moe})
+            recipe_from_dict({**case, **options, "moe": moe})
 
 
 def test_recipes_refuse_a_base_without_such_attention_before_any_stage(tokenizer, tmp_path):
     case = make_ffn_case(tmp_path, tokenizer)
     saved(dense_model("phi3"), Path(case["model"]["name_or_path"]))
-    own = {"method": "upcycle_sft", "moe": {**case["moe"], "router_init": "attention"}, "output_dir": str(tmp_path)}
+    options = {"method": "upcycle_sft", "moe": {**case["moe"], "router_init": "attention"}, "output_dir": str(tmp_path)}
     with pytest.raises(ValueError, match=r"^moe.router_init='attention': .*Phi3ForCausalLM has no attention with"):
-        UpIT(recipe_from_dict({**case, **own})).check()
+        UpIT(recipe_from_dict({**case, **options})).check()
 
 
 def test_recipes_refuse_independent_parts_where_stage_3_makes_their_gates(tokenizer, tmp_path):

@@ -34,18 +34,18 @@ def output(ffn, x):
     return (silu(x @ ffn.gate.T) * (x @ ffn.up.T)) @ ffn.down.T
 
 
-def same(found, expected):
-    for one, other in zip(found, expected, strict=True):
+def same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_a_generator_is_that_of_its_place():
     """Spelled out, so that a seed gives the same experts in every version."""
-    for seed, place in ((0, ()), (7, (3, "router"))):
-        digest = hashlib.sha256(repr((seed, *place)).encode()).digest()
+    for seed, key in ((0, ()), (7, (3, "router"))):
+        digest = hashlib.sha256(repr((seed, *key)).encode()).digest()
         wanted = sum(byte << 8 * i for i, byte in enumerate(digest[:8])) // 2
-        assert generator_for(seed, *place).initial_seed() == wanted
+        assert generator_for(seed, *key).initial_seed() == wanted
 
 
 def test_neurons_scaling_joining_and_zero():
@@ -75,7 +75,7 @@ def test_noise(dtype):
     generator = generator_for(1)
     for settings in ({"noise_scale": 0.25}, {}):
         scale = settings.get("noise_scale", 0.01)
-        found = ExpertInit("noise", **settings).make(ffn, 0, N, generator_for(1))
+        result = ExpertInit("noise", **settings).make(ffn, 0, N, generator_for(1))
         generator = generator_for(1)
         wanted = []
         for w in ffn:
@@ -83,21 +83,21 @@ def test_noise(dtype):
             mean = sum(values) / len(values)
             std = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
             wanted.append(w.float() + scale * std * torch.empty(w.shape).normal_(generator=generator))
-        same(found, wanted)
+        same(result, wanted)
 
 
 @pytest.mark.parametrize("settings", [{}, {"noise_std": 0.5, "noise_share": 0.25}, {"noise_share": 1.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_noise(settings, dtype):
     ffn = ffn_of(40, dtype)
-    found = ExpertInit("random_noise", **settings).make(ffn, 0, N, generator_for(2))
+    result = ExpertInit("random_noise", **settings).make(ffn, 0, N, generator_for(2))
     generator = generator_for(2)
-    for one, w in zip(found, ffn, strict=True):
+    for one, w in zip(result, ffn, strict=True):
         chosen = torch.rand(w.shape, generator=generator)
         noise = torch.empty(w.shape).normal_(generator=generator)
         wanted = w.float().clone()
-        for place in (chosen < settings.get("noise_share", 0.5)).nonzero().tolist():
-            wanted[tuple(place)] += settings.get("noise_std", 0.02) * noise[tuple(place)]
+        for key in (chosen < settings.get("noise_share", 0.5)).nonzero().tolist():
+            wanted[tuple(key)] += settings.get("noise_std", 0.02) * noise[tuple(key)]
         same([one], [wanted])
 
 
@@ -106,9 +106,9 @@ def test_subsets_cover_every_neuron_once(dtype):
     ffn = ffn_of(7, dtype)
     owner = [0, 0, 1, 1, 2, 2, 2]  # 7 neurons among 3 experts, from ⌊7e/3⌋
     for expert in range(N):
-        found = ExpertInit("subset").make(ffn, expert, N, generator_for(0))
-        rows = torch.tensor([own == expert for own in owner])
-        same(found, (ffn.gate * rows[:, None], ffn.up * rows[:, None], ffn.down * rows))
+        result = ExpertInit("subset").make(ffn, expert, N, generator_for(0))
+        rows = torch.tensor([index == expert for index in owner])
+        same(result, (ffn.gate * rows[:, None], ffn.up * rows[:, None], ffn.down * rows))
 
 
 def test_permutations():
@@ -127,7 +127,7 @@ def test_drop(rate, shared, dtype):
     settings = {name: v for name, v in (("drop_rate", rate), ("shared_indices", shared)) if v is not None}
     ffn = ffn_of(9, dtype)
     before = [w.clone() for w in ffn]
-    found = ExpertInit("drop", **settings).make(ffn, 0, N, generator_for(6))
+    result = ExpertInit("drop", **settings).make(ffn, 0, N, generator_for(6))
     same(ffn, before)
     generator = generator_for(6)
     count = int(9 * (0.5 if rate is None else rate))
@@ -145,7 +145,7 @@ def test_drop(rate, shared, dtype):
             new = (normal.T if i == 2 else normal) * (old - mean).square().mean().sqrt() + mean
             rows[chosen] = new
         wanted.append((rows.T if i == 2 else rows).to(dtype).contiguous())
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(result, wanted, strict=True):
         precise = dtype == torch.float32
         assert one.dtype == dtype
         torch.testing.assert_close(one, other, rtol=1e-5 if precise else 1e-2, atol=1e-5 if precise else 1e-2)
@@ -165,8 +165,8 @@ def test_linear_gates():
     assert torch.equal(router_weight("zeros", 3, 4, generator_for(0)), torch.zeros(3, 4))
     for std in (None, 0.1):
         settings = {} if std is None else {"std": std}
-        own = 0.02 if std is None else std
-        normal = torch.empty(3, 4).normal_(generator=generator_for(0)) * own
+        sigma = 0.02 if std is None else std
+        normal = torch.empty(3, 4).normal_(generator=generator_for(0)) * sigma
         torch.testing.assert_close(router_weight("normal", 3, 4, generator_for(0), **settings), normal)
-        uniform = (2 * torch.empty(3, 4).uniform_(generator=generator_for(0)) - 1) * own * math.sqrt(3)
+        uniform = (2 * torch.empty(3, 4).uniform_(generator=generator_for(0)) - 1) * sigma * math.sqrt(3)
         torch.testing.assert_close(router_weight("uniform", 3, 4, generator_for(0), **settings), uniform)

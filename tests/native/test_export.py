@@ -34,8 +34,8 @@ ROUTERS = {
 }
 
 
-def assert_exported(model, adapter_folder, tmp_path, **own):
-    out = export_adapter(adapter_folder, tmp_path / "moe", **own)
+def assert_exported(model, adapter_folder, tmp_path, **options):
+    out = export_adapter(adapter_folder, tmp_path / "moe", **options)
     expected = logits(model)
     torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     coefficient = json.loads((out / "config.json").read_text())["router_aux_loss_coef"]
@@ -110,13 +110,13 @@ def test_what_qwen_moes_can_hold(kind, settings, tmp_path):
 # --- trained --------------------------------------------------------------------------------------------------------
 
 
-def train(model, tokenizer, folder, **own):
+def train(model, tokenizer, folder, **options):
     torch.manual_seed(0)
     words = torch.randint(3, 128, (16, 12), generator=torch.Generator().manual_seed(2))
     data = Dataset.from_list([{"text": " ".join(f"w{i}" for i in row)} for row in words.tolist()])
     args = SFTConfig(output_dir=str(folder), max_steps=4, learning_rate=5e-3, bf16=False, use_cpu=True,
                      report_to="none", save_strategy="no", gradient_checkpointing=False)  # fmt: skip
-    trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, **own)
+    trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, **options)
     trainer.train()
     return trainer
 
@@ -231,22 +231,22 @@ def test_experts_of_a_half_precision_base_are_merged_in_float32(tmp_path):
             if "moe_lora_" in parameter_name:
                 parameter.mul_(1.0123)  # so that half precision cannot hold the updates
     model.save_pretrained(tmp_path / "adapter")
-    found = load_file(export_adapter(tmp_path / "adapter", tmp_path / "moe") / "model.safetensors")
+    result = load_file(export_adapter(tmp_path / "adapter", tmp_path / "moe") / "model.safetensors")
     dense, layer = load_file(tmp_path / "base/model.safetensors"), model.get_base_model().model.layers[1].mlp
     for projection, w in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
         A, B = (of_all[projection].double() for of_all in layer.expert_parameters("default"))
         for i in range(4):
             exact = dense[f"model.layers.1.mlp.{projection}.weight"].double() + 4 * B[i].T @ A[i]
-            own = found[f"model.layers.1.block_sparse_moe.experts.{i}.{w}.weight"]
-            assert (own != exact.bfloat16()).double().mean() < 0.005  # rounded once
+            exported = result[f"model.layers.1.block_sparse_moe.experts.{i}.{w}.weight"]
+            assert (exported != exact.bfloat16()).double().mean() < 0.005  # rounded once
 
 
 def test_what_was_trained_whole_is_exported(tmp_path):
     """The FFN of a layer without experts; the head of a model that ties it."""
-    for kind, whole in (("qwen3", "layers.0.mlp"), ("qwen2", "lm_head")):
+    for kind, full in (("qwen3", "layers.0.mlp"), ("qwen2", "lm_head")):
         name = saved(dense_model(kind), tmp_path / kind)
-        own = {"target_modules": ["mlp"], "layers_to_transform": [1], "modules_to_save": [whole]}
-        model = adapter(dense_model(kind), tmp_path / f"{kind}-adapter", name, **own)
+        options = {"target_modules": ["mlp"], "layers_to_transform": [1], "modules_to_save": [full]}
+        model = adapter(dense_model(kind), tmp_path / f"{kind}-adapter", name, **options)
         out = export_adapter(tmp_path / f"{kind}-adapter", tmp_path / f"{kind}-moe")
         expected = logits(model)
         torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
@@ -298,14 +298,14 @@ def test_the_end_token_of_the_training_ends_texts(generation, tokenizer, tmp_pat
     if not generation:
         (tmp_path / "base" / "generation_config.json").unlink()
     adapter(base, tmp_path / "adapter", name)
-    found = {}
-    for own in ("<eos>", "w5"):
+    result = {}
+    for token in ("<eos>", "w5"):
         tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.eos_token = own
+        tokenizer.eos_token = token
         tokenizer.save_pretrained(tmp_path / "adapter")
-        model = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "adapter", tmp_path / own.strip("<>")))
-        found[own] = (model.config.eos_token_id, model.generation_config.eos_token_id)
-    assert found == {"<eos>": (1, 1), "w5": (5, [5, 1])}
+        model = AutoModelForCausalLM.from_pretrained(export_adapter(tmp_path / "adapter", tmp_path / token.strip("<>")))
+        result[token] = (model.config.eos_token_id, model.generation_config.eos_token_id)
+    assert result == {"<eos>": (1, 1), "w5": (5, [5, 1])}
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -328,8 +328,8 @@ def test_command_exports_and_verifies(tokenizer, tmp_path, capsys):
         main([*command, str(tmp_path)])
     main([*command, str(texts)])
     assert "8 tokens: logits differ by" in capsys.readouterr().out
-    found = verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9"])
-    assert found.tokens == 3 and found.difference < 1e-5 * found.largest and found.agreement == 1
+    result = verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9"])
+    assert result.tokens == 3 and result.difference < 1e-5 * result.largest and result.agreement == 1
     weights = load_file(tmp_path / "moe/model.safetensors")
     weights["model.layers.0.block_sparse_moe.experts.1.w2.weight"] *= 1.5
     save_file(weights, tmp_path / "moe/model.safetensors", metadata={"format": "pt"})
@@ -353,10 +353,10 @@ def test_the_base_and_its_tokenizer_are_of_the_adapters_revision(tokenizer, tmp_
     asked = []
     for loader in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
 
-        def spy(source, *args, loader=loader, usual=loader.from_pretrained, **own):
-            if str(source) == name and "revision" in own:
-                asked.append((loader.__name__, own["revision"]))
-            return usual(source, *args, **own)
+        def spy(source, *args, loader=loader, usual=loader.from_pretrained, **options):
+            if str(source) == name and "revision" in options:
+                asked.append((loader.__name__, options["revision"]))
+            return usual(source, *args, **options)
 
         monkeypatch.setattr(loader, "from_pretrained", spy)
     for load, tokenizers in (

@@ -60,25 +60,25 @@ def blocks(folder: Path) -> list[Block]:
     ]
 
 
-def made(dense, tmp_path, sizes=(4, 2, 4, 3), **own) -> Path:
+def made(dense, tmp_path, sizes=(4, 2, 4, 3), **options) -> Path:
     names = ("num_experts", "top_k", "granularity", "num_shared_experts")
-    return upcycle(dense, tmp_path / "moe", UpcycleConfig(**{**dict(zip(names, sizes, strict=True)), **own}))
+    return upcycle(dense, tmp_path / "moe", UpcycleConfig(**{**dict(zip(names, sizes, strict=True)), **options}))
 
 
-def origins(part: FFN, whole: FFN, down: float = 1.0) -> list[int]:
+def origins(part: FFN, full: FFN, down: float = 1.0) -> list[int]:
     """The neuron of `whole` that each neuron of `part` is, found in gate, up and down (times `down`) alike."""
-    found = []
+    result = []
     for i in range(len(part.gate)):
         places = [
             j
-            for j in range(len(whole.gate))
-            if torch.equal(part.gate[i], whole.gate[j])
-            and torch.equal(part.up[i], whole.up[j])
-            and torch.equal(part.down[:, i], whole.down[:, j] * down)
+            for j in range(len(full.gate))
+            if torch.equal(part.gate[i], full.gate[j])
+            and torch.equal(part.up[i], full.up[j])
+            and torch.equal(part.down[:, i], full.down[:, j] * down)
         ]
         assert len(places) == 1, "neurons are copied whole"
-        found += places
-    return found
+        result += places
+    return result
 
 
 # --- sizes and files ------------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def test_a_stock_block_computes_what_is_written(split, dtype, dense, tmp_path):
             for i in best:
                 y = y + p[i] / sum(p[j] for j in best) * output(routed[i], token)
             expected.append(y)
-        found = layer.mlp(x.unsqueeze(0)).squeeze(0)
-        torch.testing.assert_close(found, torch.stack(expected).float(), rtol=1e-4, atol=1e-4)
+        actual = layer.mlp(x.unsqueeze(0)).squeeze(0)
+        torch.testing.assert_close(actual, torch.stack(expected).float(), rtol=1e-4, atol=1e-4)
 
 
 def output(ffn: FFN, x: torch.Tensor) -> torch.Tensor:
@@ -140,11 +140,11 @@ def output(ffn: FFN, x: torch.Tensor) -> torch.Tensor:
 def test_a_partition_holds_every_neuron_once_per_whole_expert(sizes, dtype, dense, ffns, tmp_path):
     n, _, m, _ = sizes
     out = made(dense, tmp_path, sizes, weight_scaling=False, dtype=dtype)
-    for block, whole in zip(blocks(out), ffns, strict=True):
-        whole = FFN(*(w.to(getattr(torch, dtype)) for w in whole))
-        common = origins(block.shared, whole, down=2.0)  # twice, since its gate is one half
+    for block, full in zip(blocks(out), ffns, strict=True):
+        full = FFN(*(w.to(getattr(torch, dtype)) for w in full))
+        common = origins(block.shared, full, down=2.0)  # twice, since its gate is one half
         parts = [common[i : i + F // m] for i in range(0, len(common), F // m)]
-        parts += [origins(ffn, whole) for ffn in block.routed]
+        parts += [origins(ffn, full) for ffn in block.routed]
         assert len(parts) == m * n
         for expert in range(n):
             assert sorted(j for part in parts[expert * m : (expert + 1) * m] for j in part) == list(range(F))
@@ -159,10 +159,10 @@ def test_independent_experts_sample_their_neurons_each_on_its_own(dense, ffns, t
     n, m, shared = 64, 4, 3
     out = made(dense, tmp_path, (n, 2, m, shared), weight_scaling=False, fine_grained_split="independent")
     size = F // m
-    for block, whole in zip(blocks(out), ffns, strict=True):
-        sets = [origins(ffn, whole) for ffn in block.routed]
+    for block, full in zip(blocks(out), ffns, strict=True):
+        sets = [origins(ffn, full) for ffn in block.routed]
         assert len(sets) == m * n - shared and all(len(set(s)) == size for s in sets)
-        common = origins(block.shared, whole, down=2.0)
+        common = origins(block.shared, full, down=2.0)
         assert len(set(common)) == len(common) == shared * size
         # The parts of one whole expert overlap as those of two do: they are no partition.
         pairs = list(pairwise(sets))
@@ -181,8 +181,8 @@ def test_parts_of_a_partition_share_a_gate(dense, tmp_path):
     out = made(dense, tmp_path, (4, 2, 4, 3))
     routers = {str(i): torch.randn(4, D) for i in range(LAYERS)}
     save_file(routers, tmp_path / "routers.safetensors")
-    own = {"router_init": "given", "router_weights": str(tmp_path / "routers.safetensors")}
-    config = UpcycleConfig(4, 2, granularity=4, num_shared_experts=3, **own)
+    options = {"router_init": "given", "router_weights": str(tmp_path / "routers.safetensors")}
+    config = UpcycleConfig(4, 2, granularity=4, num_shared_experts=3, **options)
     for i, block in enumerate(blocks(upcycle(dense, tmp_path / "given", config))):
         assert torch.equal(block.router, torch.stack([routers[str(i)][(j + 3) // 4] for j in range(13)]))
     for block in blocks(out):
@@ -211,13 +211,13 @@ def test_independent_experts_are_not_given_the_same_gates(dense, tmp_path):
 def test_drop_applies_to_the_neurons_of_each_fine_expert_and_of_the_shared_block(split, rate, dense, ffns, tmp_path):
     n, k, m, shared = 4, 2, 4, 3
     sizes = (n, k, m, shared)
-    own = {"weight_scaling": False, "fine_grained_split": split}
-    copied = blocks(made(dense, tmp_path / "copy", sizes, **own))
-    dropped = blocks(made(dense, tmp_path / "drop", sizes, init="drop", drop_rate=rate, **own))
+    options = {"weight_scaling": False, "fine_grained_split": split}
+    copied = blocks(made(dense, tmp_path / "copy", sizes, **options))
+    dropped = blocks(made(dense, tmp_path / "drop", sizes, init="drop", drop_rate=rate, **options))
     for old_block, new_block in zip(copied, dropped, strict=True):
         pairs = [(old_block.shared, new_block.shared), *zip(old_block.routed, new_block.routed, strict=True)]
-        for place, (old, new) in enumerate(pairs):
-            width = F // m * (shared if place == 0 else 1)
+        for index, (old, new) in enumerate(pairs):
+            width = F // m * (shared if index == 0 else 1)
             rows = [(new.gate != old.gate).any(1), (new.up != old.up).any(1), (new.down != old.down).any(0)]
             assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
             assert int(rows[0].sum()) == math.floor(rate * width)
@@ -261,24 +261,24 @@ def test_active_experts_add_up_to_the_scale_of_the_dense_ffn(sizes, split, dense
     _, k, m, shared = sizes
     out = made(dense, tmp_path, sizes, fine_grained_split=split)
 
-    def coefficients(ffn: FFN, whole: FFN) -> float:
+    def coefficients(ffn: FFN, full: FFN) -> float:
         total = 0.0
         for gate, up, down in zip(ffn.gate, ffn.up, ffn.down.T, strict=True):
-            j = [torch.equal(gate, other) for other in whole.gate].index(True)
-            ratios = [float((a @ b) / (b @ b)) for a, b in ((up, whole.up[j]), (down, whole.down[:, j]))]
+            j = [torch.equal(gate, other) for other in full.gate].index(True)
+            ratios = [float((a @ b) / (b @ b)) for a, b in ((up, full.up[j]), (down, full.down[:, j]))]
             total += math.prod(ratios)
         return total
 
-    for block, whole in zip(blocks(out), ffns, strict=True):
+    for block, full in zip(blocks(out), ffns, strict=True):
         active = m * k - shared
         for chosen in (block.routed[:active], block.routed[-active:]):
-            total = coefficients(block.shared, whole) / 2
-            total += sum(coefficients(ffn, whole) for ffn in chosen) / active
+            total = coefficients(block.shared, full) / 2
+            total += sum(coefficients(ffn, full) for ffn in chosen) / active
             assert total == pytest.approx(F, rel=1e-4)
     without = made(dense, tmp_path / "plain", sizes, fine_grained_split=split, weight_scaling=False)
-    for block, whole in zip(blocks(without), ffns, strict=True):
-        assert coefficients(block.shared, whole) / 2 == pytest.approx(shared * F / m, rel=1e-5), "equation 10: weight 1"
-        assert coefficients(block.routed[0], whole) == pytest.approx(F / m, rel=1e-5)
+    for block, full in zip(blocks(without), ffns, strict=True):
+        assert coefficients(block.shared, full) / 2 == pytest.approx(shared * F / m, rel=1e-5), "equation 10: weight 1"
+        assert coefficients(block.routed[0], full) == pytest.approx(F / m, rel=1e-5)
 
 
 def test_shared_experts_of_both_kinds_exclude_each_other():

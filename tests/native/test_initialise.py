@@ -55,7 +55,7 @@ def test_drop_has_the_mean_and_deviation_of_exactly_the_replaced_entries(f, d, r
     generator = generator_for(5, 0, 1)
     count = math.floor(round(rate * 100) * f / 100)
     chosen = torch.randperm(f, generator=generator)[:count].tolist()
-    for i, (found, before) in enumerate(zip(new, old, strict=True)):
+    for i, (actual, before) in enumerate(zip(new, old, strict=True)):
         if i and not shared:
             chosen = torch.randperm(f, generator=generator)[:count].tolist()
         entries = [(row, col) for row in (range(d) if i == 2 else chosen) for col in (chosen if i == 2 else range(d))]
@@ -66,7 +66,7 @@ def test_drop_has_the_mean_and_deviation_of_exactly_the_replaced_entries(f, d, r
         expected = before.clone()
         for entry, normal in zip(entries, z, strict=True):
             expected[entry] = mean + deviation * normal
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_every_place_draws_for_itself():
@@ -81,11 +81,9 @@ def test_every_place_draws_for_itself():
         (0, "router"),
         (1, "router"),
     ]
-    first = {place: torch.randint(2**40, (1,), generator=generator_for(*place)).item() for place in places}
+    first = {key: torch.randint(2**40, (1,), generator=generator_for(*key)).item() for key in places}
     assert len(set(first.values())) == len(places)
-    assert first == {
-        place: torch.randint(2**40, (1,), generator=generator_for(*place)).item() for place in reversed(places)
-    }
+    assert first == {key: torch.randint(2**40, (1,), generator=generator_for(*key)).item() for key in reversed(places)}
 
 
 # --- permutations ---------------------------------------------------------------------------------------------------
@@ -95,11 +93,11 @@ def test_permuted_columns_are_the_outputs_of_each_matrix_in_an_order_of_its_own(
     old = ffn_of(40, 30)
     new = ExpertInit("permute_columns").make(old, 0, 4, generator_for(0))
     generator = generator_for(0)
-    for found, before in zip(new, old, strict=True):
+    for result, before in zip(new, old, strict=True):
         # Stored [out, in], a matrix has its outputs, the columns of x W, as rows.
         order = torch.randperm(len(before), generator=generator).tolist()
         assert order != list(range(len(before)))
-        assert torch.equal(found, torch.stack([before[i] for i in order]))
+        assert torch.equal(result, torch.stack([before[i] for i in order]))
     x = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
 
     def output(ffn: FFN) -> torch.Tensor:
@@ -121,9 +119,9 @@ def trained(folder, steps: int = 5) -> torch.Tensor:
 
 def test_permuted_neurons_train_as_copies_do_and_permuted_columns_do_not(tmp_path):
     name = saved(dense_model("llama"), tmp_path / "dense")
-    own = {"num_experts": 4, "router_init_std": 0.3}
+    options = {"num_experts": 4, "router_init_std": 0.3}
     out = {
-        init: upcycle(name, tmp_path / init, UpcycleConfig(init=init, **own))
+        init: upcycle(name, tmp_path / init, UpcycleConfig(init=init, **options))
         for init in ("copy", "permute", "permute_columns")
     }
     before, after = ({init: run(folder) for init, folder in out.items()} for run in (logits, trained))
@@ -179,8 +177,8 @@ def test_the_deviation_reaches_the_checkpoint_and_is_002_by_default(tmp_path):
 @pytest.mark.parametrize("kind", DENSE)
 def test_a_checkpoint_carries_its_balancing_coefficient(kind, tmp_path):
     name = saved(dense_model(kind), tmp_path / "dense")
-    for folder, own, coefficient in (("a", {}, 0.02), ("b", {"router_aux_loss_coef": 0.0}, 0.0)):
-        out = upcycle(name, tmp_path / folder, UpcycleConfig(num_experts=2, **own))
+    for folder, options, coefficient in (("a", {}, 0.02), ("b", {"router_aux_loss_coef": 0.0}, 0.0)):
+        out = upcycle(name, tmp_path / folder, UpcycleConfig(num_experts=2, **options))
         assert json.loads((out / "config.json").read_text())["router_aux_loss_coef"] == coefficient
     adapter(dense_model(kind), tmp_path / "adapter", name, router_aux_loss_coef=0.07)
     exported = export_adapter(tmp_path / "adapter", tmp_path / "exported")
@@ -204,12 +202,12 @@ def test_the_command_takes_every_setting(tmp_path):
     assert json.loads((again / "config.json").read_text())["router_aux_loss_coef"] == 0.05
 
 
-@pytest.mark.parametrize("own, coefficient", [({}, 0.02), ({"router_aux_loss_coef": 0.3}, 0.3)])
+@pytest.mark.parametrize("options, coefficient", [({}, 0.02), ({"router_aux_loss_coef": 0.3}, 0.3)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "granite"])
-def test_plain_transformers_adds_the_coefficient_times_the_loss(kind, own, coefficient, tmp_path):
+def test_plain_transformers_adds_the_coefficient_times_the_loss(kind, options, coefficient, tmp_path):
     """After training, saving and loading, with the Switch loss as a loop over layers, tokens and experts."""
     name = saved(dense_model(kind), tmp_path / "dense")
-    config = UpcycleConfig(num_experts=4, top_k=2, router_init_std=0.3, **own)
+    config = UpcycleConfig(num_experts=4, top_k=2, router_init_std=0.3, **options)
     model = AutoModelForCausalLM.from_pretrained(upcycle(name, tmp_path / "moe", config)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
@@ -227,7 +225,7 @@ def test_plain_transformers_adds_the_coefficient_times_the_loss(kind, own, coeff
             p = token.softmax(0).tolist()
             for i in sorted(range(4), key=lambda i, p=p: -p[i])[:2]:
                 chosen[i] += 1
-            probability = [total + own for total, own in zip(probability, p, strict=True)]
+            probability = [total + value for total, value in zip(probability, p, strict=True)]
             tokens += 1
     assert tokens == 2 * IDS.numel()
     aux = 4 * sum(f / tokens * P / tokens for f, P in zip(chosen, probability, strict=True))
@@ -238,5 +236,5 @@ def test_plain_transformers_adds_the_coefficient_times_the_loss(kind, own, coeff
 def test_a_recipe_takes_it_as_a_field_of_upcycling_with_its_own_default():
     case = {"output_dir": "o", "model": {"name_or_path": "m"}, "data": {"train": "t.jsonl"}, "mode": "ffn"}
     assert recipe_from_dict(case).upcycle_config().router_aux_loss_coef == 0.01
-    own = recipe_from_dict({**case, "moe": {"router_aux_loss_coef": 0.3}})
-    assert own.upcycle_config().router_aux_loss_coef == 0.3
+    recipe = recipe_from_dict({**case, "moe": {"router_aux_loss_coef": 0.3}})
+    assert recipe.upcycle_config().router_aux_loss_coef == 0.3

@@ -62,8 +62,8 @@ def elsewhere(script: str, folders: list[str], tmp_path: Path) -> None:
 
 
 def assert_close(folder: str | Path, expected: torch.Tensor) -> None:
-    found = torch.tensor(np.load(Path(folder) / "logits.npy"))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    actual = torch.tensor(np.load(Path(folder) / "logits.npy"))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 def export(kind: str, folder: Path, settings: dict, **adapter_settings) -> tuple[str, torch.Tensor]:

@@ -53,24 +53,24 @@ def output(ffn: FFN, x: torch.Tensor) -> torch.Tensor:
 # --- what keeps the function ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "own"), [
+@pytest.mark.parametrize(("kind", "options"), [
     ("llama", {"sliding_window": 4}),  # no field of Llama's: it is not read
     ("qwen3", {"num_local_experts": 4}),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 28}),  # no such layers
 ])  # fmt: skip
-def test_settings_that_the_dense_model_does_not_follow_are_not_the_moes(kind, own, folders, tmp_path):
+def test_settings_that_the_dense_model_does_not_follow_are_not_the_moes(kind, options, folders, tmp_path):
     shutil.copytree(folders[kind], tmp_path / "dense")
     path = tmp_path / "dense" / "config.json"
-    given = {name: value for name, value in json.loads(path.read_text()).items() if name != "layer_types"}
-    path.write_text(json.dumps({**given, **own}))
+    fields = {name: value for name, value in json.loads(path.read_text()).items() if name != "layer_types"}
+    path.write_text(json.dumps({**fields, **options}))
     made = upcycle(tmp_path / "dense", tmp_path / "moe", UpcycleConfig(num_experts=4))
-    expected, found = (logits(AutoModelForCausalLM.from_pretrained(folder)) for folder in (tmp_path / "dense", made))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    expected, actual = (logits(AutoModelForCausalLM.from_pretrained(folder)) for folder in (tmp_path / "dense", made))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_models_may_be_named_one_by_one(folders):
-    given = parser("upcycle").parse_args(["--model", "a", "--model", "b", "c", "--output", "o"])
-    assert given.model == ["a", "b", "c"]
+    options = parser("upcycle").parse_args(["--model", "a", "--model", "b", "c", "--output", "o"])
+    assert options.model == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -222,9 +222,9 @@ def test_checkpoints_become_experts_and_the_rest_their_average(kind, tmp_path):
             sum(v * ffns[int(e) % 3](x[t]) for v, e in zip(values[t] / values[t].sum(), chosen[t], strict=True))
             for t in range(7)
         ])  # fmt: skip
-        found = block(x.unsqueeze(0))
-        found = (found[0] if isinstance(found, tuple) else found).squeeze(0)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        actual = block(x.unsqueeze(0))
+        actual = (actual[0] if isinstance(actual, tuple) else actual).squeeze(0)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 # --- families -------------------------------------------------------------------------------------------------------
@@ -255,18 +255,18 @@ def test_a_family_names_the_tensors_of_its_models(kind, folders):
 
 @pytest.mark.parametrize("init", ["drop", "noise"])
 def test_same_seed_same_bytes_whatever_the_shards(init, folders, tmp_path):
-    def tensors(name: str, **own) -> dict[str, torch.Tensor]:
-        out = upcycle(folders["llama"], tmp_path / name, UpcycleConfig(num_experts=3, init=init, **own))
+    def tensors(name: str, **options) -> dict[str, torch.Tensor]:
+        out = upcycle(folders["llama"], tmp_path / name, UpcycleConfig(num_experts=3, init=init, **options))
         files = sorted(out.glob("*.safetensors"))
         return {key: value for file in files for key, value in load_file(file).items()}
 
-    whole, shards, other = tensors("a"), tensors("b", max_shard_size="20KB"), tensors("c", seed=1)
+    full, shards, other = tensors("a"), tensors("b", max_shard_size="20KB"), tensors("c", seed=1)
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 3
-    assert whole.keys() == shards.keys() and all(torch.equal(whole[key], shards[key]) for key in whole)
-    assert any(not torch.equal(whole[key], other[key]) for key in whole)
+    assert full.keys() == shards.keys() and all(torch.equal(full[key], shards[key]) for key in full)
+    assert any(not torch.equal(full[key], other[key]) for key in full)
     torch.testing.assert_close(logits(tmp_path / "b"), logits(tmp_path / "a"), rtol=0, atol=0)
     index = json.loads((tmp_path / "b/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in full.values())
     for file in (tmp_path / "b").glob("*.safetensors"):
         with safe_open(file, framework="pt") as shard:
             assert shard.metadata() == {"format": "pt"}
@@ -281,8 +281,8 @@ def test_same_seed_same_bytes_whatever_the_shards(init, folders, tmp_path):
 ])  # fmt: skip
 def test_names_on_disk_are_those_that_other_stacks_read(kind, names, folders, tmp_path):
     out = upcycle(folders[kind], tmp_path / "moe", UpcycleConfig(num_experts=2))
-    found = set(load_file(out / "model.safetensors"))
-    assert {f"model.layers.1.{name}.weight" for name in names.split()} <= found
+    result = set(load_file(out / "model.safetensors"))
+    assert {f"model.layers.1.{name}.weight" for name in names.split()} <= result
 
 
 def test_tokenizer_and_generation_config_come_along(folders, tokenizer, tmp_path):
@@ -348,52 +348,52 @@ def test_experts_do_not_depend_on_which_layers_came_before(order, folders):
     made = Upcycled(sources, config, None)
     next(made.experts(1))  # and left
     for layer in order:
-        found, expected = list(made.experts(layer)), list(Upcycled(sources, config, None).experts(layer))
-        assert len(found) == len(expected) == 10
-        for one, other in zip(found, expected, strict=True):
+        actual, expected = list(made.experts(layer)), list(Upcycled(sources, config, None).experts(layer))
+        assert len(actual) == len(expected) == 10
+        for one, other in zip(actual, expected, strict=True):
             assert all(map(torch.equal, one, other))
 
 
-def drawn_by(*place) -> torch.Generator:
+def drawn_by(*key) -> torch.Generator:
     """The generator of a place, written out: a file made with a seed must be the same in every version."""
-    digest = hashlib.sha256(repr(place).encode()).digest()
+    digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @pytest.mark.parametrize("split", ["partition", "independent"])
 @pytest.mark.parametrize(
-    ("init", "own"),
+    ("init", "options"),
     [
         ("random_noise", {"noise_std": 0.4, "noise_share": 0.7}),
         ("drop", {"drop_rate": 0.25, "shared_indices": False}),
         ("subset", {}),
     ],
 )
-def test_everything_is_drawn_by_seed_layer_and_place(init, own, split, folders):
+def test_everything_is_drawn_by_seed_layer_and_place(init, options, split, folders):
     """Gates, neurons, routed experts and the shared block, each from a generator of its own."""
     source, n, m, shared, seed = open_dense(folders["llama"]), 3, 2, 1, 7
     config = UpcycleConfig(n, 2, granularity=m, num_shared_experts=shared, fine_grained_split=split, init=init,
-                           seed=seed, router_init_std=0.3, weight_scaling=False, **own)  # fmt: skip
-    made, method = Upcycled([source], config, None), ExpertInit(init, **own)
+                           seed=seed, router_init_std=0.3, weight_scaling=False, **options)  # fmt: skip
+    made, method = Upcycled([source], config, None), ExpertInit(init, **options)
     d, f = source.config.hidden_size, source.config.intermediate_size
     for layer in range(source.config.num_hidden_layers):
         ffn = source.ffn(layer)
         gates = n if split == "partition" else n * m
         drawn = torch.empty(gates, d).normal_(std=0.3, generator=drawn_by(seed, layer, "router"))
         assert torch.equal(made.router(layer), drawn.repeat_interleave(n * m // gates, dim=0)[shared:])
-        whole = torch.randperm(f, generator=drawn_by(seed, layer, 0, "shards"))
-        block = method.make(ffn.neurons(whole[: shared * f // m]), 0, 1, drawn_by(seed, layer, "shared"))
+        full = torch.randperm(f, generator=drawn_by(seed, layer, 0, "shards"))
+        block = method.make(ffn.neurons(full[: shared * f // m]), 0, 1, drawn_by(seed, layer, "shared"))
         for one, other in zip(made.shared(layer), (block.gate, block.up, 2 * block.down), strict=True):
             torch.testing.assert_close(one, other)
         experts = list(made.experts(layer))
-        for place in range(shared, n * m):
-            expert, part = divmod(place, m)
+        for index in range(shared, n * m):
+            expert, part = divmod(index, m)
             if split == "partition":
                 order = torch.randperm(f, generator=drawn_by(seed, layer, expert, "shards"))[part * f // m :][: f // m]
             else:
                 order = torch.randperm(f, generator=drawn_by(seed, layer, expert, "neurons", part))[: f // m]
-            wanted = method.make(ffn.neurons(order), place, n * m, drawn_by(seed, layer, place))
-            assert all(map(torch.equal, experts[place - shared], wanted))
+            wanted = method.make(ffn.neurons(order), index, n * m, drawn_by(seed, layer, index))
+            assert all(map(torch.equal, experts[index - shared], wanted))
 
 
 def test_the_backbone_of_two_models_is_their_average(folders, tmp_path):
@@ -409,7 +409,7 @@ def test_the_backbone_of_two_models_is_their_average(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "shape", "message"),
+    ("options", "shape", "message"),
     [
         ({}, (3, 32), "router_weights: layer 0 has shape (3, 32); give (4, 32) for every layer"),
         ({"granularity": 2}, (3, 32), "layer 0 has shape (3, 32); give (4, 32) or (8, 32) for every layer"),
@@ -420,9 +420,9 @@ def test_the_backbone_of_two_models_is_their_average(folders, tmp_path):
         ),
     ],
 )
-def test_gates_of_another_shape(own, shape, message, folders):
+def test_gates_of_another_shape(options, shape, message, folders):
     sources = [open_dense(folders["llama"])]
-    config = UpcycleConfig(num_experts=4, **own)
+    config = UpcycleConfig(num_experts=4, **options)
     with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
         Upcycled(sources, config, {layer: torch.zeros(shape) for layer in range(2)})
 
@@ -458,8 +458,8 @@ def test_there_may_be_more_shards_than_open_files(folders, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(list(out.glob("*.safetensors"))) > 50
-    whole = upcycle(folders["llama"], tmp_path / "b", UpcycleConfig(num_experts=8))
-    torch.testing.assert_close(logits(out), logits(whole), rtol=0, atol=0)
+    full = upcycle(folders["llama"], tmp_path / "b", UpcycleConfig(num_experts=8))
+    torch.testing.assert_close(logits(out), logits(full), rtol=0, atol=0)
 
 
 def changed(source: str, folder: Path, change) -> Path:
@@ -520,7 +520,7 @@ def refused(tmp_path, message, models, **settings):
 
 
 def test_folders_that_were_made_for_nothing_go_again(folders, tmp_path, monkeypatch):
-    def full(*given, **own):
+    def full(*args, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("moe_peft.native.model_folder.ShardedWriter", full)
@@ -556,7 +556,7 @@ def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
     refused(tmp_path, "another architecture .*: rope_parameters", [folders["mistral"], saved(other, tmp_path / "rope")])
 
 
-@pytest.mark.parametrize("own, message", [
+@pytest.mark.parametrize("options, message", [
     ({"resid_pdrop": 0.1}, "resid_pdrop=0.1 of the dense model: mixtral has no such setting"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}},
      "partial_rotary_factor=0.5 of the dense model: a MoE rotates all of a head"),
@@ -564,8 +564,8 @@ def test_what_a_family_cannot_hold_is_refused_by_name(folders, tmp_path):
                           "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}},
      "rope_type='longrope' of the dense model: "),
 ], ids=["dropout", "partial rotary", "longrope"])  # fmt: skip
-def test_what_a_mixtral_cannot_hold_of_phi3(own, message, tmp_path):
-    refused(tmp_path, message, saved(dense_model("phi3", **own), tmp_path / "dense"))
+def test_what_a_mixtral_cannot_hold_of_phi3(options, message, tmp_path):
+    refused(tmp_path, message, saved(dense_model("phi3", **options), tmp_path / "dense"))
 
 
 @pytest.mark.parametrize("kind", ["glm", "glm4"])
@@ -580,12 +580,12 @@ def test_broken_checkpoints_are_refused(folders, tmp_path):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
     refused(tmp_path, "layers.1.mlp.up_proj.weight holds NaN", saved(model, tmp_path / "nan"))
-    whole = load_file(f"{folders['llama']}/model.safetensors")
+    complete = load_file(f"{folders['llama']}/model.safetensors")
     model.config.save_pretrained(tmp_path / "lacking")
-    without = {k: v for k, v in whole.items() if "1.mlp.down" not in k}
+    without = {k: v for k, v in complete.items() if "1.mlp.down" not in k}
     save_file(without, tmp_path / "lacking/model.safetensors")
     refused(tmp_path, "no tensor model.layers.1.mlp.down_proj.weight", str(tmp_path / "lacking"))
-    save_file({**whole, "model.layers.0.extra": torch.zeros(2)}, tmp_path / "lacking/model.safetensors")
+    save_file({**complete, "model.layers.0.extra": torch.zeros(2)}, tmp_path / "lacking/model.safetensors")
     refused(tmp_path, "does not have: .*extra", str(tmp_path / "lacking"))
     data = (tmp_path / "lacking/model.safetensors").read_bytes()
     (tmp_path / "lacking/model.safetensors").write_bytes(data[: len(data) // 2])

@@ -62,20 +62,20 @@ def base(tmp_path_factory, tokenizer) -> str:
 def test_adapter_is_the_same_with_logits_of_minus_infinity(name: str, base: str, tmp_path: Path):
     folder = make_adapter(base, tmp_path / "adapter", **ADAPTERS[name])
     drop = {0: [1], 1: [0, 3], 3: [5]} if name == "linears" else DROP  # routers: v_proj, mlp, v_proj, mlp
-    found = prune_experts(folder, tmp_path / "pruned", drop=drop)
+    result = prune_experts(folder, tmp_path / "pruned", drop=drop)
     model, original = load_double(tmp_path / "pruned"), load_double(folder)
     with torch.no_grad():
         actual = model(input_ids=IDS).logits
     assert (actual - original(input_ids=IDS).logits).abs().max() > 1e-4
     torch.testing.assert_close(actual, masked_logits(original, drop), rtol=0, atol=1e-10)
-    sizes = [layer.num_experts - len(drop.get(i, [])) for i, layer in enumerate(found.layers)]
+    sizes = [layer.num_experts - len(drop.get(i, [])) for i, layer in enumerate(result.layers)]
     specs = [m.moe_lora_spec["default"] for m in model.modules() if isinstance(m, MoELoraLayer) and m.moe_lora_router]
-    assert [spec.num_experts for spec in specs] == sizes == [len(layer.groups) for layer in found.layers]
-    assert [layer.dropped for layer in found.layers] == [drop.get(i, []) for i in range(len(found.layers))]
+    assert [spec.num_experts for spec in specs] == sizes == [len(layer.groups) for layer in result.layers]
+    assert [layer.dropped for layer in result.layers] == [drop.get(i, []) for i in range(len(result.layers))]
     before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "pruned" / WEIGHTS)
     assert before.keys() == after.keys()
     assert sum(t.numel() for t in before.values()) - sum(t.numel() for t in after.values()) == (
-        found.size["before"].total - found.size["after"].total
+        result.size["before"].total - result.size["after"].total
     )
     assert (tmp_path / "pruned" / "tokenizer.json").exists() is False  # the adapter had none
 
@@ -141,11 +141,11 @@ def looped_logits(folder: Path, dropped: dict[int, list[int]], normalize: bool) 
     def read(name):
         return tensors.tensor(name).double()
 
-    def routed(layer, x_TD, own):
+    def routed(layer, x_TD, dropped):
         ffns = [family.read_expert(layer, i, read) for i in range(n)]
         router, out = read(f"model.layers.{layer}.{family.block}.{family.router}"), torch.zeros_like(x_TD)
         for t, x in enumerate(x_TD):
-            p = (router @ x).index_fill(0, torch.tensor(own, dtype=torch.long), -torch.inf).softmax(-1).topk(k)
+            p = (router @ x).index_fill(0, torch.tensor(dropped, dtype=torch.long), -torch.inf).softmax(-1).topk(k)
             for gate, i in zip(p.values / (p.values.sum() if normalize else 1), p.indices.tolist(), strict=True):
                 out[t] += gate * (ffns[i].down @ (F.silu(ffns[i].gate @ x) * (ffns[i].up @ x)))
         return out
@@ -171,11 +171,11 @@ def looped_logits(folder: Path, dropped: dict[int, list[int]], normalize: bool) 
 def test_native_moe_is_a_plain_loop_with_logits_of_minus_infinity(kind: str, normalize: bool, tmp_path: Path):
     folder = make_native(kind, tmp_path, normalize)
     dropped = {0: [1, 4], 1: [0, 2]}
-    found = prune_experts(folder, tmp_path / "pruned", drop=dropped)
+    result = prune_experts(folder, tmp_path / "pruned", drop=dropped)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    assert getattr(model.config, FAMILIES[MOE[kind]].count) == 3 == len(found.layers[0].groups)
-    assert sum(p.numel() for p in model.parameters()) == found.size["after"].total
+    assert getattr(model.config, FAMILIES[MOE[kind]].count) == 3 == len(result.layers[0].groups)
+    assert sum(p.numel() for p in model.parameters()) == result.size["after"].total
     with torch.no_grad():
         actual, original = (load_double(path)(input_ids=IDS[:, :6]).logits for path in (tmp_path / "pruned", folder))
     assert (actual - original).abs().max() > 1e-2
@@ -201,8 +201,8 @@ def with_twins(folder: Path, noise: float = 0.0) -> None:
 def test_exact_twins_with_one_row_keep_the_function_where_one_expert_serves_a_token(base: str, tmp_path: Path):
     folder = make_adapter(base, tmp_path / "adapter", top_k=1)
     with_twins(folder)
-    found = prune_experts(folder, tmp_path / "pruned", merge_twins=0.999)
-    assert [layer.groups for layer in found.layers] == [[[0], [1, 3], [2], [4], [5]]] * 2
+    result = prune_experts(folder, tmp_path / "pruned", merge_twins=0.999)
+    assert [layer.groups for layer in result.layers] == [[[0], [1, 3], [2], [4], [5]]] * 2
     with torch.no_grad():
         actual, expected = (load_double(path)(input_ids=IDS).logits for path in (tmp_path / "pruned", folder))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)  # float32 on disk
@@ -212,9 +212,9 @@ def test_copies_are_twins(tmp_path: Path):
     """Their cosine is 1 but for rounding."""
     dense = saved(dense_model("llama"), tmp_path / "dense")
     upcycle(dense, tmp_path / "moe", UpcycleConfig(num_experts=4))
-    found = prune_experts(tmp_path / "moe", tmp_path / "pruned", merge_twins=1.0)
-    assert [sum(len(group) for group in layer.groups) for layer in found.layers] == [4, 4]
-    assert [len(layer.groups) for layer in found.layers] == [2, 2]  # as many as serve a token
+    result = prune_experts(tmp_path / "moe", tmp_path / "pruned", merge_twins=1.0)
+    assert [sum(len(group) for group in layer.groups) for layer in result.layers] == [4, 4]
+    assert [len(layer.groups) for layer in result.layers] == [2, 2]  # as many as serve a token
 
 
 def test_numbers_that_are_not_finite_are_not_data(tokenizer, data: str, tmp_path: Path, capsys):
@@ -259,18 +259,18 @@ def test_merged_loras_are_the_nearest_of_their_rank_to_the_mean(base: str, tmp_p
 def test_native_twins_become_their_mean(tmp_path: Path):
     dense = saved(dense_model("llama"), tmp_path / "dense")
     upcycle(dense, tmp_path / "moe", UpcycleConfig(num_experts=4, init="noise", noise_scale=0.01, router_init_std=0.5))
-    found = prune_experts(tmp_path / "moe", tmp_path / "pruned", merge_twins=0.99, experts_per_layer=3)
+    result = prune_experts(tmp_path / "moe", tmp_path / "pruned", merge_twins=0.99, experts_per_layer=3)
     old, new = load_file(tmp_path / "moe/model.safetensors"), load_file(tmp_path / "pruned/model.safetensors")
-    for layer, own in enumerate(found.layers):
+    for layer, pruned in enumerate(result.layers):
         block = f"model.layers.{layer}.block_sparse_moe"
-        for j, group in enumerate(own.groups):
+        for j, group in enumerate(pruned.groups):
             for w in ("w1", "w2", "w3"):
                 members = [old[f"{block}.experts.{i}.{w}.weight"] for i in group]
                 expected = torch.stack(members).double().mean(0).float()
                 torch.testing.assert_close(new[f"{block}.experts.{j}.{w}.weight"], expected, rtol=0, atol=1e-7)
             row = old[f"{block}.gate.weight"][group].mean(0)
             torch.testing.assert_close(new[f"{block}.gate.weight"][j], row, rtol=0, atol=1e-7)
-        assert Counter(map(len, own.groups)) == {1: 2, 2: 1} and own.dropped == []
+        assert Counter(map(len, pruned.groups)) == {1: 2, 2: 1} and pruned.dropped == []
     assert f"{block}.experts.3.w1.weight" not in new
 
 
@@ -313,8 +313,8 @@ def test_means_are_weighted_and_computed_in_float64():
     weights = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     values = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     exact = (values[[0, 2, 3]].bfloat16().double() * weights.unsqueeze(1)).sum(0)
-    found = mean_rows(values.bfloat16(), [[1], [0, 2, 3]], [torch.ones(1), weights])
-    assert torch.equal(found, torch.stack([values[1].bfloat16(), exact.bfloat16()]))
+    result = mean_rows(values.bfloat16(), [[1], [0, 2, 3]], [torch.ones(1), weights])
+    assert torch.equal(result, torch.stack([values[1].bfloat16(), exact.bfloat16()]))
     A, B = (torch.randn(3, 2, size, generator=torch.Generator().manual_seed(size)) for size in (9, 7))
     mean_update = sum(w * B[i].double().T @ A[i].double() for i, w in enumerate(weights))
     U, S, V = torch.linalg.svd(mean_update)
@@ -385,29 +385,29 @@ def test_data_say_what_goes_and_what_it_costs(kind: str, base: str, data: str, t
     n = 6 if kind == "adapter" else 5
     counts = [Counter(i for token in tokens for i in token) for tokens in chosen]
     loads = [[count[i] / sum(count.values()) for i in range(n)] for count in counts]
-    smallest = sorted(min(own) for own in loads)
+    smallest = sorted(min(load) for load in loads)
     out = tmp_path / "pruned"
     # Just enough for both layers to lose one; the native MoE's layers must lose as many.
-    found = prune_experts(
+    result = prune_experts(
         folder, out, data=data, label_column="domain", min_load=smallest[1] + 1e-6, dtype="float32", batch_size=3
     )
-    for i, layer in enumerate(found.layers):
+    for i, layer in enumerate(result.layers):
         assert layer.load == pytest.approx(loads[i], abs=1e-9)
         least = [e for e in range(n) if loads[i][e] < smallest[1] + 1e-6]
         if kind == "adapter":
             assert layer.dropped == least
         else:
-            assert set(layer.dropped) <= set(least) and len(layer.dropped) == len(found.layers[0].dropped)
+            assert set(layer.dropped) <= set(least) and len(layer.dropped) == len(result.layers[0].dropped)
         assert layer.dropped and loads[i][layer.dropped[0]] == min(loads[i][e] for e in layer.dropped)
         hit = [bool(token & set(layer.dropped)) for token in chosen[i]]
-        assert found.lost["layers"][i] == pytest.approx(sum(hit) / len(hit))
-    either = [any(chosen[i][t] & set(found.layers[i].dropped) for i in range(2)) for t in range(len(chosen[0]))]
-    assert found.lost["any_layer"] == pytest.approx(sum(either) / len(either))
-    assert found.loss["before"] == pytest.approx({**by_domain, "mean": loss}, abs=1e-5)
+        assert result.lost["layers"][i] == pytest.approx(sum(hit) / len(hit))
+    either = [any(chosen[i][t] & set(result.layers[i].dropped) for i in range(2)) for t in range(len(chosen[0]))]
+    assert result.lost["any_layer"] == pytest.approx(sum(either) / len(either))
+    assert result.loss["before"] == pytest.approx({**by_domain, "mean": loss}, abs=1e-5)
     _, loss, by_domain = observed(out, data, tokenizer)
-    assert found.loss["after"] == pytest.approx({**by_domain, "mean": loss}, abs=1e-5)
+    assert result.loss["after"] == pytest.approx({**by_domain, "mean": loss}, abs=1e-5)
     report = json.loads((out / "pruning.json").read_text())
-    assert report["loss"] == found.loss and report["layers"][0]["dropped"] == found.layers[0].dropped
+    assert report["loss"] == result.loss and report["layers"][0]["dropped"] == result.layers[0].dropped
     assert report["size"]["before"]["total"] > report["size"]["after"]["total"]
     card = (out / "README.md").read_text()
     assert "`moe-peft prune` of" in card and ("import moe_peft" in card) == (kind == "adapter")
@@ -432,7 +432,7 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    ("settings", "own", "message"),
+    ("settings", "options", "message"),
     [
         ({}, {}, "data=None: nothing says which experts go"),
         ({}, {"drop": {7: [0]}}, "drop: layer 7: the model has layers 0 to 1"),
@@ -450,10 +450,10 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
         ),
     ],
 )
-def test_what_cannot_be_pruned_is_refused_and_leaves_nothing(settings, own, message, base: str, tmp_path: Path):
+def test_what_cannot_be_pruned_is_refused_and_leaves_nothing(settings, options, message, base: str, tmp_path: Path):
     folder = make_adapter(base, tmp_path / "adapter", **settings)
     with pytest.raises(ValueError, match=message) as error:
-        prune_experts(folder, tmp_path / "pruned", **own)
+        prune_experts(folder, tmp_path / "pruned", **options)
     assert "\n" not in str(error.value)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
 

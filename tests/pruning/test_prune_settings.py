@@ -49,11 +49,11 @@ def data(tmp_path_factory) -> str:
     ],
 )
 def test_modules_with_a_single_expert_keep_it(settings: dict, default: int, base: str, tmp_path: Path):
-    own = make_adapter(base, tmp_path / "adapter", target_modules=["mlp", "q_proj", "v_proj"], **settings)
-    prune_experts(own, tmp_path / "pruned", drop=[1])
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["mlp", "q_proj", "v_proj"], **settings)
+    prune_experts(adapter, tmp_path / "pruned", drop=[1])
     config = PeftConfig.from_pretrained(tmp_path / "pruned")
     assert config.num_experts == default
-    model, original = load_double(tmp_path / "pruned"), load_double(own)
+    model, original = load_double(tmp_path / "pruned"), load_double(adapter)
     before, after = (
         [m.moe_lora_spec["default"].num_experts for m in each.modules() if isinstance(m, MoELoraLayer)]
         for each in (original, model)
@@ -66,9 +66,9 @@ def test_modules_with_a_single_expert_keep_it(settings: dict, default: int, base
 
 @pytest.mark.parametrize("change", ["shape", "missing", "unexpected"])
 def test_a_folder_that_does_not_load_is_found(change: str, base: str, tmp_path: Path):
-    own = make_adapter(base, tmp_path / "adapter", target_modules=["mlp"])
-    open_folder(own).check()
-    state = load_file(own / WEIGHTS)
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["mlp"])
+    open_folder(adapter).check()
+    state = load_file(adapter / WEIGHTS)
     name = next(key for key in state if "moe_lora_A" in key)
     if change == "shape":
         state[name] = state[name][1:].clone()
@@ -76,9 +76,9 @@ def test_a_folder_that_does_not_load_is_found(change: str, base: str, tmp_path: 
         del state[name]
     else:
         state[name.replace("layers.0", "layers.7")] = state[name].clone()
-    save_file(state, own / WEIGHTS, metadata={"format": "pt"})
+    save_file(state, adapter / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="does not fit the config"):
-        open_folder(own).check()
+        open_folder(adapter).check()
 
 
 def test_what_would_not_load_is_not_published(folder: Path, tmp_path: Path, monkeypatch):
@@ -90,33 +90,33 @@ def test_what_would_not_load_is_not_published(folder: Path, tmp_path: Path, monk
 
 
 def test_a_native_folder_that_does_not_load_is_found(tmp_path: Path):
-    own = sparse(tmp_path / "moe")
-    open_folder(own).check()
-    text = (own / "config.json").read_text()
+    moe = sparse(tmp_path / "moe")
+    open_folder(moe).check()
+    text = (moe / "config.json").read_text()
     assert 'experts": 5,' in text
-    name, state = "model.layers.1.mlp.experts.4.up_proj.weight", load_file(own / "model.safetensors")
+    name, state = "model.layers.1.mlp.experts.4.up_proj.weight", load_file(moe / "model.safetensors")
     for kept, experts in ((state, 4), (state, 6), ({key: state[key] for key in state if key != name}, 5)):
-        save_file(kept, own / "model.safetensors", metadata={"format": "pt"})
-        (own / "config.json").write_text(text.replace('experts": 5,', f'experts": {experts},'))
+        save_file(kept, moe / "model.safetensors", metadata={"format": "pt"})
+        (moe / "config.json").write_text(text.replace('experts": 5,', f'experts": {experts},'))
         with pytest.raises(ValueError, match="does not fit the config"):
-            open_folder(own).check()
+            open_folder(moe).check()
 
 
-def sparse(folder: Path, **own) -> Path:
+def sparse(folder: Path, **options) -> Path:
     """A Qwen3-MoE of four layers, of which the second and the fourth have experts."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, vocab_size=128, num_experts=5, num_experts_per_tok=2, pad_token_id=0,
-        norm_topk_prob=True, **{"decoder_sparse_step": 2, **own},
+        norm_topk_prob=True, **{"decoder_sparse_step": 2, **options},
     )  # fmt: skip
     saved(Qwen3MoeForCausalLM(config), folder)
     return folder
 
 
 def test_layers_between_those_of_decoder_sparse_step_are_dense(tmp_path: Path):
-    found = prune_experts(sparse(tmp_path / "moe"), tmp_path / "pruned", drop={0: [1], 1: [4]})
-    assert [layer.name for layer in found.layers] == ["model.layers.1.mlp", "model.layers.3.mlp"]
+    result = prune_experts(sparse(tmp_path / "moe"), tmp_path / "pruned", drop={0: [1], 1: [4]})
+    assert [layer.name for layer in result.layers] == ["model.layers.1.mlp", "model.layers.3.mlp"]
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("moe", "pruned"))
@@ -131,7 +131,7 @@ def test_layers_between_those_of_decoder_sparse_step_are_dense(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("own", "message"),
+    ("options", "message"),
     [
         ({"drop": [1.7]}, r"drop=\[1.7\]: .* has experts 0 to 5"),
         ({"drop": [-1]}, r"drop=\[-1\]: .* has experts 0 to 5"),
@@ -142,15 +142,15 @@ def test_layers_between_those_of_decoder_sparse_step_are_dense(tmp_path: Path):
         ({"drop": [1], "experts_per_layer": 10}, "experts_per_layer=10: .* use a number from 2 to 6"),
     ],
 )
-def test_what_nobody_could_mean_is_refused(own: dict, message: str, folder: Path, tmp_path: Path):
+def test_what_nobody_could_mean_is_refused(options: dict, message: str, folder: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=message) as error:
-        prune_experts(folder, tmp_path / "pruned", **own)
+        prune_experts(folder, tmp_path / "pruned", **options)
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
 def test_a_domain_called_mean_has_its_own_loss(folder: Path, data: str, tmp_path: Path):
-    found = prune_experts(folder, tmp_path / "pruned", data=data, label_column="domain", drop=[1], min_load=0.0)
-    assert set(found.loss["before"]) == {"b", "mean", "mean (domain)"}
-    values = found.loss["before"]
+    result = prune_experts(folder, tmp_path / "pruned", data=data, label_column="domain", drop=[1], min_load=0.0)
+    assert set(result.loss["before"]) == {"b", "mean", "mean (domain)"}
+    values = result.loss["before"]
     assert min(values["b"], values["mean (domain)"]) < values["mean"] < max(values["b"], values["mean (domain)"])
     assert AutoPeftModelForCausalLM.from_pretrained(tmp_path / "pruned")

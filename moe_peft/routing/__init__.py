@@ -10,9 +10,8 @@ from .statistics import (
     compliance,
     entropies,
     expert_counts,
-    load_doubt,
     load_health,
-    load_verdicts,
+    variation,
 )
 
 __all__ = [
@@ -27,9 +26,7 @@ __all__ = [
     "entropies",
     "expert_counts",
     "label_losses",
-    "load_doubt",
     "load_health",
-    "load_verdicts",
     "make_router",
     "pad_logits",
     "read_expert_map",
@@ -38,5 +35,6 @@ __all__ = [
     "threshold_gates",
     "top_k_gates",
     "top_p_gates",
+    "variation",
     "z_losses",
 ]

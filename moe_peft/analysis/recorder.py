@@ -224,7 +224,7 @@ class RoutingStatistics:
         half the sum of the differences. 0: the routers treat it as all text; 1: it has experts of its own.
         """
         shares = self.shares()
-        mean_LN = torch.stack(list(shares.values())).mean(0)
+        mean_LN = sum(shares.values()) / max(len(shares), 1)
         return {domain: float((share_LN - mean_LN).abs().sum(1).mean() / 2) for domain, share_LN in shares.items()}
 
     def as_dict(self) -> dict[str, Any]:

@@ -509,7 +509,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
             label_mask_T = self._label_tokens(inputs, mask_T)
         k = int(text_config(self.model).num_experts_per_tok)
-        scope = self.args.router_balancing or ("layer" if adapter_layers(self.model) else "global")
+        scope: Scope = self.args.router_balancing or ("layer" if adapter_layers(self.model) else "global")
         chosen = counted_experts(self._routers, logits, self._ks)
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
         return RouterBatch(logits, mask_T, k, scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)

@@ -286,8 +286,8 @@ class Evaluate(TrainerStage):
         if args.should_save:
             self._write_page(measured, folder)
         shares = {domain: share.tolist() for domain, share in measured.shares.items()}
-        wanted = measured.health is None or self._labels_route
-        return {"loss": measured.losses, "shares": shares, "load_warning": "" if wanted else measured.health.warning}
+        health = None if self._labels_route else measured.health
+        return {"loss": measured.losses, "shares": shares, "load_warning": health.warning if health else ""}
 
     @property
     def _labels_route(self) -> bool:

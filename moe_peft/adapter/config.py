@@ -73,6 +73,7 @@ class MoELoraConfig(PeftConfig):
             apply to bottlenecks.
         modules_to_save: Other modules to train in full and save with the adapter.
         num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
+        top_k_pattern: Maps a module name or regex to a number of experts per token other than `top_k`.
         rank_pattern: Maps a module name or regex to a rank other than `r`.
         alpha_pattern: Maps a module name or regex to an alpha other than `lora_alpha`.
         router_type: How tokens are routed; see `moe_peft.routing.routers`. `"linear"`: the top k of a softmax over a
@@ -134,6 +135,9 @@ class MoELoraConfig(PeftConfig):
     num_experts_pattern: dict[str, int] = field(
         default_factory=dict, metadata={"help": "Number of experts by module name or regex."}
     )
+    top_k_pattern: dict[str, int] = field(
+        default_factory=dict, metadata={"help": "Experts per token by module name or regex."}
+    )
     rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Rank by module name or regex."})
     alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"help": "Alpha by module name or regex."})
     router_type: str = field(default="linear", metadata={"help": f"One of {', '.join(ROUTERS)}."})
@@ -163,9 +167,8 @@ class MoELoraConfig(PeftConfig):
             self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
         if router.all_experts or router.by_token_id:
             self.router_aux_loss_coef = 0.0  # the balancing loss would be a constant
-        for n in {self.num_experts, *self.num_experts_pattern.values()}:
-            if 1 < n < self.top_k and not router.all_experts:
-                self._fail("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
+        for n in () if self.top_k_pattern else {self.num_experts, *self.num_experts_pattern.values()}:
+            self._check_top_k(self.top_k, n)
 
     @property
     def router_class(self) -> type[Router]:
@@ -198,6 +201,11 @@ class MoELoraConfig(PeftConfig):
         for name in experts.unread:
             self._check_unread(name, self._default(name), f"expert_type={self.expert_type!r} has no use for it")
 
+    def _check_top_k(self, k: int, n: int) -> None:
+        if 1 < n < k and not self.router_class.all_experts:
+            field = "top_k_pattern" if self.top_k_pattern else "top_k"
+            self._fail(field, f"use at most the number of experts ({n}), or give that module a single expert")
+
     def _check_combinations(self) -> None:
         """Settings that the router overrides, or has no use for."""
         router, kind = self.router_class, f"router_type={self.router_type!r}"
@@ -206,6 +214,8 @@ class MoELoraConfig(PeftConfig):
         if router.by_token_id:
             for name in ("router_jitter_noise", "normalize_top_k"):
                 self._check_unread(name, self._default(name), f"{kind} reads token ids alone")
+        if router.only_top_k is not None or router.all_experts:
+            self._check_unread("top_k_pattern", {}, f"{kind} has one top_k")
         if router.only_top_k is not None:
             self._check_fixed("top_k", router.only_top_k)
         if router.all_experts:
@@ -231,22 +241,25 @@ class MoELoraConfig(PeftConfig):
 
     def expert_spec(self, module_name: str, model_config: Any = None) -> Experts:
         """
-        The settings of one module, with `num_experts_pattern`, `rank_pattern` and `alpha_pattern` applied.
+        The settings of one module, with the patterns applied.
 
         Args:
             module_name: the module's name in the model.
             model_config: the base's text config, which gives the size of routers that depend on its attention.
 
         Raises:
-            ValueError: the router's size depends on the attention, and the config has no number of heads.
+            ValueError: the router's size depends on the attention, and the config has no number of heads; or the module
+                has fewer experts than `top_k_pattern` says.
         """
 
         needs_attention = self.router_class.needs_attention and model_config is not None
         num_experts = by_pattern(self.num_experts_pattern, module_name, self.num_experts)
+        top_k = by_pattern(self.top_k_pattern, module_name, self.top_k)
+        self._check_top_k(top_k, num_experts)
         projections = self.target_projections
         return EXPERTS[self.expert_type](
             num_experts=num_experts,
-            top_k=min(self.top_k, num_experts),
+            top_k=min(top_k, num_experts),
             r=by_pattern(self.rank_pattern, module_name, self.r),
             lora_alpha=by_pattern(self.alpha_pattern, module_name, self.lora_alpha),
             use_rslora=self.use_rslora,
@@ -303,7 +316,7 @@ _CHOICES: dict[str, Collection[Any]] = {
 }
 # Fields → numbers that neither compute nothing nor give NaN, and how to say it.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r num_experts top_k bottleneck_size router_num_heads num_experts_pattern rank_pattern": (
+    "r num_experts top_k bottleneck_size router_num_heads num_experts_pattern top_k_pattern rank_pattern": (
         lambda v: v >= 1 and v % 1 == 0, "an integer of at least 1"
     ),
     "lora_alpha alpha_pattern router_capacity_factor": (lambda v: 0 < v < inf, "a finite number above 0"),

@@ -253,11 +253,11 @@ def _read_routers(content: Adapted) -> None:
                 f"mixing={spec.mixing!r}: the FFN's non-linearity stands between the experts' updates, so no "
                 "native MoE computes this; train with mixing='output'"
             )
-        if (spec.num_experts, spec.top_k) != (first.num_experts, first.top_k):
-            raise ValueError(
-                f"num_experts: layer {layer} has {spec.num_experts}, another {first.num_experts}; a native MoE "
-                "has as many in every layer"
-            )
+        for name in ("num_experts", "top_k"):
+            if (here := getattr(spec, name)) != (other := getattr(first, name)):
+                raise ValueError(
+                    f"{name}: layer {layer} has {here}, another {other}; a native MoE has as many in every layer"
+                )
         prefix = f"{DENSE_BLOCK.format(layer=layer)}.moe_lora_router."
         state = {key.removeprefix(prefix): t for key, t in content.state.items() if key.startswith(prefix)}
         router = make_router(d, spec.num_experts, spec.router)

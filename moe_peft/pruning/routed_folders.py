@@ -18,7 +18,7 @@ from peft import get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
-from ..adapter.config import MoELoraConfig
+from ..adapter.config import MoELoraConfig, by_pattern
 from ..adapter.layers import MoELoraLayer
 from ..models.model_size import ModelSize, model_size
 from ..models.native_routers import CONFIG_FIELD
@@ -193,7 +193,8 @@ class AdapterFolder(Folder):
             setattr(config, f"router_{name}", fixed.pop())
         config.__post_init__()
         sizes = {**sizes, **dict.fromkeys(self.single, 1)}
-        pattern = {re.escape(name): n for name, n in sizes.items() if config.expert_spec(name).num_experts != n}
+        fixed_sizes, most = config.num_experts_pattern, config.num_experts
+        pattern = {re.escape(name): n for name, n in sizes.items() if by_pattern(fixed_sizes, name, most) != n}
         config.num_experts_pattern = {**pattern, **config.num_experts_pattern}
         config.__post_init__()
         return config

@@ -21,6 +21,7 @@ from .token_classes import TOKEN_CLASSES
 
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 BUSIEST = "busiest experts (share over the layers that have them)"
+EFFECTIVE = "effective experts of a token"
 _MOST_CELLS = 16  # of a table of experts by experts
 _PAGE = """\
 <!DOCTYPE html>
@@ -97,14 +98,14 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
         files: what `write_files` has written. Figures that no page can show are drawn again.
     """
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
-    n = max(statistics.sizes)
+    n, ks = max(statistics.sizes), sorted(set(statistics.ks))
     tokens = {d: f"{int(count):,}" for d, count in zip(statistics.domains, statistics.tokens.tolist(), strict=True)}
     lead = [
         f"Model: {about['model']} ({how})",
         f"Size: {ModelSize(**about['size'])}",
         f"Data: {about['data']}, split {about['split']}, {about['examples']:,} examples",
         f"Routing: {len(statistics.sizes)} layers with experts, up to {n} in each; "
-        f"a router in each layer sends every token to {statistics.k} of them",
+        f"a router in each layer sends every token to {' or '.join(map(str, ks))} of them",
     ]
     with tempfile.TemporaryDirectory() as folder:
         figures = {file.stem: file for file in files if file.suffix in _TYPES}
@@ -199,20 +200,22 @@ def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:
 
 
 def _layers(statistics: RoutingStatistics) -> Section:
-    rows = []
+    rows, effective_L = [], statistics.effective_sums.sum(0) / statistics.tokens.sum()
     for layer, (counts_N, n) in enumerate(zip(statistics.counts.sum(0), statistics.sizes, strict=True)):
         share_N = counts_N[:n] / counts_N[:n].sum()
         variation = float(share_N.std(correction=0) / share_N.mean())
         least, most = int(share_N.argmin()), int(share_N.argmax())
         extremes = (f"{i} ({float(share_N[i]):.1%})" for i in (least, most))
-        rows.append([str(layer), str(n), f"{variation:.2f}", *extremes])
+        rows.append([str(layer), str(n), f"{variation:.2f}", *extremes, f"{float(effective_L[layer]):.2f}"])
     return Section(
         "Load of each layer",
         [
             "The coefficient of variation is the spread of the experts' shares divided by their mean: 0 is even, up to "
-            f"{HEALTHY_VARIATION} is healthy."
+            f"{HEALTHY_VARIATION} is healthy.",
+            "The effective number of experts of a token is (Σg)²/Σg² of its gates g: as many as serve it if all count the "
+            "same, near 1 if one of them has almost all the weight.",
         ],
-        header=["layer", "experts", "variation", "least used", "most used"],
+        header=["layer", "experts", "variation", "least used", "most used", EFFECTIVE],
         rows=rows,
     )
 

@@ -16,7 +16,7 @@ from ..models.model_size import ModelSize, expert_similarity, model_size
 from ..routing.statistics import REMEDY
 from ..utils.expert_merging import likeness
 from ..utils.io import output_folder
-from .html import BUSIEST, busiest, write_html
+from .html import BUSIEST, EFFECTIVE, busiest, write_html
 from .inputs import Rows, describe, load, load_rows
 from .recorder import RoutingStatistics, record_routing
 from .routing_report import REPORT, write_files
@@ -131,11 +131,12 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         console.print(line, highlight=False, soft_wrap=True)
     # Where the tokens of each domain go.
     has_map = statistics.allowed is not None
-    columns = ("tokens", BUSIEST, *(["compliance", "chance"] if has_map else []))
+    columns = ("tokens", BUSIEST, EFFECTIVE, *(["compliance", "chance"] if has_map else []))
     table = Table("domain", *columns, title="Routing")
+    effective = statistics.effective()
     for domain, share_LN in statistics.shares().items():
         tokens = int(statistics.tokens[statistics.domains.index(domain)])
-        cells = [domain, f"{tokens:,}", busiest(share_LN, statistics.sizes)]
+        cells = [domain, f"{tokens:,}", busiest(share_LN, statistics.sizes), f"{float(effective[domain].mean()):.2f}"]
         if has_map:
             cells += [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])]
         table.add_row(*cells)

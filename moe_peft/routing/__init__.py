@@ -7,6 +7,7 @@ from .routers import ROUTERS, Router, RouterSettings, make_router
 from .statistics import (
     LoadHealth,
     chosen_experts,
+    effective_experts,
     compliance,
     entropies,
     expert_counts,
@@ -23,6 +24,7 @@ __all__ = [
     "Steering",
     "balancing_loss",
     "chosen_experts",
+    "effective_experts",
     "compliance",
     "entropies",
     "expert_counts",

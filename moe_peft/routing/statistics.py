@@ -95,6 +95,27 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
     return chosen_TN.scatter_(1, experts_TK, kept_TK)
 
 
+def effective_experts(gates_TK: torch.Tensor) -> torch.Tensor:
+    """
+    How many experts a token's gates amount to, `(Σg)² / Σg²`, [T]: k if they are equal, near 1 if one has almost all.
+    It is 0 for a token without experts.
+
+    Args:
+        gates_TK: gates or probabilities [T, k]; a common factor does not matter.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import effective_experts
+    >>> effective_experts(torch.tensor([[0.5, 0.5], [1.0, 0.0]])).tolist()
+    [2.0, 1.0]
+    ```
+    """
+    share_TK = gates_TK.float() / gates_TK.float().sum(-1, keepdim=True)
+    return share_TK.square().sum(-1).reciprocal().nan_to_num(0)
+
+
 def counted_experts(
     routers: Sequence[Any], router_logits: Sequence[torch.Tensor], ks: Sequence[int]
 ) -> list[torch.Tensor] | None:

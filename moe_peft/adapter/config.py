@@ -54,6 +54,8 @@ class MoELoraConfig(PeftConfig):
         use_rslora: Scale by `lora_alpha / sqrt(r)`.
         num_experts: Experts in every targeted module.
         top_k: Experts per token. A module with one expert has no router and is an ordinary, always active LoRA.
+        num_shared_experts: LoRA experts that serve every token beside the routed ones, with gate 1: one LoRA of rank
+            `num_shared_experts · r` under them all, `W_i = W + s·B_0 A_0 + s·B_i A_i`.
         normalize_top_k: Divide the gates of the chosen experts by their sum (as Mixtral does).
         mixing: `"output"`: `y = Σ g_i FFN_i(x)`, a native MoE block of complete FFNs, which can be exported as one.
             `"projection"`: `Wx + s Σ g_i B_i A_i x` at every projection, with one set of gates per FFN; cheaper, but
@@ -114,6 +116,7 @@ class MoELoraConfig(PeftConfig):
     use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(r)."})
     num_experts: int = field(default=8, metadata={"help": "Experts in every targeted module."})
     top_k: int = field(default=2, metadata={"help": "Experts per token."})
+    num_shared_experts: int = field(default=0, metadata={"help": "LoRA experts that serve every token."})
     normalize_top_k: bool = field(default=True, metadata={"help": "Make the chosen experts' gates sum to 1."})
     mixing: Literal["output", "projection"] = field(
         default="output", metadata={"help": "Mix the outputs of complete FFNs, or the updates of every projection."}
@@ -194,6 +197,8 @@ class MoELoraConfig(PeftConfig):
             self._fail("layers_pattern", "set layers_to_transform too")
         if self.target_projections is not None and not self.target_projections:
             self._fail("target_projections", "name at least one, or leave it out for all")
+        if self.num_shared_experts and max([self.num_experts, *self.num_experts_pattern.values()]) == 1:
+            self._fail("num_shared_experts", "without routed experts, raise r instead")
         experts = EXPERTS[self.expert_type]
         if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
             other = "" if "mixing" in experts.unread else "mixing='projection', or "
@@ -259,6 +264,7 @@ class MoELoraConfig(PeftConfig):
         projections = self.target_projections
         return EXPERTS[self.expert_type](
             num_experts=num_experts,
+            num_shared_experts=self.num_shared_experts if num_experts > 1 else 0,
             top_k=min(top_k, num_experts),
             r=by_pattern(self.rank_pattern, module_name, self.r),
             lora_alpha=by_pattern(self.alpha_pattern, module_name, self.lora_alpha),
@@ -319,6 +325,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r num_experts top_k bottleneck_size router_num_heads num_experts_pattern top_k_pattern rank_pattern": (
         lambda v: v >= 1 and v % 1 == 0, "an integer of at least 1"
     ),
+    "num_shared_experts": (lambda v: v >= 0 and v % 1 == 0, "an integer of at least 0"),
     "lora_alpha alpha_pattern router_capacity_factor": (lambda v: 0 < v < inf, "a finite number above 0"),
     "lora_dropout router_jitter_noise": (lambda v: 0 <= v < 1, "a number in [0, 1)"),
     "router_aux_loss_coef": (lambda v: 0 <= v < inf, "0 (off) or a finite positive number"),

@@ -212,8 +212,8 @@ def _layers(statistics: RoutingStatistics) -> Section:
         [
             "The coefficient of variation is the spread of the experts' shares divided by their mean: 0 is even, up to "
             f"{HEALTHY_VARIATION} is healthy.",
-            "The effective number of experts of a token is (Σg)²/Σg² of its gates g: as many as serve it if all count the "
-            "same, near 1 if one of them has almost all the weight.",
+            "The effective number of experts of a token is (Σg)²/Σg² of its gates g: k if all are equal, near 1 if one "
+            "has almost all the weight.",
         ],
         header=["layer", "experts", "variation", "least used", "most used", EFFECTIVE],
         rows=rows,

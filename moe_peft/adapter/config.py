@@ -93,6 +93,10 @@ class MoELoraConfig(PeftConfig):
         router_mixture: With `"attention"`, how the routers' scores are combined: `"sum"`, which can be folded into a
             linear gate, or `"max"`.
         router_jitter_noise: ε. In training, the router's input is multiplied by noise from U(1 - ε, 1 + ε).
+        router_bias_update_rate: u, above 0 to balance without a loss (Wang et al., 2024, arXiv 2408.15664; there
+            0.001). A bias of each expert is added to the scores only as experts are chosen. After each optimizer step,
+            it grows by u for those with fewer tokens than the mean, and shrinks by u for the others. Needs
+            `RouterBiasCallback`, which our trainers add themselves. Set `router_aux_loss_coef` to 0 or a small value.
         router_aux_loss_coef: Coefficient of the load-balancing loss; 0 turns it off.
         init_lora_weights: `True`: A is uniform as in LoRA and B is zero, so the model's output does not change at
             first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too. In bottlenecks, A is
@@ -149,6 +153,7 @@ class MoELoraConfig(PeftConfig):
     router_num_heads: int | None = field(default=None, metadata={"help": "Routers in an attention router's mixture."})
     router_mixture: Mixture = field(default="sum", metadata={"help": "How their scores combine: 'sum' or 'max'."})
     router_jitter_noise: float = field(default=0.0, metadata={"help": "Training noise on the router's input."})
+    router_bias_update_rate: float = field(default=0.0, metadata={"help": "Step of the biases that balance experts."})
     router_aux_loss_coef: float = field(default=0.01, metadata={"help": "Load-balancing loss coefficient."})
     init_lora_weights: bool | Literal["gaussian"] = field(default=True, metadata={"help": "True, False or 'gaussian'."})
     expert_type: str = field(default="lora", metadata={"help": f"One of {', '.join(EXPERTS)}."})
@@ -279,6 +284,7 @@ class MoELoraConfig(PeftConfig):
                 self.router_capacity_factor,
                 self.router_num_heads,
                 self.router_mixture,
+                self.router_bias_update_rate,
                 _attention_size(model_config) if needs_attention else 0,
             ),
             init_lora_weights=self.init_lora_weights,
@@ -328,6 +334,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_shared_experts": (lambda v: v >= 0 and v % 1 == 0, "an integer of at least 0"),
     "lora_alpha alpha_pattern router_capacity_factor": (lambda v: 0 < v < inf, "a finite number above 0"),
     "lora_dropout router_jitter_noise": (lambda v: 0 <= v < 1, "a number in [0, 1)"),
-    "router_aux_loss_coef": (lambda v: 0 <= v < inf, "0 (off) or a finite positive number"),
+    "router_aux_loss_coef router_bias_update_rate": (lambda v: 0 <= v < inf, "0 (off) or a finite positive number"),
     "router_threshold": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
 }  # fmt: skip

@@ -81,12 +81,14 @@ class MoELoraLayer(BaseTunerLayer):
         """Give the adapter a new router according to its spec."""
         spec = self.moe_lora_spec[adapter_name]
         router = make_router(self.in_features, spec.num_experts, spec.router)
-        for other in self.moe_lora_router.values():  # TRL makes an adapter's reference by a copy of its parameters
-            if type(other) is type(router) and other.num_experts == router.num_experts:
+        for name, other in self.moe_lora_router.items():
+            if (
+                name != adapter_name and self.moe_lora_spec[name] == spec
+            ):  # TRL makes an adapter's reference by a copy of its parameters
                 buffers = dict(router.named_buffers())
-                for name, buffer in other.named_buffers():
-                    if not (buffer.is_meta or buffers[name].is_meta):
-                        buffers[name].copy_(buffer)
+                for key, buffer in other.named_buffers():
+                    if not (buffer.is_meta or buffers[key].is_meta):
+                        buffers[key].copy_(buffer)
         self.moe_lora_router[adapter_name] = router.train(self.training)
 
     def router(self, adapter_name: str) -> Router:

@@ -161,7 +161,8 @@ class AdapterFolder(Folder):
             for key in self._keys(layer.name, "moe_lora_A."):
                 A, B = state[key], state[_other(key)]
                 state[key], state[_other(key)] = self.specs[layer.name].mean(A, B, of_layer, w)
-            for name in self.config.router_class.expert_rows:
+            biases = ["bias_steps"] if self.config.router_bias_update_rate else []
+            for name in (*self.config.router_class.expert_rows, *biases):
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
                 state[key] = mean_rows(state[key], of_layer, w)
             self._check_router(layer.name, config, state)

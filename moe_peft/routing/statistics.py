@@ -121,23 +121,29 @@ def counted_experts(
 ) -> list[torch.Tensor] | None:
     """
     The experts that the balancing loss counts, bool [T, n] per layer: without those that a router's own rule leaves
-    out, as "top_p" does, but before the capacity of "switch". None if all routers choose the k best of one k.
+    out, as "top_p" does, and with its biases, but before the capacity of "switch". None if all routers choose the k
+    best of one k.
 
     Args:
         routers: one per layer, of this package or a native MoE's gate.
         router_logits: theirs, [T, n] per layer.
         ks: active experts per token, per layer.
     """
-    if len(set(ks)) == 1 and not any(getattr(router, "leaves_out", False) for router in routers):
+    if len(set(ks)) == 1 and not any(map(_has_rule, routers)):
         return None
     counted = []
     for router, logits_TN, k in zip(routers, router_logits, ks, strict=True):
-        if getattr(router, "leaves_out", False):
+        if _has_rule(router):
             gates_TK, experts_TK = router.choose(logits_TN.detach(), k, True)
         else:
             gates_TK, experts_TK = None, logits_TN.topk(k, dim=-1).indices
         counted.append(chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]))
     return counted
+
+
+def _has_rule(router: Any) -> bool:
+    """Whether a router may choose others than those with the k largest logits."""
+    return getattr(router, "leaves_out", False) or getattr(router, "expert_bias", None) is not None
 
 
 # A layer's load is judged only if it varies by more than this many times what even routing gives by chance; in other

@@ -185,7 +185,7 @@ class LinearRouter(Router):
     linear_gate = True
     takes_attention = True
     expert_rows = ("weight",)
-    reads = ("bias_update_rate",)
+    reads: ClassVar[tuple[str, ...]] = ("bias_update_rate",)
     weight: nn.Parameter
 
     def make(self) -> None:

@@ -81,10 +81,9 @@ class MoELoraLayer(BaseTunerLayer):
         """Give the adapter a new router according to its spec."""
         spec = self.moe_lora_spec[adapter_name]
         router = make_router(self.in_features, spec.num_experts, spec.router)
+        # TRL makes an adapter's reference by a copy of its parameters, so buffers are copied here.
         for name, other in self.moe_lora_router.items():
-            if (
-                name != adapter_name and self.moe_lora_spec[name] == spec
-            ):  # TRL makes an adapter's reference by a copy of its parameters
+            if name != adapter_name and self.moe_lora_spec[name] == spec:
                 buffers = dict(router.named_buffers())
                 for key, buffer in other.named_buffers():
                     if not (buffer.is_meta or buffers[key].is_meta):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..models.introspection import RoutedPass, observed_routing, router_sizes
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
-from ..routing.statistics import chosen_experts, effective_experts, load_doubt, load_health, load_verdicts
+from ..routing.statistics import LoadHealth, chosen_experts, effective_experts, load_health, variation
 from .token_classes import TOKEN_CLASSES
 
 POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
@@ -220,30 +220,44 @@ class RoutingStatistics:
         if self.allowed is None:
             raise ValueError("compliance needs an expert_map")
 
-    def warnings(self) -> list[str]:
-        """One line for each layer whose load is not healthy, see `load_verdicts`."""
-        return load_verdicts(self.counts.sum(0), self.sizes, float(self.tokens.sum()))
+    def health(self) -> LoadHealth:
+        """How evenly the experts are used."""
+        return load_health(self.counts.sum(0), self.sizes, float(self.tokens.sum()))
 
-    def doubt(self) -> str:
-        """Why the absence of warnings says little, if there is too little data, see `load_doubt`."""
-        return load_doubt(self.counts.sum(0), self.sizes)
+    def variations(self) -> list[float]:
+        """The coefficient of variation of each layer's load, [L]."""
+        return [variation(counts_N[:n]) for counts_N, n in zip(self.counts.sum(0), self.sizes, strict=True)]
+
+    def warning(self) -> str:
+        """What is wrong with the load and what to try; "" if nothing is, or an expert map asks for uneven loads."""
+        return self.health().warning if self.allowed is None else ""
+
+    def specialization(self) -> dict[str, float]:
+        """
+        Domain → the share of its assignments that go to other experts than the average domain's, averaged over layers:
+        half the sum of the differences. 0: the routers treat it as all text; 1: it has experts of its own.
+        """
+        shares = self.shares()
+        mean_LN = torch.stack(list(shares.values())).mean(0)
+        return {domain: float((share_LN - mean_LN).abs().sum(1).mean() / 2) for domain, share_LN in shares.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """All statistics as plain lists, ready for JSON."""
-        health = load_health(self.counts.sum(0), self.sizes)
+        health = self.health()
         return {
             "experts": self.sizes,
             "top_k": self.ks,
             "tokens": dict(zip(self.domains, self.tokens.tolist(), strict=True)),
             "shares": {domain: share.tolist() for domain, share in self.shares().items()},
             "effective_experts": {domain: of_layers.tolist() for domain, of_layers in self.effective().items()},
-            "load": vars(health),
+            "load": {**vars(health), "status": health.status},
             "coactivation": self.coactivation.tolist(),
             "token_classes": dict(zip(TOKEN_CLASSES, self.class_counts.tolist(), strict=True)),
             "compliance": None,
             "mean_compliance": None,
             **({} if self.allowed is None else self._compliance_as_dict()),
-            "warnings": self.warnings(),
+            "specialization": self.specialization(),
+            "warning": self.warning(),
         }
 
     def _compliance_as_dict(self) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from .statistics import (
     effective_experts,
     entropies,
     expert_counts,
-    load_doubt,
     load_health,
-    load_verdicts,
+    variation,
 )
 
 __all__ = [
@@ -29,9 +28,7 @@ __all__ = [
     "entropies",
     "expert_counts",
     "label_losses",
-    "load_doubt",
     "load_health",
-    "load_verdicts",
     "make_router",
     "pad_logits",
     "read_expert_map",
@@ -40,5 +37,6 @@ __all__ = [
     "threshold_gates",
     "top_k_gates",
     "top_p_gates",
+    "variation",
     "z_losses",
 ]

@@ -20,6 +20,7 @@ from .routing_report import write_figures
 from .token_classes import TOKEN_CLASSES
 
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
+EFFECTIVE = "effective experts of a token"
 STRONGEST = "layer: busiest expert (share)"
 _MOST_CELLS = 16  # of a table of experts by experts
 _PAGE = """\
@@ -97,14 +98,14 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
         files: what `write_files` has written. Figures that no page can show are drawn again.
     """
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
-    n = max(statistics.sizes)
+    n, ks = max(statistics.sizes), sorted(set(statistics.ks))
     tokens = {d: f"{int(count):,}" for d, count in zip(statistics.domains, statistics.tokens.tolist(), strict=True)}
     lead = [
         f"Model: {about['model']} ({how})",
         f"Size: {ModelSize(**about['size'])}",
         f"Data: {about['data']}, split {about['split']}, {about['examples']:,} examples",
         f"Routing: {len(statistics.sizes)} layers with experts, up to {n} in each; "
-        f"a router in each layer sends every token to {statistics.k} of them",
+        f"a router in each layer sends every token to {' or '.join(map(str, ks))} of them",
     ]
     with tempfile.TemporaryDirectory() as folder:
         figures = {file.stem: file for file in files if file.suffix in _TYPES}
@@ -203,13 +204,17 @@ def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:
 
 def _layers(statistics: RoutingStatistics) -> Section:
     rows = []
-    counts_LN = statistics.counts.sum(0)
+    counts_LN, effective_L = statistics.counts.sum(0), statistics.effective_sums.sum(0) / statistics.tokens.sum()
     for layer, (cv, n) in enumerate(zip(statistics.variations(), statistics.sizes, strict=True)):
         share_N = counts_LN[layer, :n] / counts_LN[layer].sum()
         extremes = (f"{i} ({float(share_N[i]):.1%})" for i in (int(share_N.argmin()), int(share_N.argmax())))
-        rows.append([str(layer), str(n), f"{cv:.2f}", *extremes])
-    header = ["layer", "experts", "CV", "least used", "most used"]
-    return Section("Load of each layer", header=header, rows=rows)
+        rows.append([str(layer), str(n), f"{cv:.2f}", *extremes, f"{float(effective_L[layer]):.2f}"])
+    text = (
+        "The effective number of experts of a token is (Σg)²/Σg² of its gates g: k if all are equal, near 1 if one has "
+        "almost all the weight."
+    )
+    header = ["layer", "experts", "CV", "least used", "most used", EFFECTIVE]
+    return Section("Load of each layer", [text], header=header, rows=rows)
 
 
 def _similarity(similarity: list[list[float]] | None, of: str) -> Iterator[Section]:

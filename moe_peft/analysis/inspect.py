@@ -15,7 +15,7 @@ from ..models.introspection import adapter_layers
 from ..models.model_size import ModelSize, expert_similarity, model_size
 from ..utils.expert_merging import likeness
 from ..utils.io import output_folder
-from .html import STRONGEST, strongest, write_html
+from .html import EFFECTIVE, STRONGEST, strongest, write_html
 from .inputs import Rows, describe, load, load_rows
 from .recorder import RoutingStatistics, record_routing
 from .routing_report import REPORT, write_files
@@ -130,12 +130,13 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         console.print(line, highlight=False, soft_wrap=True)
     # Where the tokens of each domain go.
     has_map = statistics.allowed is not None
-    columns = ("tokens", "specialization", STRONGEST, *(["compliance", "chance"] if has_map else []))
+    columns = ("tokens", "specialization", EFFECTIVE, STRONGEST, *(["compliance", "chance"] if has_map else []))
     table = Table("domain", *columns, title="Routing")
-    specialization = statistics.specialization()
+    specialization, effective = statistics.specialization(), statistics.effective()
     for domain, share_LN in statistics.shares().items():
         tokens = int(statistics.tokens[statistics.domains.index(domain)])
-        cells = [domain, f"{tokens:,}", f"{specialization[domain]:.0%}", strongest(share_LN)]
+        numbers = (f"{specialization[domain]:.0%}", f"{float(effective[domain].mean()):.2f}")
+        cells = [domain, f"{tokens:,}", *numbers, strongest(share_LN)]
         if has_map:
             cells += [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])]
         table.add_row(*cells)

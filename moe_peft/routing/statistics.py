@@ -95,28 +95,55 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
     return chosen_TN.scatter_(1, experts_TK, kept_TK)
 
 
+def effective_experts(gates_TK: torch.Tensor) -> torch.Tensor:
+    """
+    How many experts a token's gates amount to, `(Σg)² / Σg²`, [T]: k if they are equal, near 1 if one has almost all.
+    It is 0 for a token without experts.
+
+    Args:
+        gates_TK: gates or probabilities [T, k]; a common factor does not matter.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import effective_experts
+    >>> effective_experts(torch.tensor([[0.5, 0.5], [1.0, 0.0]])).tolist()
+    [2.0, 1.0]
+    ```
+    """
+    share_TK = gates_TK.float() / gates_TK.float().sum(-1, keepdim=True)
+    return share_TK.square().sum(-1).reciprocal().nan_to_num(0)
+
+
 def counted_experts(
     routers: Sequence[Any], router_logits: Sequence[torch.Tensor], ks: Sequence[int]
 ) -> list[torch.Tensor] | None:
     """
     The experts that the balancing loss counts, bool [T, n] per layer: without those that a router's own rule leaves
-    out, as "top_p" does, but before the capacity of "switch". None if all routers choose the k best of one k.
+    out, as "top_p" does, and with its biases, but before the capacity of "switch". None if all routers choose the k
+    best of one k.
 
     Args:
         routers: one per layer, of this package or a native MoE's gate.
         router_logits: theirs, [T, n] per layer.
         ks: active experts per token, per layer.
     """
-    if len(set(ks)) == 1 and not any(getattr(router, "leaves_out", False) for router in routers):
+    if len(set(ks)) == 1 and not any(map(_has_rule, routers)):
         return None
     counted = []
     for router, logits_TN, k in zip(routers, router_logits, ks, strict=True):
-        if getattr(router, "leaves_out", False):
+        if _has_rule(router):
             gates_TK, experts_TK = router.choose(logits_TN.detach(), k, True)
         else:
             gates_TK, experts_TK = None, logits_TN.topk(k, dim=-1).indices
         counted.append(chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]))
     return counted
+
+
+def _has_rule(router: Any) -> bool:
+    """Whether a router may choose others than those with the k largest logits."""
+    return getattr(router, "leaves_out", False) or getattr(router, "expert_bias", None) is not None
 
 
 # What linear gates with random weights have on the FFN inputs of a pretrained model (SmolLM2-135M-Instruct, 30 layers,

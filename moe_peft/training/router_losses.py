@@ -43,6 +43,7 @@ from ..routing.statistics import LoadHealth, compliance, counted_experts, entrop
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.messages import choice_error
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
+from .router_bias import RouterBiasCallback, has_biases
 from .trainable import freeze_for_stage
 from .training_card import ModelCardMixin
 
@@ -97,6 +98,8 @@ class RouterLossConfig(_Coefficients):
             loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
         router_label_tokens: `"all"` puts the label loss on all real tokens, `"completion"` on those that the language
             loss is on (whose label is not -100), e.g. on answers without their prompts. Compliance is logged likewise.
+        router_bias_anneal: with an adapter's `router_bias_update_rate`, the share of the training, at its end, in which
+            the routers' biases go to 0, so that the result can be exported.
         router_label_mask: whether tokens may only go to the experts of their label, in training and in evaluation. The
             router losses see the logits without this mask, so routers can learn to do without it.
 
@@ -126,6 +129,7 @@ class RouterLossConfig(_Coefficients):
     training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
     router_schedule: Schedule = field(default="constant", metadata={"help": "Constant or three-phase."})
     router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
+    router_bias_anneal: float = field(default=0.0, metadata={"help": "Last share of the steps: biases go to 0."})
     router_label_mask: bool = field(default=False, metadata={"help": "Mask the experts of other labels."})
 
     def __post_init__(self) -> None:
@@ -391,12 +395,22 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self._routers = active_routers(self.model)
         self.aux_loss_enabled = False  # TRL would add its own balancing loss
         _warn_of_top_1(self.model, self._ks)
+        self._balance_by_bias()
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage)
         self._added = False  # whether the current step's loss has the routers' losses
         self._log_of_routers = RouterLog(self, self._sizes)
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
         self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
         self._step_label_tokens: torch.Tensor | None = None  # those of them with a label loss
+
+    def _balance_by_bias(self) -> None:
+        """Add what moves the routers' biases, if they have some and are trained."""
+        anneal, callbacks = self.args.router_bias_anneal, self.callback_handler.callbacks  # type: ignore[attr-defined]
+        if not has_biases(self.model):
+            if anneal:
+                raise ValueError(f"router_bias_anneal={anneal}: no router has biases (router_bias_update_rate)")
+        elif self.args.training_stage != "rest" and not any(isinstance(c, RouterBiasCallback) for c in callbacks):
+            self.add_callback(RouterBiasCallback(anneal))  # type: ignore[attr-defined]
 
     def load_warning(self) -> str:
         """

@@ -100,7 +100,7 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
             raise ValueError(
                 f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be a number from 1 to {_LARGEST_SIZE}"
             )
-    for name in ("num_experts_pattern", "rank_pattern", "alpha_pattern"):
+    for name in ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"):
         if not isinstance(value := saved.get(name) or {}, dict):
             raise ValueError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
 

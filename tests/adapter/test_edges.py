@@ -259,7 +259,7 @@ def test_a_sequence_of_one_real_token_has_its_own_loss():
 
 
 def test_statistics_of_no_token_are_numbers_and_no_verdict(tmp_path):
-    statistics = RoutingStatistics([4, 4], 2, ("a", "b"), {"a": [0], "b": [1]})
+    statistics = RoutingStatistics([4, 4], [2, 2], ("a", "b"), {"a": [0], "b": [1]})
     logits = [torch.randn(6, 4) for _ in range(2)]
     for domains, shape in ((["a", "b"], (2, 3)), ([], (0, 3)), (["a", "b"], (2, 0))):
         statistics.current = domains

@@ -441,6 +441,17 @@ def test_the_k_of_each_active_adapters_routers_counts():
     torch.testing.assert_close(out.aux_loss, torch.stack(losses).mean(), rtol=1e-5, atol=1e-6)
 
 
+def test_the_k_of_each_layers_router_counts():
+    model = adapted(top_k_pattern={"layers.1.mlp": 3}).eval()
+    out = model(**batch())
+    real = batch()["attention_mask"].flatten().bool()
+    losses = []
+    for k, logits in zip((2, 3), out.router_logits, strict=True):
+        f = torch.zeros_like(logits[real]).scatter(1, logits[real].topk(k).indices, 1.0).mean(0)
+        losses.append(4 * (f * logits[real].softmax(-1).mean(0)).sum())
+    torch.testing.assert_close(out.aux_loss, torch.stack(losses).mean(), rtol=1e-5, atol=1e-6)
+
+
 def test_switching_adapters_switches_the_protocols_numbers():
     model = adapted()
     model.add_adapter("wide", adapter(num_experts=6, top_k=3, router_aux_loss_coef=0.25))

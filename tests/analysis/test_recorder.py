@@ -46,6 +46,7 @@ def test_statistics_are_those_of_a_plain_loop(kind):
         counts, tokens = torch.zeros(2, 2, N), torch.zeros(2)
         pairs, by_class = torch.zeros(2, N, N), torch.zeros(len(TOKEN_CLASSES), 2, N)
         inside: dict = {}
+        effective = torch.zeros(2, 2)
         for batch, domains in batches:
             outputs = model(input_ids=batch, attention_mask=mask(), output_router_logits=True)
             for layer, logits in enumerate(outputs.router_logits):
@@ -59,6 +60,8 @@ def test_statistics_are_those_of_a_plain_loop(kind):
                         chosen = token.topk(K).indices.tolist()
                         domain = DOMAINS.index(domains[row])
                         tokens[domain] += layer == 0
+                        gates = token[chosen].exp() / token[chosen].exp().sum()
+                        effective[domain, layer] += 1 / gates.square().sum()
                         for i in chosen:
                             counts[domain, layer, i] += 1
                             by_class[classes[batch[row, s]], layer, i] += 1
@@ -69,6 +72,7 @@ def test_statistics_are_those_of_a_plain_loop(kind):
                         inside.setdefault((layer, bucket), []).append(p)
     torch.testing.assert_close(statistics.counts, counts.double())
     torch.testing.assert_close(statistics.tokens, tokens.double())
+    torch.testing.assert_close(statistics.effective_sums, effective.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(statistics.coactivation, pairs.double())
     torch.testing.assert_close(statistics.class_counts, by_class.double())
     compliance = statistics.compliance()
@@ -141,6 +145,17 @@ def test_layers_with_different_numbers_of_experts():
     assert statistics.counts[0, 0, 3:].sum() == 0 and statistics.health().experts == sum(statistics.sizes)
 
 
+def test_layers_with_different_top_k():
+    model = adapter(top_k_pattern={r"layers\.0\.mlp": 1, r"layers\.1\.mlp": 5}).eval()
+    with torch.no_grad():
+        for layer in model.get_base_model().model.layers:
+            layer.mlp.moe_lora_router["default"].weight.zero_()  # equal gates
+        with record_routing(model) as statistics:
+            model(input_ids=ids())
+    assert statistics.as_dict()["top_k"] == [1, 5]
+    torch.testing.assert_close(statistics.effective()["all"].float(), torch.tensor([1.0, 5.0]))
+
+
 def test_token_classes(tokenizer):
     classes = classify_tokens(tokenizer, size=130)
     assert classes.shape == (130,)
@@ -168,9 +183,11 @@ def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
     command += ["--output", tmp_path / "report", "--expert-map", json.dumps(EXPERTS)]
     main(list(map(str, command)))
     printed = capsys.readouterr().out
-    assert "mean compliance" in printed and "specialization" in printed
+    assert "mean compliance" in printed and "specialization" in printed and "effective" in printed
     report = json.loads((tmp_path / "report" / "routing.json").read_text())
     assert list(report["shares"]) == ["a", "b", "c"] and 0 < report["mean_compliance"] < 1
+    assert report["effective_experts"].keys() == report["shares"].keys()
+    assert all(1 < x <= 2 for of_layers in report["effective_experts"].values() for x in of_layers)
     with (tmp_path / "report" / "load.csv").open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == 3 * 2 * 6
@@ -288,7 +305,7 @@ def test_what_is_said_of_a_domain_names_layer_and_expert():
 
 
 def test_specialization_is_what_goes_elsewhere_than_the_average_domains():
-    statistics = RoutingStatistics([4, 4], 1, ["a", "b"])
+    statistics = RoutingStatistics([4, 4], [1, 1], ["a", "b"])
     eye = 9 * torch.eye(4)
     for domain, experts in (("a", [[0, 0, 1, 1], [0, 1, 2, 3]]), ("b", [[2, 2, 3, 3], [0, 1, 2, 3]])):
         statistics.current = domain

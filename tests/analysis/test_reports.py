@@ -68,7 +68,7 @@ def test_compliance_by_domain_layer_and_position_is_that_of_a_plain_loop(kind, w
 
 def two_domains(width=None) -> RoutingStatistics:
     """One domain always complies, the other never."""
-    statistics = RoutingStatistics([N, N], 2, ["a", "b"], {"a": [0, 1], "b": [2, 3]}, position_width=width)
+    statistics = RoutingStatistics([N, N], [2, 2], ["a", "b"], {"a": [0, 1], "b": [2, 3]}, position_width=width)
     logits = torch.full((8, N), -100.0)
     logits[:, :2] = 100.0
     statistics.current = ["a", "b"]
@@ -96,10 +96,10 @@ def test_domains_are_not_pooled(tmp_path):
 
 
 def test_positions_past_the_last_bucket_stay_in_it():
-    statistics = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=1)
+    statistics = RoutingStatistics([4], [1], ["a"], {"a": [0]}, position_width=1)
     statistics.update([torch.zeros(80, 4)], torch.ones(1, 80), None)
     assert statistics.domain_compliance_tokens[0].tolist() == [1.0] * 63 + [17.0]
-    wide = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=2**31)
+    wide = RoutingStatistics([4], [1], ["a"], {"a": [0]}, position_width=2**31)
     wide.update([torch.zeros(80, 4)], torch.ones(1, 80), None)
     assert wide.domain_compliance_tokens[0].tolist() == [80.0] + [0.0] * 63
 

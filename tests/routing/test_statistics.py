@@ -12,6 +12,7 @@ from moe_peft.routing.statistics import (
     REMEDY,
     chosen_experts,
     compliance,
+    effective_experts,
     expert_counts,
     load_health,
 )
@@ -148,3 +149,9 @@ COUNTS = torch.ones(2, 4)
 def test_what_is_refused_is_shown(call, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         call()
+
+
+def test_effective_number_of_experts():
+    gates = torch.tensor([[0.25] * 4, [1.0, 0, 0, 0], [3.0, 1.0, 0, 0], [0] * 4])  # the last token has no expert
+    torch.testing.assert_close(effective_experts(gates), torch.tensor([4.0, 1.0, 16 / 10, 0.0]))
+    torch.testing.assert_close(effective_experts(gates.bfloat16() * 1e-30), effective_experts(gates))

@@ -28,8 +28,8 @@ from .smollm2 import NAME, smollm2_folder
 from .tasks import TASKS, make_rows, write_rows
 
 _TRAIN, _TEST = 300, 20  # rows of each domain
-_EXPERTS = {"num_experts": 4, "top_k": 2, "r": 8, "lora_alpha": 16}
-_TRAINING = {
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "r": 8, "lora_alpha": 16}
+_TRAINING: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "learning_rate": 1e-3,
     "gradient_checkpointing": False,  # of a small model it costs a third of the time and saves little memory
@@ -141,7 +141,7 @@ def _load(base: Path) -> Any:
 
 def _lora_beside(experts: PeftConfig, base: Path) -> LoraConfig:
     """A LoRA on the same projections, with as many parameters as are active for each token."""
-    layer = adapter_layers(get_peft_model(_load(base), experts))[0]
+    layer: Any = adapter_layers(get_peft_model(_load(base), experts))[0]
     projections = sorted(layer.moe_lora_A["default"])
     return LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM")
 

@@ -70,8 +70,8 @@ def main() -> None:
     ]
     lines = [
         f"SmolLM2-135M-Instruct, 8 LoRA experts of rank 8, 2 active, {options.steps} steps of 4 rows of the demo's "
-        "requests, learning rate 1e-3, one seed; `python -m studies.balancing`. CV: the load's coefficient of variation, "
-        "mean of 30 layers; monopolies: layers; dead: of 240 experts; loss: on held-out answers, per token.",
+        "requests, learning rate 1e-3, one seed; `python -m studies.balancing`. CV: the load's coefficient of "
+        "variation, mean of 30 layers; monopolies: layers; dead: of 240 experts; loss: on held-out answers, per token.",
         "",
         f"| {' | '.join(header)} |",
         "|" + "---|" * len(header),

@@ -182,7 +182,7 @@ class LoadHealth:
     >>> health.monopolies, health.dead, health.status
     (1, 1, 'collapsed')
     >>> print(health)
-    2 layers, load CV 0.50 (untrained gates: 0.35): 1 layer is a monopoly of few experts, 1 of 8 experts is dead
+    2 layers, load CV 0.49 (untrained gates: 0.35): 1 layer is a monopoly of few experts, 1 of 8 experts is dead
 
     ```
     """
@@ -235,6 +235,16 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) ->
         counts_LN: assignments per layer and expert, [L, n], on the CPU.
         sizes: experts of each layer; the rest of a row is padding.
         tokens: how many tokens they are of.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.routing import load_health
+    >>> load_health(torch.tensor([[500.0, 480.0, 510.0, 510.0]]), [4], tokens=1000).status
+    'even'
+
+    ```
     """
     shares = [_shares(counts_N[:n]) for counts_N, n in zip(counts_LN, sizes, strict=True)]
     assignments = [float(counts_N.sum()) for counts_N in counts_LN]

@@ -183,7 +183,7 @@ def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
     command += ["--output", tmp_path / "report", "--expert-map", json.dumps(EXPERTS)]
     main(list(map(str, command)))
     printed = capsys.readouterr().out
-    assert "mean compliance" in printed and "specialization" in printed and "effective" in printed
+    assert "mean compliance" in printed and "differs" in printed and "effective" in printed
     report = json.loads((tmp_path / "report" / "routing.json").read_text())
     assert list(report["shares"]) == ["a", "b", "c"] and 0 < report["mean_compliance"] < 1
     assert report["effective_experts"].keys() == report["shares"].keys()

@@ -163,7 +163,9 @@ def compile_for(task: str, models: dict[str, torch.nn.Module]) -> Iterator[tuple
         yield name, cast(torch.nn.Module, torch.compile(model, dynamic=True if task == "decode" else None))
 
 
-def time_ratios(case: Case, rounds: int, compiled: bool, tasks: Sequence[str] = tuple(TASKS)) -> dict[str, dict[str, Ratio]]:
+def time_ratios(
+    case: Case, rounds: int, compiled: bool, tasks: Sequence[str] = tuple(TASKS)
+) -> dict[str, dict[str, Ratio]]:
     """Per task and method: the time as a multiple of LoRA's in the same round; of compiled LoRA's in compiled rows."""
     models = {method: case.model(method) for method in METHODS}
     ids, ratios = case.ids(), {}

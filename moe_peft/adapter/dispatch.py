@@ -636,10 +636,10 @@ def choose_method(
     The fastest method for a batch, by the crossover points that `benchmarks/dispatch.py` measures. All decisions are
     made here.
 
-    Copies of the experts are fastest for few pairs (decoding). For more, mixing "projection", which never needs rows of
-    single pairs (`update`), takes products with all experts as long as they are narrow, and mixing "output" takes
-    blocks. Where an expert gets so few tokens that blocks would be mostly padding, the grouped products of a GPU are
-    fastest (on a CPU they loop over the experts).
+    Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
+    (`update`), so from two tokens on, products with all experts are as fast, as long as they are narrow. Mixing
+    "output" takes blocks for many pairs. Where an expert gets so few tokens that blocks would be mostly padding, the
+    grouped products of a GPU are fastest (on a CPU they loop over the experts).
 
     Args:
         unit: a common divisor of the rank and all widths.
@@ -654,10 +654,10 @@ def choose_method(
             )
         return _pinned
     narrow = num_experts * r <= DENSE_COLUMNS
+    if narrow and not mixes_outputs:
+        return "gather" if tokens == 1 and k <= VERY_FEW_PAIRS else "dense"
     if tokens * k <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
         return "gather"
-    if narrow and not mixes_outputs:
-        return "dense"
     if tokens * k <= FEW_PAIRS:
         return "dense"
     if tokens < 32 * num_experts and device.type != "cpu" and _has_grouped_mm(unit, dtype):

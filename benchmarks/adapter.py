@@ -4,9 +4,11 @@ MoE-LoRA against plain PEFT LoRA of the same active rank (top_k·r) on the same 
     python -m benchmarks.adapter                       # hidden 256 and 768, 8 experts; and 64 experts at hidden 256
     python -m benchmarks.adapter --hidden 256 --experts 8 --rounds 40
     python -m benchmarks.adapter --hidden 256 --compiled     # further rows with torch.compile; minutes of compilation
+    python -m benchmarks.adapter --model smollm2       # SmolLM2-135M-Instruct: 30 layers, hidden 576; half an hour
 
 A Llama-shaped model, batch 4×256, fp32 on the CPU or bf16 on CUDA. All methods run interleaved in one process, in an
-order that changes every round; a row gives the median of the per-round ratios to LoRA, and their quartiles. Rows
+order that changes every round; a row gives the median of the per-round ratios to LoRA, and their quartiles. With
+OMP_NUM_THREADS=1 a CPU's times are the process's own, to which other programs on a busy machine do not add. Rows
 "compiled" compare compiled models with compiled LoRA, and compiled LoRA with LoRA as it is. Memory is measured in a
 fresh process per method: the peak during training steps less what the process held before them.
 """
@@ -16,8 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -27,9 +28,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from moe_peft import MoELoraConfig
+from moe_peft.demo.smollm2 import smollm2_folder
 
 from .processes import peak_growth, run_module
-from .timing import Ratio, interleave, ratio
+from .timing import Ratio, clock, interleave, ratio
 
 DECODED = 16
 METHODS = ("lora", "output", "projection", "base")
@@ -53,8 +55,11 @@ class Case:
     vocab: int = 4096
     quantized: bool = False
     checkpointing: bool = False
+    pretrained: bool = False  # SmolLM2-135M-Instruct, whose sizes the others then are
 
     def base(self) -> torch.nn.Module:
+        if self.pretrained:
+            return LlamaForCausalLM.from_pretrained(smollm2_folder(), dtype=DTYPE).to(DEVICE)
         head = 64 if self.hidden < 4096 else 128
         config = LlamaConfig(
             hidden_size=self.hidden,
@@ -102,6 +107,9 @@ class Case:
         return torch.randint(self.vocab, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
+SMOLLM2 = Case(576, layers=30, intermediate=1536, vocab=49152, pretrained=True)
+
+
 def _require_grad(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
@@ -113,10 +121,10 @@ def synchronize() -> None:
 
 def train_step(model: torch.nn.Module, ids: torch.Tensor) -> float:
     model.train()
-    start = time.perf_counter()
+    start = clock()
     model(input_ids=ids, labels=ids).loss.backward()
     synchronize()
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     model.zero_grad(set_to_none=True)
     return seconds
 
@@ -124,21 +132,21 @@ def train_step(model: torch.nn.Module, ids: torch.Tensor) -> float:
 @torch.no_grad()
 def prefill(model: torch.nn.Module, ids: torch.Tensor) -> float:
     model.eval()
-    start = time.perf_counter()
+    start = clock()
     model(input_ids=ids, logits_to_keep=1)
     synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 @torch.no_grad()
 def decode(model: torch.nn.Module, ids: torch.Tensor) -> float:
     model.eval()
     cache = model(input_ids=ids[:1, :64], use_cache=True).past_key_values
-    start = time.perf_counter()
+    start = clock()
     for i in range(DECODED):
         cache = model(input_ids=ids[:1, 64 + i : 65 + i], past_key_values=cache, use_cache=True).past_key_values
     synchronize()
-    return (time.perf_counter() - start) / DECODED
+    return (clock() - start) / DECODED
 
 
 TASKS: dict[str, Callable[[torch.nn.Module, torch.Tensor], float]] = {
@@ -155,11 +163,14 @@ def compile_for(task: str, models: dict[str, torch.nn.Module]) -> Iterator[tuple
         yield name, cast(torch.nn.Module, torch.compile(model, dynamic=True if task == "decode" else None))
 
 
-def time_ratios(case: Case, rounds: int, compiled: bool) -> dict[str, dict[str, Ratio]]:
+def time_ratios(
+    case: Case, rounds: int, compiled: bool, tasks: Sequence[str] = tuple(TASKS)
+) -> dict[str, dict[str, Ratio]]:
     """Per task and method: the time as a multiple of LoRA's in the same round; of compiled LoRA's in compiled rows."""
     models = {method: case.model(method) for method in METHODS}
     ids, ratios = case.ids(), {}
-    for task, run in TASKS.items():
+    for task in tasks:
+        run = TASKS[task]
         jobs = {method: partial(run, model, ids) for method, model in models.items()}
         if compiled:
             jobs |= {f"{method}, compiled": partial(run, fast, ids) for method, fast in compile_for(task, models)}
@@ -185,6 +196,7 @@ def memory_growth(case: Case, method: str) -> int:
 
 def memory_ratios(case: Case) -> dict[str, float]:
     sizes = ("--hidden", case.hidden, "--experts", case.experts, "--layers", case.layers)
+    sizes = ("--model", "smollm2") if case.pretrained else sizes
     growth = {method: int(run_module("benchmarks.adapter", "--memory-of", method, *sizes)) for method in METHODS}
     return {method: value / growth["lora"] for method, value in growth.items()}
 
@@ -194,15 +206,19 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 768])
     parser.add_argument("--experts", type=int, nargs="+", default=[8])
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--model", choices=["smollm2"], help="a pretrained model, in place of the sizes above")
+    parser.add_argument("--tasks", choices=TASKS, nargs="+", default=list(TASKS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compiled", action="store_true", help="also with torch.compile")
     parser.add_argument("--memory-of", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     cases = [Case(hidden, experts, args.layers) for hidden in args.hidden for experts in args.experts]
+    if args.model:
+        cases = [SMOLLM2]
     if args.memory_of:
         print(memory_growth(cases[0], args.memory_of))
         return
-    if 256 in args.hidden and 64 not in args.experts:
+    if 256 in args.hidden and not args.model and 64 not in args.experts:
         cases.append(Case(256, 64, args.layers))
     print(
         "| hidden | experts | task | LoRA | MoE output | MoE projection | base alone |\n|---|---|---|---|---|---|---|"
@@ -210,9 +226,10 @@ def main() -> None:
     for case in cases:
         rows = {
             task: [str(row[method]) for method in METHODS]
-            for task, row in time_ratios(case, args.rounds, args.compiled).items()
+            for task, row in time_ratios(case, args.rounds, args.compiled, args.tasks).items()
         }
-        rows["memory growth"] = [f"{growth:.2f}" for growth in memory_ratios(case).values()]
+        if "training step" in args.tasks:
+            rows["memory growth"] = [f"{growth:.2f}" for growth in memory_ratios(case).values()]
         for task, cells in rows.items():
             print(f"| {case.hidden} | {case.experts} | {task} | {' | '.join(cells)} |", flush=True)
     print(json.dumps({"device": DEVICE, "torch": torch.__version__, "threads": torch.get_num_threads()}))

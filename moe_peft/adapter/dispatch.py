@@ -22,7 +22,7 @@ or tokens or waits for the device, and all shapes are static.
     dense-sorted   all experts' columns, masked    torch's grouped products
     blocks         blocks of one expert each       blocks of one expert each
     sorted         torch's grouped products        torch's grouped products
-    gather         a copy of each pair's matrices  a copy of each pair's matrices
+    gather         a copy of each token's experts  a copy of each pair's matrices
 
 `Dense` and `Gather` keep pairs in the order of (token, slot); `Blocks` and `Sorted` sort them by their expert. These
 may consist of several `parts` with some of the slots each, which are computed one after another: temporary memory is
@@ -77,6 +77,7 @@ class Dispatch:
         self._scaled_gates: torch.Tensor | None = None
         self._gate_columns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._pair_rows: torch.Tensor | None = None
+        self._pair_experts: torch.Tensor | None = None
 
     @property
     def parts(self) -> Sequence[Dispatch]:
@@ -98,8 +99,10 @@ class Dispatch:
         return values_P.view(-1, self.k)
 
     def pair_experts(self) -> torch.Tensor:
-        """Each pair's expert, [P]."""
-        return self.experts.reshape(-1)
+        """Each pair's expert, [P]; computed once for all projections."""
+        if self._pair_experts is None:
+            self._pair_experts = self.experts.reshape(-1)
+        return self._pair_experts
 
     def pair_tokens(self) -> torch.Tensor:
         """Each pair's token, [P]."""
@@ -130,13 +133,13 @@ class Dispatch:
 
     def collect(self, y_PM: torch.Tensor, gated: bool = False) -> torch.Tensor:
         y_TKM = y_PM.view(self.tokens, self.k, y_PM.shape[1])
-        return (y_TKM * self.gates.unsqueeze(-1) if gated else y_TKM).sum(1)
+        return torch.bmm(self.gates.unsqueeze(1), y_TKM).squeeze(1) if gated else y_TKM.sum(1)
 
     def shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        return y_PM @ A[0].T if len(A) == 1 else self._shrink(y_PM, A)
+        return y_PM @ A[0].T if A.shape[0] == 1 else self._shrink(y_PM, A)
 
     def expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None = None) -> torch.Tensor:
-        if len(B) > 1:
+        if B.shape[0] > 1:
             return self._expand(h_PR, B, onto_PM)
         return h_PR @ B[0] if onto_PM is None else onto_PM.addmm_(h_PR, B[0])
 
@@ -158,7 +161,7 @@ class Dispatch:
         """`shrink(spread(x), A)` [P, r] of each part, for each x [T, m] and its A. A shared x is spread once."""
         if not A:
             return []
-        if len(A[0]) == 1:  # shared by all experts: one product a token, for all its pairs
+        if A[0].shape[0] == 1:  # shared by all experts: one product a token, for all its pairs
             low = [x_TM @ A_1RM[0].T for x_TM, A_1RM in zip(x, A, strict=True)]
             return [[part.spread(low_TR) for part in self.parts] for low_TR in low]
         if self.all_columns:
@@ -208,7 +211,7 @@ class Dispatch:
         """`s g_i A_i x` for all experts, [T, n·r]; zero for those that a token did not choose."""
         gates_TC, unchosen_TC = self.gate_columns(A_NRM.shape[1])
         h_TC = F.linear(x_TM, A_NRM.flatten(0, 1))
-        if len(A_NRM) == 1:  # shared by all experts
+        if A_NRM.shape[0] == 1:  # shared by all experts
             h_TC = h_TC.repeat(1, self.n)
         # Masked and not only multiplied by 0: an expert that was not chosen may overflow.
         return h_TC.masked_fill(unchosen_TC, 0) * gates_TC
@@ -247,10 +250,33 @@ class Dense(Dispatch):
 
 
 class Gather(Dispatch):
-    """Copies the expert's matrices for each pair: for few tokens and many experts."""
+    """Copies the matrices of each token's experts, which are a LoRA of rank k·r of its own: for few tokens."""
+
+    def shrink_tokens(self, x: Sequence[torch.Tensor], A: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        if A and A[0].shape[0] == 1:
+            return super().shrink_tokens(x, A)
+        # A row times a matrix: the product of a matrix with one column takes several times as long on a CPU.
+        low = [
+            torch.bmm(x_TM.unsqueeze(1), self._of_tokens(A_NRM).transpose(1, 2)).view(-1, A_NRM.shape[1])
+            for x_TM, A_NRM in zip(x, A, strict=True)
+        ]
+        return [[low_PR] for low_PR in low]
+
+    def expand_collect(
+        self, h: Sequence[torch.Tensor], B: torch.Tensor, base_TM: torch.Tensor, in_place: bool = False
+    ) -> torch.Tensor:
+        h_T1C = (h[0] * self.scaled_gates()).to(B.dtype).view(self.tokens, 1, -1)
+        if not in_place:
+            return torch.baddbmm(base_TM.unsqueeze(1), h_T1C, self._of_tokens(B)).squeeze(1)
+        base_TM.unsqueeze(1).baddbmm_(h_T1C, self._of_tokens(B))
+        return base_TM
+
+    def _of_tokens(self, A: torch.Tensor) -> torch.Tensor:
+        """The rows of each token's experts, [T, k·r, m]."""
+        return A.index_select(0, self.pair_experts()).view(self.tokens, -1, A.shape[2])
 
     def _shrink(self, y_PM: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(A.index_select(0, self.pair_experts()), y_PM.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(y_PM.unsqueeze(1), A.index_select(0, self.pair_experts()).transpose(1, 2)).squeeze(1)
 
     def _expand(self, h_PR: torch.Tensor, B: torch.Tensor, onto_PM: torch.Tensor | None) -> torch.Tensor:
         B_PRM, h_P1R = B.index_select(0, self.pair_experts()), h_PR.unsqueeze(1)
@@ -610,10 +636,10 @@ def choose_method(
     The fastest method for a batch, by the crossover points that `benchmarks/dispatch.py` measures. All decisions are
     made here.
 
-    Mixing "projection" never needs the rows of single pairs (`update`), so products with all experts are fastest as
-    long as they are narrow. With mixing "output", copies of the experts are fastest for few pairs (decoding), and
-    blocks for many. Where an expert gets so few tokens that blocks would be mostly padding, the grouped products of a
-    GPU are fastest (on a CPU they loop over the experts).
+    Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
+    (`update`), so from two tokens on, products with all experts are as fast, as long as they are narrow. Mixing
+    "output" takes blocks for many pairs. Where an expert gets so few tokens that blocks would be mostly padding, the
+    grouped products of a GPU are fastest (on a CPU they loop over the experts).
 
     Args:
         unit: a common divisor of the rank and all widths.
@@ -629,7 +655,7 @@ def choose_method(
         return _pinned
     narrow = num_experts * r <= DENSE_COLUMNS
     if narrow and not mixes_outputs:
-        return "dense"
+        return "gather" if tokens == 1 and k <= VERY_FEW_PAIRS else "dense"
     if tokens * k <= (VERY_FEW_PAIRS if narrow else FEW_PAIRS):
         return "gather"
     if tokens * k <= FEW_PAIRS:

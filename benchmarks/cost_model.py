@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from trl import SFTConfig
 
+from moe_peft import MoELoraConfig
 from moe_peft.training import estimate as planning
 
 from .adapter import METHODS, Case, time_ratios
@@ -136,10 +138,15 @@ def memory(s: Shape, method: str, launch: planning.Launch) -> int:
     args = SFTConfig(
         per_device_train_batch_size=s.tokens // s.length, gradient_checkpointing=s.checkpointing, bf16=False
     )
-    trained = s.trained(method)
-    return planning.memory(
-        s.model(), args, s.length, trained, trained, half=True, dtype="bfloat16", launch=launch
-    ).total
+    projections = ["gate_proj", "up_proj", "down_proj"]
+    config = (
+        LoraConfig(r=s.k * s.r, target_modules=projections, task_type="CAUSAL_LM")
+        if method == "lora"
+        else MoELoraConfig(num_experts=s.experts, top_k=s.k, r=s.r, mixing=method, task_type="CAUSAL_LM")
+    )
+    with torch.device("meta"):
+        model = get_peft_model(s.model().to(torch.bfloat16), config)
+    return planning.memory(model, args, s.length, half=True, launch=launch).total
 
 
 def sent(s: Shape, method: str, launch: planning.Launch) -> float:

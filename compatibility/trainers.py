@@ -1,8 +1,11 @@
 """
-Every trainer with every adapter and setting, on a tiny model: what works, beside plain LoRA.
+Every trainer with every adapter and setting, on a tiny model or a real one: what works, beside plain LoRA.
 
     python -m compatibility.trainers                                    # writes compatibility/results/trainers.md
     python -m compatibility.trainers --trainers SFT DPO --settings plain packing
+    python -m compatibility.trainers --real --trainers SFT DPO KTO GRPO --settings plain   # …/trainers_smollm2.md
+
+With `--real` the model is SmolLM2-135M-Instruct, and the rows are chats.
 
 A cell is "yes" if the adapter trained with finite losses and every part of it moved, the balancing loss is in the loss
 exactly once (a coefficient of 1 and one of 0 differ by it in the first step), the saved adapter loads with the same
@@ -31,6 +34,8 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils import load_peft_weights
 from torch.utils.data import DataLoader
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -53,12 +58,14 @@ from trl import (
 )  # fmt: skip
 
 from moe_peft import MoELoraConfig, RouterLossConfig, RouterLossesMixin
+from moe_peft.demo.smollm2 import NAME, smollm2_folder
 from moe_peft.utils.messages import one_line
 from tests.fakes.liger import installed
 from tests.helpers.words import word_tokenizer
 
-RESULT = Path(__file__).parent / "results" / "trainers.md"
+RESULTS = Path(__file__).parent / "results"
 STEPS, ROWS = 4, 16
+REAL = False  # whether the model is a real one; `main` sets it
 
 
 @dataclass
@@ -128,10 +135,12 @@ def _experts(mixing: str, task: str) -> MoELoraConfig:
     return MoELoraConfig(num_experts=4, top_k=2, r=4, mixing=mixing, init_lora_weights=False, task_type=task)
 
 
-# --- a tiny model and data -----------------------------------------------------------------------------------------
+# --- a model and data ----------------------------------------------------------------------------------------------
 
 
 def base_model(trainer: str) -> Any:
+    if REAL:
+        return AutoModelForCausalLM.from_pretrained(smollm2_folder())
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -149,12 +158,38 @@ def adapted(trainer: str, adapter: str, coefficient: float) -> Any:
     return get_peft_model(base, config)
 
 
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(smollm2_folder()) if REAL else word_tokenizer(128)
+
+
+def chat(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
+
+def chats(trainer: str) -> Dataset:
+    """Conversations with one answer each."""
+    rows = []
+    for i in range(ROWS):
+        prompt = chat("user", f"What is {i} plus {i + 1}?")
+        good, bad = chat("assistant", f"It is {2 * i + 1}."), chat("assistant", f"Perhaps {2 * i}?")
+        rows.append(
+            {
+                "SFT": {"messages": prompt + good},
+                "DPO": {"prompt": prompt, "chosen": good, "rejected": bad},
+                "KTO": {"prompt": prompt, "completion": good if i % 2 else bad, "label": bool(i % 2)},
+            }.get(trainer, {"prompt": prompt})
+        )
+    return Dataset.from_list(rows)
+
+
 def words(seed: int, count: int) -> str:
     return " ".join(f"w{3 + (7 * seed + 3 * j) % 120}" for j in range(count))
 
 
 def data(trainer: str) -> Dataset:
     """Rows of different lengths."""
+    if REAL:
+        return chats(trainer)
     rows = []
     for i in range(ROWS):
         prompt, good, bad = words(i, 3), " " + words(i + 5, 2 + i % 5), " " + words(i + 9, 1 + i % 7)
@@ -172,8 +207,9 @@ def data(trainer: str) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def reward(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(len(set(text.split()))) + 0.1 * len(text) for text in completions]
+def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]  # of chats, messages
+    return [float(len(set(text.split()))) + 0.1 * len(text) for text in texts]
 
 
 # --- one training --------------------------------------------------------------------------------------------------
@@ -203,7 +239,7 @@ def make_trainer(trainer: str, setting: str, adapter: str, folder: Path, coeffic
     settings |= GENERATES if "num_generations" in names else {}
     settings |= {"gradient_checkpointing": False} if trainer != "Trainer" else {}
     rows = data(trainer)
-    more = {} if trainer == "Trainer" else {"processing_class": word_tokenizer(128)}
+    more = {} if trainer == "Trainer" else {"processing_class": tokenizer()}
     more |= {"reward_funcs": reward} if "num_generations" in names else {}
     more |= {"eval_dataset": data(trainer).select(range(8))} if "eval_strategy" in settings else {}
     return cls(
@@ -360,9 +396,9 @@ def heading() -> str:
 
     return (
         "# Trainers × adapters\n\n"
-        f"Made by `python -m compatibility.trainers` on a CPU: torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, peft {peft.__version__}, trl {trl.__version__}. A tiny Llama, {STEPS} steps "
-        "(compiled: 1).\n"
+        f"Made by `python -m compatibility.trainers{' --real' * REAL}` on a CPU: torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, peft {peft.__version__}, trl {trl.__version__}. "
+        f"{f'{NAME} with chats' if REAL else 'A tiny Llama'}, {STEPS} steps (compiled: 1).\n"
         'The module\'s first lines say what "yes" means. `RewardTrainer` has `RouterLossesMixin` with MoE-LoRA '
         '(its own loss leaves balancing out). "Liger" is a stand-in that patches the model as Liger does.\n'
     )
@@ -372,15 +408,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", nargs="+", default=list(TRAINERS), choices=list(TRAINERS))
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--real", action="store_true", help=f"with {NAME}, for trainers of language models")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    global REAL
+    REAL = args.real
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     lines = ["| trainer | setting | LoRA | MoE-LoRA, output | MoE-LoRA, projection |", "|---|---|---|---|---|"]
     for row in cells(args.trainers, args.settings):
         lines.append(f"| {' | '.join(text.replace('|', '/') for text in row)} |")
         print(lines[-1], flush=True)
-    args.out.write_text("\n".join([heading(), *lines, ""]))
+    out = args.out or RESULTS / ("trainers_smollm2.md" if REAL else "trainers.md")
+    out.write_text("\n".join([heading(), *lines, ""]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """
-GRPO: train an adapter by rewards of its own answers. The data has the columns `prompt` and `answer`; the reward is the
-share of the answer's words that a completion has, so put your own in its place.
+GRPO: train an adapter by rewards of its own answers. The data has the columns `prompt` (a string, or
+the messages of a chat) and `answer`; the reward is the share of the answer's words that a completion has, so put your
+own in its place.
 
     python -m examples.trainers.grpo --model_name_or_path my-base-model --dataset_name my-data --output_dir grpo \
         --num_generations 8 --max_completion_length 256 --learning_rate 1e-5 --router_z_loss_coef 0.001
@@ -30,9 +31,15 @@ class MoEGRPOTrainer(RouterLossesMixin, GRPOTrainer):
     """`GRPOTrainer` with losses on the routers."""
 
 
-def shared_words(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+def text_of(answer: str | list[dict[str, str]]) -> str:
+    """Of a prompt that is a chat, TRL gives the completion as messages."""
+    return answer if isinstance(answer, str) else "".join(message["content"] for message in answer)
+
+
+def shared_words(completions: list[Any], answer: list[Any], **columns: Any) -> list[float]:
     """The share of each answer's words that the completion has."""
-    pairs = ((set(text.split()), set(right.split())) for text, right in zip(completions, answer, strict=True))
+    texts = [(text_of(said), text_of(wanted)) for said, wanted in zip(completions, answer, strict=True)]
+    pairs = [(set(said.split()), set(wanted.split())) for said, wanted in texts]
     return [len(said & wanted) / max(1, len(wanted)) for said, wanted in pairs]
 
 

@@ -189,6 +189,7 @@ def expert_to_lora(
     expert: int,
     save_directory: str | os.PathLike | None = None,
     adapter_name: str | None = None,
+    tokenizer: Any = None,
 ) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """
     Extract one expert of a MoE adapter as a plain LoRA adapter.
@@ -201,6 +202,7 @@ def expert_to_lora(
         expert: its index, from 0.
         save_directory: a folder to write, which `PeftModel.from_pretrained` can load; it must not exist yet.
         adapter_name: the MoE adapter; the active one if None.
+        tokenizer: to write to the folder: the MoE adapter's, whose chat template and tokens may not be the base's.
 
     Returns:
         The LoRA's config and its state dict, with PEFT's key names.
@@ -213,11 +215,12 @@ def expert_to_lora(
 
     ```python
     >>> from peft import get_peft_model
-    >>> from transformers import AutoModelForCausalLM
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
     >>> from moe_peft import MoELoraConfig, expert_to_lora
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     >>> model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM"))
-    >>> config, state = expert_to_lora(model, 0, "expert-0")
+    >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> config, state = expert_to_lora(model, 0, "expert-0", tokenizer=tokenizer)
     >>> base = AutoModelForCausalLM.from_pretrained("expert-0")
     ```
     """
@@ -253,6 +256,8 @@ def expert_to_lora(
             raise FileExistsError(f"expert_to_lora: save_directory={str(save_directory)!r} exists; choose another name")
         with atomic_write(save_directory) as folder:
             config.save_pretrained(str(folder))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(folder))
             write_model_card(folder, made="`moe_peft.expert_to_lora`: one expert of a MoE-LoRA adapter")
             save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return config, state

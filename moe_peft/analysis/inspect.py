@@ -130,7 +130,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         console.print(line, highlight=False, soft_wrap=True)
     # Where the tokens of each domain go.
     has_map = statistics.allowed is not None
-    columns = ("tokens", "specialization", EFFECTIVE, STRONGEST, *(["compliance", "chance"] if has_map else []))
+    columns = ("tokens", "differs", EFFECTIVE, STRONGEST, *(["compliance", "chance"] if has_map else []))
     table = Table("domain", *columns, title="Routing")
     specialization, effective = statistics.specialization(), statistics.effective()
     for domain, share_LN in statistics.shares().items():

@@ -27,7 +27,7 @@ from ..analysis.figures import FORMATS
 from ..training.checkpointing import names_checkpoint
 from ..training.router_losses import Stage
 from ..utils.loading import Base
-from ..utils.messages import choice_error, one_line, unknown_key
+from ..utils.messages import arguments_error, choice_error, one_line, unknown_key
 from ..utils.validation import Count, check_range, prefixed, read_settings, read_yaml, validate
 
 # --- flags of several commands ---------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     add("--split", default="train", help="split of the data; a file has only train, also train[:100]")
     add("--batch-size", type=reads(Count), default=8)
     add("--max-length", type=reads(Count), default=1024, help="maximum tokens per example")
-    add("--max-examples", type=reads(Count), help="maximum number of examples")
+    add("--max-examples", type=reads(Count), help="use the first so many examples; shuffle a sorted file first")
 
 
 def add_weights_options(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +88,7 @@ class RunOptions:
         metadata={"help": "Train one stage after the other: routers, rest, joint. In YAML also stage → its settings."},
     )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop."})
+    time: bool = field(default=False, metadata={"help": "With dry_run: train a few steps, and plan the time by them."})
     processes: int | None = field(default=None, metadata={"help": "With dry_run: plan for this many processes."})
     strategy: str | None = field(
         default=None, metadata={"help": "With dry_run: what shards the state among them: ddp, fsdp2, zero2 or zero3."}
@@ -200,6 +201,8 @@ class TrainingParser(TrlParser):
             raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help`"))
         try:
             data, training, model, adapter, run, _ = self.parse_args_into_dataclasses(arguments)
+        except ValueError as error:
+            raise ValueError(arguments_error(error) if "use_cpu" in str(error) else str(error)) from error
         except (TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:  # of a library's own checks
             raise ValueError(f"{self.prog}: {one_line(error)}") from error
         for part in (data, training, model):

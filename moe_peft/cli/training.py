@@ -18,7 +18,7 @@ from ..adapter.config import MoELoraConfig
 from ..models.introspection import native_routers, router_sizes
 from ..training.checkpointing import numbered_checkpoints, resumes, save_full_weights, train_or_resume
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
-from ..training.estimate import planned_launch, print_estimates
+from ..training.estimate import on_quantized, planned_launch, print_estimates, seconds_per_step
 from ..training.preflight import preflight
 from ..training.router_losses import loss_coefficients
 from ..training.trainers import check_expert_labels
@@ -38,7 +38,7 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
     Raises:
         ValueError: model, data and settings do not fit together.
     """
-    launch = planned_launch(options.run.processes, options.run.strategy, options.run.dry_run)
+    launch = planned_launch(*(getattr(options.run, name) for name in ("processes", "strategy", "dry_run", "time")))
     base, stages, output_dir = options.base, training_stages(options), str(options.training.output_dir)
     tokenizer = base.tokenizer
 
@@ -57,7 +57,8 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
                 check_expert_labels(model, args, {"train": data, "eval": eval_data})
 
     if options.run.dry_run:
-        print_estimates(base, model, stages, data, tokenizer, launch)
+        seconds = _step_times(options, trainer_class, stages, config, data) if options.run.time else {}
+        print_estimates(base, model, stages, data, tokenizer, launch, seconds)
         return
     if len(stages) > 1 and options.training.deepspeed_plugin is not None:
         raise ValueError(
@@ -79,6 +80,20 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
         folder = on_main_process(lambda: stack.enter_context(output_folder(output_dir, "output_dir", is_ours, remedy)))
         _train(options, trainer_class, stages, folder, config, data, eval_data)
     leave_processes()
+
+
+def _step_times(
+    options: Options, trainer_class: Any, stages: Mapping[str, Any], config: MoELoraConfig | None, data: Dataset
+) -> dict[str, float]:
+    """Section → seconds of an optimizer step here, measured by some that are thrown away."""
+    model: Any = options.base.load()
+    if config is not None:
+        model = get_peft_model(model, config)
+
+    def make_trainer(args: Any, rows: Dataset) -> Any:
+        return trainer_class(model=model, args=args, train_dataset=rows, processing_class=options.base.tokenizer)
+
+    return {path: seconds_per_step(make_trainer, args, data) for path, args in stages.items()}
 
 
 def _train(
@@ -155,7 +170,8 @@ def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     model = options.base.empty()
     if options.run.use_peft or (options.run.use_peft is None and not native_routers(model)):
         with without_zero3(), torch.device("meta"):
-            return get_peft_model(model, options.adapter_config()), options.adapter_config()
+            adapted = get_peft_model(model, options.adapter_config())
+        return adapted if options.base.quantization is None else on_quantized(adapted), options.adapter_config()
     router_sizes(model, "use_peft=False")
     for name, default in vars(AdapterOptions()).items():
         if (value := options.adapter[name]) != default:

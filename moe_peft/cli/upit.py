@@ -18,6 +18,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. post_train.seed=1"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--time", action="store_true", help="with --dry-run: time a few steps of each stage")
     parser.add_argument("--processes", type=int, help="with --dry-run: plan for this many processes")
     parser.add_argument("--strategy", choices=STRATEGIES, help="with --dry-run: what shards the state among them")
     parser.add_argument(
@@ -29,10 +30,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    launch = planned_launch(options.processes, options.strategy, options.dry_run)
+    launch = planned_launch(options.processes, options.strategy, options.dry_run, options.time)
     pipeline = UpIT(load_recipe(options.config, options.set))
     if options.dry_run:
-        print_plan(pipeline, launch)
+        print_plan(pipeline, launch, options.time)
     else:
         pipeline.run(options.redo)
         print_summary(pipeline)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import glob
+import json
 import math
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -13,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from trl import is_conversational
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import maybe_convert_to_chatml
 
-from ..utils.io import reading
+from ..utils.io import read_text, reading
 from ..utils.messages import one_line
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -72,6 +75,8 @@ def load_data(
                 dataset = load_dataset(**arguments)
             except DatasetGenerationError as error:
                 raise error.__cause__ or error from None  # which says what is wrong
+            if arguments["path"] == "json" and isinstance(arguments["data_files"], str) and _has_times(dataset):
+                dataset = _without_times(str(source), dataset, arguments["split"])
     except ValueError as error:
         if not isinstance(error.__cause__, StopIteration):
             raise
@@ -87,6 +92,33 @@ def load_data(
         removed = [name for name in ("conversations",) if name in dataset.column_names]
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns=removed, desc="Converting to messages")
     return dataset
+
+
+def _has_times(dataset: Any) -> bool:
+    """Whether text was taken for times, as pyarrow does where all values of a JSON column, or of a part, are such."""
+    return isinstance(dataset, Dataset) and "timestamp[" in str(dataset.features.arrow_schema)
+
+
+def _without_times(file: str, dataset: Dataset, split: str) -> Dataset:
+    """A JSON file's rows with the text that it has, by way of a file whose columns have types."""
+    text = read_text(file)
+    rows = (
+        json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line]
+    )
+    features = Features({name: _as_text(feature) for name, feature in dataset.features.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        typed = str(Path(folder, "rows.parquet"))
+        Dataset.from_list(rows, features=features).to_parquet(typed)
+        return load_dataset("parquet", data_files=typed, split=split)
+
+
+def _as_text(feature: Any) -> Any:
+    """A column's type with text in place of times."""
+    if isinstance(feature, dict):
+        return {name: _as_text(part) for name, part in feature.items()}
+    if isinstance(feature, List):
+        return List(_as_text(feature.feature))
+    return Value("string") if isinstance(feature, Value) and feature.dtype.startswith("timestamp[") else feature
 
 
 def check_has_labels(dataset: Dataset, column: str | None, field: str, section: str = "") -> None:
@@ -289,6 +321,30 @@ def check_answers(section: str, dataset: Any, completion_only: bool | None, assi
             f"{section}assistant_only_loss=True: the data have no conversations; use a column of messages, or "
             "completion_only_loss for prompts and completions"
         )
+
+
+def check_marks(section: str, dataset: Any, tokenizer: Any, template: str | None) -> None:
+    """
+    Args:
+        template: the one that `chat_template_path` names; None: the tokenizer's.
+
+    Raises:
+        ValueError: a chat template does not mark answers, and TRL has no version of it that does.
+    """
+    if not isinstance(dataset, Dataset) or {"assistant_masks", "prompt"} & set(dataset.column_names):
+        return
+    template = template or tokenizer.chat_template
+    if template and not has_generation_markers(template):
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = template
+        try:
+            get_training_chat_template(tokenizer)
+        except ValueError as error:
+            raise ValueError(
+                f"{section}assistant_only_loss=True: the chat template does not mark answers; put "
+                "{% generation %} and {% endgeneration %} around them in a copy of it, a .jinja file that "
+                "chat_template_path names; or give columns prompt and completion, whose loss is on completions"
+            ) from error
 
 
 def check_learnable(path: str, dataset: Any, args: Any) -> None:

@@ -1,37 +1,50 @@
-"""What a training will take, found without loading weights: rows, tokens, memory."""
+"""What a training will take: rows, tokens and memory, found without loading weights; and time, by a few steps."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+import statistics
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import SFTConfig
 
-from ..models.introspection import router_parameters
+from ..models.introspection import base_model, router_parameters
 from ..models.model_size import model_size
+from ..utils.compat import private
 from ..utils.loading import Base, chat_template
 from ..utils.messages import choice_error
+from .data import drawn
+from .preparation import for_one_trainer
 from .trainable import freeze_for_stage
 
-_SAMPLED_ROWS = 500  # for the mean length
-# TRL computes logits and their gradients in tiles of at most so many tokens and words.
-_TILE_TOKENS, _TILE_WORDS = 4096, 32768
+_SAMPLED_ROWS = 500  # for lengths
+_TRACED_LAYERS = (2, 4)  # of which a trace's memory is drawn out to all
 
 # What each strategy shards among the processes; the rest is the same in all of them.
 STRATEGIES = {
     "ddp": (),
     "zero2": ("gradients", "optimizer"),
-    "zero3": ("parameters", "gradients", "optimizer"),
-    "fsdp2": ("parameters", "gradients", "optimizer"),
+    "zero3": ("weights", "gradients", "optimizer"),
+    "fsdp2": ("weights", "gradients", "optimizer"),
 }
 
 
@@ -54,24 +67,38 @@ class Launch:
             raise ValueError(f"processes={self.processes}: must be 1 or more")
 
 
-def planned_launch(processes: int | None, strategy: str | None, dry_run: bool) -> Launch:
+def planned_launch(processes: int | None, strategy: str | None, dry_run: bool, timed: bool = False) -> Launch:
     """
     The launch that a plan is for: what was asked for, or this process's own.
 
+    Args:
+        timed: whether the plan is to have times, which are measured in this process.
+
     Raises:
-        ValueError: they are given for a run that is no plan; an unknown strategy.
+        ValueError: they are given for a run that is no plan; an unknown strategy; times of other processes.
     """
+    if not dry_run and timed:
+        raise ValueError("time=True: is for --dry-run")
     if not dry_run and (processes, strategy) != (None, None):
         name, value = ("processes", processes) if processes is not None else ("strategy", strategy)
         raise ValueError(f"{name}={value!r}: is for --dry-run; a run takes it from its launcher (accelerate launch)")
+    if timed and processes not in (None, 1):
+        raise ValueError(f"processes={processes}: --time measures the steps of this process; leave one of them out")
     return Launch(PartialState().num_processes if processes is None else processes, strategy or "ddp")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process."""
+    """
+    Bytes of one process on its device. On a CPU, those of Python and its libraries come on top.
 
-    parameters: int
+    Args:
+        weights: all of them, quantized ones at their packed size.
+        gradients, optimizer: of the trainable parameters.
+        activations: the most that forward and backward hold at once beside these.
+    """
+
+    weights: int
     gradients: int
     optimizer: int
     activations: int
@@ -85,99 +112,282 @@ class Memory:
 
 
 def memory(
-    model: PreTrainedModel,
+    model: nn.Module,
     args: SFTConfig,
-    length: float,
-    held: int,
-    trainable: int,
+    longest: int,
     *,
     half: bool,
-    dtype: str = "auto",
     quantization: Mapping[str, Any] | None = None,
     launch: Launch = Launch(),
-    trained: torch.dtype = torch.float32,
 ) -> Memory:
     """
-    An estimate for one process: base weights, other parameters that are held, gradients and Adam's two
-    moments of the trainable ones, and the activations of one batch (those that gradient checkpointing keeps, or all)
-    with one tile of the logits, which TRL's trainers do not hold completely. Without a GPU, a tile takes several times
-    as much.
+    An estimate for one process: the weights, gradients and Adam's two moments of the trainable ones, and the
+    activations of one batch of the longest rows, see `activation_bytes`.
 
     DDP's buckets hold the gradients once more. Where parameters are sharded, two layers (the one that computes and the
     next) and what is in no layer, such as embeddings, are full all the same.
 
     Args:
-        model: the base, without weights.
-        length: mean tokens of a row.
-        held, trainable: parameters beside the base's, and those that are trained.
+        model: what is trained, without weights, each parameter with its dtype; see `on_quantized`.
+        longest: tokens of the longest row; of a preference, those of both answers.
         half: whether it trains in mixed precision.
-        dtype: of the base's weights; "auto" is the config's.
-        trained: the dtype of the trainable parameters and of those beside the base's.
+        quantization: fields of a `BitsAndBytesConfig`, of the base.
     """
-    base, largest, outside = _base_bytes(model, dtype, quantization or {})
+    weights, largest, outside = _weight_bytes(model, quantization or {})
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    gradients = sum(p.numel() * p.element_size() for p in trainable)
+    moments = sum(p.numel() for p in trainable) if "8bit" in getattr(args.optim, "value", args.optim) else gradients
     buckets = 2 if launch.strategy == "ddp" and launch.processes > 1 else 1
-    needed = Memory(
-        base + trained.itemsize * held,
-        trained.itemsize * trainable * buckets,
-        2 * (1 if "8bit" in getattr(args.optim, "value", args.optim) else trained.itemsize) * trainable,
-        _activation_bytes(model.config, args, length, 2 if half else 4),
-    )
+    activations = activation_bytes(model, args, longest, half=half, quantized=bool(quantization))
+    needed = Memory(weights, gradients * buckets, 2 * moments, activations)
     shares = {name: -(-getattr(needed, name) // launch.processes) for name in STRATEGIES[launch.strategy]}
-    if "parameters" in shares and launch.processes > 1:
-        gathered = 2 * (largest + trained.itemsize * held // model.config.get_text_config().num_hidden_layers) + outside
-        shares["parameters"] = min(shares["parameters"] + gathered, needed.parameters)
+    if "weights" in shares and launch.processes > 1:
+        shares["weights"] = min(shares["weights"] + 2 * largest + outside, needed.weights)
     return replace(needed, **shares)
 
 
+def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of a model's decoder layers, and its name: that with the most parameters."""
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda named: sum(p.numel() for p in named[1].parameters()))
+
+
+def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Of all weights, of the largest layer, and of those in no layer. A tied weight counts once."""
+    scale = (1 if quantization.get("bnb_4bit_use_double_quant") else 4) / 64  # 64 weights have one in float32
+    packed = 0.5 + scale if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else None
+    head = base_model(model).get_output_embeddings()
+
+    def size(part: nn.Module) -> float:
+        sizes = {}
+        for module in part.modules():
+            linear = isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
+            for parameter in module.parameters(recurse=False):
+                width = packed if linear and packed is not None else parameter.element_size()
+                sizes[id(parameter)] = parameter.numel() * width
+        return sum(sizes.values())
+
+    layers = [size(layer) for layer in _layers(model)[1]]
+    total = size(model)
+    return round(total), round(max(layers)), round(total - sum(layers))
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+def activation_bytes(model: nn.Module, args: SFTConfig, longest: int, *, half: bool, quantized: bool = False) -> int:
+    """
+    The most bytes that forward and backward of one batch hold at once, beside weights and gradients.
+
+    Both run on tensors without values, so this follows the model's own code (its attention, experts, checkpoints and
+    TRL's loss in tiles), whatever it is. Layers beyond the fourth are taken to be like those before.
+
+    Args:
+        model: what is trained, without weights. It stays as it is.
+        longest: tokens of a row; of a preference, those of both answers.
+        half: whether it trains in mixed precision.
+        quantized: whether the base's weights are unpacked for each matrix product.
+    """
+    name, layers = _layers(model)
+    few, more = _TRACED_LAYERS
+    rows, tokens = args.per_device_train_batch_size, longest
+    if not hasattr(args, "assistant_only_loss"):  # both answers of a preference
+        rows, tokens = 2 * rows, -(-longest // 2)
+
+    def peak(count: int) -> int:
+        traced = copy.deepcopy(model)
+        traced.set_submodule(name, _layers(traced)[1][:count])
+        return _traced_peak(traced, args, rows, max(tokens, 2), half)
+
+    peaks = [peak(count) for count in (few, more)] if len(layers) > more else [peak(len(layers))] * 2
+    growth = (peaks[1] - peaks[0]) / (more - few)
+    linears = (m.weight for m in layers.modules() if isinstance(m, nn.Linear) and not m.weight.requires_grad)
+    unpacked = max((w.numel() * w.element_size() for w in linears), default=0) if quantized else 0
+    return round(peaks[1] + growth * max(len(layers) - more, 0)) + unpacked
+
+
+def _traced_peak(model: Any, args: SFTConfig, rows: int, tokens: int, half: bool) -> int:
+    """The most bytes that are alive at once in a forward and a backward pass, which are run without values."""
+    base = base_model(model)
+    base.config.get_text_config().num_hidden_layers = len(_layers(model)[1])
+    full_logits = args.label_smoothing_factor > 0
+    if not full_logits:
+        outputs = ("log_probs", "entropy", "is_top1")  # those that TRL logs
+        private("trl.trainer.utils", "add_fused_lm_head")(base, outputs=outputs)
+    if args.gradient_checkpointing:
+        base.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        if isinstance(model, PeftModel):
+            base.enable_input_require_grads()
+    with FakeTensorMode(), _LiveBytes() as live:
+        model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+        base.tie_weights()
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        ids = torch.ones(rows, tokens, dtype=torch.long)
+        options = {} if full_logits else {"fused_lm_head": True}
+        before = live.reset()
+        with torch.autocast("cpu", torch.float16 if args.fp16 else torch.bfloat16, enabled=half):
+            output = model.train()(
+                input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False, **options
+            )
+        loss = output.loss
+        del output
+        loss.backward()
+        return live.peak - before
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations inside it make, while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.live = self.peak = 0
+
+    def reset(self) -> int:
+        """Begin anew with the peak; what is alive now."""
+        self.peak = self.live
+        return self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self._free, storage._cdata)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _free(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+_TIMED_STEPS = 3
+
+
+def seconds_per_step(make_trainer: Callable[[Any, Dataset], Trainer], args: SFTConfig, data: Dataset) -> float:
+    """
+    The median time of three optimizer steps, after one that does not count. Nothing is saved or reported.
+
+    Args:
+        make_trainer: arguments and rows → the trainer.
+        args: of the training that is planned.
+    """
+    args = for_one_trainer(args)
+    args.max_steps, args.save_strategy, args.eval_strategy = _TIMED_STEPS + 1, SaveStrategy.NO, IntervalStrategy.NO
+    args.report_to, args.push_to_hub, args.disable_tqdm = [], False, True
+    args.load_best_model_at_end = args.eval_on_start = False
+    args.logging_strategy = IntervalStrategy.NO
+    rows = args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    clock = _Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        args.output_dir = folder
+        trainer = make_trainer(args, drawn(data, min(rows * PartialState().num_processes, len(data)), args.seed))
+        trainer.add_callback(clock)
+        trainer.train()
+    return statistics.median(end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False))
+
+
+class _Clock(TrainerCallback):
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self.ends.append(time.perf_counter())
+
+
+def duration(seconds: float) -> str:
+    """A time in words: `42 s`, `7 min`, `2 h 05 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+# --- the plan of a training ------------------------------------------------------------------------------------------
+
+
+def python_line() -> str:
+    """What a process takes before it holds a model, which on a CPU comes on top of the estimates."""
+    return f"on a CPU, add {psutil.Process().memory_info().rss / 2**30:.2f} GiB for Python and its libraries"
+
+
 def print_estimates(
-    base: Base, model: Any, stages: Mapping[str, Any], data: Dataset, tokenizer: PreTrainedTokenizerBase, launch: Launch
+    base: Base,
+    model: Any,
+    stages: Mapping[str, Any],
+    data: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    launch: Launch,
+    seconds: Mapping[str, float],
 ) -> None:
     """
-    Print what each stage of `sft` or `dpo` will take: steps, tokens, parameters and memory.
+    Print what each stage of `sft` or `dpo` will take: steps, tokens, parameters, memory and time.
 
     Args:
         model: what is trained, without weights: the base, or the base with an adapter.
         stages: section → training arguments.
+        seconds: section → measured time of a step; empty: no times.
     """
-    empty, trains_base = base.empty(), not isinstance(model, PeftModel)
-    total = sum(p.numel() for p in model.parameters())
+    python = python_line()  # before the traces
     quantization = {} if base.quantization is None else base.quantization.to_dict()
     table = Table("stage", title=f"{base.name_or_path}: {len(data):,} examples")
-    for column in ("steps", "tokens", "trainable parameters", "memory per process, about"):
+    for column in (
+        "steps",
+        "tokens",
+        "trainable parameters",
+        "memory per process, about",
+        *["time, about"][: len(seconds)],
+    ):
         table.add_column(column, justify="right")
     lines = []
-    for args in stages.values():
-        rows, length = rows_and_length(data, tokenizer, args)
-        steps, read = steps_and_rows(args, rows, launch.processes)
+    for section, args in stages.items():
+        rows = count_rows(data, tokenizer, args)
+        steps, read = steps_and_rows(args, rows.count, launch.processes)
         freeze_for_stage(model, router_parameters(model), args.training_stage)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        needed = memory(
-            empty, args, length, total - empty.num_parameters(), trainable, launch=launch,
-            trained=base_dtype(empty, base.dtype) if trains_base else torch.float32,
-            half=bool(args.bf16 or args.fp16), dtype=base.dtype, quantization=quantization,
-        )  # fmt: skip
-        numbers = (f"{steps:,}", f"{round(read * length):,}", f"{trainable:,}", f"{needed.total / 2**30:.2f} GiB")
+        half = bool(args.bf16 or args.fp16)
+        needed = memory(model, args, rows.longest, half=half, quantization=quantization, launch=launch)
+        numbers = [f"{steps:,}", f"{round(read * rows.length):,}", f"{trainable:,}", f"{needed.total / 2**30:.2f} GiB"]
+        if section in seconds:
+            numbers.append(duration(steps * seconds[section]))
         table.add_row(args.training_stage, *numbers)
         lines.append(f"{args.training_stage}: {training_line(args)}; {needed}")
     if PartialState().is_main_process:
         console = Console(markup=False, emoji=False)
         console.print(table)
-        for line in (*lines, f"model: {model_size(model)}"):
+        for line in (*lines, python, f"model: {model_size(model)}"):
             console.print(line, highlight=False, soft_wrap=True)
 
 
-def rows_and_length(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> tuple[int, float]:
-    """Training rows and their mean number of tokens, which comes from up to 500 of them."""
+@dataclass(frozen=True)
+class Rows:
+    """How many rows a training has, the mean of their tokens, and those of the longest one."""
+
+    count: int
+    length: float
+    longest: int
+
+
+def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> Rows:
+    """Training rows as they are after truncation and packing. Their tokens come from up to 500 of them."""
     stride = max(1, len(data) // _SAMPLED_ROWS)
     limit = args.max_length or float("inf")
     template = chat_template(getattr(args, "chat_template_path", None), "chat_template_path")
     lengths = [row_tokens(tokenizer, data[i], template) for i in range(0, len(data), stride)]
-    mean = sum(min(length, limit) for length in lengths) / len(lengths)
+    cut = [min(length, limit) for length in lengths]
     if getattr(args, "packing", False) and args.max_length:
-        cut = args.packing_strategy == "bfd"  # others split what is too long
-        tokens = len(data) * (mean if cut else sum(lengths) / len(lengths))
-        return max(1, round(tokens / args.max_length)), float(args.max_length)
-    return len(data), mean
+        kept = cut if args.packing_strategy == "bfd" else lengths  # others split what is too long
+        tokens = len(data) * statistics.fmean(kept)
+        return Rows(max(1, round(tokens / args.max_length)), float(args.max_length), args.max_length)
+    return Rows(len(data), statistics.fmean(cut), int(max(cut)))
 
 
 def steps_and_rows(args: SFTConfig, rows: int, processes: int) -> tuple[int, float]:
@@ -227,45 +437,20 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, st
 
 
 def training_line(args: SFTConfig) -> str:
-    """Learning rate, schedule and context in words."""
+    """Learning rate, schedule, context and gradient checkpointing in words."""
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     if getattr(args, "router_schedule", "constant") == "three_phase":
         schedule = "in three phases"
-    return f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}"
+    checkpointing = "on, which takes a third more time" if args.gradient_checkpointing else "off"
+    return (
+        f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}; "
+        f"gradient checkpointing {checkpointing}"
+    )
 
 
-def base_dtype(model: PreTrainedModel, dtype: str) -> torch.dtype:
-    """Of a base's weights; "auto" is the config's."""
-    return getattr(torch, dtype) if dtype != "auto" else getattr(model.config, "dtype", None) or torch.float32
-
-
-def _base_bytes(model: PreTrainedModel, dtype: str, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Of all weights, of the largest layer, and of those in no layer."""
-    kind = base_dtype(model, dtype)
-    packed = 0.55 if quantization.get("load_in_4bit") else 1.0 if quantization.get("load_in_8bit") else kind.itemsize
-    head = model.get_output_embeddings()
-
-    def size(part: torch.nn.Module) -> float:
-        total = 0.0
-        for module in part.modules():
-            count = sum(p.numel() for p in module.parameters(recurse=False))
-            linear = isinstance(module, torch.nn.Linear) and module is not head
-            total += count * (packed if linear else kind.itemsize)
-        return total
-
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    layers = [size(layer) for layer in max(lists, key=size)] if lists else []
-    total = size(model)
-    return round(total), round(max(layers, default=0.0)), round(total - sum(layers))
-
-
-def _activation_bytes(config: Any, args: SFTConfig, length: float, width: int) -> int:
-    """Of one batch: every layer's input, and what backward needs of one layer (of all without checkpointing)."""
-    text = config.get_text_config()
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    per_layer = 10 * hidden + 8 * inner  # attention and norms; two slots of gate, up and their product
-    kept = layers * hidden + per_layer if args.gradient_checkpointing else layers * per_layer
-    tokens = args.per_device_train_batch_size * length
-    tile = min(tokens, _TILE_TOKENS) * min(text.vocab_size, _TILE_WORDS)
-    return round((tokens * kept + tile) * width)
+def on_quantized(model: nn.Module) -> nn.Module:
+    """An adapter on a quantized base, with its trainable parameters in bfloat16, which is how TRL trains them."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model

@@ -20,7 +20,7 @@ from trl import SFTConfig
 from ..utils.compat import private
 from ..utils.loading import chat_template
 from ..utils.messages import choice_error, one_line, unknown_key
-from .data import check_answers
+from .data import check_answers, check_marks
 from .preparation import rehearse
 
 
@@ -45,9 +45,11 @@ def preflight(
         check_packages(args, section)
         if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
             raise ValueError(f"{section}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
-    chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
+    template = chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
     if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # the plugin serves one trainer
         check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
+        if args.assistant_only_loss:
+            check_marks(section, data, tokenizer, template)
         rehearse(data, tokenizer, args, path or "sft")
 
 

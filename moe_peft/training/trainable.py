@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from accelerate.utils import parse_flag_from_env
 from peft.tuners.tuners_utils import BaseTuner
@@ -64,3 +64,9 @@ def base_values(model: nn.Module) -> list[float]:
     parts = ((name.split("."), p) for name, p in model.named_parameters())
     base = [p for names, p in parts if not any(n.startswith((*prefixes, "modules_to_save")) for n in names)]
     return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].double().tolist()]
+
+
+def train_only(model: nn.Module, names: Collection[str]) -> None:
+    """Make these parameters trainable, and no others."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)

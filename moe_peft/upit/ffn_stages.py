@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..models.attention_init import check_attention, fold_routers, init_attention_routers
 from ..models.introspection import router_parameters
-from ..models.model_size import model_size
 from ..models.native_routers import replace_routers
 from ..native.model_folder import copy_terms, open_dense
 from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
+from ..training.trainable import train_only
 from ..utils.distributed import on_main_process
 from ..utils.expert_merging import Descent
 from ..utils.loading import empty_model, without_zero3
@@ -27,8 +27,9 @@ from .evaluate import Evaluate
 from .expand import expand_checkpoints
 from .expert_similarity import of_ffns
 from .files import finish_native
+from .router_init import VECTORS, add_routing_vectors
 from .stage_cache import Stage
-from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes
+from .stages import Expand, PostTrain, Prepare, RouterInit
 
 logger = logging.getLogger("moe_peft")
 
@@ -45,8 +46,8 @@ class _OfFFNs(Stage):
 class FFNPrepare(_OfFFNs, Prepare):
     output = _MODEL
 
-    def sizes(self, model: PreTrainedModel) -> Sizes:
-        return Sizes(0, model.num_parameters())
+    def planned(self, base: PreTrainedModel) -> PreTrainedModel:
+        return base
 
 
 class FFNExpand(_OfFFNs, Expand):
@@ -67,10 +68,12 @@ class FFNRouterInit(_OfFFNs, RouterInit):
     def load(self, folder: Path) -> PreTrainedModel:
         return self.context.load_checkpoint(folder)
 
-    def sizes(self, model: PreTrainedModel) -> Sizes:
-        vectors = model.config.num_hidden_layers * model.config.hidden_size
-        ffns = sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
-        return Sizes(vectors, vectors + (ffns if self.recipe.router_init.train_experts else 0))
+    def planned(self, base: PreTrainedModel) -> PreTrainedModel:
+        """One expert's dense model, with a routing vector for each FFN."""
+        add_routing_vectors(base, [name for name, _ in base.named_modules() if name.endswith(".mlp")], self.seed)
+        trained = (VECTORS, ".mlp.") if self.recipe.router_init.train_experts else (VECTORS,)
+        train_only(base, [name for name, _ in base.named_parameters() if any(part in name for part in trained)])
+        return base
 
 
 class FFNPostTrain(_OfFFNs, PostTrain):
@@ -153,12 +156,14 @@ class FFNPostTrain(_OfFFNs, PostTrain):
             init_attention_routers(model, self.calibration, num_heads=r.moe.get("router_num_heads"), dense=dense)
         return model
 
-    def sizes(self, model: PreTrainedModel) -> Sizes:
-        native = self._empty(model.config)
+    def planned(self, base: PreTrainedModel) -> PreTrainedModel:
+        config = upcycled_config(base.config, self.recipe.upcycle_config())[1]
+        with base.device:
+            native = AutoModelForCausalLM.from_config(config, dtype=base.dtype)
         self.put_routers(native)
-        moe, routers = native.num_parameters(), sum(p.numel() for p in router_parameters(native).values())
-        trained = moe if self.recipe.trains_experts else routers
-        return Sizes(moe - model.num_parameters(), trained, model_size(native))
+        if not self.recipe.trains_experts:
+            train_only(native, router_parameters(native))
+        return native
 
     def _empty(self, base: PreTrainedConfig) -> PreTrainedModel:
         """The native MoE without weights."""

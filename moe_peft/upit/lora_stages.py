@@ -17,15 +17,16 @@ from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_to_moe
 from ..adapter.model import find_ffns
 from ..models.introspection import router_parameters
-from ..models.model_size import model_size
+from ..training.trainable import train_only
 from ..utils.expert_merging import Descent
 from ..utils.loading import read_adapter_config
 from .evaluate import Evaluate
 from .expand import expand_experts
 from .expert_similarity import of_loras
 from .recipe import FROM_EXPERTS, Recipe
+from .router_init import VECTORS, add_routing_vectors
 from .stage_cache import Artefacts, Stage
-from .stages import Expand, PostTrain, Prepare, RouterInit, Sizes, moe_experts
+from .stages import Expand, PostTrain, Prepare, RouterInit, moe_experts
 
 _ADAPTER = "adapter"
 
@@ -66,12 +67,9 @@ class LoraPrepare(_OfLoras, Prepare):
             revision=self.recipe.model.revision,
         )
 
-    def sizes(self, model: PreTrainedModel) -> Sizes:
-        with torch.device("meta"):
-            adapted = get_peft_model(model, self.lora_config(model))
-        lora = adapted.get_nb_trainable_parameters()[0]
-        adapted.unload()
-        return Sizes(lora, lora)
+    def planned(self, base: PreTrainedModel) -> PeftModel:
+        with base.device:
+            return get_peft_model(base, self.lora_config(base))
 
 
 class LoraExpand(_OfLoras, Expand):
@@ -93,17 +91,28 @@ class LoraRouterInit(_OfLoras, RouterInit):
     def load(self, folder: Path) -> PreTrainedModel:
         return self.context.base.load()
 
-    def sizes(self, model: PreTrainedModel) -> Sizes:
-        """One expert of the MoE adapter, and its row of every router."""
-        moe = _moe_sizes(self.recipe, model, self.recipe.router_init.train_experts)
-        return Sizes(moe.held // self.recipe.num_experts, moe.trained // self.recipe.num_experts)
+    def planned(self, base: PreTrainedModel) -> PeftModel:
+        """One LoRA expert, with a routing vector for each FFN."""
+        config, section = planned_config(self.recipe, base), self.recipe.router_init
+        names = routed_ffns(base)
+        lora = LoraConfig(
+            r=config.r, target_modules=ffn_projections(base, config.target_projections), modules_to_save=[VECTORS],
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
+        add_routing_vectors(base, names, self.seed)
+        with base.device:
+            model = get_peft_model(base, lora)
+        if not section.train_experts:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and VECTORS in name)
+        return model
 
 
 class LoraPostTrain(_OfLoras, PostTrain):
     output = _ADAPTER
 
     def check_base(self) -> None:
-        self.sizes(self.context.base.empty())  # raises for an adapter that the base cannot have
+        self.planned(self.context.base.empty())  # raises for an adapter that the base cannot have
 
     def assemble(self) -> PeftModel:
         """The base with all experts in one MoE adapter; with new experts if stage 1 trains none."""
@@ -118,8 +127,12 @@ class LoraPostTrain(_OfLoras, PostTrain):
             set_routers(moe, [weights[str(i)] for i in range(len(weights))])
         return moe
 
-    def sizes(self, model: PreTrainedModel) -> Sizes:
-        return _moe_sizes(self.recipe, model, self.recipe.trains_experts)
+    def planned(self, base: PreTrainedModel) -> PeftModel:
+        with base.device:
+            model = get_peft_model(base, planned_config(self.recipe, base))
+        if not self.recipe.trains_experts:
+            train_only(model, router_parameters(model))
+        return model
 
 
 class LoraEvaluate(Evaluate):
@@ -130,6 +143,12 @@ class LoraEvaluate(Evaluate):
 LORA_STAGES: tuple[type[Stage], ...] = (LoraPrepare, LoraExpand, LoraRouterInit, LoraPostTrain, LoraEvaluate)
 
 
+def routed_ffns(model: torch.nn.Module) -> list[str]:
+    """The modules that get experts and a router: the FFNs, or their linears where these have no module of their own."""
+    ffns = find_ffns(model)
+    return [name for name, _ in model.named_modules() if name in ffns or name.rsplit(".", 1)[-1] in ffns]
+
+
 def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None) -> list[str]:
     """
     The FFN projections that LoRA experts adapt, as names for `LoraConfig.target_modules`: full names where short ones
@@ -138,12 +157,9 @@ def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None)
     Raises:
         ValueError: no FFN has the chosen projections.
     """
-    ffns = find_ffns(model)
     names: list[str] = []
-    for name, module in model.named_modules():
-        if name not in ffns and name.rsplit(".", 1)[-1] not in ffns:
-            continue
-        layout = find_layout(module)
+    for name in routed_ffns(model):
+        layout = find_layout(model.get_submodule(name))
         of_ffn = [f"{name}.{p}" for p in layout.projections] if layout is not None else [name]  # OPT has linears only
         names += [full for full in of_ffn if chosen is None or full.rsplit(".", 1)[-1] in chosen]
     if not names:
@@ -179,15 +195,7 @@ def _config_of_experts(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
     return replace(recipe.moe_config(), use_rslora=False, **determined)
 
 
-def _moe_sizes(recipe: Recipe, model: PreTrainedModel, train_experts: bool) -> Sizes:
-    """Of the MoE adapter."""
+def planned_config(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
+    """The MoE adapter's configuration, as far as the recipe and the experts that it names determine it."""
     has_experts = recipe.prepare.folders and recipe.facts.prepares
-    config = _config_of_experts(recipe, model) if has_experts else recipe.moe_config()
-    with torch.device("meta"):
-        adapted = get_peft_model(model, config)
-    routers = router_parameters(adapted)
-    sizes = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
-    size = model_size(adapted)
-    adapted.unload()
-    moe = sum(sizes.values())
-    return Sizes(moe, moe if train_experts else sum(sizes[name] for name in routers), size)
+    return _config_of_experts(recipe, model) if has_experts else recipe.moe_config()

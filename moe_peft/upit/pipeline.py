@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -20,7 +21,7 @@ import trl
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
 
-from ..training.checkpointing import link_folder
+from ..training.checkpointing import MARKER, link_folder
 from ..training.preflight import check_packages, preflight, refuse_arguments
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write, hash_file, output_folder, read_json, write_json
@@ -69,6 +70,7 @@ class UpIT:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.context = RunContext(recipe)
+        self.seconds: dict[str, float] = {}  # that stages took in this process, by name
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -129,8 +131,11 @@ class UpIT:
             on_main_process(lambda: str(stack.enter_context(folder)))
             self.context.records = {}
             for number, stage in enumerate(self.stages, start=1):
+                begin, is_done = time.perf_counter(), (stage.folder / MARKER).is_file()
                 with _tracked(self.root, stage.name):
                     self.records[stage.name] = run_stage(stage, redo, f"stage {number} of {len(self.stages)}")
+                if not is_done:
+                    self.seconds[stage.name] = time.perf_counter() - begin
                 free_memory()
             on_main_process(self._publish)
         return self.result

@@ -21,7 +21,7 @@ from trl import SFTConfig
 from ..models.introspection import router_parameters
 from ..training.checkpointing import Trained, copy_result, train
 from ..training.preparation import for_one_trainer
-from ..training.trainable import unfreeze_stage
+from ..training.trainable import train_only, unfreeze_stage
 from ..training.trainers import MoESFTTrainer
 
 
@@ -90,8 +90,7 @@ def post_train(
     if isinstance(model, PeftModel):
         model.set_adapter(model.active_adapter)  # trainable again, whatever was frozen before
     if not train_experts:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in routers)
+        train_only(model, routers)
     set_seed(args.seed)
     trainer = MoESFTTrainer(
         model=model,

@@ -51,7 +51,7 @@ Load = Callable[[Path], PreTrainedModel]
 
 # --- routing vectors -------------------------------------------------------------------------------------------------
 
-_VECTORS = "routing_vectors"
+VECTORS = "routing_vectors"
 
 
 class RoutingVectors(nn.Module):
@@ -92,7 +92,7 @@ def record_scores(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
 
     def hook(index: int) -> Callable[[nn.Module, tuple], tuple]:
         def record(module: nn.Module, args: tuple) -> tuple:
-            score = model.get_submodule(_VECTORS)(args[0], index)  # a module's call, for which ZeRO-3 gathers vectors
+            score = model.get_submodule(VECTORS)(args[0], index)  # a module's call, for which ZeRO-3 gathers vectors
             if len(scores) < len(names):
                 scores.append(score if torch.is_grad_enabled() else score.detach().requires_grad_())
             elif (gradient := scores[index].grad) is not None:
@@ -177,14 +177,20 @@ def _routed_modules(model: PreTrainedModel, experts: Sequence[Path]) -> list[str
     return [name for name, _ in model.named_modules() if name in adapted]
 
 
+def add_routing_vectors(model: PreTrainedModel, names: Sequence[str], seed: int) -> RoutingVectors:
+    """Give a model new vectors for these of its modules."""
+    vectors = RoutingVectors([model.get_submodule(name) for name in names], seed)
+    model.add_module(VECTORS, vectors)
+    return vectors
+
+
 def _trainable(model: PreTrainedModel, expert: Path, names: Sequence[str], seed: int) -> PreTrainedModel | PeftModel:
     """An expert with routing vectors: the dense model itself, or the base with the expert's LoRA."""
-    vectors = RoutingVectors([model.get_submodule(name) for name in names], seed)
-    model.add_module(_VECTORS, vectors)
+    vectors = add_routing_vectors(model, names, seed)
     if not is_lora(expert):
         return model
     config = PeftConfig.from_pretrained(expert)
-    config.inference_mode, config.modules_to_save = False, [_VECTORS]  # saved and resumed beside the LoRA
+    config.inference_mode, config.modules_to_save = False, [VECTORS]  # saved and resumed beside the LoRA
     weights = load_peft_weights(str(expert), device="cpu")
     weights |= {_saved_name(i): vector.data for i, vector in enumerate(vectors.vectors)}
     adapted = get_peft_model(model, config)
@@ -194,23 +200,23 @@ def _trainable(model: PreTrainedModel, expert: Path, names: Sequence[str], seed:
 
 def _saved_name(index: int) -> str:
     """Of a routing vector in an adapter's file."""
-    return f"base_model.model.{_VECTORS}.vectors.{index}"
+    return f"base_model.model.{VECTORS}.vectors.{index}"
 
 
 def _keep(checkpoint: Path, source: Path, target: Path) -> None:
     """Write the trained expert without its routing vectors, in the form of the one that it was."""
     if is_lora(source):
         weights = load_peft_weights(str(checkpoint), device="cpu")
-        write_adapter({name: weight for name, weight in weights.items() if _VECTORS not in name}, source, target)
+        write_adapter({name: weight for name, weight in weights.items() if VECTORS not in name}, source, target)
     else:
-        write_without(checkpoint, f"{_VECTORS}.", source, target)
+        write_without(checkpoint, f"{VECTORS}.", source, target)
 
 
 def _read_vectors(checkpoint: Path, count: int) -> list[torch.Tensor]:
     """The routing vectors [d] of a checkpoint, one for each routed module."""
     if not is_lora(checkpoint):
         model = Checkpoint(checkpoint)
-        return [model.tensor(f"{_VECTORS}.vectors.{i}").float() for i in range(count)]
+        return [model.tensor(f"{VECTORS}.vectors.{i}").float() for i in range(count)]
     weights = load_peft_weights(str(checkpoint), device="cpu")
     return [weights[_saved_name(i)].float() for i in range(count)]
 
@@ -326,7 +332,7 @@ def init_routers(
         if bucket:
             part_of_expert = "lora_" if is_lora(source) else ".mlp."
             for name, parameter in model.named_parameters():
-                parameter.requires_grad_(_VECTORS in name or (train_experts and part_of_expert in name))
+                parameter.requires_grad_(VECTORS in name or (train_experts and part_of_expert in name))
             trainer = RouterInitTrainer(
                 model, expert_args, train_dataset=data.select(bucket), processing_class=processing_class,
                 names=names, alpha=alpha,
@@ -349,7 +355,7 @@ def init_routers(
 
 
 def _vectors_of(model: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if _VECTORS in name and "original_module" not in name]
+    return [p for name, p in model.named_parameters() if VECTORS in name and "original_module" not in name]
 
 
 def _expert_arguments(args: SFTConfig, expert: int) -> SFTConfig:

@@ -6,23 +6,23 @@ import math
 from abc import abstractmethod
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from transformers import PreTrainedModel
-from trl import SFTConfig
+from transformers import PreTrainedModel, Trainer
+from trl import SFTConfig, SFTTrainer
 
-from ..models.model_size import ModelSize, model_size
+from ..models.model_size import model_size
 from ..training.checkpointing import INCIDENTAL, Trained, copy_result
 from ..training.data import drawn, in_blocks, source_name
 from ..training.estimate import steps_in_epoch
 from ..training.labels import unknown_labels
-from ..training.trainers import MoESFTConfig, check_padding
+from ..training.trainers import MoESFTConfig, MoESFTTrainer, check_padding
 from ..utils.distributed import on_main_process
 from ..utils.expert_merging import Descent
-from ..utils.messages import one_line
+from ..utils.messages import arguments_error
 from ..utils.model_card import write_model_card
 from .buckets import Seeds
 from .context import hash_template
@@ -87,7 +87,7 @@ class TrainerStage(Stage):
         try:
             return self.config(**settings)
         except (ValueError, TypeError, ImportError) as error:
-            raise ValueError(f"{self.name}.sft: {one_line(error)}") from error
+            raise ValueError(f"{self.name}.sft: {arguments_error(error)}") from error
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -114,14 +114,6 @@ class TrainerStage(Stage):
         return self.arguments(**overrides)
 
 
-class Sizes(NamedTuple):
-    """Parameters in memory beside the base's, those that are trained, and the MoE's size if that is what is trained."""
-
-    held: int
-    trained: int
-    moe: ModelSize | None = None
-
-
 class TrainingStage(TrainerStage):
     """A stage that trains, and so has a share of the budget."""
 
@@ -131,22 +123,32 @@ class TrainingStage(TrainerStage):
         """Passes over the training data that it takes."""
 
     @abstractmethod
-    def sizes(self, model: PreTrainedModel) -> Sizes:
+    def planned(self, base: PreTrainedModel) -> Any:
         """
-        What it will hold in memory.
+        What it will train, as a model of its own or around the base, with new values where there are weights.
 
         Args:
-            model: the base, without weights.
+            base: the base, with weights or without.
 
         Raises:
             ValueError: the recipe does not fit the base.
         """
 
+    def planned_trainer(self, model: Any, args: Any, data: Dataset) -> Trainer:
+        """A trainer of what is planned, to time it. Stage 3's has the language loss alone."""
+        trainer_class = MoESFTTrainer if self.config is MoESFTConfig else SFTTrainer
+        return trainer_class(model, args, train_dataset=data, processing_class=self.context.base.tokenizer)
+
     def write_card(self, folder: Path) -> None:
         """The model card of the result."""
         r = self.recipe
         data = source_name(r.data.train)
-        made = f"`moe-peft upit`, method `{r.method}`"
+        earlier = [
+            f"{name} ({count:.0f} steps)" if (count := record["metrics"].get("steps")) else name
+            for name, record in self.context.records.items()
+        ]
+        stages = f": {', '.join([*earlier, self.name])}" if earlier else ""
+        made = f"`moe-peft upit`, method `{r.method}`{stages}"
         write_model_card(folder, base=r.model.name_or_path, made=made, datasets=[data] if data else [])
 
     def steps(self, rows: int, processes: int) -> int:

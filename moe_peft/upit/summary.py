@@ -12,11 +12,21 @@ from rich.console import Console
 from rich.table import Table
 
 from ..evaluation.results import as_table, by_metric
-from ..models.model_size import ModelSize
-from ..training.estimate import Launch, Memory, base_dtype, memory, rows_and_length, training_line
+from ..models.model_size import ModelSize, model_size
+from ..training.estimate import (
+    Launch,
+    Memory,
+    count_rows,
+    duration,
+    memory,
+    on_quantized,
+    python_line,
+    seconds_per_step,
+    training_line,
+)
 from .evaluate import recorded_scores
 from .pipeline import UpIT
-from .stages import TrainingStage
+from .stages import PostTrain, TrainingStage
 
 # --- plan ------------------------------------------------------------------------------------------------------------
 
@@ -25,7 +35,8 @@ from .stages import TrainingStage
 class StagePlan:
     """
     One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context;
-    `moe` is the size of the MoE, of the stage that trains all of it.
+    `moe` is the size of the MoE, of the stage that trains all of it; `seconds` is the time it will take, if steps were
+    timed.
     """
 
     name: str
@@ -36,9 +47,10 @@ class StagePlan:
     memory: Memory
     training: str
     moe: ModelSize | None = None
+    seconds: float | None = None
 
 
-def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
+def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> list[StagePlan]:
     """
     The stages of a run that train.
 
@@ -47,6 +59,7 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
 
     Args:
         launch: how the run will be launched; None: as this process was.
+        timed: whether to load the base and time a few steps of each stage, which are thrown away.
 
     Raises:
         ValueError: the recipe, its base or its data do not fit together.
@@ -58,30 +71,33 @@ def plan(pipeline: UpIT, launch: Launch | None = None) -> list[StagePlan]:
     launch = launch or Launch(PartialState().num_processes)
     data = pipeline.context.train_data
     pipeline.check(weights=False, **overrides)
-    tokenizer, empty = pipeline.context.base.tokenizer, pipeline.context.base.empty()
+    base, quantization = pipeline.context.base, r.model.quantization
     plans = []
     for stage in pipeline.stages:
         if not isinstance(stage, TrainingStage):
             continue
-        args = stage.example_arguments(**overrides)
-        rows, length = rows_and_length(data, tokenizer, args)
-        sizes = stage.sizes(empty)
+        args, model = stage.example_arguments(**overrides), stage.planned(base.empty())
+        rows = count_rows(data, base.tokenizer, args)
         needed = memory(
-            empty, args, length, sizes.held, sizes.trained,
+            on_quantized(model) if quantization else model, args, rows.longest,
             half=bool(stage.sft.get("bf16", True) or stage.sft.get("fp16")),  # TRL's default is bf16
-            dtype=r.dtype, quantization=r.model.quantization, launch=launch,
-            trained=base_dtype(empty, r.dtype) if r.mode == "ffn" else torch.float32,
+            quantization=quantization, launch=launch,
         )  # fmt: skip
+        steps, seconds = stage.steps(rows.count, launch.processes), None
+        if timed:
+            trained = stage.planned(base.load())
+            seconds = steps * seconds_per_step(partial(stage.planned_trainer, trained), args, data)
         plans.append(
             StagePlan(
                 stage.name,
                 stage.epochs,
-                stage.steps(rows, launch.processes),
-                round(stage.epochs * rows * length),
-                sizes.trained,
+                steps,
+                round(stage.epochs * rows.count * rows.length),
+                sum(p.numel() for p in model.parameters() if p.requires_grad),
                 needed,
                 training_line(args),
-                sizes.moe,
+                model_size(model) if isinstance(stage, PostTrain) else None,
+                seconds,
             )
         )
     return plans
@@ -98,15 +114,16 @@ _SIMILARITY = {
 
 def print_summary(pipeline: UpIT) -> None:
     """
-    One table of all stages, with the similarity of the experts after each; the held-out losses and the scores on tasks;
-    the MoE's size; what is wrong with the load, and what to try; and where the result is. From the main process.
+    One table of all stages, with the time of those done now and the similarity of the experts after each; the held-out
+    losses and the scores on tasks; the MoE's size; what is wrong with the load, and what to try; and where the result
+    is. From the main process.
     """
     if not PartialState().is_main_process:
         return
     console = Console(markup=False, emoji=False)
     say = partial(console.print, highlight=False, soft_wrap=True)
     recipe, metrics = pipeline.recipe, {name: record["metrics"] for name, record in pipeline.records.items()}
-    columns = ("stage", "steps", "loss", "what it made", "similarity of experts")
+    columns = ("stage", "steps", "loss", "time", "what it made", "similarity of experts")
     table = Table(*columns, title=f"{recipe.method}: {pipeline.root}", caption=_SIMILARITY[recipe.mode])
     for stage in pipeline.stages:
         measured = metrics[stage.name]
@@ -115,6 +132,7 @@ def print_summary(pipeline: UpIT) -> None:
             stage.name,
             "" if steps is None else f"{steps:.0f}",
             f"{loss:.3f}" if isinstance(loss, float) else "",
+            duration(pipeline.seconds[stage.name]) if stage.name in pipeline.seconds else "",
             stage.describe(measured),
             _similarity(measured),
         )
@@ -153,9 +171,10 @@ def _loss_table(losses: dict[str, dict[str, float]]) -> Table:
     return table
 
 
-def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
+def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> None:
     """The stages, what they will take, and how many examples there are."""
-    plans = {stage_plan.name: stage_plan for stage_plan in plan(pipeline, launch)}
+    python = python_line()  # before models are traced or loaded
+    plans = {stage_plan.name: stage_plan for stage_plan in plan(pipeline, launch, timed)}
     if not PartialState().is_main_process:
         return
     console = Console(markup=False, emoji=False)
@@ -163,13 +182,16 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
     r = pipeline.recipe
     title = f"{r.method}: {len(pipeline.context.train_data):,} examples, {r.num_train_epochs:g} passes, seed {r.seed}"
     table = Table("stage", title=title)
-    for column in ("passes", "steps", "tokens", "trainable parameters", "memory per process, about"):
+    for column in (
+        "passes", "steps", "tokens", "trainable parameters", "memory per process, about", *["time, about"] * timed
+    ):  # fmt: skip
         table.add_column(column, justify="right")
     for stage in pipeline.stages:
         cells: tuple[str, ...] = ()
         if p := plans.get(stage.name):
             memory = f"{p.memory.total / 2**30:.2f} GiB"
             cells = (f"{p.epochs:.3g}", f"{p.steps:,}", f"{p.tokens:,}", f"{p.trainable:,}", memory)
+            cells += () if p.seconds is None else (duration(p.seconds),)
         table.add_row(stage.name, *cells)
     console.print(table)
     if pipeline.root.exists():
@@ -177,6 +199,7 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None) -> None:
             say(f"{name}: {outlook}")
     for p in plans.values():
         say(f"{p.name}: {p.memory}")
+    say(python)
     for training in dict.fromkeys(p.training for p in plans.values()):
         say(f"{', '.join(p.name for p in plans.values() if p.training == training)}: {training}")
     for p in plans.values():

@@ -147,15 +147,18 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
     return config
 
 
-def empty_model(config: PreTrainedConfig, source: object) -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -> PreTrainedModel:
     """
     A model without weights, on the meta device.
+
+    Args:
+        dtype: of the parameters; "auto" is the config's.
 
     Raises:
         ValueError: there is no such model.
     """
     with reading(source), without_zero3(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
 
 
 @contextmanager
@@ -236,7 +239,7 @@ class Base:
 
     def empty(self) -> PreTrainedModel:
         """A new model without weights, on the meta device."""
-        return empty_model(self.config, self)
+        return empty_model(self.config, self, self.dtype)
 
     def load(self) -> PreTrainedModel:
         """A new model with its weights."""

@@ -25,6 +25,16 @@ def one_line(error: object, limit: int = 200) -> str:
     return "…" if "://" in text.split()[0] else f"{text[: limit - 1]}…"
 
 
+def arguments_error(error: object) -> str:
+    """What transformers says of training arguments, on one line."""
+    if "assign use_cpu" in str(error):
+        return (
+            "bf16=True (TRL's default): no GPU here computes in bfloat16; set use_cpu=true to train on the CPU, and "
+            "bf16=false to do so in float32"
+        )
+    return one_line(error)
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory left: Python's, torch's on any device, or accelerate's."""
     if not isinstance(error, (RuntimeError, OSError)):

@@ -32,6 +32,7 @@ logger = logging.getLogger("moe_peft")
 TAGS: tuple[str, ...] = ("mixture-of-experts", "moe_peft")
 _TEMPLATE = Path(__file__).with_suffix(".md")
 _FOLDER = "path/to/this/folder"
+_TOKENIZER = "tokenizer_config.json"
 _FIGURES = ("routing.png", "load.png", "routing/load.png")
 # Of each task type of PEFT: its class, and the hub's name of the task.
 _TASKS = {
@@ -141,9 +142,12 @@ def write_model_card(
     kept = {} if old is None else _marked(old.text).get("facts", {})
     facts = {subject: lines or kept.get(subject, []) for subject, lines in facts.items()}
     name_or_path = repo or _FOLDER
+    saved_tokenizer = task == "text-generation" and (folder / _TOKENIZER).is_file()
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
+        saved_tokenizer=saved_tokenizer,
+        chat=_has_chat_template(folder if saved_tokenizer or not bases else Path(bases[0])),
         title=title or _title(adapter, num_experts, bases),
         adapter=adapter,
         is_moe_lora=is_moe_lora,
@@ -179,6 +183,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _title(adapter: dict[str, Any], num_experts: int | None, bases: list[str]) -> str:
     """It does not depend on the folder, so that the same adapter has the same card wherever it is saved."""
     names = Path(bases[0]).name if len(bases) == 1 else f"{len(bases)} models"
+    if len(bases) == 1 and "model_type" in (config := _read(Path(bases[0]) / "config.json")):  # whose name may be "hf"
+        names = f"{names} ({config['model_type']})"
     if adapter:
         kind = "MoE-LoRA" if adapter.get("peft_type") == "MOE_LORA" else adapter.get("peft_type")
         return f"{kind} adapter" + (f" for {names}" if bases else "")
@@ -187,11 +193,16 @@ def _title(adapter: dict[str, Any], num_experts: int | None, bases: list[str]) -
 
 def _tokenizer(folder: Path, adapter: dict[str, Any], bases: list[str], name_or_path: str) -> str | None:
     """The code of what to load a tokenizer from; None if there is none."""
-    if (folder / "tokenizer_config.json").is_file():
+    if (folder / _TOKENIZER).is_file():
         return f'"{name_or_path}"'
-    if adapter and bases and (not os.path.isdir(bases[0]) or Path(bases[0], "tokenizer_config.json").is_file()):
+    if adapter and bases and (not os.path.isdir(bases[0]) or Path(bases[0], _TOKENIZER).is_file()):
         return 'model.peft_config["default"].base_model_name_or_path'
     return None
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in a local folder has one."""
+    return (folder / "chat_template.jinja").is_file() or bool(_read(folder / _TOKENIZER).get("chat_template"))
 
 
 def _num_labels(folder: Path) -> int | None:

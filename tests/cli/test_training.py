@@ -282,7 +282,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     assert not out.exists()
     run("sft", tmp_path, {**case, **own}, "--dry-run", "--processes", "3", "--strategy", "zero2")
     shared = capsys.readouterr().out
-    for text in ("parameters 0.00 GiB, gradients", "memory per process", " 4 "):  # a third of the steps
+    for text in ("weights 0.00 GiB, gradients", "memory per process", " 4 "):  # a third of the steps
         assert text in shared, text
     base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"])
     model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM", **ADAPTER))

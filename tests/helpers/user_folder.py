@@ -34,14 +34,16 @@ def write_model(folder: str | Path, tokenizer: Any, seed: int = 0) -> None:
 
 
 def write_adapter(folder: str | Path, base: str) -> None:
-    """An adapter with four experts, not trained, for the model that `write_model` writes."""
+    """An adapter with four experts, not trained, for the model that `write_model` writes, with its tokenizer."""
     from peft import get_peft_model
+    from transformers import AutoTokenizer
 
     from moe_peft import MoELoraConfig
 
     model = get_peft_model(tiny_llama(vocab=128), MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
     model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
 
 
 def write_rows(file: str | Path, rows: list[dict[str, str]]) -> None:

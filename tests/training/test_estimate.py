@@ -7,17 +7,21 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from trl import SFTConfig, SFTTrainer
 
-from moe_peft import MoESFTConfig
+from moe_peft import MoELoraConfig, MoESFTConfig
 from moe_peft.training.estimate import (  # fmt: skip
-    _TILE_TOKENS,
-    _TILE_WORDS,
     STRATEGIES,
     Launch,
+    Rows,
+    activation_bytes,
+    count_rows,
+    duration,
     memory,
+    on_quantized,
     planned_launch,
-    rows_and_length,
+    seconds_per_step,
     steps_and_rows,
     training_line,
 )
@@ -26,52 +30,153 @@ from tests.helpers.models import ATTENTION, FFN, tiny_llama
 LAYER = ATTENTION + FFN + 2 * 64
 OUTSIDE = 2 * 128 * 64 + 64  # embeddings, head, norm
 BASE = 4 * (2 * LAYER + OUTSIDE)
-HELD, TRAINED = 3000, 2000
-# Of 4 rows of 10 tokens in float32: both layers' activations, as nothing is computed again, and a tile of the logits.
-ACTIVATIONS = 4 * 10 * 4 * (2 * (10 * 64 + 8 * 128) + 128)
+
+
+TRAINED = 64
+
+
+def trained():
+    """A base of which the last norm is trained."""
+    model = tiny_llama().requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+    return model
 
 
 @pytest.fixture(scope="module")
 def needed(tmp_path_factory):
-    args = SFTConfig(
-        str(tmp_path_factory.mktemp("out")), per_device_train_batch_size=4, bf16=False, use_cpu=True,
-        gradient_checkpointing=False,
-    )  # fmt: skip
-    return lambda launch: memory(tiny_llama(), args, 10, HELD, TRAINED, half=False, launch=launch)
+    args = arguments(tmp_path_factory.mktemp("out"), per_device_train_batch_size=4, gradient_checkpointing=False)
+    return lambda launch: memory(trained(), args, 10, half=False, launch=launch)
+
+
+def arguments(folder, **own):
+    return SFTConfig(str(folder), **{"bf16": False, "use_cpu": True, "report_to": "none", **own})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_process_holds_everything(strategy, needed):
-    found = needed(Launch(1, strategy))
-    assert (found.parameters, found.gradients, found.optimizer) == (BASE + 4 * HELD, 4 * TRAINED, 8 * TRAINED)
-    assert found.activations == ACTIVATIONS
-    assert found.total == BASE + 4 * HELD + 12 * TRAINED + ACTIVATIONS
+    planned = needed(Launch(1, strategy))
+    assert (planned.weights, planned.gradients, planned.optimizer) == (BASE, 4 * TRAINED, 8 * TRAINED)
+    assert planned.total == BASE + 12 * TRAINED + planned.activations
 
 
 def test_an_optimizer_of_eight_bits(tmp_path):
-    args = SFTConfig(str(tmp_path), optim="adamw_bnb_8bit", bf16=False, use_cpu=True)
-    found = memory(tiny_llama(), args, 10, HELD, TRAINED, half=False)
-    assert (found.gradients, found.optimizer) == (4 * TRAINED, 2 * TRAINED)
+    planned = memory(trained(), arguments(tmp_path, optim="adamw_bnb_8bit"), 10, half=False)
+    assert (planned.gradients, planned.optimizer) == (4 * TRAINED, 2 * TRAINED)
 
 
 @pytest.mark.parametrize("processes", [2, 8, 64])
 def test_what_is_sharded(processes, needed):
     ddp, zero2, zero3, fsdp2 = (needed(Launch(processes, name)) for name in ("ddp", "zero2", "zero3", "fsdp2"))
-    assert (ddp.parameters, ddp.gradients, ddp.optimizer) == (BASE + 4 * HELD, 2 * 4 * TRAINED, 8 * TRAINED)
-    assert (zero2.parameters, zero2.gradients) == (BASE + 4 * HELD, -(-4 * TRAINED // processes))
+    weights = BASE
+    assert (ddp.weights, ddp.gradients, ddp.optimizer) == (weights, 2 * 4 * TRAINED, 8 * TRAINED)
+    assert (zero2.weights, zero2.gradients) == (weights, -(-4 * TRAINED // processes))
     assert zero2.optimizer == 8 * TRAINED // processes
-    whole = 4 * (2 * LAYER + OUTSIDE) + 2 * (4 * HELD // 2)  # this model has but two layers
     assert zero3 == fsdp2
-    assert zero3.parameters == min(-(-(BASE + 4 * HELD) // processes) + whole, BASE + 4 * HELD)
-    assert {found.activations for found in (ddp, zero2, zero3)} == {ACTIVATIONS}
+    assert zero3.weights == min(-(-weights // processes) + weights, weights)  # this model has but two layers
+    assert len({planned.activations for planned in (ddp, zero2, zero3)}) == 1
 
 
-def test_many_layers_shrink_with_the_processes():
-    args = SFTConfig("unused", per_device_train_batch_size=1, bf16=False, use_cpu=True)
-    model = tiny_llama(layers=12)
-    one, many = (memory(model, args, 10, 0, 0, half=False, launch=Launch(n, "fsdp2")) for n in (1, 8))
-    assert one.parameters == 4 * (12 * LAYER + OUTSIDE)
-    assert many.parameters == one.parameters // 8 + 4 * (2 * LAYER + OUTSIDE)
+def test_many_layers_shrink_with_the_processes(tmp_path):
+    args, model = arguments(tmp_path, per_device_train_batch_size=1), tiny_llama(layers=12)
+    one, many = (memory(model, args, 10, half=False, launch=Launch(n, "fsdp2")) for n in (1, 8))
+    assert one.weights == 4 * (12 * LAYER + OUTSIDE)
+    assert many.weights == one.weights // 8 + 4 * (2 * LAYER + OUTSIDE)
+
+
+def test_a_tied_head_counts_once(tmp_path):
+    untied, tied = (
+        memory(tiny_llama(tie_word_embeddings=tie), arguments(tmp_path), 10, half=False).weights
+        for tie in (False, True)
+    )
+    assert untied - tied == 4 * 128 * 64
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(model, ids):
+    """What autograd keeps of a real forward pass, each storage once, without the model's own tensors."""
+    kept, storages = {}, {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    size = sum(size for pointer, size in kept.items() if pointer not in storages)
+    del loss
+    return size
+
+
+def adapted(**own):
+    config = MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8, **own)
+    return get_peft_model(tiny_llama(layers=6), config).train()
+
+
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_activations_are_what_autograd_keeps(mixing, tmp_path):
+    """The trace sees a little more: what is alive only while an operation runs."""
+    ids = torch.randint(3, 128, (4, 64))
+    kept = saved_bytes(adapted(mixing=mixing), ids)
+    with torch.device("meta"):
+        model = adapted(mixing=mixing)
+    # With smoothed labels TRL's loss is, as here, one of complete logits.
+    own = {"label_smoothing_factor": 0.1, "gradient_checkpointing": False}
+    args = arguments(tmp_path, per_device_train_batch_size=4, **own)
+    traced = activation_bytes(model, args, 64, half=False)
+    assert 0.9 * kept < traced < 1.5 * kept
+    assert activation_bytes(model, args, 64, half=False) == traced  # the model stays as it is
+
+
+def test_gradient_checkpointing_and_short_rows_take_less(tmp_path):
+    with torch.device("meta"):
+        model = adapted()
+
+    def traced(length, **own):
+        own = {"label_smoothing_factor": 0.1, "gradient_checkpointing": False, **own}
+        args = arguments(tmp_path, per_device_train_batch_size=4, **own)
+        return activation_bytes(model, args, length, half=False)
+
+    assert traced(128) == pytest.approx(2 * traced(64), rel=0.05)
+    assert traced(128, gradient_checkpointing=True) < traced(128) / 2
+    # TRL's loss holds tiles of the logits, however few words there are: 4096 tokens by 32768 words at most.
+    assert traced(128, label_smoothing_factor=0.0) - traced(128) == pytest.approx(4 * 4 * 128 * 32768, rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [5, 8])
+def test_layers_that_are_not_traced_are_like_those_that_are(layers, tmp_path, monkeypatch):
+    args = arguments(tmp_path, per_device_train_batch_size=2, gradient_checkpointing=False)
+    with torch.device("meta"):
+        model = tiny_llama(layers=layers)
+    drawn_out = activation_bytes(model, args, 64, half=False)
+    monkeypatch.setattr("moe_peft.training.estimate._TRACED_LAYERS", (2, layers))
+    assert drawn_out == pytest.approx(activation_bytes(model, args, 64, half=False), rel=0.01)
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_times_steps_and_leaves_nothing(tmp_path, tokenizer):
+    args = arguments(tmp_path / "out", per_device_train_batch_size=1, max_steps=500)
+    data, trainers = Dataset.from_list([{"text": f"w{i} w5"} for i in range(40)]), []
+
+    def make(args, rows):
+        model = tiny_llama(hidden=8, layers=1)
+        trainers.append(SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer))
+        return trainers[0]
+
+    assert 0 < seconds_per_step(make, args, data) < 60
+    assert trainers[0].state.global_step == 4 and args.max_steps == 500 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(4.2, "4 s"), (89, "89 s"), (150, "2 min"), (7500, "2 h 05 min")])
+def test_durations(seconds, words):
+    assert duration(seconds) == words
+
+
+# --- launches, weights, rows, steps ----------------------------------------------------------------------------------
 
 
 def test_wrong_launches_are_refused_in_one_line():
@@ -87,18 +192,23 @@ def test_wrong_launches_are_refused_in_one_line():
 
 
 def test_half_the_bytes_where_bfloat16_weights_train(tmp_path):
-    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
-    found = memory(tiny_llama(), args, 10, 0, 1000, half=False, trained=torch.bfloat16)
-    assert (found.gradients, found.optimizer) == (2 * 1000, 4 * 1000)
+    model = on_quantized(trained())
+    planned = memory(model, arguments(tmp_path), 10, half=False, quantization={"load_in_8bit": True})
+    assert (planned.gradients, planned.optimizer) == (2 * TRAINED, 4 * TRAINED)
 
 
 @pytest.mark.parametrize(
-    ("quantization", "size"), [({}, 4), ({"load_in_8bit": True}, 1), ({"load_in_4bit": True}, 0.55)]
+    ("quantization", "size"),
+    [
+        ({}, 4),
+        ({"load_in_8bit": True}, 1),
+        ({"load_in_4bit": True}, 0.5 + 4 / 64),
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, 0.5 + 1 / 64),
+    ],
 )
-def test_linears_but_the_head_are_quantized(quantization, size, tmp_path):
-    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
-    found = memory(tiny_llama(), args, 10, 0, 0, half=False, quantization=quantization)
-    assert found.parameters == round(size * 2 * (ATTENTION + FFN) + 4 * (2 * 2 * 64 + OUTSIDE))
+def test_frozen_linears_but_the_head_are_quantized(quantization, size, tmp_path):
+    planned = memory(trained(), arguments(tmp_path), 10, half=False, quantization=quantization)
+    assert planned.weights == round(size * 2 * (ATTENTION + FFN) + 4 * (2 * 2 * 64 + OUTSIDE))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +223,7 @@ def test_linears_but_the_head_are_quantized(quantization, size, tmp_path):
 )
 def test_tokens_of_a_row_count_its_end_and_both_answers(row, length, tmp_path, tokenizer):
     args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=None)
-    assert rows_and_length(Dataset.from_list([row] * 3), tokenizer, args) == (3, length)
+    assert count_rows(Dataset.from_list([row] * 3), tokenizer, args) == Rows(3, length, length)
     if "chosen" not in row:
         trainer = SFTTrainer(
             tiny_llama(hidden=8, layers=1), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
@@ -132,25 +242,13 @@ def test_tokens_are_those_of_the_stages_own_chat_template(tmp_path, tokenizer):
         )
         tokenizer_of_its_own = copy.deepcopy(tokenizer)
         tokenizer_of_its_own.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-        rows, length = rows_and_length(data, tokenizer_of_its_own, args)
-        lengths.append(length)
+        rows = count_rows(data, tokenizer_of_its_own, args)
+        lengths.append(rows.length)
         assert tokenizer_of_its_own.chat_template.count("w3") == 0
         model = tiny_llama(hidden=8, layers=1)
         trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer_of_its_own)
-        assert len(trainer.train_dataset[0]["input_ids"]) == length and rows == 2
+        assert len(trainer.train_dataset[0]["input_ids"]) == rows.length and rows.count == 2
     assert lengths[1] == lengths[0] + 6
-
-
-def test_logits_count_by_tiles(tmp_path):
-    args = SFTConfig(str(tmp_path), per_device_train_batch_size=8, bf16=False, use_cpu=True)
-    small, large = (memory(tiny_llama(vocab=n), args, 1024, 0, 0, half=True).activations for n in (128, 100_000))
-    assert large - small == 2 * 4096 * (32768 - 128)
-
-
-def test_tiles_are_those_that_trl_computes():
-    kernel = pytest.importorskip("trl.kernels.chunked_logprob")
-    utils = pytest.importorskip("trl.trainer.utils")
-    assert (_TILE_TOKENS, _TILE_WORDS) == (kernel.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +274,12 @@ def test_steps_are_the_trainers(own, processes, expected, tmp_path, tokenizer):
 def test_packing_cuts_or_splits_long_rows(strategy, rows, tmp_path, tokenizer):
     args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, packing=True, packing_strategy=strategy, max_length=64)
     data = Dataset.from_list([{"text": " ".join(["w5"] * 511)}] * 10)  # 512 with the end
-    assert rows_and_length(data, tokenizer, args) == (rows, 64.0)
+    assert count_rows(data, tokenizer, args) == Rows(rows, 64.0, 64)
 
 
 def test_the_schedule_is_named_as_it_is(tmp_path):
-    own = {"learning_rate": 2e-5, "bf16": False, "use_cpu": True, "max_length": 512}
+    own = {"learning_rate": 2e-5, "bf16": False, "use_cpu": True, "max_length": 512, "gradient_checkpointing": False}
     plain = MoESFTConfig(str(tmp_path), lr_scheduler_type="constant", **own)
-    assert training_line(plain) == "learning rate 2e-05, constant; context 512"
+    assert training_line(plain) == "learning rate 2e-05, constant; context 512; gradient checkpointing off"
     phases = MoESFTConfig(str(tmp_path), router_schedule="three_phase", lr_scheduler_type="constant", **own)
-    assert training_line(phases) == "learning rate 2e-05, in three phases; context 512"
+    assert training_line(phases) == "learning rate 2e-05, in three phases; context 512; gradient checkpointing off"

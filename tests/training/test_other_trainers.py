@@ -113,6 +113,13 @@ def test_the_example_trains_routers_and_experts_and_saves_them(kind, base, tmp_p
             torch.testing.assert_close(parameter, after[name])
 
 
+def test_the_reward_of_the_example_reads_strings_and_chats():
+    from examples.trainers.grpo import shared_words
+
+    chat = [[{"role": "assistant", "content": "w3 w5"}], [{"role": "assistant", "content": "w9"}]]
+    assert shared_words(["w3 w5", "w9"], ["w3 w4", "w8"]) == shared_words(chat, ["w3 w4", "w8"]) == [0.5, 0.0]
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,38 @@
+"""How data files are read: text stays the text that it is in the file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from moe_peft.training.data import check_marks, load_data
+
+DATES = ["1987-04-11", "2024-12-01", "1999-01-31"]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("split", ["train", "train[1:]"])
+def test_dates_in_json_are_text(as_list, split, tmp_path):
+    """pyarrow takes a JSON column of ISO dates, or a part of one, for times."""
+    rows = [
+        {"prompt": f"Day {i}?", "completion": date, "meta": {"when": [date], "n": i}} for i, date in enumerate(DATES)
+    ]
+    file = tmp_path / "dates.json"
+    file.write_text(json.dumps(rows) if as_list else "\n".join(map(json.dumps, rows)))
+    data = load_data(str(file), "data", None, split)
+    assert data.to_list() == (rows if split == "train" else rows[1:])
+
+
+def test_a_template_without_marks_names_the_remedy(tokenizer: PreTrainedTokenizerFast, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
+    file.write_text(json.dumps({"messages": turns}))
+    data = load_data(str(file), "data", None)
+    plain = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    with pytest.raises(ValueError, match=r"generation.*endgeneration.*chat_template_path names; or give columns"):
+        check_marks("sft.", data, tokenizer, plain)
+    check_marks(
+        "", data, tokenizer, "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    )

@@ -239,7 +239,7 @@ def upcycle(
         family,
         moe,
         Upcycled(sources, config, router_weights),
-        companions=[sources[0].folder],
+        copied=[sources[0].folder],
         dtype=sources[0].dtype if config.dtype is None else parse_dtype(config.dtype),
         max_shard_size=parse_size(config.max_shard_size),
         bases=names,

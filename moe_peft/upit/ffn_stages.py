@@ -15,7 +15,7 @@ from ..models.attention_init import check_attention, fold_routers, init_attentio
 from ..models.introspection import router_parameters
 from ..models.model_size import model_size
 from ..models.native_routers import replace_routers
-from ..native.model_folder import copy_terms, open_dense
+from ..native.model_folder import TERMS, copy_companions, open_dense, parse_dtype
 from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
@@ -162,7 +162,16 @@ class FFNPostTrain(_OfFFNs, PostTrain):
 
     def _empty(self, base: PreTrainedConfig) -> PreTrainedModel:
         """The native MoE without weights."""
-        return empty_model(upcycled_config(base, self.recipe.upcycle_config())[1], "moe")
+        config = self.recipe.upcycle_config()
+        moe = upcycled_config(base, config)[1]
+        width = base.intermediate_size // config.granularity
+        size = width * parse_dtype(self.recipe.dtype).itemsize
+        if size % 16:  # else stage 4 would find out
+            raise ValueError(
+                f"moe.granularity={config.granularity}: an expert's {width} neurons in {self.recipe.dtype} are rows of "
+                f"{size} bytes, and transformers' grouped products take multiples of 16; use another number"
+            )
+        return empty_model(moe, "moe")
 
     def put_routers(self, model: PreTrainedModel) -> None:
         """
@@ -179,7 +188,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         if self.recipe.post_train.router:
             self._fold(folder)
         finish_native(folder, model.config)
-        copy_terms(self.context.base_folder, folder)
+        copy_companions(self.context.base_folder, folder, TERMS)
 
     def _fold(self, folder: Path) -> None:
         """Write plain gates for the recipe's routers, if they fold into such."""

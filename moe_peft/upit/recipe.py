@@ -26,7 +26,6 @@ from ..routing.expert_map import check_allowed, read_expert_map
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
 from ..utils.expert_merging import Expansion, Similarity
-from ..utils.io import read_text
 from ..utils.loading import Base
 from ..utils.messages import choice_error, unknown_key
 from ..utils.plugins import load_plugins
@@ -42,6 +41,7 @@ from ..utils.validation import (
     Text,
     Texts,
     prefixed,
+    read_settings,
     read_yaml,
     validate,
 )
@@ -626,9 +626,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     ```
     """
-    settings = read_yaml(read_text(path), path)
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path}: a recipe is a mapping of keys to values")
+    settings = read_settings(path)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:

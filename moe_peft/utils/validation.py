@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import enum
 import math
+import os
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -48,9 +49,18 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
+def expanded(value: Any) -> Any:
+    """The value with the home folder for `~/` at the begin of its strings."""
+    if isinstance(value, dict):
+        return {key: expanded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return list(map(expanded, value))
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
 def read_yaml(text: str, source: object) -> Any:
     """
-    The value of a YAML text, which may be JSON.
+    The value of a YAML text, which may be JSON, see `expanded`.
 
     Args:
         source: where it is from, for messages.
@@ -59,12 +69,12 @@ def read_yaml(text: str, source: object) -> Any:
         ValueError: it is not YAML, or names a key twice.
     """
     try:
-        return yaml.load(text, _YamlLoader)
+        return expanded(yaml.load(text, _YamlLoader))
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
 
 
-def read_settings(path: str) -> dict[str, Any]:
+def read_settings(path: str | os.PathLike) -> dict[str, Any]:
     """
     The mapping in a YAML file.
 
@@ -215,12 +225,18 @@ def check_range(name: str, value: Any, section: str = "") -> None:
     """
     if isinstance(value, str) and (name.endswith("_kwargs") or name == "liger_kernel_config"):
         good, allowed = value.startswith("{"), 'a mapping, like {"name": 4}'  # which the arguments then read
+    elif isinstance(value, str):
+        good, allowed = "\0" not in value, "text without NUL"
+    elif name == "loss_type" and isinstance(value, list):
+        good, allowed = bool(value), "at least one"
     elif isinstance(value, bool) or not isinstance(value, (int, float)) or name in _OF_ANY_SIGN:
         return
     elif not math.isfinite(value):
         good, allowed = False, "finite"
     elif name == "max_steps":
-        good, allowed = value == -1 or value >= 1, "at least 1, or -1 for num_train_epochs"
+        good, allowed = value == -1 or 1 <= value <= 1e9, "from 1 to 1,000,000,000, or -1 for num_train_epochs"
+    elif abs(value) >= 2**63:
+        good, allowed = False, "below 2**63"
     elif name == "num_train_epochs":
         good, allowed = 0 < value <= 1e6, "above 0, up to 1,000,000"
     elif name == "max_length":

@@ -591,3 +591,33 @@ def test_phases_before_training_are_none(tokenizer, tmp_path):
     trainer.model.train()
     assert trainer._coefficient("z") == 0.1
     assert trainer.compute_loss(trainer.model, one_batch(trainer)).isfinite()
+
+
+def test_a_column_of_the_users_own_is_not_taken_for_labels_of_tokens(tokenizer, tmp_path):
+    data = Dataset.from_list([{**row, "token_labels": [0]} for row in rows(6)])
+    with pytest.raises(ValueError, match="token_labels: the train dataset has this column, which label_column makes"):
+        make_trainer(tmp_path, tokenizer, data=data, **LABELS)
+
+
+def test_what_a_stage_freezes_is_not_in_its_optimizer(tokenizer, tmp_path):
+    """PEFT makes adapters trainable again whenever it switches them on, also before the optimizer is made."""
+    trainer = make_trainer(tmp_path, tokenizer, training_stage="rest")
+    routers = list(router_parameters(trainer.model).values())
+    trainer.model.base_model.set_adapter("default")
+    assert all(p.requires_grad for p in routers)
+    optimizer = trainer.create_optimizer()
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert optimized and not optimized & {id(p) for p in routers} and not any(p.requires_grad for p in routers)
+
+
+def test_evaluation_balances_each_process_by_itself(tokenizer, tmp_path, monkeypatch):
+    """Processes may have different numbers of evaluation batches, so none can wait for the others."""
+    trainer = make_trainer(tmp_path, tokenizer, router_global_batch=True, router_aux_loss_coef=0.5)
+    batch, asked = one_batch(trainer), []
+    monkeypatch.setattr(trainer, "_mean_over_processes", lambda values: asked.append(values) or values)
+    trainer.model.eval()
+    trainer.compute_loss(trainer.model, dict(batch))
+    assert not asked
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, dict(batch))
+    assert asked

@@ -100,7 +100,12 @@ class FFNPostTrain(_OfFFNs, PostTrain):
             check_attention(self.context.base.empty(), n, heads, linear=router.get("type") != "attention")
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), **{f"moe.{name}": value for name, value in self.recipe.moe.items()}}
+        moe, data = self.recipe.moe, self.recipe.data
+        settings = {**super().settings(), **{f"moe.{name}": value for name, value in moe.items()}}
+        if moe.get("router_init") == "attention":
+            names = ("calibration_examples", "calibration_length")
+            settings |= {f"data.{name}": getattr(data, name) for name in names}
+        return settings
 
     @property
     def assembled(self) -> Path:
@@ -112,7 +117,11 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         if self.recipe.moe.get("router_init") != "attention":
             return None
         data, base = self.context.train_data, self.context.base
-        batches = calibration_batches(data, base.tokenizer, seed=self.seed, args=self.arguments())
+        section = self.recipe.data
+        batches = calibration_batches(
+            data, base.tokenizer, section.calibration_examples, max_length=section.calibration_length, seed=self.seed,
+            args=self.arguments(),
+        )  # fmt: skip
         if not self.given.experts:  # the base knows no tokens that a chat template adds
             vocab_size = base.config.get_text_config().vocab_size
             for batch in batches:

@@ -168,6 +168,10 @@ class DataSection(Settings):
     eval: Text | dict[str, Any] | None = None
     # A column whose values are the examples' domains: for results by domain, label buckets, `order: blocks`.
     label_column: Text | None = None
+    # For `moe.router_init: attention`: training examples, drawn at random, that run through the base, and how many
+    # tokens of each count.
+    calibration_examples: Count = 256
+    calibration_length: Count = 1024
 
 
 class PrepareSection(Settings):

@@ -42,6 +42,12 @@ class _YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _string(loader: _YamlLoader, node: Any) -> str:
+    text = loader.construct_scalar(node)
+    return os.path.expanduser(text) if text.startswith("~/") else text
+
+
+_YamlLoader.add_constructor("tag:yaml.org,2002:str", _string)
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
@@ -49,18 +55,9 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
-def expanded(value: Any) -> Any:
-    """The value with the home folder for `~/` at the begin of its strings."""
-    if isinstance(value, dict):
-        return {key: expanded(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return list(map(expanded, value))
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
-
-
 def read_yaml(text: str, source: object) -> Any:
     """
-    The value of a YAML text, which may be JSON, see `expanded`.
+    The value of a YAML text, which may be JSON. `~/` at the begin of a string is the home folder.
 
     Args:
         source: where it is from, for messages.
@@ -69,7 +66,7 @@ def read_yaml(text: str, source: object) -> Any:
         ValueError: it is not YAML, or names a key twice.
     """
     try:
-        return expanded(yaml.load(text, _YamlLoader))
+        return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
 
@@ -235,8 +232,6 @@ def check_range(name: str, value: Any, section: str = "") -> None:
         good, allowed = False, "finite"
     elif name == "max_steps":
         good, allowed = value == -1 or 1 <= value <= 1e9, "from 1 to 1,000,000,000, or -1 for num_train_epochs"
-    elif abs(value) >= 2**63:
-        good, allowed = False, "below 2**63"
     elif name == "num_train_epochs":
         good, allowed = 0 < value <= 1e6, "above 0, up to 1,000,000"
     elif name == "max_length":

@@ -37,6 +37,7 @@ MAY = {
     "model.name_or_path": TEXTS, "model.revision": [None, *TEXTS], "model.dtype": [],
     "model.attn_implementation": [None, *TEXTS], "model.quantization": [None, {}],
     "data.train": DATA, "data.eval": [None, *DATA], "data.label_column": [None, *TEXTS],
+    "data.calibration_examples": COUNTS, "data.calibration_length": COUNTS,
     "prepare.num_experts": [None], "prepare.num_checkpoints": [None], "prepare.selection": [], "prepare.order": [],
     "prepare.adapters": [None], "prepare.checkpoints": [None], "prepare.experts": [], "prepare.seed": SEEDS,
     "prepare.sft": MAPS, "expand.method": [], "expand.similarity": [None], "expand.drop_rate": [None, 0, 0.5],

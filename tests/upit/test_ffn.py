@@ -302,6 +302,14 @@ def test_stage_3_has_the_papers_loss_here_too(name, value, case, tmp_path):
         recipe_from_dict(own)
 
 
+def test_a_recipe_says_how_much_its_routers_are_calibrated_on(case, tmp_path):
+    data = {**case["data"], "calibration_examples": 10, "calibration_length": 4}
+    settings = {**case, "method": "upcycle_pt", "moe": {**case["moe"], "router_init": "attention"}, "data": data}
+    stage = stage_of(UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")})), "post_train")
+    assert [batch["input_ids"].shape for batch in stage.calibration] == [(8, 4), (2, 4)]
+    assert stage.settings()["data.calibration_examples"] == 10
+
+
 def test_experts_whose_rows_no_grouped_product_takes_are_refused_before_any_training(case, tokenizer, tmp_path):
     """Rows of 24 float32 values are 96 bytes, of 6 they are 24."""
     saved(dense_model("llama", intermediate_size=48), tmp_path / "base")

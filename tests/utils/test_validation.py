@@ -60,7 +60,6 @@ def test_what_is_wrong_is_named_with_its_section(values, message):
             {"max_steps": 10**30},
             f"sft.max_steps={10**30}: must be from 1 to 1,000,000,000, or -1 for num_train_epochs",
         ),
-        (MoESFTConfig, {"save_steps": 1e30}, "sft.save_steps=1e+30: must be below 2**63"),
         (MoEDPOConfig, {"loss_type": []}, "sft.loss_type=[]: must be at least one"),
         (MoESFTConfig, {"output_dir": "a\0b"}, "sft.output_dir='a\\x00b': must be text without NUL"),
         (MoESFTConfig, {"learning_rate": -1.0}, "sft.learning_rate=-1.0: must be at least 0"),

@@ -183,7 +183,7 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
                 "so the loss is a constant; set it to 0"
             )
     if coefficients["aux"] is None:
-        coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
+        coefficients["aux"] = 0.0 if constant else getattr(text_config(model), "router_aux_loss_coef", 0.0)
     if not adapter_layers(model) and is_reentrant(args) and any(coefficients.values()):
         raise ValueError(
             "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "

@@ -409,10 +409,12 @@ class Recipe(Settings):
         router, field = config.router_class, f"adapter.router_type={config.router_type!r}"
         if self.initialises_routers and not issubclass(router, LinearRouter):
             raise ValueError(f"{field}: stage 3 makes linear gates; use one of these, or router_init.buckets=none")
+        self._check_trains(router, field)
+
+    def _check_trains(self, router: type[Router], field: str) -> None:
+        """That stage 4 trains something of a kind of routers, and no loss on what is constant."""
         if not router.has_parameters and self.facts.assembles and not self.trains_experts:
-            raise ValueError(
-                f"{field}: these routers have no parameters; use another router_type: stage 4 trains nothing else"
-            )
+            raise ValueError(f"{field}: these routers have no parameters; use others: stage 4 trains nothing else")
         if router.by_token_id and self.facts.assembles:
             sft = self.post_train.sft
             labels = float(sft.get("expert_map") is not None)
@@ -461,6 +463,7 @@ class Recipe(Settings):
         self._forbid(field, self.initialises_routers, plain)
         with prefixed(field):
             check_router(RouterSettings(**settings), *self.routed)
+        self._check_trains(self._router, f"{field}={settings!r}")
         moe = self.upcycle_config()
         other = "left out: post_train.router, in the place of the gates, has its own initial values"
         if moe.router_init == "attention":

@@ -96,9 +96,9 @@ def test_a_field_takes_what_it_can_be_alone(path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "a recipe is a mapping"),
-        ("- 1\n", "a recipe is a mapping"),
-        ("just words", "a recipe is a mapping"),
+        ("", "must be a mapping of keys"),
+        ("- 1\n", "must be a mapping of keys"),
+        ("just words", "must be a mapping of keys"),
         ("output_dir: [", "no YAML"),
         ("output_dir: a\noutput_dir: b\n", "'output_dir' occurs twice"),
         ("model: {name_or_path: a, name_or_path: b}\n", "'name_or_path' occurs twice"),

@@ -77,6 +77,23 @@ def plot_coactivation(counts_NN: torch.Tensor, path: str | Path) -> None:
     _save(figure, path, "Experts chosen together, all layers")
 
 
+def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, x: str, y: str) -> None:
+    """
+    Lines through points (x, y), one for each name.
+
+    Args:
+        x, y: names of the axes.
+    """
+    figure = _figure(6.4, 4.2)
+    axis = figure.subplots()
+    for name, points in curves.items():
+        axis.plot(*zip(*points, strict=True), label=name.replace("$", r"\$"))
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.legend()
+    _save(figure, path, "")
+
+
 def plot_token_classes(counts_CN: torch.Tensor, path: str | Path) -> None:
     """Each token class's share of assignments per expert, over all layers; counts are [C, n]."""
     seen = [i for i in range(len(TOKEN_CLASSES)) if counts_CN[i].sum() > 0]

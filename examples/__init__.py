@@ -1,1 +1,1 @@
-"""Scripts to run from the repository root: `python -m examples.demo`."""
+"""Scripts to run from the repository root: `python -m examples.trainers.grpo`."""

@@ -9,6 +9,7 @@ from .models.attention_init import fold_routers, init_attention_routers
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
 from .pruning.prune import prune_experts
+from .training.router_bias import RouterBiasCallback, router_bias_updates
 from .training.router_losses import RouterLossConfig, RouterLossesMixin
 from .training.trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
 from .utils.model_card import write_model_card
@@ -24,6 +25,7 @@ __all__ = [
     "MoELoraModel",
     "MoESFTConfig",
     "MoESFTTrainer",
+    "RouterBiasCallback",
     "RouterLossConfig",
     "RouterLossesMixin",
     "allow_experts",
@@ -37,5 +39,6 @@ __all__ = [
     "record_routing",
     "register_ffn_layout",
     "replace_routers",
+    "router_bias_updates",
     "write_model_card",
 ]

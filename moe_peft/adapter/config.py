@@ -54,6 +54,8 @@ class MoELoraConfig(PeftConfig):
         use_rslora: Scale by `lora_alpha / sqrt(r)`.
         num_experts: Experts in every targeted module.
         top_k: Experts per token. A module with one expert has no router and is an ordinary, always active LoRA.
+        num_shared_experts: LoRA experts that serve every token beside the routed ones, with gate 1: one LoRA of rank
+            `num_shared_experts · r` under them all, `W_i = W + s·B_0 A_0 + s·B_i A_i`.
         normalize_top_k: Divide the gates of the chosen experts by their sum (as Mixtral does).
         mixing: `"output"`: `y = Σ g_i FFN_i(x)`, a native MoE block of complete FFNs, which can be exported as one.
             `"projection"`: `Wx + s Σ g_i B_i A_i x` at every projection, with one set of gates per FFN; cheaper, but
@@ -73,6 +75,7 @@ class MoELoraConfig(PeftConfig):
             apply to bottlenecks.
         modules_to_save: Other modules to train in full and save with the adapter.
         num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
+        top_k_pattern: Maps a module name or regex to a number of experts per token other than `top_k`.
         rank_pattern: Maps a module name or regex to a rank other than `r`.
         alpha_pattern: Maps a module name or regex to an alpha other than `lora_alpha`.
         router_type: How tokens are routed; see `moe_peft.routing.routers`. `"linear"`: the top k of a softmax over a
@@ -90,6 +93,10 @@ class MoELoraConfig(PeftConfig):
         router_mixture: With `"attention"`, how the routers' scores are combined: `"sum"`, which can be folded into a
             linear gate, or `"max"`.
         router_jitter_noise: ε. In training, the router's input is multiplied by noise from U(1 - ε, 1 + ε).
+        router_bias_update_rate: u, above 0 to balance without a loss (Wang et al., 2024, arXiv 2408.15664; there
+            0.001). A bias of each expert is added to the scores only as experts are chosen. After each optimizer step,
+            it grows by u for those with fewer tokens than the mean, and shrinks by u for the others. Needs
+            `RouterBiasCallback`, which our trainers add themselves. Set `router_aux_loss_coef` to 0 or a small value.
         router_aux_loss_coef: Coefficient of the load-balancing loss; 0 turns it off.
         init_lora_weights: `True`: A is uniform as in LoRA and B is zero, so the model's output does not change at
             first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too. In bottlenecks, A is
@@ -113,6 +120,7 @@ class MoELoraConfig(PeftConfig):
     use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(r)."})
     num_experts: int = field(default=8, metadata={"help": "Experts in every targeted module."})
     top_k: int = field(default=2, metadata={"help": "Experts per token."})
+    num_shared_experts: int = field(default=0, metadata={"help": "LoRA experts that serve every token."})
     normalize_top_k: bool = field(default=True, metadata={"help": "Make the chosen experts' gates sum to 1."})
     mixing: Literal["output", "projection"] = field(
         default="output", metadata={"help": "Mix the outputs of complete FFNs, or the updates of every projection."}
@@ -134,6 +142,9 @@ class MoELoraConfig(PeftConfig):
     num_experts_pattern: dict[str, int] = field(
         default_factory=dict, metadata={"help": "Number of experts by module name or regex."}
     )
+    top_k_pattern: dict[str, int] = field(
+        default_factory=dict, metadata={"help": "Experts per token by module name or regex."}
+    )
     rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Rank by module name or regex."})
     alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"help": "Alpha by module name or regex."})
     router_type: str = field(default="linear", metadata={"help": f"One of {', '.join(ROUTERS)}."})
@@ -142,6 +153,7 @@ class MoELoraConfig(PeftConfig):
     router_num_heads: int | None = field(default=None, metadata={"help": "Routers in an attention router's mixture."})
     router_mixture: Mixture = field(default="sum", metadata={"help": "How their scores combine: 'sum' or 'max'."})
     router_jitter_noise: float = field(default=0.0, metadata={"help": "Training noise on the router's input."})
+    router_bias_update_rate: float = field(default=0.0, metadata={"help": "Step of the biases that balance experts."})
     router_aux_loss_coef: float = field(default=0.01, metadata={"help": "Load-balancing loss coefficient."})
     init_lora_weights: bool | Literal["gaussian"] = field(default=True, metadata={"help": "True, False or 'gaussian'."})
     expert_type: str = field(default="lora", metadata={"help": f"One of {', '.join(EXPERTS)}."})
@@ -163,9 +175,8 @@ class MoELoraConfig(PeftConfig):
             self.top_k = max([self.num_experts, *self.num_experts_pattern.values()])
         if router.all_experts or router.by_token_id:
             self.router_aux_loss_coef = 0.0  # the balancing loss would be a constant
-        for n in {self.num_experts, *self.num_experts_pattern.values()}:
-            if 1 < n < self.top_k and not router.all_experts:
-                self._fail("top_k", f"use at most the number of experts ({n}), or give that module a single expert")
+        for n in () if self.top_k_pattern else {self.num_experts, *self.num_experts_pattern.values()}:
+            self._check_top_k(self.top_k, n)
 
     @property
     def router_class(self) -> type[Router]:
@@ -191,12 +202,19 @@ class MoELoraConfig(PeftConfig):
             self._fail("layers_pattern", "set layers_to_transform too")
         if self.target_projections is not None and not self.target_projections:
             self._fail("target_projections", "name at least one, or leave it out for all")
+        if self.num_shared_experts and max([self.num_experts, *self.num_experts_pattern.values()]) == 1:
+            self._fail("num_shared_experts", "without routed experts, raise r instead")
         experts = EXPERTS[self.expert_type]
         if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
             other = "" if "mixing" in experts.unread else "mixing='projection', or "
             self._fail("router_type", f"{reason}; use {other}router_type='linear'")
         for name in experts.unread:
             self._check_unread(name, self._default(name), f"expert_type={self.expert_type!r} has no use for it")
+
+    def _check_top_k(self, k: int, n: int) -> None:
+        if 1 < n < k and not self.router_class.all_experts:
+            field = "top_k_pattern" if self.top_k_pattern else "top_k"
+            self._fail(field, f"use at most the number of experts ({n}), or give that module a single expert")
 
     def _check_combinations(self) -> None:
         """Settings that the router overrides, or has no use for."""
@@ -206,6 +224,8 @@ class MoELoraConfig(PeftConfig):
         if router.by_token_id:
             for name in ("router_jitter_noise", "normalize_top_k"):
                 self._check_unread(name, self._default(name), f"{kind} reads token ids alone")
+        if router.only_top_k is not None or router.all_experts:
+            self._check_unread("top_k_pattern", {}, f"{kind} has one top_k")
         if router.only_top_k is not None:
             self._check_fixed("top_k", router.only_top_k)
         if router.all_experts:
@@ -231,22 +251,26 @@ class MoELoraConfig(PeftConfig):
 
     def expert_spec(self, module_name: str, model_config: Any = None) -> Experts:
         """
-        The settings of one module, with `num_experts_pattern`, `rank_pattern` and `alpha_pattern` applied.
+        The settings of one module, with the patterns applied.
 
         Args:
             module_name: the module's name in the model.
             model_config: the base's text config, which gives the size of routers that depend on its attention.
 
         Raises:
-            ValueError: the router's size depends on the attention, and the config has no number of heads.
+            ValueError: the router's size depends on the attention, and the config has no number of heads; or the module
+                has fewer experts than `top_k_pattern` says.
         """
 
         needs_attention = self.router_class.needs_attention and model_config is not None
         num_experts = by_pattern(self.num_experts_pattern, module_name, self.num_experts)
+        top_k = by_pattern(self.top_k_pattern, module_name, self.top_k)
+        self._check_top_k(top_k, num_experts)
         projections = self.target_projections
         return EXPERTS[self.expert_type](
             num_experts=num_experts,
-            top_k=min(self.top_k, num_experts),
+            num_shared_experts=self.num_shared_experts if num_experts > 1 else 0,
+            top_k=min(top_k, num_experts),
             r=by_pattern(self.rank_pattern, module_name, self.r),
             lora_alpha=by_pattern(self.alpha_pattern, module_name, self.lora_alpha),
             use_rslora=self.use_rslora,
@@ -260,6 +284,7 @@ class MoELoraConfig(PeftConfig):
                 self.router_capacity_factor,
                 self.router_num_heads,
                 self.router_mixture,
+                self.router_bias_update_rate,
                 _attention_size(model_config) if needs_attention else 0,
             ),
             init_lora_weights=self.init_lora_weights,
@@ -303,11 +328,12 @@ _CHOICES: dict[str, Collection[Any]] = {
 }
 # Fields → numbers that neither compute nothing nor give NaN, and how to say it.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r num_experts top_k bottleneck_size router_num_heads num_experts_pattern rank_pattern": (
+    "r num_experts top_k bottleneck_size router_num_heads num_experts_pattern top_k_pattern rank_pattern": (
         lambda v: v >= 1 and v % 1 == 0, "an integer of at least 1"
     ),
+    "num_shared_experts": (lambda v: v >= 0 and v % 1 == 0, "an integer of at least 0"),
     "lora_alpha alpha_pattern router_capacity_factor": (lambda v: 0 < v < inf, "a finite number above 0"),
     "lora_dropout router_jitter_noise": (lambda v: 0 <= v < 1, "a number in [0, 1)"),
-    "router_aux_loss_coef": (lambda v: 0 <= v < inf, "0 (off) or a finite positive number"),
+    "router_aux_loss_coef router_bias_update_rate": (lambda v: 0 <= v < inf, "0 (off) or a finite positive number"),
     "router_threshold": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from ..routing.routers import Router, make_router
 from ..utils.compat import private
 from .dispatch import Dispatch, make_dispatch
 from .experts import Experts
+from .experts.base import Shapes
 from .experts.lora import may_overwrite
 from .ffn_layout import FFNLayout
 from .router_recorder import record_choice, recorded, token_ids_for
@@ -37,7 +38,9 @@ MERGE_REFUSAL = (
 class MoELoraLayer(BaseTunerLayer):
     """State and routing, which FFN and linear layers share."""
 
-    adapter_layer_names = ("moe_lora_A", "moe_lora_B", "moe_lora_router", "moe_lora_dropout")
+    adapter_layer_names = (
+        "moe_lora_A", "moe_lora_B", "moe_lora_shared_A", "moe_lora_shared_B", "moe_lora_router", "moe_lora_dropout",
+    )  # fmt: skip
     other_param_names = ("moe_lora_spec",)
 
     base_layer: nn.Module
@@ -53,6 +56,8 @@ class MoELoraLayer(BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self.moe_lora_A = nn.ModuleDict()
         self.moe_lora_B = nn.ModuleDict()
+        self.moe_lora_shared_A = nn.ModuleDict()
+        self.moe_lora_shared_B = nn.ModuleDict()
         self.moe_lora_router = nn.ModuleDict()
         self.moe_lora_dropout = nn.ModuleDict()
         self.moe_lora_spec: dict[str, Experts] = {}
@@ -61,10 +66,10 @@ class MoELoraLayer(BaseTunerLayer):
 
     def update_layer(self, adapter_name: str, spec: Experts, inference_mode: bool = False) -> None:
         """Add (or re-create) the experts and the router of `adapter_name`."""
-        shapes = spec.shapes(self._projections)
         self.moe_lora_spec[adapter_name] = spec
-        self.moe_lora_A[adapter_name] = nn.ParameterDict({name: torch.empty(A) for name, (A, _) in shapes.items()})
-        self.moe_lora_B[adapter_name] = nn.ParameterDict({name: torch.empty(B) for name, (_, B) in shapes.items()})
+        self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name] = _empty(spec.shapes(self._projections))
+        if shared := spec.shared_shapes(self._projections):
+            self.moe_lora_shared_A[adapter_name], self.moe_lora_shared_B[adapter_name] = _empty(shared)
         self.moe_lora_dropout[adapter_name] = nn.Dropout(spec.lora_dropout) if spec.lora_dropout else nn.Identity()
         if spec.num_experts > 1:
             self.put_router(adapter_name)
@@ -76,12 +81,13 @@ class MoELoraLayer(BaseTunerLayer):
         """Give the adapter a new router according to its spec."""
         spec = self.moe_lora_spec[adapter_name]
         router = make_router(self.in_features, spec.num_experts, spec.router)
-        for other in self.moe_lora_router.values():  # TRL makes an adapter's reference by a copy of its parameters
-            if type(other) is type(router) and other.num_experts == router.num_experts:
+        # TRL makes an adapter's reference by a copy of its parameters, so buffers are copied here.
+        for name, other in self.moe_lora_router.items():
+            if name != adapter_name and self.moe_lora_spec[name] == spec:
                 buffers = dict(router.named_buffers())
-                for name, buffer in other.named_buffers():
-                    if not (buffer.is_meta or buffers[name].is_meta):
-                        buffers[name].copy_(buffer)
+                for key, buffer in other.named_buffers():
+                    if not (buffer.is_meta or buffers[key].is_meta):
+                        buffers[key].copy_(buffer)
         self.moe_lora_router[adapter_name] = router.train(self.training)
 
     def router(self, adapter_name: str) -> Router:
@@ -90,7 +96,10 @@ class MoELoraLayer(BaseTunerLayer):
 
     def reset_parameters(self, adapter_name: str) -> None:
         """Initialise the experts, as `MoELoraConfig.init_lora_weights` describes."""
-        self.moe_lora_spec[adapter_name].reset(*self.expert_parameters(adapter_name))
+        spec = self.moe_lora_spec[adapter_name]
+        spec.reset(*self.expert_parameters(adapter_name))
+        if spec.num_shared_experts:
+            spec.reset(*self.shared_parameters(adapter_name))
 
     def expert_parameters(self, adapter_name: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
         """
@@ -98,6 +107,11 @@ class MoELoraLayer(BaseTunerLayer):
         gives them.
         """
         A, B = self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name]
+        return cast(nn.ParameterDict, A), cast(nn.ParameterDict, B)
+
+    def shared_parameters(self, adapter_name: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+        """The same of the experts that serve every token, [1, m·r, …] each; only if there are some."""
+        A, B = self.moe_lora_shared_A[adapter_name], self.moe_lora_shared_B[adapter_name]
         return cast(nn.ParameterDict, A), cast(nn.ParameterDict, B)
 
     def projection(self, name: str) -> nn.Module:
@@ -150,6 +164,11 @@ class MoELoraLayer(BaseTunerLayer):
 
     def unmerge(self) -> None:
         raise ValueError(f"There is nothing to unmerge. {MERGE_REFUSAL}")
+
+
+def _empty(shapes: dict[str, Shapes]) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+    A, B = ({name: torch.empty(of_one[i]) for name, of_one in shapes.items()} for i in (0, 1))
+    return nn.ParameterDict(A), nn.ParameterDict(B)
 
 
 def _refuse_merge(*args: Any) -> None:

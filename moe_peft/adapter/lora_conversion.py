@@ -193,8 +193,8 @@ def expert_to_lora(
     """
     Extract one expert of a MoE adapter as a plain LoRA adapter.
 
-    Modules with a single expert, which is always active, and those of `modules_to_save` are part of every expert's
-    LoRA.
+    Modules with a single expert, which is always active, the shared experts and the modules of `modules_to_save` are
+    part of every expert's LoRA.
 
     Args:
         model: the model with the MoE adapter.
@@ -233,14 +233,15 @@ def expert_to_lora(
         raise ValueError(f"expert_to_lora: expert={expert}: the adapter has experts 0 to {most - 1}")
     state, ranks, alphas = _matrices_of(model, expert, adapter_name)
     every = [n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n]
+    r, lora_alpha = _lora_size(source)
     config = LoraConfig(
-        r=source.r,
-        lora_alpha=source.lora_alpha,
+        r=r,
+        lora_alpha=lora_alpha,
         lora_dropout=source.lora_dropout,
         use_rslora=source.use_rslora,
         target_modules=sorted(short_names(ranks, every)),
-        rank_pattern={name: r for name, r in ranks.items() if r != source.r},
-        alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != source.lora_alpha},
+        rank_pattern={name: of_one for name, of_one in ranks.items() if of_one != r},
+        alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != lora_alpha},
         modules_to_save=source.modules_to_save,
         task_type=source.task_type,
         base_model_name_or_path=source.base_model_name_or_path,
@@ -255,6 +256,12 @@ def expert_to_lora(
             write_model_card(folder, made="`moe_peft.expert_to_lora`: one expert of a MoE-LoRA adapter")
             save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return config, state
+
+
+def _lora_size(source: MoELoraConfig | Experts) -> tuple[int, float]:
+    """Rank and alpha of an expert's LoRA, with that of the experts that serve every token, and the same scaling."""
+    parts = 1 + source.num_shared_experts
+    return source.r * parts, source.lora_alpha * (parts**0.5 if source.use_rslora else parts)
 
 
 def _matrices_of(
@@ -279,9 +286,14 @@ def _matrices_of(
             name = owner if isinstance(layer, MoELoraLinear) else f"{owner}.{projection}"
             name = name.replace(".base_layer", "")
             A_RI, B_OR = spec.to_lora(A.detach(), B_all[projection].detach(), index)
+            if spec.num_shared_experts:
+                A_shared, B_shared = (
+                    shared[projection][0].detach() for shared in layer.shared_parameters(adapter_name)
+                )
+                A_RI, B_OR = torch.cat([A_RI, A_shared]), torch.cat([B_OR, B_shared.T], dim=1)
             state[f"{_PREFIX}{name}.lora_A.weight"] = A_RI.cpu().clone(memory_format=torch.contiguous_format)
             state[f"{_PREFIX}{name}.lora_B.weight"] = B_OR.cpu().clone(memory_format=torch.contiguous_format)
-            ranks[name], alphas[name] = spec.r, spec.lora_alpha
+            ranks[name], alphas[name] = _lora_size(spec)
     return state, ranks, alphas
 
 

@@ -256,7 +256,7 @@ def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]
 
 def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module) -> None:
     """Raise if a field speaks of modules that the model does not have, or its task is not the model's."""
-    for field in ("num_experts_pattern", "rank_pattern", "alpha_pattern"):
+    for field in ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"):
         for key in getattr(config, field):
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
                 raise ValueError(f"MoELoraConfig: {field}: {key!r} matches no targeted module; leave it out")

@@ -32,49 +32,25 @@ def plot_shares(shares: Mapping[str, torch.Tensor], path: str | Path, title: str
         path: the file to write.
         title: the figure's title.
     """
-    layers, n = next(iter(shares.values())).shape
     shown = dict(list(shares.items())[:MOST_PANELS])
-    columns, rows = _grid(len(shown), 4)
-    width, height = min(0.55 * n, 9.6 / columns), min(0.42 * layers, 8.0 if rows == 1 else 10.5 / rows)
-    figure = _figure(max(5.0, 1.6 + columns * (width + 0.2)), max(2.6, 0.9 + rows * (height + 0.6)))
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    top = max(float(share.max()) for share in shown.values())
-    for axis, (domain, share) in zip(axes.flat, shown.items(), strict=False):
-        image = axis.imshow(share.numpy() * 100, cmap="viridis", vmin=0, vmax=top * 100, aspect="auto")
-        axis.set_title(domain, parse_math=False)  # names may have dollar signs
-        axis.set_xticks(_ticks(n))
-        axis.set_yticks(_ticks(layers))
-        if width / n >= _SMALLEST_WITH_NUMBERS:
-            _write_numbers(axis, share, top)
-    _leave_out(axes, len(shown))
-    figure.supxlabel("expert", fontsize="medium")
-    figure.supylabel("layer", fontsize="medium")
-    figure.colorbar(image, ax=axes, shrink=0.9).set_label("share of token assignments (%)")
-    _save(figure, path, _title(title, len(shown), len(shares)))
+    _heat_maps(shown, path, _title(title, len(shown), len(shares)), "expert", "layer", "share of token assignments (%)")
 
 
-def plot_coactivation(counts_NN: torch.Tensor, path: str | Path) -> None:
+def plot_coactivation(counts_LNN: torch.Tensor, path: str | Path) -> None:
     """
-    Which experts serve the same tokens: of the tokens of the row's expert, the share that the column's also serves.
+    Which experts serve the same tokens, one panel per layer, of up to 12 layers: of the tokens of the row's expert, the
+    share that the column's also serves.
 
     Args:
-        counts_NN: number of tokens that both experts serve, [n, n]; the diagonal has each expert's tokens.
+        counts_LNN: number of tokens that both experts serve, [L, n, n]; the diagonal has each expert's tokens.
         path: the file to write.
     """
-    n = counts_NN.shape[0]
-    share = counts_NN / counts_NN.diagonal().clamp(min=1).unsqueeze(1)
-    share = share.masked_fill(torch.eye(n, dtype=torch.bool), float("nan"))
-    size = max(4.0, min(8.0, 1.5 + 0.45 * n))
-    figure = _figure(size + 1, size)
-    axis = figure.subplots()
-    image = axis.imshow(share.numpy() * 100, cmap="magma", vmin=0)
-    _write_numbers(axis, share, float(share.nan_to_num(0).max()))
-    axis.set_xticks(_ticks(n))
-    axis.set_yticks(_ticks(n))
-    axis.set_xlabel("also chosen: expert")
-    axis.set_ylabel("of the tokens of expert")
-    figure.colorbar(image, ax=axis, shrink=0.9).set_label("share of its tokens (%)")
-    _save(figure, path, "Experts chosen together, all layers")
+    share_LNN = counts_LNN / counts_LNN.diagonal(dim1=1, dim2=2).clamp(min=1).unsqueeze(2)
+    share_LNN = share_LNN.masked_fill(torch.eye(counts_LNN.shape[-1], dtype=torch.bool), float("nan"))
+    layers = _some(len(share_LNN))
+    title = f"Experts chosen together{_of_layers(layers, share_LNN)}"
+    panels = {f"layer {layer}": share_LNN[layer] for layer in layers}
+    _heat_maps(panels, path, title, "also chosen: expert", "of the tokens of expert", "share of its tokens (%)")
 
 
 def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, x: str, y: str) -> None:
@@ -94,20 +70,50 @@ def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str |
     _save(figure, path, "")
 
 
-def plot_token_classes(counts_CN: torch.Tensor, path: str | Path) -> None:
-    """Each token class's share of assignments per expert, over all layers; counts are [C, n]."""
+def plot_token_classes(counts_CLN: torch.Tensor, path: str | Path) -> None:
+    """Each token class's share of assignments per expert, one panel per layer, of up to 12; counts are [C, L, n]."""
+    counts_CN = counts_CLN.sum(1)
     seen = [i for i in range(len(TOKEN_CLASSES)) if counts_CN[i].sum() > 0]
-    share = counts_CN[seen] / counts_CN[seen].sum(1, keepdim=True)
-    n = counts_CN.shape[1]
-    figure = _figure(max(5.0, min(10.0, 2.5 + 0.5 * n)), 1.6 + 0.45 * len(seen))
-    axis = figure.subplots()
-    image = axis.imshow(share.numpy() * 100, cmap="viridis", vmin=0, aspect="auto")
-    _write_numbers(axis, share, float(share.max()))
-    axis.set_xticks(_ticks(n))
-    axis.set_yticks(range(len(seen)), [f"{TOKEN_CLASSES[i]} ({int(counts_CN[i].sum()):,})" for i in seen])
-    axis.set_xlabel("expert")
-    figure.colorbar(image, ax=axis, shrink=0.9).set_label("share of its assignments (%)")
-    _save(figure, path, "Classes of tokens (assignments), all layers")
+    share_CLN = counts_CLN[seen] / counts_CLN[seen].sum(2, keepdim=True).clamp(min=1)
+    layers = _some(share_CLN.shape[1])
+    title = f"Classes of tokens{_of_layers(layers, share_CLN[0])}"
+    panels = {f"layer {layer}": share_CLN[:, layer] for layer in layers}
+    names = [TOKEN_CLASSES[i] for i in seen]
+    _heat_maps(panels, path, title, "expert", "", "share of its assignments (%)", names)
+
+
+def _some(layers: int) -> list[int]:
+    """Layers that are shown: all, or as many as a figure has panels, evenly from the first to the last."""
+    return sorted({round(i) for i in torch.linspace(0, layers - 1, min(layers, MOST_PANELS)).tolist()})
+
+
+def _of_layers(shown: Sequence[int], per_layer: torch.Tensor) -> str:
+    return f" ({len(shown)} of {len(per_layer)} layers)" if len(shown) < len(per_layer) else ""
+
+
+def _heat_maps(
+    panels: Mapping[str, torch.Tensor], path: str | Path, title: str, columns_are: str, rows_are: str, values_are: str,
+    names: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    """Heat maps of shares with one scale, side by side. NaN is left blank. `names`: of the rows, else their numbers."""
+    height_N, width_N = next(iter(panels.values())).shape
+    columns, rows = _grid(len(panels), 4)
+    width, height = min(0.55 * width_N, 9.6 / columns), min(0.42 * height_N, 8.0 if rows == 1 else 10.5 / rows)
+    figure = _figure(max(5.0, 1.6 + columns * (width + 0.2)), max(2.6, 0.9 + rows * (height + 0.6)))
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    top = max(float(share.nan_to_num(0).max()) for share in panels.values())
+    for axis, (name, share) in zip(axes.flat, panels.items(), strict=False):
+        image = axis.imshow(share.numpy() * 100, cmap="viridis", vmin=0, vmax=top * 100, aspect="auto")
+        axis.set_title(name, parse_math=False)  # names may have dollar signs
+        axis.set_xticks(_ticks(width_N))
+        axis.set_yticks(_ticks(height_N), None if names is None else [names[i] for i in _ticks(height_N)])
+        if width / width_N >= _SMALLEST_WITH_NUMBERS:
+            _write_numbers(axis, share, top)
+    _leave_out(axes, len(panels))
+    figure.supxlabel(columns_are, fontsize="medium")
+    figure.supylabel(rows_are, fontsize="medium")
+    figure.colorbar(image, ax=axes, shrink=0.9).set_label(values_are)
+    _save(figure, path, title)
 
 
 def plot_compliance(
@@ -188,31 +194,33 @@ def plot_expert_scores(
 
 
 def plot_load_over_time(
-    steps: Sequence[int], loads: Sequence[Sequence[float]] | torch.Tensor, path: str | Path
+    steps: Sequence[int], variations: Sequence[Sequence[float]], untrained: float, path: str | Path
 ) -> None:
-    """Share of assignments per expert during training, over all layers; [steps, n]."""
-    load_SN = torch.as_tensor(loads, dtype=torch.float64)
-    n = load_SN.shape[1]
+    """
+    How uneven the load is during training: the median over layers, half of them, and all.
+
+    Args:
+        steps: the steps.
+        variations: each layer's coefficient of variation at each of the steps, [steps, L].
+        untrained: what gates with random weights have, about.
+        path: the file to write.
+    """
+    variation_SL = torch.tensor(variations, dtype=torch.float64)
+    least, low, median, high, most = variation_SL.quantile(
+        torch.tensor([0, 0.25, 0.5, 0.75, 1]).double(), dim=1
+    ).numpy()
     figure = _figure(7.0, 4.0)
     axis = figure.subplots()
-    if n <= _CELLS_WITH_NUMBERS:
-        import matplotlib
-
-        colors = matplotlib.colormaps["tab20"]
-        for expert in range(n):
-            axis.plot(steps, load_SN[:, expert].numpy() * 100, label=f"expert {expert}", color=colors(expert % 20))
-        axis.axhline(100 / n, color="gray", linestyle=":", linewidth=1, label="even")
-        axis.legend(fontsize=7, ncols=2)
-        axis.set_ylabel("share of assignments (%)")
-    else:
-        image = axis.imshow(load_SN.T.numpy() * 100, aspect="auto", cmap="viridis", vmin=0)
-        labels = _ticks(len(steps), 8)
-        axis.set_xticks(labels, [str(steps[i]) for i in labels])
-        axis.set_yticks(_ticks(n))
-        axis.set_ylabel("expert")
-        figure.colorbar(image, ax=axis).set_label("share of assignments (%)")
+    axis.fill_between(steps, least, most, color="tab:blue", alpha=0.12, linewidth=0)
+    axis.fill_between(steps, low, high, color="tab:blue", alpha=0.25, linewidth=0)
+    axis.plot(steps, median, color="tab:blue")
+    axis.axhline(untrained, color="gray", linestyle=":", linewidth=1)
+    for value, text in ((median[-1], " median of the layers"), (untrained, " untrained gates")):
+        axis.annotate(text, (steps[-1], value), va="center", fontsize=8, annotation_clip=False)
+    axis.set_ylim(bottom=0)
     axis.set_xlabel("step")
-    _save(figure, path, "Load in training, all layers")
+    axis.set_ylabel("coefficient of variation of a layer's load")
+    _save(figure, path, "Load in training (shaded: half of the layers, all layers)")
 
 
 def _write_numbers(axis: Any, share: torch.Tensor, top: float) -> None:

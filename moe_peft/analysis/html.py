@@ -13,14 +13,15 @@ import torch
 from jinja2 import Environment
 
 from ..models.model_size import ModelSize
-from ..routing.statistics import HEALTHY_VARIATION, REMEDY
+from ..routing.statistics import LoadHealth
 from ..utils.expert_merging import likeness
 from .recorder import RoutingStatistics
 from .routing_report import write_figures
 from .token_classes import TOKEN_CLASSES
 
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
-BUSIEST = "busiest experts (share over the layers that have them)"
+EFFECTIVE = "effective experts of a token"
+STRONGEST = "layer: busiest expert (share)"
 _MOST_CELLS = 16  # of a table of experts by experts
 _PAGE = """\
 <!DOCTYPE html>
@@ -97,20 +98,20 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
         files: what `write_files` has written. Figures that no page can show are drawn again.
     """
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
-    n = max(statistics.sizes)
+    n, ks = max(statistics.sizes), sorted(set(statistics.ks))
     tokens = {d: f"{int(count):,}" for d, count in zip(statistics.domains, statistics.tokens.tolist(), strict=True)}
     lead = [
         f"Model: {about['model']} ({how})",
         f"Size: {ModelSize(**about['size'])}",
         f"Data: {about['data']}, split {about['split']}, {about['examples']:,} examples",
         f"Routing: {len(statistics.sizes)} layers with experts, up to {n} in each; "
-        f"a router in each layer sends every token to {statistics.k} of them",
+        f"a router in each layer sends every token to {' or '.join(map(str, ks))} of them",
     ]
     with tempfile.TemporaryDirectory() as folder:
         figures = {file.stem: file for file in files if file.suffix in _TYPES}
         figures = figures or {file.stem: file for file in write_figures(statistics, Path(folder), ".png")}
         sections = [
-            load_section(statistics.warnings(), statistics.doubt()),
+            load_section(statistics.health(), statistics.allowed is not None),
             shares_section(statistics.shares(), figures["load"], tokens, statistics.sizes),
             _layers(statistics),
             *_similarity(about["similarity"], about["similarity_of"]),
@@ -118,23 +119,32 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
             *_token_classes(statistics, figures),
             Section(
                 "Which experts work together",
-                ["Of the tokens of the row's expert, the share that the column's expert serves, too, over all layers."],
+                ["Of the tokens of the row's expert, the share that the column's expert serves, too."],
                 figure=figures["coactivation"],
             ),
         ]
         return write_page(path, "Where the tokens go", lead, sections)
 
 
-def load_section(warnings: Sequence[str], doubt: str = "") -> Section:
-    """Whether the experts are used evenly, in words."""
+def load_section(health: LoadHealth, wanted: bool = False) -> Section:
+    """
+    Whether the experts are used evenly, in words.
+
+    Args:
+        wanted: whether an expert map asks for uneven loads.
+    """
     text = [
-        "A MoE is worth its size if all of its experts work. This looks at each layer's load: how the work is shared "
-        "out among its experts."
+        "A MoE is worth its size if all of its experts work. The load of a layer is how the work is shared out among "
+        "its experts; CV, its coefficient of variation, is the spread of their shares divided by the mean: 0 is even. "
+        "Untrained gates are not even, either: they send similar tokens the same way."
     ]
-    if warnings:
-        return Section("Is the load healthy?", [*text, f"These layers are not healthy. Try this: {REMEDY}."], warnings)
-    verdict = doubt or "Yes: no layer's load is clearly uneven."
-    return Section("Is the load healthy?", [*text, verdict])
+    if health.warning and not wanted:
+        return Section("Is the load healthy?", text, [health.warning])
+    verdicts = {
+        "even": f"Yes, it is no more uneven than that of untrained gates: {health}.",
+        "unknown": f"There are too few tokens to tell: {health}. By chance alone, CV would be {health.by_chance:.2f}.",
+    }
+    return Section("Is the load healthy?", [*text, verdicts.get(health.status, f"It is as the labels ask: {health}.")])
 
 
 def shares_section(
@@ -154,33 +164,27 @@ def shares_section(
     """
     rows, n = [], max(share_LN.shape[1] for share_LN in shares.values())
     for domain, share_LN in shares.items():
-        rows.append([domain, *([] if tokens is None else [tokens[domain]]), busiest(share_LN, sizes)])
+        rows.append([domain, *([] if tokens is None else [tokens[domain]]), strongest(share_LN)])
     least, most = (1 / size for size in (max(sizes or [n]), min(sizes or [n])))
     even = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}, by the layer's number of experts"
     return Section(
         "Where each domain's tokens go",
         [
             f"The share of a layer's assignments that each expert gets. Even routing gives every expert {even}. "
+            "Expert 3 of one layer has nothing to do with expert 3 of another. "
             "Domains whose rows look alike are not told apart by the routers."
         ],
-        header=["domain", *([] if tokens is None else ["tokens"]), BUSIEST],
+        header=["domain", *([] if tokens is None else ["tokens"]), STRONGEST],
         rows=rows,
         figure=figure,
     )
 
 
-def busiest(share_LN: torch.Tensor, sizes: Sequence[int] | None = None) -> str:
-    """
-    The four experts with the largest mean share, in words.
-
-    Args:
-        share_LN: each expert's share of its layer's assignments, [L, n].
-        sizes: experts of each layer, whose absent experts do not count in the mean; None: n in all.
-    """
-    layers, n = share_LN.shape
-    has_LN = torch.arange(n) < torch.tensor(sizes or [n] * layers).unsqueeze(1)
-    best = (share_LN.where(has_LN, 0).sum(0) / has_LN.sum(0)).topk(min(4, n))
-    return ", ".join(f"{i} ({v:.0%})" for v, i in zip(best.values.tolist(), best.indices.tolist(), strict=True))
+def strongest(share_LN: torch.Tensor) -> str:
+    """The experts with the largest share in the three layers where that is largest, in words; shares are [L, n]."""
+    best_L, expert_L = share_LN.max(1)
+    layers = best_L.topk(min(3, len(best_L))).indices.tolist()
+    return ", ".join(f"{layer}: {int(expert_L[layer])} ({float(best_L[layer]):.0%})" for layer in layers)
 
 
 def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:
@@ -200,21 +204,17 @@ def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:
 
 def _layers(statistics: RoutingStatistics) -> Section:
     rows = []
-    for layer, (counts_N, n) in enumerate(zip(statistics.counts.sum(0), statistics.sizes, strict=True)):
-        share_N = counts_N[:n] / counts_N[:n].sum()
-        variation = float(share_N.std(correction=0) / share_N.mean())
-        least, most = int(share_N.argmin()), int(share_N.argmax())
-        extremes = (f"{i} ({float(share_N[i]):.1%})" for i in (least, most))
-        rows.append([str(layer), str(n), f"{variation:.2f}", *extremes])
-    return Section(
-        "Load of each layer",
-        [
-            "The coefficient of variation is the spread of the experts' shares divided by their mean: 0 is even, up to "
-            f"{HEALTHY_VARIATION} is healthy."
-        ],
-        header=["layer", "experts", "variation", "least used", "most used"],
-        rows=rows,
+    counts_LN, effective_L = statistics.counts.sum(0), statistics.effective_sums.sum(0) / statistics.tokens.sum()
+    for layer, (cv, n) in enumerate(zip(statistics.variations(), statistics.sizes, strict=True)):
+        share_N = counts_LN[layer, :n] / counts_LN[layer].sum()
+        extremes = (f"{i} ({float(share_N[i]):.1%})" for i in (int(share_N.argmin()), int(share_N.argmax())))
+        rows.append([str(layer), str(n), f"{cv:.2f}", *extremes, f"{float(effective_L[layer]):.2f}"])
+    text = (
+        "The effective number of experts of a token is (Σg)²/Σg² of its gates g: k if all are equal, near 1 if one has "
+        "almost all the weight."
     )
+    header = ["layer", "experts", "CV", "least used", "most used", EFFECTIVE]
+    return Section("Load of each layer", [text], header=header, rows=rows)
 
 
 def _similarity(similarity: list[list[float]] | None, of: str) -> Iterator[Section]:
@@ -253,16 +253,14 @@ def _compliance(statistics: RoutingStatistics, figures: Mapping[str, Path]) -> I
 def _token_classes(statistics: RoutingStatistics, figures: Mapping[str, Path]) -> Iterator[Section]:
     if "token_classes" not in figures:
         return
-    counts_CN = statistics.class_counts.sum(1)
     rows = []
-    for expert, counts_C in enumerate(counts_CN.T):
-        total, best = float(counts_C.sum()), counts_C.topk(min(3, len(counts_C)))
-        kinds = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        rows.append([str(expert), ", ".join(f"{TOKEN_CLASSES[i]} ({v / total:.0%})" for v, i in kinds if v)])
+    for name, counts_LN in zip(TOKEN_CLASSES, statistics.class_counts, strict=True):
+        if counts_LN.any():
+            rows.append([name, strongest(counts_LN / counts_LN.sum(1, keepdim=True).clamp(min=1))])
     yield Section(
         "Kinds of tokens",
-        ["What each expert mostly gets, over all layers, and below which experts get each kind of token."],
-        header=["expert", "commonest kinds of its tokens"],
+        ["Which experts get each kind of token."],
+        header=["kind", STRONGEST],
         rows=rows,
         figure=figures["token_classes"],
     )

@@ -13,10 +13,9 @@ from transformers.utils.logging import tqdm
 
 from ..models.introspection import adapter_layers
 from ..models.model_size import ModelSize, expert_similarity, model_size
-from ..routing.statistics import REMEDY
 from ..utils.expert_merging import likeness
 from ..utils.io import output_folder
-from .html import BUSIEST, busiest, write_html
+from .html import EFFECTIVE, STRONGEST, strongest, write_html
 from .inputs import Rows, describe, load, load_rows
 from .recorder import RoutingStatistics, record_routing
 from .routing_report import REPORT, write_files
@@ -131,11 +130,13 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
         console.print(line, highlight=False, soft_wrap=True)
     # Where the tokens of each domain go.
     has_map = statistics.allowed is not None
-    columns = ("tokens", BUSIEST, *(["compliance", "chance"] if has_map else []))
+    columns = ("tokens", "specialization", EFFECTIVE, STRONGEST, *(["compliance", "chance"] if has_map else []))
     table = Table("domain", *columns, title="Routing")
+    specialization, effective = statistics.specialization(), statistics.effective()
     for domain, share_LN in statistics.shares().items():
         tokens = int(statistics.tokens[statistics.domains.index(domain)])
-        cells = [domain, f"{tokens:,}", busiest(share_LN, statistics.sizes)]
+        numbers = (f"{specialization[domain]:.0%}", f"{float(effective[domain].mean()):.2f}")
+        cells = [domain, f"{tokens:,}", *numbers, strongest(share_LN)]
         if has_map:
             cells += [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])]
         table.add_row(*cells)
@@ -143,10 +144,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     if has_map:
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
     # Whether the load is healthy.
-    warnings = statistics.warnings()
-    for line in [*warnings, f"Try this: {REMEDY}"] if warnings else []:
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
-    if not warnings and statistics.doubt():
-        console.print(statistics.doubt(), highlight=False, soft_wrap=True)
+    warning, style = (statistics.warning(), "yellow") if statistics.warning() else (str(statistics.health()), None)
+    console.print(f"load: {warning}", style=style, highlight=False, soft_wrap=True)
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..models.introspection import RoutedPass, observed_routing, router_sizes, text_config
+from ..models.introspection import RoutedPass, observed_routing, router_sizes
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
-from ..routing.statistics import chosen_experts, load_doubt, load_health, load_verdicts
+from ..routing.statistics import LoadHealth, chosen_experts, effective_experts, load_health, variation
 from .token_classes import TOKEN_CLASSES
 
 POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
@@ -33,7 +33,7 @@ class RoutingStatistics:
 
     Args:
         sizes: experts of each layer.
-        k: experts per token.
+        ks: experts per token of each layer.
         domains: the names of the D domains.
         expert_map: domain → experts that should serve it, for compliance; see `read_expert_map`.
         token_classes: the class (index into `TOKEN_CLASSES`) of every token of the vocabulary, [V].
@@ -43,6 +43,7 @@ class RoutingStatistics:
     Attributes:
         counts: number of (token, slot) assignments, float64 [D, L, n].
         tokens: number of tokens, [D].
+        effective_sums: sum of the tokens' effective numbers of experts, float64 [D, L].
         coactivation: number of tokens that both experts serve, [L, n, n].
         class_counts: number of assignments by token class, [C, L, n].
         broken: whether a layer's logits were NaN or infinite, so that its numbers say nothing, bool [L].
@@ -57,7 +58,7 @@ class RoutingStatistics:
     ```python
     >>> import torch
     >>> from moe_peft.analysis import RoutingStatistics
-    >>> statistics = RoutingStatistics(sizes=[4, 4], k=2, domains=["code", "prose"])
+    >>> statistics = RoutingStatistics(sizes=[4, 4], ks=[2, 2], domains=["code", "prose"])
     >>> statistics.current = "prose"  # of the next batch
     >>> statistics.update([torch.randn(6, 4), torch.randn(6, 4)], torch.ones(2, 3), None)
     >>> shares = statistics.shares()["prose"]  # [layers, experts]
@@ -67,14 +68,14 @@ class RoutingStatistics:
     def __init__(
         self,
         sizes: Sequence[int],
-        k: int,
+        ks: Sequence[int],
         domains: Sequence[str] = ("all",),
         expert_map: Mapping[str, Sequence[int]] | None = None,
         token_classes: torch.Tensor | None = None,
         position_width: int | None = None,
     ) -> None:
         L, n, D = len(sizes), max(sizes), len(domains)
-        self.sizes, self.k, self.domains = list(sizes), k, [label_text(domain) for domain in domains]
+        self.sizes, self.ks, self.domains = list(sizes), list(ks), [label_text(domain) for domain in domains]
         self.token_classes = token_classes
         self.position_width = position_width
         P = LINEAR_BUCKETS if position_width else POSITION_BUCKETS
@@ -87,6 +88,7 @@ class RoutingStatistics:
             self.allowed = expert_masks({domain: experts[domain] for domain in self.domains}, n)
         self.counts = torch.zeros(D, L, n, dtype=torch.float64)
         self.tokens = torch.zeros(D, dtype=torch.float64)
+        self.effective_sums = torch.zeros(D, L, dtype=torch.float64)
         self.coactivation = torch.zeros(L, n, n, dtype=torch.float64)
         self.class_counts = torch.zeros(len(TOKEN_CLASSES), L, n, dtype=torch.float64)
         self.broken = torch.zeros(L, dtype=torch.bool)
@@ -101,6 +103,7 @@ class RoutingStatistics:
         mask_BS: torch.Tensor,
         ids_BS: torch.Tensor | None,
         chosen: Sequence[torch.Tensor] | None = None,
+        effective: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """
         Add a batch; `current` is its domain, or the list of its rows' domains.
@@ -110,16 +113,21 @@ class RoutingStatistics:
             mask_BS: 1 for real tokens. If the batch continues a cache, the mask is longer than S; its end is used.
             ids_BS: the tokens, for token classes.
             chosen: the experts that served each token, bool [T, n] per layer; None: the k with the largest logits.
+            effective: their effective number, [T] per layer; None: by the probabilities of those that were chosen.
         """
         first, n = router_logits[0].device, max(self.sizes)  # layers may be on different devices
         broken = [(logits.isnan() | logits.isposinf()).any().to(first) for logits in router_logits]
         self.broken |= torch.stack(broken).cpu()
         logits_LTN = torch.stack([pad_logits(logits.detach().to(first).float(), n) for logits in router_logits])
         if chosen is None:
-            chosen = [chosen_experts(logits_TN.topk(self.k, dim=-1).indices, None, n) for logits_TN in logits_LTN]
+            best = (logits_TN.topk(k, dim=-1).indices for logits_TN, k in zip(logits_LTN, self.ks, strict=True))
+            chosen = [chosen_experts(experts_TK, None, n) for experts_TK in best]
         chosen_LTN = torch.stack(
             [F.pad(of_layer.to(first), (0, n - of_layer.shape[-1])) for of_layer in chosen]
         ).float()
+        if effective is None:
+            effective = [effective_experts(of_layer) for of_layer in logits_LTN.softmax(-1) * chosen_LTN]
+        effective_LT = torch.stack([of_layer.to(first) for of_layer in effective])
         rows, length = mask_BS.shape[0], logits_LTN.shape[1] // max(mask_BS.shape[0], 1)
         start = mask_BS.shape[1] - length
         weight_T = mask_BS[:, start:].flatten().float().to(first)
@@ -128,6 +136,7 @@ class RoutingStatistics:
         weighted_LTN = chosen_LTN * weight_T.unsqueeze(-1)
         self.counts += torch.einsum("ltn,td->dln", chosen_LTN, domain_TD).double().cpu()
         self.tokens += domain_TD.sum(0).double().cpu()
+        self.effective_sums += (effective_LT @ domain_TD).T.double().cpu()
         self.coactivation += torch.einsum("ltn,ltm->lnm", weighted_LTN, chosen_LTN).double().cpu()
         if self.token_classes is not None and ids_BS is not None:
             class_TC = F.one_hot(self.token_classes.to(first)[ids_BS.to(first).flatten()], len(TOKEN_CLASSES)).float()
@@ -177,6 +186,11 @@ class RoutingStatistics:
         seen = [i for i in range(len(self.domains)) if self.tokens[i]]
         return {self.domains[i]: self.counts[i] / self.counts[i].sum(1, keepdim=True).clamp(min=1) for i in seen}
 
+    def effective(self) -> dict[str, torch.Tensor]:
+        """Domain → the mean effective number of experts per token and layer, [L]; only for domains with tokens."""
+        seen = [i for i in range(len(self.domains)) if self.tokens[i]]
+        return {self.domains[i]: self.effective_sums[i] / self.tokens[i] for i in seen}
+
     def compliance(self) -> torch.Tensor:
         """Mean compliance by layer and position bucket, over all domains, [L, P]; NaN for buckets without tokens."""
         self._needs_map()
@@ -206,29 +220,44 @@ class RoutingStatistics:
         if self.allowed is None:
             raise ValueError("compliance needs an expert_map")
 
-    def warnings(self) -> list[str]:
-        """One line for each layer whose load is not healthy, see `load_verdicts`."""
-        return load_verdicts(self.counts.sum(0), self.sizes, float(self.tokens.sum()))
+    def health(self) -> LoadHealth:
+        """How evenly the experts are used."""
+        return load_health(self.counts.sum(0), self.sizes, float(self.tokens.sum()))
 
-    def doubt(self) -> str:
-        """Why the absence of warnings says little, if there is too little data, see `load_doubt`."""
-        return load_doubt(self.counts.sum(0), self.sizes)
+    def variations(self) -> list[float]:
+        """The coefficient of variation of each layer's load, [L]."""
+        return [variation(counts_N[:n]) for counts_N, n in zip(self.counts.sum(0), self.sizes, strict=True)]
+
+    def warning(self) -> str:
+        """What is wrong with the load and what to try; "" if nothing is, or an expert map asks for uneven loads."""
+        return self.health().warning if self.allowed is None else ""
+
+    def specialization(self) -> dict[str, float]:
+        """
+        Domain → the share of its assignments that go to other experts than the average domain's, averaged over layers:
+        half the sum of the differences. 0: the routers treat it as all text; 1: it has experts of its own.
+        """
+        shares = self.shares()
+        mean_LN = sum(shares.values()) / max(len(shares), 1)
+        return {domain: float((share_LN - mean_LN).abs().sum(1).mean() / 2) for domain, share_LN in shares.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """All statistics as plain lists, ready for JSON."""
-        health = load_health(self.counts.sum(0), self.sizes)
+        health = self.health()
         return {
             "experts": self.sizes,
-            "top_k": self.k,
+            "top_k": self.ks,
             "tokens": dict(zip(self.domains, self.tokens.tolist(), strict=True)),
             "shares": {domain: share.tolist() for domain, share in self.shares().items()},
-            "load": vars(health),
+            "effective_experts": {domain: of_layers.tolist() for domain, of_layers in self.effective().items()},
+            "load": {**vars(health), "status": health.status},
             "coactivation": self.coactivation.tolist(),
             "token_classes": dict(zip(TOKEN_CLASSES, self.class_counts.tolist(), strict=True)),
             "compliance": None,
             "mean_compliance": None,
             **({} if self.allowed is None else self._compliance_as_dict()),
-            "warnings": self.warnings(),
+            "specialization": self.specialization(),
+            "warning": self.warning(),
         }
 
     def _compliance_as_dict(self) -> dict[str, Any]:
@@ -283,13 +312,12 @@ def record_routing(
     >>> shares = statistics.shares()["all"]  # [layers, experts]
     ```
     """
-    sizes = [n for n, _ in router_sizes(model, "record_routing")]
-    k = text_config(model).num_experts_per_tok
-    statistics = RoutingStatistics(sizes, k, domains, expert_map, token_classes, position_width)
+    sizes, ks = zip(*router_sizes(model, "record_routing"), strict=True)
+    statistics = RoutingStatistics(sizes, ks, domains, expert_map, token_classes, position_width)
 
     def add(seen: RoutedPass) -> None:
         if seen.trains or not training_only:
-            statistics.update(seen.router_logits, seen.mask, seen.input_ids, seen.chosen)
+            statistics.update(seen.router_logits, seen.mask, seen.input_ids, seen.chosen, seen.effective)
 
     with observed_routing(model, add):
         yield statistics

@@ -7,13 +7,12 @@ Legend: L layers, n experts, P position buckets.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..utils.io import atomic_write, output_folder, read_json, remove, write_json
+from ..utils.io import output_folder, read_json, remove, write_json
 from .figures import (
     MOST_PANELS,
     SUFFIXES,
@@ -129,10 +128,10 @@ def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> l
     written, largest, shares = [folder / f"load{suffix}"], _largest(statistics), statistics.shares()
     plot_shares({domain: shares[domain] for domain in largest}, written[-1], "Where each domain's tokens go")
     written.append(folder / f"coactivation{suffix}")
-    plot_coactivation(statistics.coactivation.sum(0), written[-1])
+    plot_coactivation(statistics.coactivation, written[-1])
     if statistics.class_counts.any():  # there are token classes, and ids were seen
         written.append(folder / f"token_classes{suffix}")
-        plot_token_classes(statistics.class_counts.sum(1), written[-1])
+        plot_token_classes(statistics.class_counts, written[-1])
     if statistics.allowed is not None:
         compliance = statistics.compliance_by_domain()
         written.append(folder / f"compliance{suffix}")
@@ -167,36 +166,26 @@ def _largest(statistics: RoutingStatistics) -> list[str]:
     return seen if len(seen) <= MOST_PANELS else sorted(seen, key=lambda domain: -tokens[domain])
 
 
-def write_load_over_time(
-    steps: Sequence[int],
-    loads: Sequence[Sequence[float]],
-    verdicts: Sequence[Sequence[str]],
-    folder: Path,
-    suffix: str = ".png",
-) -> None:
+def write_load_over_time(points: Sequence[Mapping[str, Any]], folder: Path, suffix: str = ".png") -> None:
     """
-    Write `load.json` and the figure `load`: the experts' shares of assignments during training.
+    Write `load.json` and the figure `load`: how uneven the experts' load is during training.
 
     Args:
-        steps: the steps.
-        loads: each expert's share at each of the steps.
-        verdicts: the layers whose load was not healthy, at each of the steps.
+        points: the step, each layer's coefficient of variation (`variations`), that of untrained gates (`untrained`),
+            and the `warning`.
         folder: where to write the files.
         suffix: the figure's format.
     """
     folder.mkdir(parents=True, exist_ok=True)
     figure = folder / f".partial{suffix}"  # the suffix says the format
-    plot_load_over_time(steps, loads, figure)
-    with atomic_write(folder / "load.json") as partial:
-        partial.write_text(json.dumps({"steps": list(steps), "loads": list(loads), "warnings": list(verdicts)}) + "\n")
+    steps, variations = zip(*((point["step"], point["variations"]) for point in points), strict=True)
+    plot_load_over_time(steps, variations, points[-1]["untrained"], figure)
+    write_json(folder / "load.json", {"points": list(points)})
     figure.replace(folder / f"load{suffix}")
 
 
-def read_load_over_time(folder: Path, until: int) -> tuple[list[int], list[list[float]], list[list[str]]]:
-    """The steps up to `until`, loads and verdicts that `write_load_over_time` wrote; none if it did not."""
+def read_load_over_time(folder: Path, until: int) -> list[dict[str, Any]]:
+    """The points up to the step `until` that `write_load_over_time` wrote; none if it did not."""
     with suppress(ValueError, KeyError, TypeError):
-        numbers = read_json(folder / "load.json")
-        points = zip(numbers["steps"], numbers["loads"], numbers["warnings"], strict=True)
-        steps, loads, verdicts = zip(*(point for point in points if point[0] <= until), strict=True)
-        return list(steps), list(loads), list(verdicts)
-    return [], [], []
+        return [point for point in read_json(folder / "load.json")["points"] if point["step"] <= until]
+    return []

@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "upcycle": (".upcycle", "make a native MoE from dense models"),
     "prune": (".prune", "drop and merge experts of an adapter or a native MoE"),
     "export": (".export", "make a native MoE from a MoE-LoRA adapter and its base"),
+    "demo": (".demo", "see it work in ten minutes: SmolLM2-135M learns, and is exported"),
     "exec": (".exec", "run another Python program, such as lm_eval, that can then load the adapters"),
 }
 ONCE = ("inspect", "upcycle", "prune", "export")  # of a launcher's processes, the first alone does the work

@@ -105,7 +105,7 @@ def _reduced(kind: type, left_out: set[str], types: Mapping[str, Any]) -> type:
     return dataclasses.make_dataclass(kind.__name__, kept)
 
 
-_MAPPINGS = ("num_experts_pattern", "rank_pattern", "alpha_pattern")
+_MAPPINGS = ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")
 _LISTS = ("target_modules", "target_projections", "exclude_modules", "layers_pattern", "modules_to_save")
 _LORA = {f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith("lora_")}
 ModelOptions = _reduced(ModelConfig, _LORA | {"use_peft", "use_rslora", "use_dora"}, {})

@@ -21,7 +21,7 @@ from ..adapter.base_model import recorded_routers
 from ..adapter.layers import MoELoraLayer
 from ..adapter.router_recorder import Choice, Collection, observing
 from ..routing.gates import pad_logits
-from ..routing.statistics import chosen_experts
+from ..routing.statistics import chosen_experts, effective_experts
 from ..utils.distributed import shape_of
 from .routed_gate import RoutedGate
 
@@ -50,6 +50,7 @@ class RoutedPass:
         router_logits: one [T, n] per router, in the order of `router_sizes`, whatever the order in which they ran.
         chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out, and
             forced or masked routing is seen as it happened.
+        effective: the effective number of experts of each token (`effective_experts` of its gates), [T] per router.
         mask: 1 for real tokens, [B, S]; longer than S if the pass continues a cache, whose tokens come first.
         input_ids: the tokens [B, S], if they were passed by keyword.
         trains: whether gradients were enabled.
@@ -57,6 +58,7 @@ class RoutedPass:
 
     router_logits: tuple[torch.Tensor, ...]
     chosen: tuple[torch.Tensor, ...]
+    effective: tuple[torch.Tensor, ...]
     mask: torch.Tensor
     input_ids: torch.Tensor | None
     trains: bool
@@ -88,19 +90,25 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
             rows = collection.rows
             mask = torch.ones(rows, len(logits[0]) // rows, dtype=torch.long, device=logits[0].device)
         k = int(getattr(text_config(model), "num_experts_per_tok", 1))
-        chosen = (_chosen(*of_router, k) for of_router in zip(logits, choices, strict=True))
-        observe(RoutedPass(tuple(logits), tuple(chosen), mask, collection.token_ids, torch.is_grad_enabled()))
+        chosen, effective = zip(*(_chosen(*each, k) for each in zip(logits, choices, strict=True)), strict=True)
+        observe(RoutedPass(tuple(logits), chosen, effective, mask, collection.token_ids, torch.is_grad_enabled()))
 
     with observing(backbone(model), on_pass, gates):
         yield
 
 
-def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> torch.Tensor:
-    """A router's choice as a mask, bool [T, n]; the top k if it was not seen."""
+def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    A router's choice as a mask, bool [T, n], and the effective number of experts, [T]; of the top k and their
+    probabilities if it was not seen.
+    """
     experts_TK, gates_TK = (logits_TN.topk(k, dim=-1).indices, None) if choice is None else choice
     if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
         gates_TK = None
-    return chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1])
+    chosen_TN = chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1])
+    if gates_TK is None:
+        gates_TK = logits_TN.detach().float().softmax(-1).gather(1, experts_TK)
+    return chosen_TN, effective_experts(gates_TK)
 
 
 def native_routers(model: nn.Module) -> list[nn.Module]:

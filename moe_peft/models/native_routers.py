@@ -95,6 +95,11 @@ def _check_settings(settings: RouterSettings, top_k: int | None, num_experts: in
     if settings.type not in ROUTERS:
         return  # `MoELoraConfig` raises
     router = ROUTERS[settings.type]
+    if settings.bias_update_rate:
+        raise ValueError(
+            f"replace_routers: bias_update_rate={settings.bias_update_rate}: a native MoE keeps no biases; use a "
+            "balancing loss"
+        )
     for setting in unread_settings(router):
         if (value := getattr(settings, setting.name)) != setting.default:
             raise ValueError(

@@ -160,6 +160,7 @@ class Adapted:
     routers: dict[int, torch.Tensor] = field(default_factory=dict)
     specs: dict[int, Experts] = field(default_factory=dict)  # of each adapted FFN
     updates: dict[str, _Update] = field(default_factory=dict)  # by the weight's name in the base
+    shared_updates: dict[str, _Update] = field(default_factory=dict)  # likewise, of the experts that serve every token
 
     def backbone(self, name: str) -> torch.Tensor:
         return self.dense.family.backbone(name, self.dense.config, lambda key: self._updated(key, self._read(key), 0))
@@ -185,7 +186,11 @@ class Adapted:
         if name not in self.updates:
             return weight
         A, B, experts = self.updates[name]
-        return experts.merge(weight, A, B, expert)
+        merged = experts.merge(weight, A, B, expert)
+        if name in self.shared_updates:
+            A, B, _ = self.shared_updates[name]
+            merged.addmm_(B[0].T.float(), A[0].float(), alpha=experts.scaling)
+        return merged
 
 
 def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseModel) -> Adapted:
@@ -212,18 +217,21 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
             _check_size(key, tuple(tensor.shape), tuple(shapes.get(key, ())))
             continue
         spec = config.expert_spec(module, dense.config)
-        if matrix in ("A", "B"):
+        if matrix != "router":
             weight = f"{module}.{projection}.weight" if module in layers else f"{module}.weight"
             if module not in layers:
                 spec = spec.for_linear()
             features = {projection: (shapes[weight][1], shapes[weight][0])} if weight in shapes else {}
-            expected = spec.shapes(features).get(projection, ((), ()))[matrix == "B"]
+            is_shared, is_second = matrix.startswith("shared_"), matrix.endswith("B")
+            shapes_of = spec.shared_shapes if is_shared else spec.shapes
+            expected = shapes_of(features).get(projection, ((), ()))[is_second]
             _check_size(key, tuple(tensor.shape), expected, "its config and the base say")
-            other = f"{module}.moe_lora_{'B' if matrix == 'A' else 'A'}.{projection}"
+            other = f"{module}.moe_lora_{matrix[:-1]}{'A' if is_second else 'B'}.{projection}"
             if other not in state:
                 raise ValueError(f"the adapter has {key}, but no {other}; save it again")
-            if matrix == "A":
-                content.updates[weight] = _Update(tensor, state[other], spec)
+            if not is_second:
+                updates = content.shared_updates if is_shared else content.updates
+                updates[weight] = _Update(tensor, state[other], spec)
         if module in layers:
             content.specs[layers[module]] = spec
         elif spec.num_experts > 1:
@@ -253,11 +261,11 @@ def _read_routers(content: Adapted) -> None:
                 f"mixing={spec.mixing!r}: the FFN's non-linearity stands between the experts' updates, so no "
                 "native MoE computes this; train with mixing='output'"
             )
-        if (spec.num_experts, spec.top_k) != (first.num_experts, first.top_k):
-            raise ValueError(
-                f"num_experts: layer {layer} has {spec.num_experts}, another {first.num_experts}; a native MoE "
-                "has as many in every layer"
-            )
+        for name in ("num_experts", "top_k"):
+            if (here := getattr(spec, name)) != (other := getattr(first, name)):
+                raise ValueError(
+                    f"{name}: layer {layer} has {here}, another {other}; a native MoE has as many in every layer"
+                )
         prefix = f"{DENSE_BLOCK.format(layer=layer)}.moe_lora_router."
         state = {key.removeprefix(prefix): t for key, t in content.state.items() if key.startswith(prefix)}
         router = make_router(d, spec.num_experts, spec.router)

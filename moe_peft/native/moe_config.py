@@ -63,7 +63,7 @@ def moe_config(
         "intermediate_size": dense.intermediate_size,
         family.width: width,
         "output_router_logits": False,
-        "router_aux_loss_coef": router_aux_loss_coef,
+        "router_aux_loss_coef": float(router_aux_loss_coef),  # configs of transformers take no integer
         "tie_word_embeddings": False,
     }
     if family.normalises:

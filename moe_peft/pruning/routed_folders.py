@@ -18,7 +18,7 @@ from peft import get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
-from ..adapter.config import MoELoraConfig
+from ..adapter.config import MoELoraConfig, by_pattern
 from ..adapter.layers import MoELoraLayer
 from ..models.model_size import ModelSize, model_size
 from ..models.native_routers import CONFIG_FIELD
@@ -162,7 +162,8 @@ class AdapterFolder(Folder):
             for key in self._keys(layer.name, "moe_lora_A."):
                 A, B = state[key], state[_other(key)]
                 state[key], state[_other(key)] = self.specs[layer.name].mean(A, B, of_layer, w)
-            for name in self.config.router_class.expert_rows:
+            biases = ["bias_steps"] if self.config.router_bias_update_rate else []
+            for name in (*self.config.router_class.expert_rows, *biases):
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
                 state[key] = mean_rows(state[key], of_layer, w)
             self._check_router(layer.name, config, state)
@@ -194,7 +195,8 @@ class AdapterFolder(Folder):
             setattr(config, f"router_{name}", fixed.pop())
         config.__post_init__()
         sizes = {**sizes, **dict.fromkeys(self.single, 1)}
-        pattern = {re.escape(name): n for name, n in sizes.items() if config.expert_spec(name).num_experts != n}
+        fixed_sizes, most = config.num_experts_pattern, config.num_experts
+        pattern = {re.escape(name): n for name, n in sizes.items() if by_pattern(fixed_sizes, name, most) != n}
         config.num_experts_pattern = {**pattern, **config.num_experts_pattern}
         config.__post_init__()
         return config

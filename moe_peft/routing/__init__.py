@@ -8,11 +8,11 @@ from .statistics import (
     LoadHealth,
     chosen_experts,
     compliance,
+    effective_experts,
     entropies,
     expert_counts,
-    load_doubt,
     load_health,
-    load_verdicts,
+    variation,
 )
 
 __all__ = [
@@ -24,12 +24,11 @@ __all__ = [
     "balancing_loss",
     "chosen_experts",
     "compliance",
+    "effective_experts",
     "entropies",
     "expert_counts",
     "label_losses",
-    "load_doubt",
     "load_health",
-    "load_verdicts",
     "make_router",
     "pad_logits",
     "read_expert_map",
@@ -38,5 +37,6 @@ __all__ = [
     "threshold_gates",
     "top_k_gates",
     "top_p_gates",
+    "variation",
     "z_losses",
 ]

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 Choose = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
-def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def top_k_gates(
+    logits_TN: torch.Tensor, k: int, normalize: bool = True, bias_N: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The k experts with the largest logits and their gates, as in Mixtral: softmax over all experts, keep k, divide by
     their sum (which equals the softmax over the k logits alone).
@@ -28,9 +30,11 @@ def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tupl
         logits_TN: router logits, float32 [T, n].
         k: experts per token.
         normalize: whether the k gates sum to 1; otherwise they are the probabilities among all n experts.
+        bias_N: added to the probabilities as the k experts are chosen, [n]; gates are without it (Wang et al., 2024,
+            equation 3).
 
     Returns:
-        gates [T, k] (differentiable) and expert indices, int64 [T, k], largest gate first.
+        gates [T, k] (differentiable) and expert indices, int64 [T, k], the best first.
 
     Example:
 
@@ -43,6 +47,12 @@ def top_k_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tupl
     ```
     """
     check_top_k(logits_TN, k)
+    if bias_N is not None:
+        experts_TK = _biased_choice(logits_TN, logits_TN.softmax(-1), bias_N, k)
+        if normalize and k > 1:
+            return logits_TN.gather(-1, experts_TK).softmax(-1), experts_TK
+        probabilities_TK = logits_TN.softmax(-1).gather(-1, experts_TK)
+        return (_normalized(probabilities_TK) if normalize else probabilities_TK), experts_TK
     if not normalize or k == 1:
         probabilities_TK, experts_TK = _top_probabilities(logits_TN, k)
         return (_normalized(probabilities_TK) if normalize else probabilities_TK), experts_TK
@@ -55,6 +65,11 @@ def _top_probabilities(logits_TN: torch.Tensor, k: int) -> tuple[torch.Tensor, t
     experts_TK = logits_TN.topk(k, dim=-1).indices
     # Not exp(l - logsumexp): of large logits, that difference is rounded to their precision.
     return logits_TN.softmax(-1).gather(-1, experts_TK), experts_TK
+
+
+def _biased_choice(logits_TN: torch.Tensor, scores_TN: torch.Tensor, bias_N: torch.Tensor, k: int) -> torch.Tensor:
+    """The k experts with the largest biased scores, [T, k]; not those that a mask of the logits leaves out."""
+    return (scores_TN + bias_N).masked_fill(logits_TN.isneginf(), -torch.inf).topk(k, dim=-1).indices
 
 
 def _normalized(gates_TK: torch.Tensor) -> torch.Tensor:
@@ -96,9 +111,14 @@ def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[
     return gates_T1, experts_T1
 
 
-def sigmoid_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def sigmoid_gates(
+    logits_TN: torch.Tensor, k: int, normalize: bool = True, bias_N: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The k best experts with sigmoids of their logits as gates, divided by their sum if `normalize`, each [T, k].
+
+    Args:
+        bias_N: added to the sigmoids as the k experts are chosen, [n] (DeepSeek-V3, equation 16); gates are without it.
 
     Example:
 
@@ -110,6 +130,9 @@ def sigmoid_gates(logits_TN: torch.Tensor, k: int, normalize: bool = True) -> tu
     """
     check_top_k(logits_TN, k)
     top_logits_TK, experts_TK = logits_TN.topk(k, dim=-1)
+    if bias_N is not None:
+        experts_TK = _biased_choice(logits_TN, logits_TN.sigmoid(), bias_N, k)
+        top_logits_TK = logits_TN.gather(-1, experts_TK)
     if normalize and k > 1:
         return F.logsigmoid(top_logits_TK).softmax(-1), experts_TK
     gates_TK = top_logits_TK.sigmoid()

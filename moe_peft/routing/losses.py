@@ -25,7 +25,7 @@ def balancing_loss(
     router_logits: Sequence[torch.Tensor],
     k: int,
     mask_T: torch.Tensor | None = None,
-    scope: Scope = "global",
+    scope: Scope = "layer",
     mean: Mean | None = None,
     sizes: Sequence[int] | None = None,
     chosen: Sequence[torch.Tensor] | None = None,
@@ -39,7 +39,8 @@ def balancing_loss(
         router_logits: one [T, n] per layer.
         k: active experts per token.
         mask_T: 1 for tokens that count; all if None.
-        scope: `"global"` pools the tokens of all layers (as in transformers), `"layer"` averages the layers' losses.
+        scope: `"layer"` averages the layers' losses. `"global"` pools the tokens of all layers, as transformers does;
+            in a deep model the imbalances of its layers cancel, and the loss is near its minimum whatever they are.
             Layers that differ in n are pooled apart, and their losses averaged: expert i of one is not that of another.
         mean: the mean of a tensor over processes. Then f_i counts the tokens of all of them (Qiu et al., 2025), and
             the mean of this loss over processes is that of their batches taken together.
@@ -155,7 +156,7 @@ class RouterBatch:
     router_logits: Sequence[torch.Tensor]
     mask: torch.Tensor
     k: int
-    scope: Scope = "global"
+    scope: Scope = "layer"
     allowed: torch.Tensor | None = None
     label_mask: torch.Tensor | None = None
     mean: Mean | None = None

@@ -41,6 +41,7 @@ class RouterSettings:
     capacity_factor: float | None = None
     num_heads: int | None = None
     mixture: Mixture = "sum"
+    bias_update_rate: float = 0.0
     attention_size: int = 0  # total width of the base's queries over all heads
 
 
@@ -53,7 +54,8 @@ class Router(nn.Module):
         hidden_size: d, the size of the router's input.
         num_experts: n.
         settings: see `RouterSettings`. With `jitter_noise` ε, the input is multiplied by noise from U(1 - ε, 1 + ε) in
-            training (Fedus et al., 2021, section 2.4).
+            training (Fedus et al., 2021, section 2.4). With `bias_update_rate` u, experts are chosen by biased scores
+            (`expert_bias`), and training moves the biases in steps of u (Wang et al., 2024, arXiv 2408.15664).
 
     Example:
 
@@ -95,6 +97,10 @@ class Router(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, settings: RouterSettings | None = None) -> None:
         super().__init__()
         self.hidden_size, self.num_experts, self.settings = hidden_size, num_experts, settings or RouterSettings()
+        if self.settings.bias_update_rate:
+            # In steps of u, as integers: unlike floats they do not change with the dtype of the model.
+            self.bias_steps: torch.Tensor
+            self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.long))
         self.stands_for: dict[str, int] = {}  # parameters that stand for several with equal gradients → how many
         self.make()
 
@@ -107,7 +113,13 @@ class Router(nn.Module):
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Gates and experts [T, k] as `top_k_gates` returns them. A gate of 0 leaves an expert out."""
-        return top_k_gates(logits_TN, k, normalize)
+        return top_k_gates(logits_TN, k, normalize, self.expert_bias)
+
+    @property
+    def expert_bias(self) -> torch.Tensor | None:
+        """b [n], which is added to the scores only as experts are chosen; None without `bias_update_rate`."""
+        rate = self.settings.bias_update_rate
+        return self.bias_steps * rate if rate else None
 
     def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Router logits of hidden states [..., d] (or, if `by_token_id`, of token ids [...]): float32 [T, n]."""
@@ -133,6 +145,11 @@ class Router(nn.Module):
         """
         if self.no_fold:
             raise ValueError(f"router_type={self.settings.type!r} does not fold into a linear gate: {self.no_fold}")
+        if (bias_N := self.expert_bias) is not None and bias_N.any():
+            raise ValueError(
+                f"router_bias_update_rate={self.settings.bias_update_rate}: a linear gate has no biases, and those of "
+                "this router are not 0; anneal them at the end of the training (router_bias_anneal)"
+            )
         weight_ND = self._folded()
         x_TD = torch.randn(32, self.hidden_size, generator=torch.Generator().manual_seed(0)).to(weight_ND)
         with evaluating(self):
@@ -168,6 +185,7 @@ class LinearRouter(Router):
     linear_gate = True
     takes_attention = True
     expert_rows = ("weight",)
+    reads: ClassVar[tuple[str, ...]] = ("bias_update_rate",)
     weight: nn.Parameter
 
     def make(self) -> None:
@@ -206,13 +224,14 @@ class SigmoidRouter(LinearRouter):
     no_fold = "its gates are sigmoids, and a softmax over the chosen logits gives different weights"
 
     def choose(self, logits_TN: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return sigmoid_gates(logits_TN, k, normalize)
+        return sigmoid_gates(logits_TN, k, normalize, self.expert_bias)
 
 
 class SoftRouter(LinearRouter):
     """A linear gate over all experts at once (LoRAMoE): top-k with k = n."""
 
     linear_gate = True
+    reads = ()
     all_experts = True
     leaves_out = True
 
@@ -246,6 +265,7 @@ class MLPRouter(Router):
     """Two linear layers, d → d and d → n, without biases and with GELU in between (Router Upcycling, section 4.3)."""
 
     no_fold = "there is a non-linearity between its two matrices"
+    reads = ("bias_update_rate",)
     expert_rows = ("weight",)
 
     def make(self) -> None:
@@ -273,7 +293,7 @@ class AttentionRouter(Router):
 
     needs_attention = True
     takes_attention = True
-    reads = ("num_heads", "mixture")
+    reads = ("num_heads", "mixture", "bias_update_rate")
     expert_rows = ("key",)
     sized: ClassVar = {"num_heads": lambda n: n}
 
@@ -344,6 +364,7 @@ class PooledRouter(Router):
     """
 
     has_parameters = False
+    reads = ("bias_update_rate",)
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         return F.adaptive_avg_pool1d(x_TD, self.num_experts)

@@ -1,3 +1,4 @@
+from .router_bias import RouterBiasCallback, router_bias_updates
 from .router_losses import RouterLossConfig, RouterLossesMixin
 from .trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
 
@@ -6,6 +7,8 @@ __all__ = [
     "MoEDPOTrainer",
     "MoESFTConfig",
     "MoESFTTrainer",
+    "RouterBiasCallback",
     "RouterLossConfig",
     "RouterLossesMixin",
+    "router_bias_updates",
 ]

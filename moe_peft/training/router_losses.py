@@ -38,10 +38,11 @@ from ..models.steering import steered
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
 from ..routing.routers import Router
-from ..routing.statistics import compliance, counted_experts, entropies, load_health, load_verdicts
+from ..routing.statistics import LoadHealth, compliance, counted_experts, entropies, load_health
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.messages import choice_error
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
+from .router_bias import RouterBiasCallback, has_biases
 from .trainable import freeze_for_stage
 from .training_card import ModelCardMixin
 
@@ -69,7 +70,7 @@ _Coefficients: Any = make_dataclass(
 
 # Fields that name one of a few.
 _CHOICES = {
-    "router_balancing": get_args(Scope),
+    "router_balancing": (*get_args(Scope), None),
     "training_stage": get_args(Stage),
     "router_schedule": get_args(Schedule),
     "router_label_tokens": get_args(LabelTokens),
@@ -85,7 +86,8 @@ class RouterLossConfig(_Coefficients):
     `router_z_loss_coef`, `router_label_loss_coef`, …
 
     Args:
-        router_balancing: `"global"` pools the tokens of all layers in the balancing loss, `"layer"` does not.
+        router_balancing: `"layer"` balances each layer; `"global"` pools the tokens of all layers, which in a deep
+            model balances next to nothing. None: `"layer"` for an adapter, transformers' `"global"` for a native MoE.
         router_global_batch: whether the balancing loss counts the loads of all processes together (Qiu et al., 2025)
             rather than in each by itself. Batches that are accumulated stay apart.
         training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
@@ -97,6 +99,8 @@ class RouterLossConfig(_Coefficients):
             80 % and again at 90 % of them; losses as set (Router Upcycling, section 4.1).
         router_label_tokens: `"all"` puts the label loss on all real tokens, `"completion"` on those that the language
             loss is on (whose label is not -100), e.g. on answers without their prompts. Compliance is logged likewise.
+        router_bias_anneal: with an adapter's `router_bias_update_rate`, the share of the training, at its end, in which
+            the routers' biases go to 0, so that the result can be exported.
         router_label_mask: whether tokens may only go to the experts of their label, in training and in evaluation. The
             router losses see the logits without this mask, so routers can learn to do without it.
 
@@ -116,13 +120,17 @@ class RouterLossConfig(_Coefficients):
     ```
     """
 
-    router_balancing: Scope = field(default="global", metadata={"help": "Scope of the balancing loss."})
+    router_balancing: Scope | None = field(
+        default=None,
+        metadata={"help": "Scope of the balancing loss. None: layer for adapters, global for native MoEs."},
+    )
     router_global_batch: bool = field(
         default=False, metadata={"help": "Balance the batches of all processes together."}
     )
     training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
     router_schedule: Schedule = field(default="constant", metadata={"help": "Constant, three-phase or step decay."})
     router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
+    router_bias_anneal: float = field(default=0.0, metadata={"help": "Last share of the steps: biases go to 0."})
     router_label_mask: bool = field(default=False, metadata={"help": "Mask the experts of other labels."})
 
     def __post_init__(self) -> None:
@@ -309,15 +317,15 @@ class RouterLog:
         ])  # fmt: skip
         tokens_L1 = mask_T.double().sum().expand(len(counts_LN), 1)
         sums = self._since_the_last_log(["load_cv"], torch.cat([counts_LN, tokens_L1], dim=1).unsqueeze(0))
-        health = load_health(sums[0, :, :-1], self.sizes)
-        self._log["load_cv"] = [health.coefficient_of_variation]
+        health = load_health(sums[0, :, :-1], self.sizes, float(sums[0, 0, -1]))
+        self._log["load_cv"] = [health.variation]
         self._log["load_cv_by_chance"] = [health.by_chance]
-        self._log["dead_experts"] = [float(health.dead)]
+        self._log["dead_experts"] = [health.dead / health.experts]
 
-    def load_verdicts(self) -> list[str]:
-        """Those on the load in training, of the tokens that the last log was about or of those since then."""
+    def load_health(self) -> LoadHealth | None:
+        """That of the load in training, of the tokens that the last log was about or of those since then."""
         sums = self._sums.get((True, "load_cv"))
-        return [] if sums is None else load_verdicts(sums[:, :-1], self.sizes, float(sums[0, -1]))
+        return None if sums is None else load_health(sums[:, :-1], self.sizes, float(sums[0, -1]))
 
     def _since_the_last_log(self, names: Iterable[str], sums: torch.Tensor) -> torch.Tensor:
         """Sums of a batch, one per name, with those of other processes and of the batches before it."""
@@ -346,7 +354,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     `RouterLossConfig`; a plain config of the trainer's gets that one's fields with their defaults.
 
     The load is what routers did since the last log, masks and dropped slots included; `load_cv_by_chance` is the
-    variation that even routing of as many tokens would have. Per-token losses are averaged over all real tokens of an
+    variation that even routing of as many tokens would have, `dead_experts` the share of experts that get next to
+    nothing. Per-token losses are averaged over all real tokens of an
     optimizer step (the label loss over those that `router_label_tokens` names), whatever the number of accumulation
     steps and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The balancing loss is
     not a mean over tokens: as in TRL, it is computed for each micro-batch and averaged; with `router_global_batch`, for
@@ -391,6 +400,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self._routers = active_routers(self.model)
         self.aux_loss_enabled = False  # TRL would add its own balancing loss
         _warn_of_top_1(self.model, self._ks)
+        self._balance_by_bias()
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage)
         self._added = False  # whether the current step's loss has the routers' losses
         self._log_of_routers = RouterLog(self, self._sizes)
@@ -398,12 +408,22 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
         self._step_label_tokens: torch.Tensor | None = None  # those of them with a label loss
 
-    def load_warnings(self) -> list[str]:
+    def _balance_by_bias(self) -> None:
+        """Add what moves the routers' biases, if they have some and are trained."""
+        anneal, callbacks = self.args.router_bias_anneal, self.callback_handler.callbacks  # type: ignore[attr-defined]
+        if not has_biases(self.model):
+            if anneal:
+                raise ValueError(f"router_bias_anneal={anneal}: no router has biases (router_bias_update_rate)")
+        elif self.args.training_stage != "rest" and not any(isinstance(c, RouterBiasCallback) for c in callbacks):
+            self.add_callback(RouterBiasCallback(anneal))  # type: ignore[attr-defined]
+
+    def load_warning(self) -> str:
         """
-        One line for each layer whose load, of the tokens of the last log or of those since then, is not healthy; see
-        `moe_peft.routing.load_verdicts`.
+        What is wrong with the load of the tokens of the last log, or of those since then, and what to try; "" if
+        nothing is (see `moe_peft.routing.LoadHealth`), or if labels ask for uneven loads.
         """
-        return self._log_of_routers.load_verdicts()
+        health = self._log_of_routers.load_health()
+        return "" if health is None or self._allowed is not None else health.warning
 
     def _keep_frozen(self) -> None:
         """Freeze again what PEFT has unfrozen: it does so when adapters are disabled for a reference pass, say."""
@@ -509,7 +529,8 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             mask_T = mask_T * (labels_T != NO_LABEL)
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
             label_mask_T = self._label_tokens(inputs, mask_T)
-        k, scope = int(text_config(self.model).num_experts_per_tok), self.args.router_balancing
+        k = int(text_config(self.model).num_experts_per_tok)
+        scope: Scope = self.args.router_balancing or ("layer" if adapter_layers(self.model) else "global")
         chosen = counted_experts(self._routers, logits, self._ks)
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
         return RouterBatch(logits, mask_T, k, scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)

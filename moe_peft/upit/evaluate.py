@@ -30,6 +30,7 @@ from ..evaluation.results import Score, Scores, read_scores
 from ..models.introspection import adapter_layers, native_routers
 from ..models.steering import allow_experts
 from ..routing.expert_map import label_text
+from ..routing.statistics import LoadHealth
 from ..training.data import check_domains, rows_of_labels, source_name
 from ..training.preparation import tokenized
 from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
@@ -49,12 +50,12 @@ class Evaluation(NamedTuple):
         losses: `{"base": {domain: loss}, "adapted": {…}}`: the mean loss per scored token of each domain and, as
             `"mean"`, the mean over domains. A domain of that name is `"mean (domain)"`.
         shares: domain → the share of token assignments of every layer and expert, [L, n]; none without routers.
-        warnings: the layers whose load is not healthy, see `moe_peft.routing.load_verdicts`.
+        health: how evenly the experts are used; None without routers.
     """
 
     losses: dict[str, dict[str, float]]
     shares: dict[str, torch.Tensor]
-    warnings: list[str]
+    health: LoadHealth | None
 
 
 def evaluate(
@@ -67,7 +68,7 @@ def evaluate(
     label_mask: Mapping[str, Sequence[int]] | None = None,
 ) -> Evaluation:
     """
-    Losses of the model and of its base, routing shares, and what is not healthy about the load of the experts.
+    Losses of the model and of its base, routing shares, and how evenly the experts are used.
 
     Args:
         dataset: held-out examples; `args` says how they are prepared.
@@ -103,10 +104,10 @@ def evaluate(
             score("base", base_model, domain)
     if statistics is not None:
         _gather(statistics)
-    shares, warnings = ({}, []) if statistics is None else (statistics.shares(), statistics.warnings())
+    shares, health = ({}, None) if statistics is None else (statistics.shares(), statistics.health())
     for result in losses.values():
         result["mean"] = sum(result.values()) / len(result)
-    return Evaluation({name: losses[name] for name in ("base", "adapted")}, shares, warnings)
+    return Evaluation({name: losses[name] for name in ("base", "adapted")}, shares, health)
 
 
 @contextmanager
@@ -285,14 +286,23 @@ class Evaluate(TrainerStage):
         if args.should_save:
             self._write_page(measured, folder)
         shares = {domain: share.tolist() for domain, share in measured.shares.items()}
-        return {"loss": measured.losses, "shares": shares, "warnings": measured.warnings}
+        health = None if self._labels_route else measured.health
+        return {"loss": measured.losses, "shares": shares, "load_warning": health.warning if health else ""}
+
+    @property
+    def _labels_route(self) -> bool:
+        """Whether labels ask for uneven loads."""
+        return self.recipe.expert_map is not None
 
     def _write_page(self, measured: Evaluation, folder: Path) -> None:
         """`routing.png` and `report.html`: losses beside the base's, and routing."""
         r, sections = self.recipe, [losses_section(measured.losses)]
-        if measured.shares:
+        if measured.health is not None:
             plot_shares(measured.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
-            sections += [load_section(measured.warnings), shares_section(measured.shares, folder / "routing.png")]
+            sections += [
+                load_section(measured.health, self._labels_route),
+                shares_section(measured.shares, folder / "routing.png"),
+            ]
         lead = [
             f"Base: {Path(r.model.name_or_path).name}",
             f"Held-out data: {Path(str(source_name(r.data.eval))).name}",

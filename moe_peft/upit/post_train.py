@@ -25,8 +25,8 @@ from ..training.trainable import unfreeze_stage
 from ..training.trainers import MoESFTTrainer
 
 
-class _LoadWarnings(TrainerCallback):
-    """Keeps what is not healthy about the load of single layers in the last record of the log, which has their mean."""
+class _LoadWarning(TrainerCallback):
+    """Keeps what is wrong with the load, if anything is, in the last record of the log."""
 
     def __init__(self, trainer: MoESFTTrainer) -> None:
         self.trainer = trainer
@@ -34,8 +34,8 @@ class _LoadWarnings(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if "load_cv" in state.log_history[-1]:
             for record in state.log_history:
-                record.pop("load_warnings", None)
-            state.log_history[-1]["load_warnings"] = self.trainer.load_warnings()
+                record.pop("load_warning", None)
+            state.log_history[-1]["load_warning"] = self.trainer.load_warning()
 
 
 def post_train(
@@ -63,8 +63,8 @@ def post_train(
         eval_dataset, callbacks: of the trainer.
 
     Returns:
-        the training's log and checkpoints. Its last record of training steps has `load_warnings`, a line for each
-        layer whose load is not healthy (`moe_peft.routing.load_verdicts`).
+        the training's log and checkpoints. Its last record of training steps has `load_warning`, what is wrong with the
+        load of the experts (`moe_peft.routing.LoadHealth`), if anything is.
 
     Example:
 
@@ -101,7 +101,7 @@ def post_train(
         processing_class=processing_class,
         callbacks=callbacks,
     )
-    trainer.add_callback(_LoadWarnings(trainer))
+    trainer.add_callback(_LoadWarning(trainer))
     trained = train(trainer)
     if trainer.args.should_save:
         copy_result(trained.last, Path(output_dir), model.active_adapter if isinstance(model, PeftModel) else "default")

@@ -60,7 +60,8 @@ _ADAPTER = {
         "a recipe adapts the FFNs of all layers; choose their projections with target_projections",
     ),
     **dict.fromkeys(
-        ("num_experts_pattern", "rank_pattern", "alpha_pattern"), "the experts of a recipe are alike in all layers"
+        ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"),
+        "the experts of a recipe are alike in all layers",
     ),
     "modules_to_save": "an expert cannot hold complete modules; leave it out",
 }

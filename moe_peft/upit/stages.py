@@ -395,6 +395,8 @@ class PostTrain(TrainingStage):
     def arguments(self, **overrides: Any) -> SFTConfig:
         if "expert_map" in self.sft:
             overrides["label_column"] = self.recipe.data.label_column
+        if self.sft.get("router_balancing") is None:
+            overrides["router_balancing"] = "layer"  # of native MoEs, too
         return super().arguments(**overrides)
 
     def check(self) -> None:

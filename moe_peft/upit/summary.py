@@ -13,7 +13,6 @@ from rich.table import Table
 
 from ..evaluation.results import as_table, by_metric
 from ..models.model_size import ModelSize
-from ..routing.statistics import verdict_line
 from ..training.estimate import Launch, Memory, base_dtype, memory, rows_and_length, training_line
 from .evaluate import recorded_scores
 from .pipeline import UpIT
@@ -100,7 +99,7 @@ _SIMILARITY = {
 def print_summary(pipeline: UpIT) -> None:
     """
     One table of all stages, with the similarity of the experts after each; the held-out losses and the scores on tasks;
-    the MoE's size; layers whose load is not healthy, and what to try; and where the result is. From the main process.
+    the MoE's size; what is wrong with the load, and what to try; and where the result is. From the main process.
     """
     if not PartialState().is_main_process:
         return
@@ -127,9 +126,8 @@ def print_summary(pipeline: UpIT) -> None:
         console.print(as_table(by_metric(recorded_scores(evaluated["tasks"]))))
     if "size" in metrics.get("post_train", {}):
         say(f"MoE: {ModelSize(**metrics['post_train']['size'])}")
-    verdict = _verdict(metrics)
-    if verdict:
-        say(f"load of the experts: {verdict}", style="yellow")
+    if warning := _load_warning(metrics):
+        say(f"load of the experts: {warning}", style="yellow")
     say(f"{pipeline.result.name}: {pipeline.result}")
 
 
@@ -139,12 +137,12 @@ def _similarity(metrics: dict[str, Any]) -> str:
     return f"{cosines['mean']:.2f} ({cosines['smallest']:.2f} to {cosines['largest']:.2f})" if cosines else ""
 
 
-def _verdict(metrics: dict[str, dict[str, Any]]) -> str:
-    """What is not healthy about the layers' load on held-out data or, without these, at the end of training."""
-    if "warnings" in metrics.get("evaluate", {}):
-        return verdict_line(metrics["evaluate"]["warnings"])
+def _load_warning(metrics: dict[str, dict[str, Any]]) -> str:
+    """What is wrong with the load on held-out data or, without these, at the end of training."""
+    if "load_warning" in metrics.get("evaluate", {}):
+        return metrics["evaluate"]["load_warning"]
     log = metrics.get("post_train", {}).get("history", [])
-    return verdict_line([line for record in log for line in record.get("load_warnings", [])])
+    return next((record["load_warning"] for record in log if record.get("load_warning")), "")
 
 
 def _loss_table(losses: dict[str, dict[str, float]]) -> Table:

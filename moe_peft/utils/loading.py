@@ -41,7 +41,7 @@ EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone re
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_SIZE, _MOST_LAYERS = 2**16, 10_000
-_PATTERNS = ("num_experts_pattern", "rank_pattern", "alpha_pattern")  # their keys are names or regexes
+_PATTERNS = ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")  # their keys are names or regexes
 _MOST_WAYS = 1e11  # of laying a regex on a name: four free repeats
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 

@@ -32,9 +32,9 @@ def out_of_memory(error: BaseException) -> bool:
     return any(text in f"{type(error).__name__} {error}".lower() for text in _NO_MEMORY)
 
 
-def choice_error(field: str, value: object, names: Iterable[str]) -> str:
+def choice_error(field: str, value: object, names: Iterable[str | None]) -> str:
     """The message for a value that is none of `names`."""
-    return f"{field}={value!r}: must be one of {', '.join(names)}"
+    return f"{field}={value!r}: must be one of {', '.join(map(str, names))}"
 
 
 def unknown_key(path: str, names: Iterable[str], documented: str | None = None) -> str:

@@ -15,7 +15,6 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from compatibility.families import IDS, OUTCOMES, examine, model_types, tiny
 from moe_peft import MoELoraConfig, expert_to_lora, lora_to_moe
@@ -23,6 +22,7 @@ from moe_peft.adapter import base_model as bases
 from moe_peft.adapter.layers import MoELoraLayer, MoELoraLinear
 from moe_peft.upit.lora_stages import ffn_projections
 from moe_peft.utils.loading import read_model
+from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_close, assert_same, reference, run
 
@@ -91,7 +91,7 @@ def test_a_dense_model_of_a_moe_family_trains_and_keeps_its_own_config(name, tmp
     assert (config.num_experts, config.num_experts_per_tok) == (4, 2)
     for asked in ({}, {"output_router_logits": True}):
         outputs = adapted(input_ids=IDS, labels=IDS, **asked)
-        expected = load_balancing_loss_func(outputs.router_logits, 4, 2)
+        expected = layer_balancing_loss(outputs.router_logits, 4, 2)
         assert len(outputs.router_logits) == len(layers(adapted))
         torch.testing.assert_close(outputs.aux_loss, expected)
         torch.testing.assert_close(outputs.loss, dense.loss + 0.5 * expected)  # once; new experts change nothing

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import (
@@ -30,6 +29,7 @@ from moe_peft.adapter.layers import MoELoraFFN
 from moe_peft.analysis import record_routing
 from moe_peft.models.introspection import router_parameters
 from moe_peft.native import export_adapter
+from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.expert_layers import EXACT, HALF, SINGLE, RecordedDropout, add_adapter, ffn_layer, tensors
 from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import adapter as saved_adapter
@@ -235,7 +235,7 @@ def test_six_updates_are_those_of_plain_modules(checkpointing):
         loss = model(input_ids=ids, labels=ids).loss
         expected = plain(input_ids=ids, labels=ids).loss
         routed = tuple(block.mlp.logits.flatten(0, 1) for block in plain.model.layers)
-        expected = expected + 0.01 * load_balancing_loss_func(routed, 4, 2)
+        expected = expected + 0.01 * layer_balancing_loss(routed, 4, 2)
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # the balancing loss is in float32
         for optimizer, value in zip(optimizers, (loss, expected), strict=True):
             optimizer.zero_grad()

@@ -18,7 +18,6 @@ from peft import get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts, pin_dispatch
@@ -32,11 +31,11 @@ from moe_peft.native.expert_init import FFN, INITIALISATIONS, ExpertInit, genera
 from moe_peft.native.safetensors_io import ShardedWriter
 from moe_peft.routing.gates import Steering, sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 from moe_peft.routing.losses import balancing_loss, label_losses, z_losses
-from moe_peft.routing.statistics import load_doubt, load_health
 from moe_peft.training.scoring import example_losses, make_scorable, mean_loss
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from moe_peft.upit.buckets import perplexity_buckets
 from moe_peft.utils.expert_merging import dare_merge, expand, likeness, similarities, update_gram
+from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.expert_layers import D, ffn_layer, linear_layer, tensors
 from tests.helpers.models import assert_close_to_scale, tiny_llama
 from tests.helpers.native_case import adapter as saved_adapter
@@ -208,7 +207,7 @@ def test_a_step_of_padding_alone_changes_nothing(make, trainer, own, tokenizer, 
 
 
 @pytest.mark.parametrize("call", [{"fused_lm_head": True}, {}], ids=["fused", "plain"])
-def test_the_balancing_loss_of_trls_fused_head_is_transformers(call, tokenizer, tmp_path):
+def test_the_balancing_loss_of_trls_fused_head_is_the_models(call, tokenizer, tmp_path):
     model = adapted()
     SFTTrainer(
         model=model, args=arguments(tmp_path, SFTConfig), train_dataset=Dataset.from_list([{"text": "w3 w4"}]),
@@ -220,7 +219,7 @@ def test_the_balancing_loss_of_trls_fused_head_is_transformers(call, tokenizer, 
         actual = model(**batch, **call, output_router_logits=True)
         without = model(**batch, **call, output_router_logits=False)
         router_logits = model.get_base_model().model(IDS, mask, output_router_logits=True).router_logits
-        expected = load_balancing_loss_func(router_logits, 4, 2, mask)
+        expected = layer_balancing_loss(router_logits, 4, 2, mask)
     torch.testing.assert_close(actual.aux_loss, expected)
     torch.testing.assert_close(actual.loss, without.loss + 0.01 * expected)
     with model.disable_adapter():  # no router runs
@@ -260,16 +259,16 @@ def test_a_sequence_of_one_real_token_has_its_own_loss():
 
 
 def test_statistics_of_no_token_are_numbers_and_no_verdict(tmp_path):
-    statistics = RoutingStatistics([4, 4], 2, ("a", "b"), {"a": [0], "b": [1]})
+    statistics = RoutingStatistics([4, 4], [2, 2], ("a", "b"), {"a": [0], "b": [1]})
     logits = [torch.randn(6, 4) for _ in range(2)]
     for domains, shape in ((["a", "b"], (2, 3)), ([], (0, 3)), (["a", "b"], (2, 0))):
         statistics.current = domains
         tokens = math.prod(shape)
         statistics.update([of[:tokens] for of in logits], torch.zeros(shape, dtype=torch.long), None)
     report = json.loads(json.dumps(statistics.as_dict(), allow_nan=False))
-    assert report["mean_compliance"] is None and report["shares"] == {} and report["warnings"] == []
+    assert report["mean_compliance"] is None and report["shares"] == {} and report["warning"] == ""
     assert report["load"]["dead"] == 0
-    assert statistics.doubt() == "layer 0 has no assignments to its 4 experts, so there is no load; use more data"
+    assert report["load"]["status"] == "unknown"
     with pytest.raises(ValueError, match=r"^statistics: no token was seen; .*padding alone$"):
         write_report(statistics, tmp_path / "report")
     assert not (tmp_path / "report").exists()
@@ -282,14 +281,6 @@ def test_statistics_of_no_token_are_numbers_and_no_verdict(tmp_path):
     assert statistics.tokens.tolist() == [3, 3]
 
 
-def test_health_and_doubt_of_a_layer_without_assignments():
-    counts = torch.tensor([[500.0, 500.0], [0.0, 0.0]])
-    assert load_health(counts, [2, 2]).dead == 0
-    assert load_doubt(counts, [2, 2]).startswith("layer 1 has no assignments")
-    assert load_doubt(counts[:1], [2]) == ""
-    assert load_health(torch.tensor([[1000.0, 0.0]]), [2]).dead == 1
-
-
 def test_the_load_callback_leaves_out_steps_without_tokens(tmp_path):
     model = adapted()
     callback = LoadCallback(tmp_path, every=1)
@@ -298,8 +289,7 @@ def test_the_load_callback_leaves_out_steps_without_tokens(tmp_path):
         model(input_ids=IDS, attention_mask=torch.full_like(IDS, real))
         callback.on_step_end(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None)
     callback._recording.close()
-    assert callback.steps == [2, 4]
-    assert all(sum(load) == pytest.approx(1) for load in callback.loads)
+    assert [point["step"] for point in callback.points] == [2, 4]
 
 
 def test_recording_a_batch_of_padding_counts_nothing():

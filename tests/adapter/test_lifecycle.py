@@ -47,7 +47,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "one-projection": {"target_projections": ["down_proj"], "use_rslora": True},
     "one-expert": {"num_experts": 1, "top_k": 1},
     "attention": {"target_modules": ["mlp", "q_proj", "v_proj"], "num_experts_pattern": {"q_proj": 1}},
-    "patterns": {"num_experts_pattern": {"layers.0.mlp": 6}, "rank_pattern": {"layers.1.mlp": 2}},
+    "patterns": {
+        "num_experts_pattern": {"layers.0.mlp": 6},
+        "top_k_pattern": {"layers.0.mlp": 3},
+        "rank_pattern": {"layers.1.mlp": 2},
+    },
     "lm-head": {"modules_to_save": ["lm_head"]},
     "bottleneck": {
         "expert_type": "bottleneck",
@@ -648,7 +652,7 @@ WRONG: list[tuple[str, Any]] = [
     ("bottleneck_size", 0),
     ("target_projections", []),
     *(("init_lora_weights", value) for value in ("pissa", None)),
-    *((f"{name}_pattern", {"mlp": 0}) for name in ("num_experts", "rank", "alpha")),
+    *((f"{name}_pattern", {"mlp": 0}) for name in ("num_experts", "top_k", "rank", "alpha")),
 ]
 
 
@@ -667,6 +671,7 @@ def test_wrong_config_value_is_one_line_naming_field_and_value(field: str, value
         ({"target_modules": ".*mlp", "layers_pattern": "layers"}, "layers_pattern"),
         ({"target_modules": ["mlp"], "layers_pattern": "layers"}, "layers_pattern"),
         ({"num_experts_pattern": {"mlp": 2}, "top_k": 3}, "top_k"),
+        ({"router_type": "soft", "top_k_pattern": {"mlp": 1}}, "top_k_pattern"),
         ({"expert_type": "bottleneck", "mixing": "projection"}, "mixing"),
         ({"expert_type": "bottleneck", "target_projections": ["up_proj"]}, "target_projections"),
     ],
@@ -675,6 +680,7 @@ def test_wrong_config_value_is_one_line_naming_field_and_value(field: str, value
         "regex+pattern",
         "pattern alone",
         "pattern below top_k",
+        "soft+top_k by layer",
         "bottleneck+projection",
         "bottleneck+projections",
     ],
@@ -799,7 +805,20 @@ def test_experts_begin_as_loras_do_and_each_in_its_own_way(init: Any):
             assert not B.any()
 
 
-@pytest.mark.parametrize("field", ["num_experts_pattern", "rank_pattern", "alpha_pattern"])
+def test_top_k_by_layer():
+    """Each layer computes what it does in a model where all layers have its top_k."""
+    model = adapted(top_k_pattern={r"layers\.0\.mlp": 3})
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(3))
+    for i, k in ((0, 3), (1, 2)):
+        expected = adapted(top_k=k).get_base_model().model.layers[i].mlp(x)
+        assert_equal(model.get_base_model().model.layers[i].mlp(x), expected)
+    with pytest.raises(
+        ValueError, match=r"top_k_pattern=\{'layers.0.mlp': 3\}: use at most the number of experts \(2\)"
+    ):
+        adapted(num_experts_pattern={"layers.0.mlp": 2}, top_k_pattern={"layers.0.mlp": 3})
+
+
+@pytest.mark.parametrize("field", ["num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"])
 def test_pattern_that_matches_no_module_is_refused(field):
     with pytest.raises(ValueError, match=rf"{field}: 'layers\.9\.mlp' matches no targeted module"):
         adapted(**{field: {"layers.9.mlp": 2}})

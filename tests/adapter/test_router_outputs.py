@@ -11,7 +11,6 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from compatibility.families import tiny
@@ -19,6 +18,7 @@ from moe_peft import MoELoraConfig
 from moe_peft.models.introspection import adapter_layers, observed_routing
 from moe_peft.routing.losses import balancing_loss
 from tests.helpers.adapters import COEF, adapted, adapter, batch
+from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.models import tiny_llama
 
 
@@ -71,7 +71,7 @@ def test_loss_is_language_loss_plus_coefficient_times_balance_without_padding(pa
     out = model(**inputs)
     plain = model(**inputs, output_router_logits=False)
     logits = router_logits_by_hand(model, inputs)
-    aux = load_balancing_loss_func(logits, 4, 2, inputs["attention_mask"])
+    aux = layer_balancing_loss(logits, 4, 2, inputs["attention_mask"])
     torch.testing.assert_close(out.aux_loss, aux)
     torch.testing.assert_close(out.loss, plain.loss + COEF * aux)
     assert not hasattr(plain, "aux_loss") or plain.get("aux_loss") is None
@@ -97,7 +97,7 @@ def test_a_mask_of_pairs_says_nothing_of_padding():
     causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(3, 1, 12, 12)
     out = model(**{**inputs, "attention_mask": causal})
     torch.testing.assert_close(out.loss, model(**inputs).loss)
-    torch.testing.assert_close(out.aux_loss, load_balancing_loss_func(out.router_logits, 4, 2))
+    torch.testing.assert_close(out.aux_loss, layer_balancing_loss(out.router_logits, 4, 2))
 
 
 def test_return_dict_false_has_the_whole_loss_first():
@@ -117,7 +117,7 @@ def test_without_labels_there_is_a_balancing_loss_on_request_alone():
     plain = model(**inputs)
     assert plain.get("aux_loss") is None and len(plain.router_logits) == 2
     asked = model(**inputs, output_router_logits=True)
-    expected = load_balancing_loss_func(plain.router_logits, 4, 2, inputs["attention_mask"])
+    expected = layer_balancing_loss(plain.router_logits, 4, 2, inputs["attention_mask"])
     torch.testing.assert_close(asked.aux_loss, expected)
     assert asked.get("loss") is None
 
@@ -221,7 +221,7 @@ def expected_gradients(model, inputs: dict[str, torch.Tensor]) -> dict[str, torc
     loss = torch.nn.functional.cross_entropy(
         out.logits[:, :-1].reshape(-1, 128), labels[:, 1:].reshape(-1), ignore_index=-100
     )
-    aux = load_balancing_loss_func(tuple(out.router_logits), 4, 2, inputs.get("attention_mask"))
+    aux = layer_balancing_loss(tuple(out.router_logits), 4, 2, inputs.get("attention_mask"))
     (loss + COEF * aux).backward()
     return all_gradients(model)
 
@@ -411,7 +411,7 @@ def test_layers_that_differ_in_their_experts_are_balanced_apart():
     small, large = out.router_logits[0][:, :2], out.router_logits[1]
     assert (out.router_logits[0].softmax(-1)[:, 2:] == 0).all()
     mask = batch()["attention_mask"]
-    own = [load_balancing_loss_func((logits,), logits.shape[-1], 2, mask) for logits in (small, large)]
+    own = [layer_balancing_loss((logits,), logits.shape[-1], 2, mask) for logits in (small, large)]
     torch.testing.assert_close(out.aux_loss, sum(own) / 2)
     assert model.config.num_experts == 4
     for scope in ("global", "layer"):
@@ -430,15 +430,26 @@ def test_the_k_of_each_active_adapters_routers_counts():
     model.base_model.set_adapter(["default", "other"])
     out = model.eval()(**batch())
     real = batch()["attention_mask"].flatten().bool()
-    f, p, count = torch.zeros(4), torch.zeros(4), 0
+    losses = []
     routers = [layer.moe_lora_spec[name].top_k for layer in adapter_layers(model) for name in ("default", "other")]
     for k, logits in zip(routers, out.router_logits, strict=True):
+        f, p = torch.zeros(4), torch.zeros(4)
         for token in logits[real]:
-            chosen = token.topk(k).indices
-            f[chosen] += 1
-            p += token.softmax(-1)
-            count += 1
-    torch.testing.assert_close(out.aux_loss, 4 * (f / count * p / count).sum(), rtol=1e-5, atol=1e-6)
+            f[token.topk(k).indices] += 1 / real.sum()
+            p += token.softmax(-1) / real.sum()
+        losses.append(4 * (f * p).sum())
+    torch.testing.assert_close(out.aux_loss, torch.stack(losses).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_k_of_each_layers_router_counts():
+    model = adapted(top_k_pattern={"layers.1.mlp": 3}).eval()
+    out = model(**batch())
+    real = batch()["attention_mask"].flatten().bool()
+    losses = []
+    for k, logits in zip((2, 3), out.router_logits, strict=True):
+        f = torch.zeros_like(logits[real]).scatter(1, logits[real].topk(k).indices, 1.0).mean(0)
+        losses.append(4 * (f * logits[real].softmax(-1).mean(0)).sum())
+    torch.testing.assert_close(out.aux_loss, torch.stack(losses).mean(), rtol=1e-5, atol=1e-6)
 
 
 def test_switching_adapters_switches_the_protocols_numbers():
@@ -448,7 +459,7 @@ def test_switching_adapters_switches_the_protocols_numbers():
         model.set_adapter(name)
         out = model.eval()(**batch())
         assert out.router_logits[0].shape[-1] == n == model.config.num_experts
-        aux = load_balancing_loss_func(out.router_logits, n, k, batch()["attention_mask"])
+        aux = layer_balancing_loss(out.router_logits, n, k, batch()["attention_mask"])
         plain = model(**batch(), output_router_logits=False).loss
         torch.testing.assert_close(out.loss, plain + coef * aux)
 
@@ -462,8 +473,8 @@ def test_adapters_active_together_are_balanced_by_the_largest_coefficient(coeffi
     out = model.eval()(**batch())
     assert (len(out.router_logits), model.config.num_experts, model.config.num_experts_per_tok) == (4, 6, 3)
     mask = batch()["attention_mask"]
-    first = load_balancing_loss_func(tuple(x[:, :4] for x in out.router_logits[::2]), 4, 3, mask)
-    second = load_balancing_loss_func(out.router_logits[1::2], 6, 1, mask)
+    first = layer_balancing_loss(tuple(x[:, :4] for x in out.router_logits[::2]), 4, 3, mask)
+    second = layer_balancing_loss(out.router_logits[1::2], 6, 1, mask)
     plain = model(**batch(), output_router_logits=False).loss
     torch.testing.assert_close(out.loss, plain + 0.75 * (first + second) / 2)
 

@@ -12,10 +12,10 @@ import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from moe_peft.analysis import TOKEN_CLASSES, classify_tokens, record_routing
+from moe_peft.analysis import TOKEN_CLASSES, RoutingStatistics, classify_tokens, record_routing
 from moe_peft.analysis import routing_report as report
 from moe_peft.analysis.figures import plot_compliance, plot_expert_scores, plot_load_over_time, plot_shares
-from moe_peft.analysis.html import busiest, shares_section
+from moe_peft.analysis.html import shares_section, strongest
 from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.cli import main
 from tests.helpers.models import tiny_llama
@@ -46,6 +46,7 @@ def test_statistics_are_those_of_a_plain_loop(kind):
         counts, tokens = torch.zeros(2, 2, N), torch.zeros(2)
         pairs, by_class = torch.zeros(2, N, N), torch.zeros(len(TOKEN_CLASSES), 2, N)
         inside: dict = {}
+        effective = torch.zeros(2, 2)
         for batch, domains in batches:
             outputs = model(input_ids=batch, attention_mask=mask(), output_router_logits=True)
             for layer, logits in enumerate(outputs.router_logits):
@@ -59,6 +60,8 @@ def test_statistics_are_those_of_a_plain_loop(kind):
                         chosen = token.topk(K).indices.tolist()
                         domain = DOMAINS.index(domains[row])
                         tokens[domain] += layer == 0
+                        gates = token[chosen].exp() / token[chosen].exp().sum()
+                        effective[domain, layer] += 1 / gates.square().sum()
                         for i in chosen:
                             counts[domain, layer, i] += 1
                             by_class[classes[batch[row, s]], layer, i] += 1
@@ -69,6 +72,7 @@ def test_statistics_are_those_of_a_plain_loop(kind):
                         inside.setdefault((layer, bucket), []).append(p)
     torch.testing.assert_close(statistics.counts, counts.double())
     torch.testing.assert_close(statistics.tokens, tokens.double())
+    torch.testing.assert_close(statistics.effective_sums, effective.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(statistics.coactivation, pairs.double())
     torch.testing.assert_close(statistics.class_counts, by_class.double())
     compliance = statistics.compliance()
@@ -114,9 +118,12 @@ def test_collapse_is_told():
             layer.mlp.moe_lora_router["default"].weight.zero_()  # ties: always the same two
         with record_routing(model) as statistics:
             model(input_ids=ids())
-    assert any("4 of 6 experts get less than 1 %" in warning for warning in statistics.warnings())
-    assert all(": collapsed: experts " in warning for warning in statistics.warnings())
-    assert any("get 100 % of the assignments" in warning for warning in statistics.warnings())
+    layers = len(statistics.sizes)
+    assert (statistics.health().monopolies, statistics.health().dead) == (layers, 4 * layers)
+    assert statistics.warning().startswith(f"collapsed: {layers} layers, load CV 1.41 ")
+    with record_routing(model, expert_map={"all": [0, 1]}) as steered:
+        model(input_ids=ids())
+    assert steered.health().status == "collapsed" and steered.warning() == ""  # as the labels ask
 
 
 def test_wrong_settings():
@@ -135,7 +142,18 @@ def test_layers_with_different_numbers_of_experts():
     with torch.no_grad(), record_routing(model) as statistics:
         model(input_ids=ids())
     assert statistics.sizes == [3, 6]
-    assert statistics.counts[0, 0, 3:].sum() == 0 and not any("layer 0: 3 of" in w for w in statistics.warnings())
+    assert statistics.counts[0, 0, 3:].sum() == 0 and statistics.health().experts == sum(statistics.sizes)
+
+
+def test_layers_with_different_top_k():
+    model = adapter(top_k_pattern={r"layers\.0\.mlp": 1, r"layers\.1\.mlp": 5}).eval()
+    with torch.no_grad():
+        for layer in model.get_base_model().model.layers:
+            layer.mlp.moe_lora_router["default"].weight.zero_()  # equal gates
+        with record_routing(model) as statistics:
+            model(input_ids=ids())
+    assert statistics.as_dict()["top_k"] == [1, 5]
+    torch.testing.assert_close(statistics.effective()["all"].float(), torch.tensor([1.0, 5.0]))
 
 
 def test_token_classes(tokenizer):
@@ -165,9 +183,11 @@ def test_inspect_writes_tables_and_figures(tokenizer, tmp_path, capsys):
     command += ["--output", tmp_path / "report", "--expert-map", json.dumps(EXPERTS)]
     main(list(map(str, command)))
     printed = capsys.readouterr().out
-    assert "mean compliance" in printed and "busiest experts" in printed
+    assert "mean compliance" in printed and "specialization" in printed and "effective" in printed
     report = json.loads((tmp_path / "report" / "routing.json").read_text())
     assert list(report["shares"]) == ["a", "b", "c"] and 0 < report["mean_compliance"] < 1
+    assert report["effective_experts"].keys() == report["shares"].keys()
+    assert all(1 < x <= 2 for of_layers in report["effective_experts"].values() for x in of_layers)
     with (tmp_path / "report" / "load.csv").open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == 3 * 2 * 6
@@ -203,10 +223,10 @@ def test_load_over_a_training(options, tokenizer, tmp_path):
         callbacks=[LoadCallback(tmp_path / "load", every=2)],
     )
     trainer.train()
-    numbers = json.loads((tmp_path / "load" / "load.json").read_text())
-    assert numbers["steps"] == [2, 4, 6]
-    assert all(sum(load) == pytest.approx(1) and len(load) == 6 for load in numbers["loads"])
-    assert numbers["loads"][0] != numbers["loads"][1]
+    points = json.loads((tmp_path / "load" / "load.json").read_text())["points"]
+    assert [point["step"] for point in points] == [2, 4, 6]
+    assert all(len(point["variations"]) == 2 and min(point["variations"]) > 0 for point in points)
+    assert points[0]["variations"] != points[1]["variations"]
     assert (tmp_path / "load" / "load.png").exists()
 
 
@@ -221,13 +241,13 @@ def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_p
             callbacks=[LoadCallback(tmp_path / "load", every=2)],
         )
         trainer.train(**options)
-        return json.loads((tmp_path / "load" / "load.json").read_text())
+        return json.loads((tmp_path / "load" / "load.json").read_text())["points"]
 
     first = train(6)  # as if killed after step 6; the last checkpoint is that of step 4
     shutil.rmtree(tmp_path / "checkpoint-6", ignore_errors=True)
     result = train(8, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert result["steps"] == [2, 4, 6, 8] and len(result["warnings"]) == 4
-    assert result["loads"][:2] == first["loads"][:2]
+    assert [point["step"] for point in result] == [2, 4, 6, 8]
+    assert result[:2] == first[:2]
     before = {path.name: path.read_bytes() for path in (tmp_path / "load").iterdir()}
     monkeypatch.setattr(report, "plot_load_over_time", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -235,7 +255,7 @@ def test_load_over_a_training_that_resumes_is_that_of_the_whole(tokenizer, tmp_p
     assert {path.name: path.read_bytes() for path in (tmp_path / "load").iterdir()} == before
     monkeypatch.undo()
     (tmp_path / "load" / "load.json").write_text('{"steps": [2]}')
-    assert train(6, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))["steps"] == [6]
+    assert [point["step"] for point in train(6, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))] == [6]
 
 
 def test_load_over_a_training_is_that_of_the_training(tokenizer, tmp_path):
@@ -251,7 +271,7 @@ def test_load_over_a_training_is_that_of_the_training(tokenizer, tmp_path):
             callbacks=[LoadCallback(tmp_path / name / "load", every=2)],
         )
         trainer.train()
-        loads.append(json.loads((tmp_path / name / "load" / "load.json").read_text())["loads"])
+        loads.append(json.loads((tmp_path / name / "load" / "load.json").read_text())["points"])
     assert loads[0] == loads[1]
     model, ids = make_model().eval(), torch.arange(3, 19).view(2, 8)
     with record_routing(model, training_only=True) as statistics:
@@ -266,7 +286,7 @@ def test_figures_of_many_experts_and_layers(tmp_path):
     plot_shares({"a": share, "b": share}, tmp_path / "one.png")
     plot_shares({"a": share, "b": share}, tmp_path / "two.png")
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
-    plot_load_over_time(list(range(40)), torch.rand(40, 64), tmp_path / "time.png")
+    plot_load_over_time(list(range(40)), torch.rand(40, 64).tolist(), 0.6, tmp_path / "time.png")
 
 
 def test_names_with_dollar_signs_are_text(tmp_path):
@@ -276,9 +296,19 @@ def test_names_with_dollar_signs_are_text(tmp_path):
     plot_expert_scores({name: [1.0], "b": [2.0]}, [name], [True], tmp_path / "scores.png")
 
 
-def test_experts_that_a_layer_lacks_do_not_count_in_its_mean():
+def test_what_is_said_of_a_domain_names_layer_and_expert():
     share_LN = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.1, 0.6]])
-    assert busiest(share_LN, [3, 4]) == "3 (60%), 0 (30%), 1 (25%), 2 (15%)"
+    assert strongest(share_LN) == "1: 3 (60%), 0: 0 (50%)"
     section = shares_section({"a": share_LN}, Path("load.png"), None, [3, 4])
-    assert "gives every expert 25.0% to 33.3%, by" in section.text[0] and "3 (60%)" in section.rows[0][1]
+    assert "gives every expert 25.0% to 33.3%, by" in section.text[0] and "1: 3 (60%)" in section.rows[0][1]
     assert "gives every expert 25.0%. " in shares_section({"a": share_LN}, Path("load.png")).text[0]
+
+
+def test_specialization_is_what_goes_elsewhere_than_the_average_domains():
+    statistics = RoutingStatistics([4, 4], [1, 1], ["a", "b"])
+    eye = 9 * torch.eye(4)
+    for domain, experts in (("a", [[0, 0, 1, 1], [0, 1, 2, 3]]), ("b", [[2, 2, 3, 3], [0, 1, 2, 3]])):
+        statistics.current = domain
+        statistics.update([eye[of_layer] for of_layer in experts], torch.ones(1, 4), None)
+    # Layer 0 shares nothing: half of each domain's assignments differ from the mean of both. Layer 1 is the same.
+    assert statistics.specialization() == {"a": 0.25, "b": 0.25}

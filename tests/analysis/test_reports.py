@@ -21,6 +21,7 @@ from moe_peft.analysis.html import Section, load_section, write_page
 from moe_peft.analysis.routing_report import write_report
 from moe_peft.cli import main
 from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.routing import load_health
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import KINDS, N, ids, routed_model
 from tests.helpers.trainers import EXPERTS, arguments, make_model
@@ -67,7 +68,7 @@ def test_compliance_by_domain_layer_and_position_is_that_of_a_plain_loop(kind, w
 
 def two_domains(width=None) -> RoutingStatistics:
     """One domain always complies, the other never."""
-    statistics = RoutingStatistics([N, N], 2, ["a", "b"], {"a": [0, 1], "b": [2, 3]}, position_width=width)
+    statistics = RoutingStatistics([N, N], [2, 2], ["a", "b"], {"a": [0, 1], "b": [2, 3]}, position_width=width)
     logits = torch.full((8, N), -100.0)
     logits[:, :2] = 100.0
     statistics.current = ["a", "b"]
@@ -95,10 +96,10 @@ def test_domains_are_not_pooled(tmp_path):
 
 
 def test_positions_past_the_last_bucket_stay_in_it():
-    statistics = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=1)
+    statistics = RoutingStatistics([4], [1], ["a"], {"a": [0]}, position_width=1)
     statistics.update([torch.zeros(80, 4)], torch.ones(1, 80), None)
     assert statistics.domain_compliance_tokens[0].tolist() == [1.0] * 63 + [17.0]
-    wide = RoutingStatistics([4], 1, ["a"], {"a": [0]}, position_width=2**31)
+    wide = RoutingStatistics([4], [1], ["a"], {"a": [0]}, position_width=2**31)
     wide.update([torch.zeros(80, 4)], torch.ones(1, 80), None)
     assert wide.domain_compliance_tokens[0].tolist() == [80.0] + [0.0] * 63
 
@@ -156,16 +157,19 @@ def test_a_compliance_panel_has_few_lines_and_chance(drawn, tmp_path):
 @pytest.mark.slow
 def test_heat_maps_have_numbers(drawn, tmp_path):
     figures.plot_shares(shares(5, 4, 8), tmp_path / "a.png")
-    figures.plot_coactivation(torch.tensor([[4.0, 1.0], [1.0, 2.0]]), tmp_path / "b.png")
-    counts = torch.zeros(7, 4)
-    counts[0], counts[3] = torch.tensor([1.0, 3, 0, 0]), torch.ones(4)
+    figures.plot_coactivation(torch.tensor([[[4.0, 1.0], [1.0, 2.0]]]), tmp_path / "b.png")
+    counts = torch.zeros(7, 1, 4)
+    counts[0, 0], counts[3, 0] = torch.tensor([1.0, 3, 0, 0]), torch.ones(4)
     figures.plot_token_classes(counts, tmp_path / "c.png")
-    figures.plot_coactivation(torch.rand(64, 64), tmp_path / "d.png")
+    figures.plot_coactivation(torch.rand(30, 64, 64), tmp_path / "d.png")
     texts = [[text.get_text() for axis in figure.axes for text in axis.texts] for figure in drawn]
     assert len(texts[0]) == 5 * 4 * 8
     assert texts[1] == ["25", "50"]  # nothing on the diagonal
     assert texts[2] == ["25", "75", "0", "0", "25", "25", "25", "25"]
     assert texts[3] == []
+    names = [axis.get_title() for axis in drawn[3].axes if axis.get_title()]
+    assert len(names) == 12 and names[0] == "layer 0" and names[-1] == "layer 29"  # no two layers are mixed
+    assert "12 of 30 layers" in drawn[3].get_suptitle()
 
 
 @pytest.mark.slow
@@ -182,7 +186,7 @@ def test_the_suffix_is_the_format(suffix, magic, tmp_path):
 # --- verdicts in a training's log, and inspect ------------------------------------------------------------------------
 
 
-def test_the_callback_names_unhealthy_layers_once(tokenizer, tmp_path, caplog):
+def test_the_callback_warns_of_a_collapse_once(tokenizer, tmp_path, caplog):
     model = make_model(router_aux_loss_coef=0.0)
     with torch.no_grad():
         model.get_base_model().model.layers[1].mlp.moe_lora_router["default"].weight.zero_()  # ties: the same two
@@ -196,11 +200,10 @@ def test_the_callback_names_unhealthy_layers_once(tokenizer, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="moe_peft"):
         trainer.train()
     told = [record.getMessage() for record in caplog.records if record.name == "moe_peft"]
-    assert any("layer 1: collapsed: experts " in line and "raise router_aux_loss_coef" in line for line in told)
-    assert sum("layer 1" in line for line in told) < 3 and all("\n" not in line for line in told)
-    numbers = json.loads((tmp_path / "load" / "load.json").read_text())
-    assert len(numbers["warnings"]) == 3
-    assert all(any(warning.startswith("layer 1: collapsed") for warning in of_step) for of_step in numbers["warnings"])
+    (line,) = [line for line in told if line.startswith("load of the experts until step 2: collapsed: 2 layers")]
+    assert "1 layer is a monopoly" in line and "raise router_aux_loss_coef" in line and "\n" not in line
+    points = json.loads((tmp_path / "load" / "load.json").read_text())["points"]
+    assert len(points) == 3 and all(point["warning"].startswith("collapsed") for point in points)
     assert (tmp_path / "load" / "load.svg").exists()
 
 
@@ -297,8 +300,7 @@ def test_inspect_says_what_it_measured(folder, capsys):
     }  # fmt: skip
     by_index = inspect(folder, *options)
     assert by_index["compliance_by_domain"] == report["compliance_by_domain"]
-    if report["warnings"]:
-        assert "Try this: raise router_aux_loss_coef" in printed
+    assert report["warning"] == "" and "load: 2 layers, load CV " in printed  # an expert map asks for uneven loads
 
 
 class Page(HTMLParser):
@@ -366,8 +368,7 @@ def test_inspect_writes_one_page_that_holds_everything(folder, capsys):
         assert layers[str(layer)][3] == f"{most} ({counts[most] / sum(counts):.1%})"
     alike = next(rows for rows in page.tables if rows[0] == ["expert", *map(str, range(6))])
     assert float(alike[1][2]) == pytest.approx(report["about"]["similarity"][0][1], abs=0.006)
-    for line in report["warnings"] or ["too few to judge" if "too few" in page.text else "no layer"]:
-        assert line in html.unescape(page.text)
+    assert f"load CV {report['load']['variation']:.2f}" in html.unescape(page.text)
 
 
 def test_pages_escape_what_data_say(tmp_path):
@@ -377,11 +378,15 @@ def test_pages_escape_what_data_say(tmp_path):
     assert "<script" not in page.text and "a &amp; b" in page.text
 
 
-def test_verdicts_of_a_page_are_words():
-    bad = load_section(["layer 3: collapsed: 40 %"])
-    assert bad.points == ["layer 3: collapsed: 40 %"] and "raise router_aux_loss_coef" in bad.text[-1]
-    assert load_section([], "too few tokens").text[-1] == "too few tokens"
-    assert load_section([]).text[-1].startswith("Yes") and not load_section([]).points
+def test_the_load_of_a_page_is_in_words():
+    even, bad, few = (
+        load_health(torch.tensor([counts]).double(), [4], tokens)
+        for counts, tokens in (([250] * 4, 1000.0), ([990, 4, 3, 3], 1000.0), ([2, 1, 1, 1], 5.0))
+    )
+    assert load_section(even).text[-1].startswith("Yes") and not load_section(even).points
+    assert load_section(bad).points == [bad.warning]
+    assert load_section(bad, wanted=True).text[-1].startswith("It is as the labels ask")
+    assert "too few tokens" in load_section(few).text[-1]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -398,11 +403,11 @@ def test_inspect_of_a_native_moe_with_one_expert_and_with_several(n, folder, tok
     assert "Try this" not in printed if n == 1 else report["load"]["by_chance"] > 0
 
 
-def test_inspect_says_where_the_data_are_too_few(folder, capsys):
+def test_inspect_of_few_data_gives_no_advice(folder, capsys):
     report = inspect(folder, "--max-examples", "2", expert_map=EXPERTS)
     printed = " ".join(capsys.readouterr().out.split())
     assert report["load"]["by_chance"] > 0.1
-    assert bool(report["warnings"]) != ("too few to judge its load: by chance alone" in printed)
+    assert "load: " in printed and "Try this" not in printed
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from moe_peft.cli import main
 from moe_peft.evaluation import Harness, TaskSettings
 from moe_peft.evaluation.results import as_markdown
 from moe_peft.native import export_adapter, load_routers
+from tests.helpers.chat_model import save_chat_model
 from tests.helpers.eval_case import CHOICES, light, lighten_command, make_adapter, make_tasks  # noqa: F401  (a fixture)
 from tests.helpers.warm import programs
 
@@ -460,7 +461,7 @@ def test_plain_lm_eval_loads_an_adapter_and_agrees(folder, tmp_path):
 def test_from_the_command_line(tmp_path):
     """The example, as a user starts it: the export has the adapter's numbers."""
     script = Path(__file__).parents[2] / "examples" / "from_the_command_line.sh"
-    sizes = {"BASE": "--hidden 32 --layers 2 --vocab-size 512 --chars 60000", "ROWS": "16 8", "STEPS": "4"}
+    sizes = {"BASE": str(save_chat_model(tmp_path / "chat")), "ROWS": "16 8", "STEPS": "4"}
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     environment = {**os.environ, **sizes, "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with programs(tmp_path / "bin", before=lighten_command):

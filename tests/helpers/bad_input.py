@@ -258,6 +258,7 @@ NO_MOE: dict[str, tuple[Damage, str]] = {
         "layers.1.mlp.moe_lora",
     ),
     "pattern a list": (changed(ADAPTER, num_experts_pattern=[1]), r"num_experts_pattern=\[1\]"),
+    "k of a layer larger than n": (changed(ADAPTER, top_k_pattern={"layers.0.mlp": 9}), "top_k_pattern="),
 }
 
 

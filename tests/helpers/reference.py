@@ -284,7 +284,11 @@ class _Loop:
         linear = self.layer.base_layer if self.layout is None else getattr(self.layer.base_layer, name)
         prefix = "base_layer." if self.layout is None else f"base_layer.{name}."
         value = self.leaves.get(prefix + what)
-        return value.T if what == "weight" and isinstance(linear, Conv1D) else value
+        value = value.T if what == "weight" and isinstance(linear, Conv1D) else value
+        shared = self.leaves.get(f"moe_lora_shared_A.{self.adapter}.{name}")
+        if what == "weight" and shared is not None:  # experts that serve every token
+            value = value + self._scaling() * (self.leaves[f"moe_lora_shared_B.{self.adapter}.{name}"][0].T @ shared[0])
+        return value
 
     def _scaling(self) -> float:
         return self.spec.lora_alpha / (self.spec.r**0.5 if self.spec.use_rslora else self.spec.r)

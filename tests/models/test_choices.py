@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts, record_routing
 from moe_peft.routing.routers import ROUTERS
-from moe_peft.routing.statistics import chosen_experts, load_verdicts, verdict_line
+from moe_peft.routing.statistics import chosen_experts
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import KINDS, K, N, ids, routed_model
 from tests.helpers.trainers import LABELS, MASKED, make_model, make_trainer
@@ -113,7 +113,7 @@ def test_the_trainers_log_counts_masked_routing(kind, tokenizer, tmp_path):
     share = counts / counts.sum(1, keepdim=True)
     variation = (share.std(1, correction=0) / share.mean(1)).mean().item()
     assert trainer._metrics["train"]["load_cv"][0] == pytest.approx(variation)
-    assert trainer._metrics["train"]["dead_experts"][0] == (share < 0.01).sum()
+    assert trainer._metrics["train"]["dead_experts"][0] == pytest.approx((share < 0.01).double().mean().item())
 
 
 def test_slots_without_a_gate_do_not_count():
@@ -122,52 +122,7 @@ def test_slots_without_a_gate_do_not_count():
     assert chosen_experts(experts, None, 3).int().tolist() == [[1, 0, 1], [1, 1, 0]]
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
-
-
-def shares(*percent: float) -> torch.Tensor:
-    return torch.tensor([percent], dtype=torch.float64) * 1000
-
-
-def test_a_healthy_layer_has_no_verdict():
-    many = [*[98.5 / 39] * 39, 1.5]  # less than 2 %, but more than half the even load
-    for even in ([12.5] * 8, [10, 15, 12, 13, 11, 14, 12, 13], [50, 50], [100 / 3] * 3, [100 / 64] * 64, many):
-        assert load_verdicts(shares(*even), [len(even)]) == []
-    assert load_verdicts(torch.zeros(1, 8, dtype=torch.float64), [8]) == []  # nothing was counted
-    assert verdict_line([]) == ""
-
-
-@pytest.mark.parametrize(
-    ("percent", "facts"),
-    [
-        (
-            (40, 40, *[20 / 6] * 6),
-            ["layer 0: collapsed", "experts 0 and 1 get 80 % of", "coefficient of variation 1.27"],
-        ),
-        ((70, *[30 / 7] * 7), ["layer 0: collapsed", "expert 0 gets 70 % of", "coefficient of variation"]),
-        ((*[99 / 7] * 7, 1.0), ["layer 0: uneven", "expert 7 gets 1 % of", "coefficient of variation 0.35"]),
-        ((*[99.5 / 7] * 7, 0.5), ["layer 0: collapsed", "1 of 8 experts get less than 1 % of"]),
-        ((20, 6, 20, 6, 20, 6, 16, 6), ["layer 0: uneven: coefficient of variation 0.53, healthy below 0.3"]),
-        ((90, 10), ["layer 0: uneven: coefficient of variation 0.80"]),
-        # Limits that shrink with the even load: a quarter of it is dead, half of it is little; two of five need 60 %.
-        ((*[99.5 / 39] * 39, 0.5), ["layer 0: collapsed: 1 of 40 experts get less than 0.625 %"]),
-        ((*[99.2 / 39] * 39, 0.8), ["layer 0: uneven: expert 39 gets 0.8 % of"]),
-        ((27.5, 27.5, 15, 15, 15), ["layer 0: uneven: coefficient of variation 0.31"]),
-    ],
-)
-def test_an_unhealthy_layer_is_named(percent, facts):
-    n = len(percent)
-    found = load_verdicts(torch.cat([shares(*[100 / n] * n), shares(*percent)]), [n, n])
-    assert len(found) == 1
-    assert all(fact.replace("layer 0", "layer 1") in found[0] for fact in facts), found
-    line = verdict_line(found)
-    assert "\n" not in line and "raise router_aux_loss_coef, lower the learning rate of the routers" in line
-
-
-def test_many_layers_are_one_line():
-    found = load_verdicts(shares(90, 5, 3, 2).expand(30, 4), [4] * 30)
-    assert len(found) == 30 and "27 more layers like that" in verdict_line(found) and len(verdict_line(found)) < 700
-    assert "more layers" in verdict_line(found[:4]) and "more layers" not in verdict_line(found[:3])
+# --- the logged load -------------------------------------------------------------------------------------------------
 
 
 def test_loads_of_training_and_evaluation_are_apart(tokenizer, tmp_path):
@@ -199,4 +154,4 @@ def test_the_logged_load_is_that_of_all_steps_since_the_last_log(tokenizer, tmp_
         share = counts / counts.sum(1, keepdim=True)
         assert record["load_cv"] == pytest.approx((share.std(1, correction=0) / share.mean(1)).mean().item())
         assert record["load_cv_by_chance"] == pytest.approx((5 / counts[0].sum().item()) ** 0.5)
-        assert record["dead_experts"] == (share < 0.01).sum()
+        assert record["dead_experts"] == pytest.approx((share < 0.01).double().mean().item())

@@ -129,9 +129,10 @@ def test_a_loss_behind_a_cache_has_the_balancing_loss_of_its_own_tokens():
         found = model(**rest, labels=ids[:, 6:])
     logits = torch.stack(found.router_logits).double()
     real = mask[:, 6:].flatten().bool()
-    p = logits.softmax(-1)[:, real].flatten(0, 1)
-    f = torch.zeros_like(p).scatter(1, logits[:, real].flatten(0, 1).topk(2).indices, 1.0)
-    torch.testing.assert_close(found.aux_loss.double(), 4 * (f.mean(0) * p.mean(0)).sum(), rtol=1e-5, atol=1e-6)
+    p = logits.softmax(-1)[:, real]
+    f = torch.zeros_like(p).scatter(2, logits[:, real].topk(2).indices, 1.0)
+    by_layer = 4 * (f.mean(1) * p.mean(1)).sum(1)
+    torch.testing.assert_close(found.aux_loss.double(), by_layer.mean(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_router_of_an_adapter_that_comes_later_evaluates():
@@ -211,7 +212,9 @@ def test_a_recording_ends_when_the_next_training_begins(tokenizer, tmp_path):
     with pytest.raises(ZeroDivisionError):
         train(True)
     train(False)
-    assert callback.steps == [1, 2] and len(model.get_base_model().base_model._forward_hooks) == hooks
+    assert [point["step"] for point in callback.points] == [1, 2] and len(
+        model.get_base_model().base_model._forward_hooks
+    ) == hooks
 
 
 def test_a_model_that_gives_its_backbone_ids_by_position():

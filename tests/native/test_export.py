@@ -174,6 +174,7 @@ def test_attention_routers_initialised_trained_and_exported(tokenizer, tmp_path)
     ("llama", {"router_type": "mlp"}, "router_type='mlp' does not fold"),
     ("llama", {"router_type": "attention", "router_mixture": "max"}, "only 'sum' folds"),
     ("llama", {"num_experts_pattern": {r"layers\.0\.mlp": 2}}, "num_experts: layer 1 has 4, another 2"),
+    ("llama", {"top_k_pattern": {r"layers\.0\.mlp": 1}}, "top_k: layer 1 has 2, another 1"),
     ("llama", {"target_modules": ["mlp", "q_proj"]}, "q_proj is a single linear with 4 experts"),
     ("llama", {"target_modules": ["mlp"], "layers_to_transform": [1]}, r"layers \[0\] without experts: mixtral"),
     ("llama", {"normalize_top_k": False}, "normalize_top_k=False: mixtral always"),

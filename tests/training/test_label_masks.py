@@ -91,7 +91,7 @@ def test_experts_of_no_label_never_move(kind, own, tokenizer, tmp_path):
     for name, parameter in expert_slices(trainer.model).items():
         assert torch.equal(parameter[4:], before[name][4:]), name
         assert all(not torch.equal(parameter[i], before[name][i]) for i in range(4)), name
-    assert trainer.state.log_history[0]["dead_experts"] >= 4  # two in each of two layers
+    assert trainer.state.log_history[0]["dead_experts"] >= 4 / 12  # two of six in each of two layers
 
 
 @pytest.mark.parametrize("kind", KINDS)

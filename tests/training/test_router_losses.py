@@ -18,6 +18,7 @@ from moe_peft.models.introspection import observed_routing, router_parameters
 from moe_peft.training.preparation import tokenized
 from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin
 from moe_peft.training.trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
+from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import NATIVE
 from tests.helpers.trainers import MoEKTOConfig, MoEKTOTrainer, arguments, preferences, words
@@ -82,7 +83,7 @@ def test_losses_are_those_of_the_trained_passes_and_counted_once(kind, native, t
     outputs = trainer.model.base_model(**own, output_router_logits=True) if native else None
     logits = (outputs or trainer.model(**own, output_router_logits=True)).router_logits
     n = logits[0].shape[-1]
-    aux = load_balancing_loss_func(logits, n, K, own["attention_mask"])
+    aux = (load_balancing_loss_func if native else layer_balancing_loss)(logits, n, K, own["attention_mask"])
     mask = own["attention_mask"].flatten().bool()
     z = torch.stack([layer[mask].double().logsumexp(-1) ** 2 for layer in logits]).mean()
     expected = 0.3 * aux.double() + 0.02 * z

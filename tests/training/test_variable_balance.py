@@ -58,7 +58,7 @@ def test_a_models_own_loss_counts_the_experts_that_serve(kind):
     inputs = batch()
     out = model(**inputs)
     mask_T = inputs["attention_mask"].flatten()
-    expected = balance(kind, out.router_logits, mask_T, 4)
+    expected = balance(kind, out.router_logits, mask_T, 4, "layer")
     assert abs(expected.item() - 4) > 0.1  # what counting the best top_k = n always gives
     torch.testing.assert_close(out.aux_loss.double(), expected, rtol=1e-5, atol=1e-6)
     plain = model(**inputs, output_router_logits=False)

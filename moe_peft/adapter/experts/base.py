@@ -30,6 +30,7 @@ class Experts:
     """
 
     num_experts: int
+    num_shared_experts: int
     top_k: int
     r: int
     lora_alpha: float
@@ -77,6 +78,12 @@ class Experts:
             projections: in and out features of the module's projections, in the order of the forward pass.
         """
         raise NotImplementedError
+
+    def shared_shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
+        """The same of the experts that serve every token, which are one LoRA of rank m·r."""
+        size = self.num_shared_experts * self.rank
+        shapes = self.shapes(projections) if size else {}
+        return {name: ((1, size, A[-1]), (1, size, B[-1])) for name, (A, B) in shapes.items()}
 
     def reset(self, A_all: nn.ParameterDict, B_all: nn.ParameterDict) -> None:
         """

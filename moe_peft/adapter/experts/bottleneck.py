@@ -27,7 +27,7 @@ class BottleneckExperts(Experts):
     as B, [n, b, d] both. `r`, `lora_alpha` and their patterns do not apply.
     """
 
-    unread = ("mixing", "target_projections")
+    unread = ("mixing", "target_projections", "num_shared_experts")
     needs_ffn = True
     no_lora = "such an expert stands behind the FFN, with a non-linearity between; only expert_type='lora' has this"
 

@@ -85,13 +85,15 @@ class LoraExperts(Experts):
         self, layer: Any, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
         dispatch = layer.route(adapter, x_TM, y_TM.dtype)
-        return self._updated(layer, adapter, dispatch, x_TM, {"weight": y_TM}, in_place)[0]
+        base = self._with_shared(layer, adapter, x_TM, {"weight": y_TM})
+        return self._updated(layer, adapter, dispatch, x_TM, base, in_place)[0]
 
     def _hidden(self, ffn: Any, adapter: str, x_TD: torch.Tensor, pre: list[torch.Tensor], in_place: bool) -> _Branch:
         """Step 2: one adapter's hidden activation, from the FFN's input and the base's `pre` [T, f']."""
         layout, dtype = ffn.layout, pre[0].dtype
         A_all, B_all = ffn.expert_parameters(adapter)
         names = [name for name in layout.inputs if name in A_all]
+        base = self._with_shared(ffn, adapter, x_TD, dict(zip(layout.inputs, pre, strict=True)))
 
         # 2a. Router logits, gates and experts of each token, and the method by which this batch is computed. With
         #     experts on the down projection alone, all hidden activations are the base's: both mixings are the same.
@@ -101,7 +103,6 @@ class LoraExperts(Experts):
         # 2b. Mixing "projection" (and a single expert): `Wx + s Σ g_i B_i A_i x` on each projection, then the
         #     activation, once per token.
         if dispatch is None or not mixes_outputs:
-            base = dict(zip(layout.inputs, pre, strict=True))
             updated = self._updated(ffn, adapter, dispatch, x_TD, base, in_place)
             return _Branch(layout.hidden(ffn.base_layer, updated), dispatch, mixes_outputs)
 
@@ -118,7 +119,9 @@ class LoraExperts(Experts):
             inputs = []
             for low_of_part in zip(*low, strict=True) if low else [()] * len(dispatch.parts):
                 h = {name: h_PR * dispatch.scaling for name, h_PR in zip(names, low_of_part, strict=True)}
-                inputs.append(PairInputs(pre, [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs]))
+                inputs.append(
+                    PairInputs([*base.values()], [h.get(p) for p in layout.inputs], [B.get(p) for p in layout.inputs])
+                )
             dropout = self.lora_dropout if ffn.training else 0.0
             z_TF, low_down = mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, dropout)
         return _Branch(z_TF, dispatch, mixes_outputs, low_down)
@@ -127,6 +130,8 @@ class LoraExperts(Experts):
         """Step 4: add an adapter's change to the down projection's output."""
         name, dispatch = ffn.layout.down, branch.dispatch
         down = ffn.projection(name)
+        # The LoRA that serves every token is linear as the base's down projection is, so it runs once on the mix, too.
+        y_TD = self._with_shared(ffn, adapter, branch.z_TF, {name: y_TD})[name]
         if dispatch is None or not branch.mixes_outputs:
             return self._updated(ffn, adapter, dispatch, branch.z_TF, {name: y_TD}, may_overwrite(down))[0]
         if branch.low is not None:
@@ -139,6 +144,14 @@ class LoraExperts(Experts):
             y_TD = y_TD + ((dispatch.gates.sum(-1, keepdim=True) - 1) * bias).to(y_TD.dtype)
         return y_TD
 
+    def _with_shared(
+        self, layer: Any, adapter: str, x_TM: torch.Tensor, base: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The base's outputs by projection, with the LoRA of the experts that serve every token."""
+        if not self.num_shared_experts:
+            return base
+        return dict(zip(base, self._updated(layer, adapter, None, x_TM, base, shared=True), strict=True))
+
     def _updated(
         self,
         layer: Any,
@@ -146,7 +159,8 @@ class LoraExperts(Experts):
         dispatch: Dispatch | None,
         x_TM: torch.Tensor,
         base: dict[str, torch.Tensor],
-        in_place: bool,
+        in_place: bool = False,
+        shared: bool = False,
     ) -> list[torch.Tensor]:
         """
         The base's outputs by projection, with `s Σ_i g_i B_i A_i x` added where a projection has experts.
@@ -155,7 +169,7 @@ class LoraExperts(Experts):
         except for quantized linears, which return the dtype they are given. With `in_place` that output may be
         overwritten.
         """
-        A_all, B_all = layer.expert_parameters(adapter)
+        A_all, B_all = layer.shared_parameters(adapter) if shared else layer.expert_parameters(adapter)
         names = [name for name in base if name in A_all]
         if not names:
             return list(base.values())

@@ -1,1 +1,0 @@
-"""Toy data and a toy base model, for the demo and the benchmarks: offline, on a CPU, in minutes."""

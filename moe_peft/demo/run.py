@@ -1,0 +1,268 @@
+"""`moe-peft demo`: the same few minutes of training for LoRA and for LoRA experts, before and after, and the export."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from datasets import Dataset
+from peft import LoraConfig, PeftConfig, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from ..adapter.config import MoELoraConfig
+from ..analysis.figures import plot_shares
+from ..models.introspection import adapter_layers
+from ..native import export_adapter
+from ..upit.evaluate import Evaluation, evaluate
+from ..utils.io import output_folder
+from .smollm2 import NAME, smollm2_folder
+from .tasks import TASKS, make_rows, write_rows
+
+_TRAIN, _TEST = 300, 20  # rows of each domain
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "r": 8, "lora_alpha": 16}
+_TRAINING: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "learning_rate": 1e-3,
+    "gradient_checkpointing": False,  # of a small model it costs a third of the time and saves little memory
+    "bf16": False,
+    "max_length": 256,
+    "report_to": "none",
+}
+_LONGEST_ANSWER = 24  # tokens
+Conversation = list[dict[str, str]]
+
+
+class Result(NamedTuple):
+    """
+    What one model does with the held-out rows.
+
+    Args:
+        answers: to each row.
+        exact: domain → how many answers are right, letter by letter.
+        losses: domain → mean loss per token of the answers.
+    """
+
+    answers: list[str]
+    exact: dict[str, int]
+    losses: dict[str, float]
+
+
+def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[str, Result]:
+    """
+    Train LoRA and LoRA experts on four kinds of short requests, compare them with the base, show which experts serve
+    what, and export the experts to a native MoE, with everything printed and kept in `output`.
+
+    Args:
+        output: a new folder, or that of an earlier demo.
+        model: a causal LM with a chat template, by name or folder; None: SmolLM2-135M-Instruct.
+        steps: of 8 rows, for each of the two.
+
+    Returns:
+        "base", "LoRA" and "experts" → what they do.
+
+    Raises:
+        ValueError: the model cannot be had or has no chat template, or the folder holds something else.
+    """
+    console, began = Console(markup=False, emoji=False, highlight=False, soft_wrap=True), time.monotonic()
+    with output_folder(output, "--output", lambda folder: (folder / "demo.yaml").is_file()) as folder:
+        base = Path(model or smollm2_folder())
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        if tokenizer.chat_template is None:
+            raise ValueError(f"--model {model}: its tokenizer has no chat template; name a chat model")
+        _write_files(folder, base, steps)
+        train, test = (Dataset.from_list(rows) for rows in make_rows(_TRAIN, _TEST))
+        console.print(f"{model or NAME} learns four kinds of requests: {', '.join(TASKS)}.\n\n1. Before:")
+        shown = [test["domain"].index(domain) for domain in TASKS]
+        results = {"base": _result(_load(base), test, tokenizer)[0]}
+        console.print(_answers(test, shown, results))
+
+        console.print(
+            f"\n2. Training, {steps} steps of 8 rows: a LoRA of rank 16; and 4 LoRA experts of rank 8, of which each "
+            "token takes 2."
+        )
+        experts = MoELoraConfig(**_EXPERTS, task_type="CAUSAL_LM")
+        configs: dict[str, PeftConfig] = {"LoRA": _lora_beside(experts, base), "experts": experts}
+        evaluation = None
+        with tqdm(total=steps * len(configs), unit="step", mininterval=1.0, dynamic_ncols=True) as bar:
+            for name, config in configs.items():
+                trained = _train(base, config, train, tokenizer, folder / name.lower(), steps, _OneBar(bar, name))
+                results[name], evaluation = _result(trained, test, tokenizer)
+
+        console.print("\n3. After:")
+        console.print(_answers(test, shown, results))
+        console.print(_scores(results))
+        assert evaluation is not None
+        console.print(f"4. Who serves what? {_who(evaluation.shares)}")
+        plot_shares(evaluation.shares, folder / "routing.png", "Where each domain's tokens go")
+        console.print(f"   The picture of it: {folder / 'routing.png'}")
+
+        console.print(f"\n5. {_exported(folder, base, test, shown, results['experts'], tokenizer)}")
+        console.print(
+            f"\n6. Now yours: edit {folder / 'demo.yaml'} (your model, your data), and run\n"
+            f"   moe-peft sft --config {folder / 'demo.yaml'}\n"
+            f"That took {(time.monotonic() - began) / 60:.0f} minutes."
+        )
+    return results
+
+
+def _write_files(folder: Path, base: Path, steps: int) -> None:
+    """The data, a link to the base, and the YAML of what is trained here."""
+    write_rows(folder, _TRAIN, _TEST)
+    link = folder / "base"
+    link.unlink(missing_ok=True)
+    link.symlink_to(base.absolute(), target_is_directory=True)
+    settings = {
+        "model_name_or_path": str(link),  # or a name on the hub
+        "dataset_name": str(folder / "train.jsonl"),
+        "output_dir": str(folder / "yours"),
+        "max_steps": steps,
+        **_EXPERTS,
+        **_TRAINING,
+    }
+    text = yaml.safe_dump(settings, sort_keys=False)
+    (folder / "demo.yaml").write_text(
+        f"# LoRA experts, trained by: moe-peft sft --config {folder / 'demo.yaml'}\n{text}"
+    )
+
+
+def _load(base: Path) -> Any:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device)
+
+
+def _lora_beside(experts: PeftConfig, base: Path) -> LoraConfig:
+    """A LoRA on the same projections, with as many parameters as are active for each token."""
+    layer: Any = adapter_layers(get_peft_model(_load(base), experts))[0]
+    projections = sorted(layer.moe_lora_A["default"])
+    return LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM")
+
+
+class _OneBar(TrainerCallback):
+    """Moves a bar that several trainings share."""
+
+    def __init__(self, bar: Any, name: str) -> None:
+        self.bar, self.name = bar, name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.update()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.bar.set_description(f"{self.name}, loss {logs['loss']:.2f}")
+
+
+def _train(
+    base: Path,
+    config: PeftConfig,
+    train: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    steps: int,
+    callback: TrainerCallback,
+) -> Any:
+    args = SFTConfig(
+        str(folder), max_steps=steps, logging_steps=5, save_strategy="no", disable_tqdm=True, seed=0, **_TRAINING
+    )
+    trainer = SFTTrainer(
+        model=_load(base), args=args, train_dataset=train.remove_columns("domain"), processing_class=tokenizer,
+        peft_config=config, callbacks=[callback],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    trainer.save_model()
+    tokenizer.save_pretrained(folder)
+    return trainer.model
+
+
+def _result(model: Any, test: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[Result, Evaluation]:
+    answers = _generate(model.eval(), test["prompt"], tokenizer)
+    exact: dict[str, int] = defaultdict(int)
+    for answer, row in zip(answers, test, strict=True):
+        exact[row["domain"]] += int(answer == row["completion"][0]["content"])
+    args = SFTConfig(per_device_eval_batch_size=16, **_TRAINING)
+    evaluation = evaluate(model, test, args, tokenizer, "domain", base=model)
+    return Result(answers, dict(exact), evaluation.losses["adapted"]), evaluation
+
+
+@torch.no_grad()
+def _generate(model: Any, prompts: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Greedy answers."""
+    answers = []
+    for start in range(0, len(prompts), 40):
+        batch = tokenizer.apply_chat_template(
+            list(prompts[start : start + 40]), add_generation_prompt=True, padding=True,
+            tokenizer_kwargs={"padding_side": "left"}, return_tensors="pt", return_dict=True,
+        ).to(model.device)  # fmt: skip
+        tokens = model.generate(
+            **batch, max_new_tokens=_LONGEST_ANSWER, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
+        answers += tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [answer.strip() for answer in answers]
+
+
+def _answers(test: Dataset, rows: Sequence[int], results: Mapping[str, Result]) -> Table:
+    """The requests beside the right answers and the models'."""
+    table = Table("request", "right", *results, show_lines=True)
+    for row in rows:
+        answers = [result.answers[row].splitlines() for result in results.values()]
+        first = [lines[0] + (" …" if len(lines) > 1 else "") if lines else "(nothing)" for lines in answers]
+        table.add_row(test[row]["prompt"][0]["content"], test[row]["completion"][0]["content"], *first)
+    return table
+
+
+def _scores(results: Mapping[str, Result]) -> Table:
+    names = [f"{name} {what}" for what in ("right", "loss") for name in results]
+    table = Table(f"of {_TEST} held-out requests", *names)
+    for domain in [*TASKS, "mean"]:
+        right = [
+            f"{sum(result.exact.values()) / len(TASKS):.1f}" if domain == "mean" else str(result.exact[domain])
+            for result in results.values()
+        ]
+        table.add_row(domain, *right, *(f"{result.losses[domain]:.3f}" for result in results.values()))
+    return table
+
+
+def _who(shares: Mapping[str, torch.Tensor]) -> str:
+    """The layer that tells the domains apart most, in a sentence."""
+    share_DLN = torch.stack(list(shares.values()))
+    layer = int((share_DLN - share_DLN.mean(0)).abs().sum((0, 2)).argmax())
+    share_DN = share_DLN[:, layer]
+    served = defaultdict(list)
+    for domain, share_N in zip(shares, share_DN, strict=True):
+        served[int(share_N.argmax())].append(f"{domain} ({share_N.max():.0%})")
+    parts = [f"expert {expert} for {' and '.join(domains)}" for expert, domains in sorted(served.items())]
+    return (
+        f"Layer {layer} tells the domains apart most. Its busiest experts: {', '.join(parts)}. "
+        f"Even would be {1 / len(share_DN[0]):.0%}."
+    )
+
+
+def _exported(
+    folder: Path,
+    base: Path,
+    test: Dataset,
+    rows: Sequence[int],
+    result: Result,
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """Export, and ask plain transformers the same."""
+    try:
+        moe = export_adapter(folder / "experts", folder / "exported", base)
+    except ValueError as error:
+        return f"Not exported: {error}"
+    answers = _generate(_load(moe).eval(), [test[row]["prompt"] for row in rows], tokenizer)
+    same = sum(answer == result.answers[row] for answer, row in zip(answers, rows, strict=True))
+    size = sum(file.stat().st_size for file in moe.iterdir()) / 1e9
+    return (
+        f"Exported as a native MoE ({size:.1f} GB in float32), which needs moe_peft no longer: {moe}\n"
+        f"   Plain transformers gives the same answer to {same} of {len(rows)} requests."
+    )

@@ -1,0 +1,129 @@
+"""
+Balancing without a loss (Wang et al., 2024, arXiv 2408.15664, algorithm 1): routers choose experts by biased scores
+(`router_bias_update_rate`), and each optimizer step is followed by a step of the biases.
+
+Legend: T tokens, n experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from transformers import TrainerCallback
+
+from ..models.introspection import RoutedPass, active_routers, observed_routing
+
+
+def has_biases(model: nn.Module) -> bool:
+    """Whether an active router chooses experts by biased scores."""
+    return any(getattr(router, "expert_bias", None) is not None for router in active_routers(model))
+
+
+@contextmanager
+def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
+    """
+    Count each expert's tokens in the forward passes with gradients inside the block, without padding; the function that
+    this gives is to be called after each optimizer step. It raises an expert's bias by `router_bias_update_rate` if the
+    expert got fewer tokens than the mean of its layer, in all passes and processes since the last call, and lowers it
+    if more.
+
+    Called with `remaining=r`, it moves the biases towards 0 instead, which they reach after r such calls with
+    r, r - 1, …, 1: then the routers fold, and the adapter can be exported.
+
+    Args:
+        model: a model with a MoE-LoRA adapter.
+
+    Raises:
+        ValueError: no active router has biases.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, router_bias_updates
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> config = MoELoraConfig(router_bias_update_rate=0.001, router_aux_loss_coef=0, task_type="CAUSAL_LM")
+    >>> model = get_peft_model(base, config)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> ids = torch.tensor([[3, 4, 5, 6]])
+    >>> with router_bias_updates(model) as update:
+    ...     for step in range(2):
+    ...         model(input_ids=ids, labels=ids).loss.backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...         update()
+    ```
+    """
+    if not has_biases(model):
+        raise ValueError("router_bias_updates: no router has biases; set router_bias_update_rate in MoELoraConfig")
+    routers: list[Any] = active_routers(model)
+    sizes = [router.num_experts for router in routers]
+    counts: torch.Tensor | None = None  # of all layers' experts, one after the other
+
+    def count(seen: RoutedPass) -> None:
+        nonlocal counts
+        if seen.trains:
+            first = seen.mask.device
+            mask_T = seen.mask[:, -(len(seen.chosen[0]) // len(seen.mask)) :].flatten().double()
+            of_pass = [
+                mask_T @ chosen_TN[:, :n].to(first).double() for chosen_TN, n in zip(seen.chosen, sizes, strict=True)
+            ]
+            counts = torch.cat(of_pass) + (0 if counts is None else counts)
+
+    @torch.no_grad()
+    def update(remaining: int | None = None) -> None:
+        nonlocal counts
+        if counts is not None and distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(counts)
+        for i, router in enumerate(routers):
+            if router.expert_bias is None:
+                continue
+            steps_N = router.bias_steps
+            if remaining is not None:
+                steps_N.copy_(torch.div(steps_N * (remaining - 1), remaining, rounding_mode="trunc"))
+            elif counts is not None:
+                count_N = counts.split(sizes)[i]
+                steps_N.add_((count_N.mean() - count_N).sign().to(steps_N))
+        counts = None
+
+    with observed_routing(model, count):
+        yield update
+
+
+class RouterBiasCallback(TrainerCallback):
+    """
+    `router_bias_updates` for any `Trainer`; this package's trainers add it themselves where routers have biases.
+
+    Args:
+        anneal: the share of the training, at its end, in which the biases go to 0, so that the result can be exported.
+
+    Raises:
+        ValueError: when training begins: no router has biases.
+
+    Example:
+
+    ```python
+    >>> from moe_peft import RouterBiasCallback
+    >>> callback = RouterBiasCallback(anneal=0.1)  # SFTTrainer(..., callbacks=[callback])
+    ```
+    """
+
+    def __init__(self, anneal: float = 0.0) -> None:
+        self.anneal, self._counting = anneal, ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._counting.close()  # of a training that ended with an error
+        self._update = self._counting.enter_context(router_bias_updates(model))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        remaining = state.max_steps - state.global_step  # with this one
+        self._update(remaining if remaining <= self.anneal * state.max_steps else None)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._counting.close()

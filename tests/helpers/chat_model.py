@@ -1,0 +1,32 @@
+"""A tiny chat model as a folder: a Llama with a byte-level tokenizer and a chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from .models import tiny_llama
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def save_chat_model(folder: Path) -> Path:
+    """Its weights are random; its vocabulary is the 256 bytes and the template's marks."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = ["<|user|>", "<|assistant|>", "<|pad|>"]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.add_special_tokens({"additional_special_tokens": marks[:2]})
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    model = tiny_llama(vocab=320)
+    model.generation_config.eos_token_id = model.config.eos_token_id = fast.eos_token_id
+    model.save_pretrained(folder)
+    return folder

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
@@ -26,22 +26,25 @@ from moe_peft.upit.evaluate import evaluate
 SETTINGS = (("layer", 0.0), ("global", 0.01), ("global", 0.1), ("layer", 0.01), ("layer", 0.1))
 
 
+def adapted() -> PeftModel:
+    """The model with new experts, the same every time."""
+    base = AutoModelForCausalLM.from_pretrained(smollm2_folder())
+    torch.manual_seed(0)
+    return get_peft_model(base, MoELoraConfig(num_experts=8, top_k=2, r=8, lora_alpha=16, task_type="CAUSAL_LM"))
+
+
 def measure(scope: str, coefficient: float, steps: int) -> list[str]:
     """One row of the table."""
     train, test = (Dataset.from_list(rows) for rows in make_rows(300, 20))
-    base, tokenizer = (cls.from_pretrained(smollm2_folder()) for cls in (AutoModelForCausalLM, AutoTokenizer))
-    torch.manual_seed(0)
-    config = MoELoraConfig(num_experts=8, top_k=2, r=8, lora_alpha=16, task_type="CAUSAL_LM")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     with tempfile.TemporaryDirectory() as folder:
         args = MoESFTConfig(
             folder, max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-3, bf16=False, max_length=256,
             gradient_checkpointing=False, report_to="none", save_strategy="no", logging_steps=steps, seed=0,
             router_balancing=scope, router_aux_loss_coef=coefficient,
         )  # fmt: skip
-        trainer = MoESFTTrainer(
-            model=get_peft_model(base, config), args=args, train_dataset=train, processing_class=tokenizer
-        )
-        before = evaluate(trainer.model, test, args, tokenizer, "domain")
+        trainer = MoESFTTrainer(model=adapted(), args=args, train_dataset=train, processing_class=tokenizer)
+        before = evaluate(adapted(), test, args, tokenizer, "domain")
         trainer.train()
         after = evaluate(trainer.model, test, args, tokenizer, "domain")
     row = [scope if coefficient else "none", f"{coefficient:g}"]

@@ -66,8 +66,9 @@ NUMBERS = {
         "moe.router_aux_loss_coef": (0.02, "an auxiliary loss of 0.02"),
         "post_train.sft.router_z_loss_coef": (0.001, "and a router z-loss of 0.001"),
         "sft.learning_rate": (5e-4, "a maximum of 5e-4"),
-        "sft.warmup_steps": (0.01, "the first 1 % of warm-up steps"),
-        "sft.lr_scheduler_kwargs.min_lr_ratio": (0.1, "twice times 0.316"),
+        "data.calibration_examples": (10 * 1024, "10 batches of 1024"),
+        "data.calibration_length": (4096, "sequence length 4096"),
+        "post_train.sft.router_schedule": ("step_decay", "warm-up-and-step-decay"),
     },
     "upcycling/three-phase": {
         "num_experts": (8, "8 experts"),

@@ -278,8 +278,6 @@ def test_upcycling_recipes_run(path, tmp_path, tokenizer):
         "logging_steps": 1,
     }
     overrides += [f"sft.{name}={value}" for name, value in toy.items()]
-    if path.stem == "router-upcycling":
-        overrides.append("sft.lr_scheduler_kwargs.num_decay_steps=4")
     folder = UpIT(load_recipe(path, overrides)).run()
     record = json.loads((tmp_path / "out" / "manifest.json").read_text())["stages"]["post_train"]
     history = [entry for entry in record["metrics"]["history"] if "learning_rate" in entry]
@@ -288,9 +286,8 @@ def test_upcycling_recipes_run(path, tmp_path, tokenizer):
     step = torch.arange(20, dtype=torch.float64)
     if path.stem == "drop-upcycling":
         expected = 2e-5 + (2e-4 - 2e-5) * (1 + (step / 20 * torch.pi).cos()) / 2
-    elif path.stem == "router-upcycling":  # one step of warm-up, from the smallest rate
-        expected = 5e-4 * (1 - 0.9 * ((step - 16).clamp(min=0) / 4).sqrt())
-        expected[0] = 5e-5
+    elif path.stem == "router-upcycling":  # 1 % of 20 steps is no warm-up
+        expected = 5e-4 * 0.316 ** ((step >= 16).double() + (step >= 18).double())
     else:
         expected = 2e-5 * torch.where((step < 1) | (step >= 15), 0.1, 1.0).double()
     torch.testing.assert_close(rates, expected, rtol=1e-6, atol=0)

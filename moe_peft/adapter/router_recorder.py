@@ -202,6 +202,20 @@ class _Pass(NamedTuple):
 _past_passes: weakref.WeakKeyDictionary[nn.Module, deque[_Pass]] = weakref.WeakKeyDictionary()
 
 
+_HANDLES = "_moe_peft_token_ids"
+
+
+def keep_token_ids(backbone: nn.Module, wanted: bool) -> None:
+    """Let routers in a native MoE's gates know the ids of the tokens in each pass of its backbone, or no longer."""
+    for handle in backbone.__dict__.pop(_HANDLES, ()):
+        handle.remove()
+    if wanted:
+        backbone.__dict__[_HANDLES] = [
+            backbone.register_forward_pre_hook(begin, with_kwargs=True),
+            backbone.register_forward_hook(_end_native, with_kwargs=True, always_call=True),
+        ]
+
+
 @torch.compiler.disable
 def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
     """
@@ -218,7 +232,7 @@ def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
     if ids is None or ids.numel() != count:
         has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"
         raise ValueError(
-            f"MoELoraConfig: router_type='hash': {has} for {count} hidden states; call the model itself with "
+            f"router_type='hash': {has} for {count} hidden states; call the model itself with "
             "input_ids, on a decoder-only model, or use another router_type"
         )
     if collection is not None and collection.grad_enabled and router.training and _is_checkpointed():
@@ -248,7 +262,7 @@ def _ids_of_first_run(past: deque[_Pass], x_TD: torch.Tensor) -> torch.Tensor:
     nearest, index = min(zip(torch.stack(ratios).tolist(), alike, strict=True)) if ratios else (2.0, 0)
     if nearest > 1:
         raise ValueError(
-            f"MoELoraConfig: router_type='hash': a layer runs again on {len(x_TD)} hidden states of none of the "
+            f"router_type='hash': a layer runs again on {len(x_TD)} hidden states of none of the "
             f"{len(past)} forward passes whose input_ids are kept; under gradient checkpointing, go backward once "
             f"through a forward pass (no retain_graph) and through at most {_MOST_PASSES} together"
         )

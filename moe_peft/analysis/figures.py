@@ -53,6 +53,23 @@ def plot_coactivation(counts_LNN: torch.Tensor, path: str | Path) -> None:
     _heat_maps(panels, path, title, "also chosen: expert", "of the tokens of expert", "share of its tokens (%)")
 
 
+def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, x: str, y: str) -> None:
+    """
+    Lines through points (x, y), one for each name.
+
+    Args:
+        x, y: names of the axes.
+    """
+    figure = _figure(6.4, 4.2)
+    axis = figure.subplots()
+    for name, points in curves.items():
+        axis.plot(*zip(*points, strict=True), label=name.replace("$", r"\$"))
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.legend()
+    _save(figure, path, "")
+
+
 def plot_token_classes(counts_CLN: torch.Tensor, path: str | Path) -> None:
     """Each token class's share of assignments per expert, one panel per layer, of up to 12; counts are [C, L, n]."""
     counts_CN = counts_CLN.sum(1)

@@ -1,4 +1,4 @@
-"""Classes of tokens by their text: digits, operators, brackets, words, …"""
+"""Classes of tokens by their text: digits, operators, brackets, words, words with a capital letter, …"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import torch
 from transformers import PreTrainedTokenizerBase
 
-TOKEN_CLASSES = ("words", "digits", "operators", "brackets", "punctuation", "space", "other")
+TOKEN_CLASSES = ("words", "capitalized", "digits", "operators", "brackets", "punctuation", "space", "other")
 _PATTERNS = (
     ("space", r"\s+"), ("digits", r"\d+"), ("brackets", r"[()\[\]{}<>]+"), ("operators", r"[-+*/=%^&|~!@]+"),
     ("punctuation", r"[.,;:?'\"`_#$\\]+"), ("words", r"\w+"),
@@ -37,5 +37,7 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
         text = tokenizer.decode([token])
         text = text.strip() or text
         name = next((name for name, pattern in _PATTERNS if re.fullmatch(pattern, text)), "other")
+        if name == "words" and any(letter.isupper() for letter in text):
+            name = "capitalized"
         classes[token] = TOKEN_CLASSES.index(name)
     return classes

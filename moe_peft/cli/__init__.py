@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; see `ends_in_one_line` for how it ends that does not finish."""
     options, rest = _parser().parse_known_args(arguments)
     rest = [*options.arguments, *rest]
+    if options.command != "exec":  # shells leave that of --output=~/folder
+        rest = [re.sub(r"^(--[\w-]+=)?~(?=/)", lambda flag: (flag[1] or "") + os.path.expanduser("~"), a) for a in rest]
     rank = os.environ.get("RANK", "")
     if options.command in ONCE and rank.isdigit() and int(rank):
         return

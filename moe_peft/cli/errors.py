@@ -18,10 +18,11 @@ INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Of safetensors and of torch.
 _FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed", "unexpected pos", "iostream error")
+_LAST = "--resume_from_checkpoint true resumes from the last checkpoint, if one was saved (save_steps)"
 _RESUMES = {
-    "upit": "the same command resumes from the last checkpoint",
-    "sft": "--resume_from_checkpoint true resumes from the last checkpoint",
-    "dpo": "--resume_from_checkpoint true resumes from the last checkpoint",
+    "upit": "the same command resumes from the last checkpoint, if one was saved (save_steps)",
+    "sft": _LAST,
+    "dpo": _LAST,
 }
 _SMALLER = "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew"
 _NEEDS_LESS = {
@@ -56,7 +57,8 @@ def ends_in_one_line(command: str) -> Iterator[None]:
         _end(f"terminated: {remedy}", 128 + signal.SIGTERM)
     except Exception as error:
         if any(map(_is_full_disk, _chain(error))):
-            _end(f"error: the disk is full; make room, then {remedy}", 1)
+            then = f"make room, then {remedy}" if command in _RESUMES else f"make room and start again; {remedy}"
+            _end(f"error: the disk is full; {then}", 1)
         if any(map(out_of_memory, _chain(error))):
             less = _NEEDS_LESS.get(command, "use a machine with more")
             more = f"with more memory, {remedy}" if command in _RESUMES else remedy

@@ -24,7 +24,7 @@ from ..training.router_losses import loss_coefficients
 from ..training.trainers import check_expert_labels
 from ..utils.distributed import leave_processes, on_main_process
 from ..utils.io import output_folder, reading
-from ..utils.loading import changed_embeddings, chat_template, without_zero3
+from ..utils.loading import ADAPTER_CONFIG, CONFIG, changed_embeddings, chat_template, without_zero3
 from ..utils.messages import one_line
 from ..utils.model_card import write_model_card
 from ..utils.validation import prefixed
@@ -73,9 +73,15 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
 
     def is_ours(folder: Path) -> bool:
         """Several stages have checkpoints in folders of their own; others there are of a training of all at once."""
-        return any(map(resumes, stages.values())) and not ("" not in stages and numbered_checkpoints(folder))
+        if not asked or ("" not in stages and numbered_checkpoints(folder)):
+            return False
+        trained = any((folder / name).is_file() for name in (ADAPTER_CONFIG, CONFIG))
+        return not trained or any(numbered_checkpoints(Path(args.output_dir)) for args in stages.values())
 
-    remedy = "set resume_from_checkpoint=true (and the stages that it had) to resume, or choose another"
+    asked = any(map(resumes, stages.values()))
+    remedy = (
+        "choose another" if asked else "set resume_from_checkpoint=true (and the stages that it had), or choose another"
+    )
     with ExitStack() as stack:
         folder = on_main_process(lambda: stack.enter_context(output_folder(output_dir, "output_dir", is_ours, remedy)))
         _train(options, trainer_class, stages, folder, config, data, eval_data)

@@ -8,6 +8,7 @@ from ..training.estimate import STRATEGIES, planned_launch
 from ..upit.pipeline import UpIT
 from ..upit.recipe import load_recipe
 from ..upit.summary import print_plan, print_summary
+from ..upit.sweep import print_sweep, sweep
 from ..utils.distributed import leave_processes
 
 
@@ -17,6 +18,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. post_train.seed=1"
     )
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE,…",
+        help="one run for each value, in a folder of its own in output_dir, and how they compare",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--time", action="store_true", help="with --dry-run: time a few steps of each stage")
     parser.add_argument("--processes", type=int, help="with --dry-run: plan for this many processes")
@@ -31,6 +36,12 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
     launch = planned_launch(options.processes, options.strategy, options.dry_run, options.time)
+    if options.sweep:
+        if options.dry_run:
+            raise ValueError("--dry-run: prints the plan of one run; give --set instead of --sweep")
+        print_sweep(sweep(options.config, options.set, options.sweep, options.redo))
+        leave_processes()
+        return
     pipeline = UpIT(load_recipe(options.config, options.set))
     if options.dry_run:
         print_plan(pipeline, launch, options.time)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ..adapter.config import MoELoraConfig, unread_settings
+from ..adapter.router_recorder import keep_token_ids
 from ..routing.routers import ROUTERS, RouterSettings, make_router
-from .introspection import base_model, native_routers, router_sizes, text_config
+from .introspection import backbone, base_model, native_routers, router_sizes, text_config
 from .routed_gate import RoutedGate, gate_rule, put_router, take_router
 
 # Fields of a native MoE's config while routers are in the place of its gates: their settings, and what the gates did.
@@ -68,6 +69,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
             made.append((make_router(config.hidden_size, n, spec.router), spec.top_k, keeps))
     for (path, gate), (new, k, normalizes) in zip(gates.items(), made, strict=True):
         put_router(gate, new, k, normalizes, _like(model, path))
+    keep_token_ids(backbone(model), any(router.by_token_id for router, _, _ in made))
     for holder in (config, base_model(model)):
         if hasattr(holder, "num_experts_per_tok"):
             holder.num_experts_per_tok = made[0][1]
@@ -93,10 +95,6 @@ def _check_settings(settings: RouterSettings, top_k: int | None, num_experts: in
     if settings.type not in ROUTERS:
         return  # `MoELoraConfig` raises
     router = ROUTERS[settings.type]
-    if router.by_token_id:
-        raise ValueError(
-            f"replace_routers: router={settings.type!r}: a native gate has no token ids to route by; use another"
-        )
     if settings.bias_update_rate:
         raise ValueError(
             f"replace_routers: bias_update_rate={settings.bias_update_rate}: a native MoE keeps no biases; use a "

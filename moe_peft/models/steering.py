@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..routing.gates import Steering, top_k_gates
-from .introspection import active_routers, adapter_layers, native_routers, router_sizes
+from .introspection import active_routers, adapter_layers, base_model, native_routers, router_sizes
 from .routed_gate import RoutedGate
 
 
@@ -137,6 +138,10 @@ def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
     for router in () if layers else steered_modules:
         _check_rule(router)
     with ExitStack() as stack:
+        inner = base_model(model)
+        inner = getattr(inner, "base_model", inner)
+        check = partial(_check_rows, steering)
+        stack.callback(inner.register_forward_pre_hook(check, with_kwargs=True).remove)
         for module, outer in zip(steered_modules, before, strict=True):
             if not layers and outer is None:  # else the hook of the block around this one reads the steering
                 # First, so that whoever observes the router sees the new choice.
@@ -144,6 +149,17 @@ def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
             stack.callback(setattr, module, "steering", outer)
             module.steering = steering
         yield
+
+
+def _check_rows(steering: Steering, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a backbone: raise if steering is for other rows than the batch's, of which it sees tokens."""
+    rows = len(steering.experts if steering.experts is not None else steering.allowed)  # type: ignore[arg-type]
+    batch = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() > 1), None)
+    if batch is not None and rows != batch.shape[0] * batch.shape[1] and batch.shape[0] % rows:
+        raise ValueError(
+            f"steered routing: {rows} rows are steered, the batch has {batch.shape[0]} rows of {batch.shape[1]} "
+            "tokens; give one for each row, or for each token"
+        )
 
 
 def _choose_again(router: Any, args: tuple, output: tuple) -> tuple:

@@ -50,7 +50,8 @@ class ExpertInit:
             outputs of gate, of up and of down, each in an order of its own, which computes something else; `"drop"`: a
             share `drop_rate` of the neurons, rounded down, is drawn again from N(μ, σ²), where μ and σ are those of the
             replaced entries of each matrix (σ without Bessel's correction; Drop-Upcycling, section 3.2.1);
-            `"checkpoints"`: copies of several models' FFNs in turn.
+            `"checkpoints"`: copies of several models' FFNs in turn; `"random"`: N(0, noise_std²), which keeps nothing
+            of the FFN; `"scratch"`: the same, in a model whose other weights are random, too (`UpcycleConfig`).
         shared_indices: with `"drop"`, whether the same neurons are replaced in gate, up and down (the paper), or
             others in each (the paper's released code).
 
@@ -164,6 +165,10 @@ def _drop(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Gene
     return FFN(*result)
 
 
+def _random(init: ExpertInit, ffn: FFN, expert: int, n: int, generator: torch.Generator) -> FFN:
+    return FFN(*(_normal(w, generator).mul_(init.noise_std) for w in ffn))
+
+
 def _normal(w: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.empty(w.shape).normal_(generator=generator)
 
@@ -177,6 +182,8 @@ INITIALISATIONS: dict[str, Callable[[ExpertInit, FFN, int, int, torch.Generator]
     "permute_columns": _permute_columns,
     "drop": _drop,
     "checkpoints": _copy,
+    "random": _random,
+    "scratch": _random,
 }
 # The settings of `ExpertInit` that each reads. An initialisation that is not named here may read any.
 INITIALISATION_READS: dict[str, tuple[str, ...]] = {
@@ -188,6 +195,8 @@ INITIALISATION_READS: dict[str, tuple[str, ...]] = {
     "permute_columns": (),
     "drop": ("drop_rate", "shared_indices"),
     "checkpoints": (),
+    "random": ("noise_std",),
+    "scratch": ("noise_std",),
 }
 ROUTER_READS: dict[str, tuple[str, ...]] = {
     "normal": ("router_init_std",),

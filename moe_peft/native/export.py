@@ -95,7 +95,7 @@ def export_adapter(
         dense.moe,
         moe,
         content,
-        companions=[dense.folder, Path(adapter)],
+        copied=[dense.folder, Path(adapter)],
         dtype=dense.dtype if dtype is None else parse_dtype(dtype),
         max_shard_size=parse_size(max_shard_size),
         bases=[source],

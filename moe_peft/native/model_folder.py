@@ -28,9 +28,10 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 GENERATION_CONFIG = "generation_config.json"
 # Files beside the weights that belong to the new model too.
 _COMPANIONS = (GENERATION_CONFIG, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-               "vocab.txt", "merges.txt", "chat_template*", "*.tiktoken", "additional_chat_templates")  # fmt: skip
+               "vocab.txt", "merges.txt", "chat_template*", "*.tiktoken", "additional_chat_templates/*")  # fmt: skip
 # Files that the base's terms ask to be passed on.
-_TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
+TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
+COMPANIONS = (*_COMPANIONS, *TERMS)
 
 NOT_WEIGHTS = "rotary_emb.inv_freq"  # old checkpoints hold it, and models compute it
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,7 +86,7 @@ def open_dense(model: str, family: str | None = None, revision: str | None = Non
     source = f"model {model!r}"
     config, folder = read_config(model, source, revision), Path(model)
     if not folder.is_dir():
-        patterns = ["*.json", "*.safetensors", "README.md", *_COMPANIONS, *_TERMS]
+        patterns = ["*.json", "*.safetensors", "README.md", *COMPANIONS]
         with reading(source):
             folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     if getattr(config, "quantization_config", None) is not None:
@@ -94,8 +95,9 @@ def open_dense(model: str, family: str | None = None, revision: str | None = Non
     families = find_families(config.model_type, family)
     carried_settings(families, config)  # names the setting of which a tensor that fits nowhere would be a symptom
     dense = DenseModel(folder, config, Checkpoint(folder), *families)
-    for companion in (path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.suffix == ".json"):
-        read_json(companion)  # it will be copied
+    for companion in companions(folder):  # which will be copied
+        if companion.suffix == ".json":
+            read_json(companion)
     _check_tensors(dense)
     return dense
 
@@ -121,7 +123,7 @@ def write_moe(
     config: PreTrainedConfig,
     content: Content,
     *,
-    companions: Sequence[Path],
+    copied: Sequence[Path],
     dtype: torch.dtype,
     max_shard_size: int,
     bases: Sequence[str],
@@ -132,7 +134,7 @@ def write_moe(
     Write a MoE folder: weights under their names on disk, the config, the files that go with them, and a model card.
 
     Args:
-        companions: folders from which tokenizer, chat template and generation config are copied; a later one's files
+        copied: folders from which tokenizer, chat template and generation config are copied; a later one's files
             replace an earlier one's. The terms of use are the first one's.
         max_shard_size: bytes.
         bases, made: what it was made from, and how: see `write_model_card`.
@@ -141,6 +143,8 @@ def write_moe(
     Raises:
         ValueError: `output_dir` is neither new nor empty.
     """
+    for source in copied:  # before any work
+        companions(source)
     config.dtype = dtype
     backbone = backbone_shapes(config)
     plan = {name: (dtype, shape) for name, shape in family.plan(config, backbone).items()}
@@ -153,9 +157,9 @@ def write_moe(
                 for part in family.parts(config, layer, content):
                     writer.write(part.name, part.tensor, part.start)
         # What goes with them.
-        copy_companions(companions[0], folder)
-        for source in companions[1:]:
-            _copy(source, folder, _COMPANIONS)
+        copy_companions(copied[0], folder)
+        for source in copied[1:]:
+            copy_companions(source, folder, _COMPANIONS)
         if eos_token_id is not None:
             _add_eos_token(eos_token_id, config, folder / GENERATION_CONFIG)
         config.save_pretrained(folder)
@@ -179,22 +183,31 @@ def _listed(tokens: int | list[int] | None) -> list[int]:
     return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
 
 
-def copy_companions(source: Path, folder: Path) -> None:
+def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
     """Copy what goes with a model or an adapter: tokenizer, chat template, generation config, terms of use."""
-    _copy(source, folder, (*_COMPANIONS, *_TERMS))
+    for path in companions(source, patterns):
+        (folder / path.relative_to(source)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, folder / path.relative_to(source))
 
 
-def copy_terms(source: Path, folder: Path) -> None:
-    """Copy a model folder's licence and notices, which its derivatives must usually carry."""
-    _copy(source, folder, _TERMS)
+def companions(source: Path, patterns: Sequence[str] = COMPANIONS) -> list[Path]:
+    """
+    The files beside a folder's weights that go with what is made of it.
 
-
-def _copy(source: Path, folder: Path, patterns: Sequence[str]) -> None:
-    for path in (path for pattern in patterns for path in source.glob(pattern)):
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-        elif path.is_file():  # no pipe
-            shutil.copy(path, folder / path.name)
+    Raises:
+        ValueError: one is a link that leads out of the folder, so that any file of this machine could get into what is
+            published. Those of the hub's cache lead to its `blobs`.
+    """
+    files = [path for pattern in patterns for path in source.glob(pattern) if path.is_file()]  # no pipe
+    roots = [source.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parents[1] / "blobs")
+    for path in files:
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            raise ValueError(
+                f"{path}: is a link to {path.resolve()}, out of the folder; copy that file here, or remove it"
+            )
+    return files
 
 
 def add_older_names(path: Path, family: MoEFamily, config: PreTrainedConfig) -> None:

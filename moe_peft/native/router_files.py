@@ -14,7 +14,7 @@ from ..models.introspection import router_sizes, text_config
 from ..models.native_routers import CONFIG_FIELD, native_gates, replace_routers
 from ..models.routed_gate import RoutedGate
 from ..routing.routers import RouterSettings
-from ..utils.io import check_weights, reading
+from ..utils.io import check_weights, open_safetensors, reading
 from ..utils.loading import read_config, read_model
 from .safetensors_io import Checkpoint
 
@@ -99,5 +99,6 @@ def router_tensors(model: Any, folder: str | os.PathLike) -> dict[str, torch.Ten
     for name in stored:
         layer, router = _LAYER.search(f".{name}"), _ROUTER.search(name)
         if layer and router and layer.group(1) in gates:
-            tensors[f"{gates[layer.group(1)]}.{router.group(1)}"] = stored.tensor(name)
+            file = open_safetensors(Path(folder, stored.files[name]), folder)  # which may hold integers, too
+            tensors[f"{gates[layer.group(1)]}.{router.group(1)}"] = file.get_tensor(name)
     return tensors

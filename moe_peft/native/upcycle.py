@@ -64,7 +64,9 @@ class UpcycleConfig:
         num_experts: n, before they are split (`granularity`).
         top_k: experts per token, before they are split.
         family: the MoE's model type; None takes the one that fits.
-        init: initial values of the experts, see `ExpertInit`.
+        init: initial values of the experts, see `ExpertInit`. With `"scratch"`, all other weights are random, too:
+            N(0, noise_std²), norms 1, biases 0. Only the model's shape and tokenizer are used then: the baseline "from
+            scratch" of Router Upcycling, Drop-Upcycling and others.
         noise_scale, noise_std, noise_share, drop_rate, shared_indices: its settings.
         granularity: m. Every expert is split into m fine-grained ones of f/m neurons, and m·top_k are active
             (Drop-Upcycling, appendix C.6.1).
@@ -107,7 +109,7 @@ class UpcycleConfig:
     noise_scale: float = field(
         default=0.01, metadata={"help": "noise: standard deviation, in multiples of the weight's."}
     )
-    noise_std: float = field(default=0.02, metadata={"help": "random_noise: standard deviation."})
+    noise_std: float = field(default=0.02, metadata={"help": "random_noise, random, scratch: standard deviation."})
     noise_share: float = field(default=0.5, metadata={"help": "random_noise: share of the weights that get noise."})
     drop_rate: float = field(default=0.5, metadata={"help": "drop: share of the neurons that are drawn again."})
     shared_indices: bool = field(default=True, metadata={"help": "drop: the same neurons in gate, up and down."})
@@ -239,7 +241,7 @@ def upcycle(
         family,
         moe,
         Upcycled(sources, config, router_weights),
-        companions=[sources[0].folder],
+        copied=[sources[0].folder],
         dtype=sources[0].dtype if config.dtype is None else parse_dtype(config.dtype),
         max_shard_size=parse_size(config.max_shard_size),
         bases=names,
@@ -366,6 +368,12 @@ class Upcycled:
                 raise ValueError(f"router_weights: layer {layer} holds NaN or infinity; give other ones")
 
     def backbone(self, name: str) -> torch.Tensor:
+        if self.config.init == "scratch":
+            like = self.sources[0].backbone(name)
+            if like.dim() == 1:  # of norms; or a bias
+                return torch.full_like(like, float(not name.endswith("bias")))
+            weight = torch.empty(like.shape)
+            return weight.normal_(std=self.config.noise_std, generator=generator_for(self.config.seed, name))
         if len(self.sources) == 1:
             return self.sources[0].backbone(name)
         total = self.sources[0].backbone(name).double()
@@ -440,6 +448,8 @@ class Upcycled:
         c = self.config
         if c.num_added_shared_experts:
             block = joined([self._source(i).ffn(layer) for i in range(c.num_added_shared_experts)])
+            if c.init == "scratch":
+                block = self.init.make(block, 0, 1, generator_for(c.seed, layer, "shared"))
             factor = 1 / (1 + c.num_added_shared_experts)
         elif c.num_shared_experts:
             sampled = joined(list(self._sampled(layer)))

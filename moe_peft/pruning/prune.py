@@ -15,7 +15,7 @@ from ..models.model_size import ModelSize
 from ..native.safetensors_io import new_folder
 from ..utils.expert_merging import likeness
 from ..utils.io import write_json
-from ..utils.model_card import write_model_card
+from ..utils.model_card import plain, write_model_card
 from ..utils.torch_contexts import free_memory
 from .expert_groups import Groups, LayerFacts, Rules, plan_layers, weights_of
 from .measure import Choices, losses_of
@@ -175,7 +175,7 @@ def prune_experts(
             None if rows is None else choices.share_with([layer.merged for layer in layers]),
         )
         write_json(partial / REPORT, asdict(pruning))
-        made = f"`moe-peft prune` of `{Path(model).name}`; `{REPORT}` says which experts are left"
+        made = f"`moe-peft prune` of `{plain(Path(model).name)}`; `{REPORT}` says which experts are left"
         write_model_card(partial, base=folder.made_from or os.fspath(model), made=made)
     return pruning
 

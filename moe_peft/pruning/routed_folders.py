@@ -24,7 +24,7 @@ from ..models.model_size import ModelSize, model_size
 from ..models.native_routers import CONFIG_FIELD
 from ..native.export import read_adapter_config
 from ..native.families import FAMILIES
-from ..native.model_folder import HEAD, NOT_WEIGHTS, copy_companions
+from ..native.model_folder import HEAD, NOT_WEIGHTS, companions, copy_companions
 from ..native.moe_config import backbone_shapes
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..routing.routers import make_router
@@ -96,6 +96,7 @@ def open_folder(path: str | os.PathLike) -> Folder:
         ValueError: it is neither a MoE-LoRA adapter nor a native MoE of `FAMILIES`; or its base cannot be found.
     """
     path = Path(path)
+    companions(path)  # which will be copied
     if (path / "adapter_config.json").is_file():
         return AdapterFolder(path)
     if (path / "config.json").is_file():

@@ -163,6 +163,11 @@ def fingerprint_of(checkpoint: Path) -> Fingerprint:
     return Fingerprint(_marker(checkpoint)["fingerprint"])
 
 
+def has_optimizer(checkpoint: Path) -> bool:
+    """Whether a checkpoint has an optimizer's state, without which a training that resumes is another one."""
+    return any(any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "global_step*"))
+
+
 def numbered_checkpoints(folder: Path) -> dict[int, Path]:
     """A trainer's checkpoints by step, complete or not."""
     named = ((re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name), path) for path in folder.glob("*"))
@@ -383,7 +388,7 @@ def train(trainer: Trainer, keep: Collection[int] = (), **facts: Any) -> Trained
         trainer.add_callback(_Checkpoints(fingerprint, keep))
         show_progress(trainer)
         before = [path for step, path in complete.items() if step < lost]
-        resumable = [path for path in before if any(path.glob("optimizer*")) or any(path.glob("global_step*"))]
+        resumable = list(filter(has_optimizer, before))
         trainer.train(resume_from_checkpoint=str(resumable[-1]) if resumable else None)
         complete = on_main_process(
             lambda: {s: p for s, p in numbered_checkpoints(folder).items() if s in {*keep, steps}}
@@ -439,12 +444,17 @@ def train_or_resume(trainer: Trainer) -> None:
     `output_dir`, or from the beginning if there is none; if it is a checkpoint's folder, from that.
 
     Raises:
-        ValueError: the checkpoint is not complete, or of another training, or has more steps.
+        ValueError: the checkpoint is not complete, or of another training, has more steps, or no optimizer state.
     """
     fingerprint = Fingerprint.of(trainer)
     trainer.add_callback(MarkComplete(fingerprint))
     checkpoint = on_main_process(lambda: _checkpoint_to_resume(trainer.args, fingerprint))
     if checkpoint is None or not _load_if_done(trainer, checkpoint):
+        if checkpoint is not None and not has_optimizer(checkpoint):
+            raise ValueError(
+                f"resume_from_checkpoint={trainer.args.resume_from_checkpoint!r}: {checkpoint} has no optimizer state "
+                "(save_only_model saves none), so training cannot resume from it; start anew in another output_dir"
+            )
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
 
 

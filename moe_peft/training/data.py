@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -69,14 +70,20 @@ def load_data(
         raise ValueError(f"{field}.streaming=True: rows are counted and checked before training; leave it out")
     if arguments.get("trust_remote_code"):
         raise ValueError(f"{field}.trust_remote_code=True: code that comes with data is never run; leave it out")
+    _check_cache()
     try:
         with reading(f"{field}={source!r}", "give a file of rows, or arguments of datasets.load_dataset"):
             try:
                 dataset = load_dataset(**arguments)
             except DatasetGenerationError as error:
+                if stray := _stray_file(folder):
+                    raise ValueError(f"{stray}; move it away") from error
                 raise error.__cause__ or error from None  # which says what is wrong
             if arguments["path"] == "json" and isinstance(arguments["data_files"], str) and _has_times(dataset):
                 dataset = _without_times(str(source), dataset, arguments["split"])
+            if isinstance(dataset, Dataset):
+                with reading("text that is no UTF-8", "save it as UTF-8"):  # of which only reading a row would tell
+                    dataset.data.validate(full=True)
     except ValueError as error:
         if not isinstance(error.__cause__, StopIteration):
             raise
@@ -119,6 +126,35 @@ def _as_text(feature: Any) -> Any:
     if isinstance(feature, List):
         return List(_as_text(feature.feature))
     return Value("string") if isinstance(feature, Value) and feature.dtype.startswith("timestamp[") else feature
+
+
+def _check_cache() -> None:
+    """
+    Raises:
+        ValueError: the cache of `datasets`, to which all rows go, cannot be written to.
+    """
+    cache = Path(datasets.config.HF_DATASETS_CACHE).absolute()
+    parent = next(path for path in (cache, *cache.parents) if path.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"HF_HOME: rows go to {cache}, which cannot be written to; set HF_HOME to another folder")
+
+
+def _stray_file(folder: str) -> str | None:
+    """Which file of a folder cannot be read, or has other columns than one before it; None if there is no such file."""
+    columns: dict[Path, list[str]] = {}
+    for file in sorted(Path(folder).rglob("*")) if os.path.isdir(folder) else ():
+        if file.suffix not in _FORMATS:
+            continue  # such files are not read
+        try:
+            files = glob.escape(os.path.abspath(file))
+            names = load_dataset(_FORMATS[file.suffix], data_files=files, split="train").column_names
+        except Exception as error:
+            return f"{file} cannot be read ({one_line(error.__cause__ or error, 80)})"
+        for other, of_other in columns.items():
+            if set(names) != set(of_other):
+                return f"{file} has the columns {', '.join(names)}, {other.name} has {', '.join(of_other)}"
+        columns[file] = names
+    return None
 
 
 def check_has_labels(dataset: Dataset, column: str | None, field: str, section: str = "") -> None:

@@ -439,8 +439,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, st
 def training_line(args: SFTConfig) -> str:
     """Learning rate, schedule, context and gradient checkpointing in words."""
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    if getattr(args, "router_schedule", "constant") == "three_phase":
-        schedule = "in three phases"
+    own = {"three_phase": "in three phases", "step_decay": "with step decay"}
+    schedule = own.get(getattr(args, "router_schedule", ""), schedule)
     checkpointing = "on, which takes a third more time" if args.gradient_checkpointing else "off"
     return (
         f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}; "

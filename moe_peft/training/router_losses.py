@@ -21,7 +21,6 @@ from typing import Any, Literal, get_args
 import torch
 from peft import PeftModel
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ..adapter.config import MoELoraConfig
@@ -53,7 +52,7 @@ logger = logging.getLogger("moe_peft")
 
 Stage = Literal["joint", "routers", "rest"]
 LabelTokens = Literal["all", "completion"]
-Schedule = Literal["constant", "three_phase"]
+Schedule = Literal["constant", "three_phase", "step_decay"]
 
 # A field for the coefficient of each loss in the table; one without a default may be None, for the model's own.
 _Coefficients: Any = make_dataclass(
@@ -96,6 +95,8 @@ class RouterLossConfig(_Coefficients):
             To train in two stages, pass the same model to the second trainer.
         router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
             loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
+            `"step_decay"`: the learning rate rises from 0 in the first 1 % of the steps and is multiplied by 0.316 at
+            80 % and again at 90 % of them; losses as set (Router Upcycling, section 4.1).
         router_label_tokens: `"all"` puts the label loss on all real tokens, `"completion"` on those that the language
             loss is on (whose label is not -100), e.g. on answers without their prompts. Compliance is logged likewise.
         router_bias_anneal: with an adapter's `router_bias_update_rate`, the share of the training, at its end, in which
@@ -127,7 +128,7 @@ class RouterLossConfig(_Coefficients):
         default=False, metadata={"help": "Balance the batches of all processes together."}
     )
     training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
-    router_schedule: Schedule = field(default="constant", metadata={"help": "Constant or three-phase."})
+    router_schedule: Schedule = field(default="constant", metadata={"help": "Constant, three-phase or step decay."})
     router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
     router_bias_anneal: float = field(default=0.0, metadata={"help": "Last share of the steps: biases go to 0."})
     router_label_mask: bool = field(default=False, metadata={"help": "Mask the experts of other labels."})
@@ -148,13 +149,14 @@ class RouterLossConfig(_Coefficients):
             labels = "label_column and expert_map, and router_label_loss_coef or "
             needs = f"{labels * hasattr(self, 'expert_map')}router_z_loss_coef above 0"
             raise ValueError(f"training_stage='routers' needs {needs}: no loss trains the routers")
-        if self.router_schedule == "three_phase":
+        if self.router_schedule != "constant":
             for name, unused in (("lr_scheduler_type", ("linear", "constant")), ("warmup_steps", (0,))):
                 value = getattr(self, name)
                 if value not in unused:
                     value = getattr(value, "value", value)
                     raise ValueError(
-                        f"{name}={value!r}: router_schedule='three_phase' sets the learning rate; leave it out"
+                        f"{name}={value!r}: router_schedule={self.router_schedule!r} sets the learning rate; leave it "
+                        "out"
                     )
 
     def _trains_routers(self, name: str) -> bool:
@@ -189,7 +191,7 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
                 "so the loss is a constant; set it to 0"
             )
     if coefficients["aux"] is None:
-        coefficients["aux"] = getattr(text_config(model), "router_aux_loss_coef", 0.0)
+        coefficients["aux"] = 0.0 if constant else getattr(text_config(model), "router_aux_loss_coef", 0.0)
     if not adapter_layers(model) and is_reentrant(args) and any(coefficients.values()):
         raise ValueError(
             "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
@@ -231,14 +233,17 @@ def phase_at(step: int, steps: int) -> int:
     return next((i for i, end in enumerate(PHASE_ENDS) if step < end * steps), len(PHASE_ENDS) - 1)
 
 
-def three_phase_scheduler(optimizer: Optimizer, steps: int) -> LambdaLR:
-    """The learning rate schedule over `steps` optimizer steps."""
-    return LambdaLR(optimizer, partial(_factor, steps=steps))  # without a state, which resuming would restore
-
-
-def _factor(step: int, steps: int) -> float:
-    """The learning rate factor at a step."""
+def _three_phases(step: int, steps: int) -> float:
     return LEARNING_RATE[phase_at(step, steps)]
+
+
+def _step_decay(step: int, steps: int) -> float:
+    warm_up = round(0.01 * steps)
+    return (min(1.0, step / warm_up) if warm_up else 1.0) * 0.316 ** sum(step >= end * steps for end in (0.8, 0.9))
+
+
+# The learning rate's factor at a step of how many, by `router_schedule`.
+_FACTORS = {"three_phase": _three_phases, "step_decay": _step_decay}
 
 
 # --- clipping --------------------------------------------------------------------------------------------------------
@@ -432,8 +437,10 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         trainer: Any = super()
-        if self.args.router_schedule == "three_phase" and self.lr_scheduler is None:
-            self.lr_scheduler = three_phase_scheduler(optimizer or self.optimizer, num_training_steps)  # type: ignore[attr-defined]
+        factor = _FACTORS.get(self.args.router_schedule)
+        if factor is not None and self.lr_scheduler is None:
+            by_step = partial(factor, steps=num_training_steps)  # without a state, which resuming would restore
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, by_step)  # type: ignore[attr-defined]
             self._created_lr_scheduler = True
         return trainer.create_scheduler(num_training_steps, optimizer)
 
@@ -578,7 +585,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     def _coefficient(self, name: str) -> float:
         """A loss's coefficient at the current step."""
         coefficient = self._coefficients[name]
-        if self.args.router_schedule == "constant" or self.state.max_steps <= 0:  # type: ignore[attr-defined]
+        if self.args.router_schedule != "three_phase" or self.state.max_steps <= 0:  # type: ignore[attr-defined]
             return coefficient
         if not self.model.training:
             return coefficient  # or the losses of two phases could not be compared

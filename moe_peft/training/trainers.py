@@ -107,8 +107,12 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     ) -> Any:
         """TRL's preparation; before packing, each row's label is repeated for its tokens."""
         column = args.label_column
-        if column is None or COLUMN in dataset.column_names:
+        if column is None:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if COLUMN in dataset.column_names:
+            raise ValueError(
+                f"{COLUMN}: the {dataset_name} dataset has this column, which label_column makes; rename it"
+            )
         check_labels(dataset, column, self._labels, dataset_name)
         unpacked = copy.copy(args)
         if packing:

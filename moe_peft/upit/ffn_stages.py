@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ..models.attention_init import check_attention, fold_routers, init_attention_routers
 from ..models.introspection import router_parameters
 from ..models.native_routers import replace_routers
-from ..native.model_folder import copy_terms, open_dense
+from ..native.model_folder import TERMS, copy_companions, open_dense, parse_dtype
 from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
@@ -103,7 +103,12 @@ class FFNPostTrain(_OfFFNs, PostTrain):
             check_attention(self.context.base.empty(), n, heads, linear=router.get("type") != "attention")
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), **{f"moe.{name}": value for name, value in self.recipe.moe.items()}}
+        moe, data = self.recipe.moe, self.recipe.data
+        settings = {**super().settings(), **{f"moe.{name}": value for name, value in moe.items()}}
+        if moe.get("router_init") == "attention":
+            names = ("calibration_examples", "calibration_length")
+            settings |= {f"data.{name}": getattr(data, name) for name in names}
+        return settings
 
     @property
     def assembled(self) -> Path:
@@ -115,7 +120,11 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         if self.recipe.moe.get("router_init") != "attention":
             return None
         data, base = self.context.train_data, self.context.base
-        batches = calibration_batches(data, base.tokenizer, seed=self.seed, args=self.arguments())
+        section = self.recipe.data
+        batches = calibration_batches(
+            data, base.tokenizer, section.calibration_examples, max_length=section.calibration_length, seed=self.seed,
+            args=self.arguments(),
+        )  # fmt: skip
         if not self.given.experts:  # the base knows no tokens that a chat template adds
             vocab_size = base.config.get_text_config().vocab_size
             for batch in batches:
@@ -167,7 +176,16 @@ class FFNPostTrain(_OfFFNs, PostTrain):
 
     def _empty(self, base: PreTrainedConfig) -> PreTrainedModel:
         """The native MoE without weights."""
-        return empty_model(upcycled_config(base, self.recipe.upcycle_config())[1], "moe")
+        config = self.recipe.upcycle_config()
+        moe = upcycled_config(base, config)[1]
+        width = base.intermediate_size // config.granularity
+        size = width * parse_dtype(self.recipe.dtype).itemsize
+        if size % 16:  # else stage 4 would find out
+            raise ValueError(
+                f"moe.granularity={config.granularity}: an expert's {width} neurons in {self.recipe.dtype} are rows of "
+                f"{size} bytes, and transformers' grouped products take multiples of 16; use another number"
+            )
+        return empty_model(moe, "moe")
 
     def put_routers(self, model: PreTrainedModel) -> None:
         """
@@ -184,7 +202,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         if self.recipe.post_train.router:
             self._fold(folder)
         finish_native(folder, model.config)
-        copy_terms(self.context.base_folder, folder)
+        copy_companions(self.context.base_folder, folder, TERMS)
 
     def _fold(self, folder: Path) -> None:
         """Write plain gates for the recipe's routers, if they fold into such."""

@@ -26,7 +26,6 @@ from ..routing.expert_map import check_allowed, read_expert_map
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
 from ..utils.expert_merging import Expansion, Similarity
-from ..utils.io import read_text
 from ..utils.loading import Base
 from ..utils.messages import choice_error, unknown_key
 from ..utils.plugins import load_plugins
@@ -42,6 +41,7 @@ from ..utils.validation import (
     Text,
     Texts,
     prefixed,
+    read_settings,
     read_yaml,
     validate,
 )
@@ -169,6 +169,10 @@ class DataSection(Settings):
     eval: Text | dict[str, Any] | None = None
     # A column whose values are the examples' domains: for results by domain, label buckets, `order: blocks`.
     label_column: Text | None = None
+    # For `moe.router_init: attention`: training examples, drawn at random, that run through the base, and how many
+    # tokens of each count.
+    calibration_examples: Count = 256
+    calibration_length: Count = 1024
 
 
 class PrepareSection(Settings):
@@ -406,10 +410,12 @@ class Recipe(Settings):
         router, field = config.router_class, f"adapter.router_type={config.router_type!r}"
         if self.initialises_routers and not issubclass(router, LinearRouter):
             raise ValueError(f"{field}: stage 3 makes linear gates; use one of these, or router_init.buckets=none")
+        self._check_trains(router, field)
+
+    def _check_trains(self, router: type[Router], field: str) -> None:
+        """That stage 4 trains something of a kind of routers, and no loss on what is constant."""
         if not router.has_parameters and self.facts.assembles and not self.trains_experts:
-            raise ValueError(
-                f"{field}: these routers have no parameters; use another router_type: stage 4 trains nothing else"
-            )
+            raise ValueError(f"{field}: these routers have no parameters; use others: stage 4 trains nothing else")
         if router.by_token_id and self.facts.assembles:
             sft = self.post_train.sft
             labels = float(sft.get("expert_map") is not None)
@@ -458,6 +464,7 @@ class Recipe(Settings):
         self._forbid(field, self.initialises_routers, plain)
         with prefixed(field):
             check_router(RouterSettings(**settings), *self.routed)
+        self._check_trains(self._router, f"{field}={settings!r}")
         moe = self.upcycle_config()
         other = "left out: post_train.router, in the place of the gates, has its own initial values"
         if moe.router_init == "attention":
@@ -627,9 +634,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     ```
     """
-    settings = read_yaml(read_text(path), path)
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path}: a recipe is a mapping of keys to values")
+    settings = read_settings(path)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:

@@ -30,7 +30,7 @@ from .files import expert_folders, write_buckets, write_routers
 from .methods import TRAINING
 from .post_train import post_train
 from .prepare import chosen_steps, prepare_experts
-from .recipe import Recipe
+from .recipe import FROM_EXPERTS, Recipe
 from .router_init import init_routers
 from .stage_cache import Artefacts, Stage
 
@@ -42,6 +42,7 @@ class TrainerStage(Stage):
     """A stage that makes a trainer."""
 
     config: ClassVar[type[SFTConfig]] = SFTConfig  # of its training arguments
+    trains_loras: ClassVar[bool] = False  # each by itself, for which the MoE's other settings do not count
 
     @property
     def sft(self) -> dict[str, Any]:
@@ -93,7 +94,11 @@ class TrainerStage(Stage):
         return {
             **super().settings(),
             **{f"sft.{name}": value for name, value in self.sft.items() if name not in INCIDENTAL},
-            **{f"adapter.{name}": value for name, value in self.recipe.adapter.items()},
+            **{
+                f"adapter.{name}": value
+                for name, value in self.recipe.adapter.items()
+                if not self.trains_loras or name in FROM_EXPERTS or name == "lora_dropout"
+            },
             "prepare.experts": "copies" if self.recipe.copies else "checkpoints",
         }
 
@@ -173,6 +178,7 @@ class Prepare(TrainingStage):
     """Stage 1: fine-tuning whose checkpoints become experts, or whose last one is the result."""
 
     name = "prepare"
+    trains_loras = True
     output: ClassVar[str]  # the folder of the result
 
     @classmethod
@@ -290,6 +296,7 @@ class RouterInit(TrainingStage):
     """Stage 3: seed examples are assigned to experts, which learn from them with their routing vectors."""
 
     name = "router_init"
+    trains_loras = True
     seed_offset = 2
 
     @classmethod

@@ -44,7 +44,7 @@ def reading(source: object, remedy: str = "") -> Iterator[None]:
     except Exception as error:
         if out_of_memory(error):
             raise
-        text = one_line(error, 160)
+        text = one_line(error)
         if not isinstance(error, (OSError, ValueError)) or not text:
             text = f"{type(error).__name__}: {text}".rstrip(": ")
         raise ValueError(f"{source}: {text}" + (f"; {remedy}" if remedy else "")) from error
@@ -227,6 +227,8 @@ def output_folder(
         ValueError: it cannot be made or written to, holds something else, or another process holds it.
     """
     folder, setting = Path(path).expanduser(), f"{field}={os.fspath(path)!r}"
+    if not os.fspath(path).strip():
+        raise ValueError(f"{setting}: name a folder")
     parents = (folder.absolute(), *folder.absolute().parents)
     new = [parent for parent in parents if not os.path.lexists(parent)]
     parent = parents[len(new)]

@@ -33,13 +33,16 @@ from transformers import (
 )
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
+from .compat import ways_to_match
 from .io import check_weights, no_weights, read_json, read_text, reading
 from .messages import one_line, unknown_key
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_LARGEST_SIZE = 2**16
+_LARGEST_SIZE, _MOST_LAYERS = 2**16, 10_000
+_PATTERNS = ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")  # their keys are names or regexes
+_MOST_WAYS = 1e11  # of laying a regex on a name: four free repeats
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -66,6 +69,7 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
         if kind == "MOE_LORA":
             _check_fields(saved, source)
         _check_sizes(saved, source)
+        _check_patterns(saved, source)
     with reading(source):
         config = PeftConfig.from_pretrained(os.fspath(folder))
     base = config.base_model_name_or_path
@@ -100,9 +104,30 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
             raise ValueError(
                 f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be a number from 1 to {_LARGEST_SIZE}"
             )
-    for name in ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"):
+    for name in _PATTERNS:
         if not isinstance(value := saved.get(name) or {}, dict):
             raise ValueError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
+
+
+def _check_patterns(saved: Mapping[str, Any], source: object) -> None:
+    """
+    Raises:
+        ValueError: a regex in an adapter's config is one that may be matched with names of modules for ever.
+    """
+    for name in ("target_modules", "exclude_modules", "layers_pattern", *_PATTERNS):
+        value = saved.get(name) or ()
+        for pattern in [value] if isinstance(value, str) else value:
+            if not isinstance(pattern, str):
+                raise ValueError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be names of modules")
+            try:
+                slow = ways_to_match(pattern) > _MOST_WAYS
+            except (re.error, RecursionError) as error:
+                raise ValueError(f"{source}: {ADAPTER_CONFIG}: {name}={one_line(pattern, 60)!r}: {error}") from error
+            if slow:
+                raise ValueError(
+                    f"{source}: {ADAPTER_CONFIG}: {name}={one_line(pattern, 60)!r}: so many repeats that matching it "
+                    "may never end; list the modules' names"
+                )
 
 
 def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str, torch.Tensor]:
@@ -142,6 +167,9 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
         if not isinstance(read_json(folder / CONFIG).get("model_type"), str):
             raise ValueError(f"{source}: {CONFIG} has no model_type; save the model with save_pretrained")
     with reading(source if folder.is_dir() else f"{source}: neither a model folder nor a model of a reachable hub"):
+        values = PreTrainedConfig.get_config_dict(os.fspath(name), revision=revision or "main")[0]
+    _check_counts(values, source)
+    with reading(source):
         config = AutoConfig.from_pretrained(os.fspath(name), revision=revision or "main")
     _check_experts(config, source)
     return config
@@ -317,6 +345,19 @@ def check_template(tokenizer: Any, asked: bool | str, field: str, remedy: str = 
     if isinstance(asked, str) and not (isinstance(template, dict) and asked in template):
         names = f"has {', '.join(template)}" if isinstance(template, dict) else "has a single one, without a name"
         raise ValueError(f"{field}={asked!r}: no such chat template: the tokenizer {names}; name that, or none")
+
+
+def _check_counts(values: Mapping[str, Any], source: object) -> None:
+    """
+    Raises:
+        ValueError: a model's config has so many layers or experts that listing them would take for ever.
+    """
+    for name, value in values.items():
+        most = _LARGEST_SIZE if name in _COUNTS else _MOST_LAYERS if "layer" in name else None
+        if isinstance(value, dict):
+            _check_counts(value, source)
+        elif most is not None and isinstance(value, int) and value > most:
+            raise ValueError(f"{source}: {CONFIG}: {name}={value}: must be at most {most}")
 
 
 def _check_experts(config: PreTrainedConfig, source: object) -> None:

@@ -10,7 +10,7 @@ _NO_MEMORY = (
 )  # fmt: skip
 
 
-def one_line(error: object, limit: int = 200) -> str:
+def one_line(error: object, limit: int = 500) -> str:
     """
     The text of an error on one line of at most `limit` characters.
 

@@ -134,7 +134,7 @@ def write_model_card(
     data_links = ", ".join(_link(name, folder, "dataset") for name in datasets)
     facts = {
         "base": [f"Base model: {base_links}"] if bases else [],
-        "licence": [f"Licence of the base: {licence}" for licence in licences],
+        "licence": [f"Licence of the base: {plain(licence)}" for licence in licences],
         "made": [f"Made by {made}"] if made else [],
         "data": [f"Training data: {data_links}"] if datasets else [],
         "training": list(training),
@@ -173,6 +173,11 @@ def write_model_card(
     return path
 
 
+def plain(text: str) -> str:
+    """A name without what Markdown and HTML would read as markup."""
+    return re.sub(r"[^\w .,:+/()-]", "_", text)
+
+
 # --- what a folder holds ---------------------------------------------------------------------------------------------
 
 
@@ -182,9 +187,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _title(adapter: dict[str, Any], num_experts: int | None, bases: list[str]) -> str:
     """It does not depend on the folder, so that the same adapter has the same card wherever it is saved."""
-    names = Path(bases[0]).name if len(bases) == 1 else f"{len(bases)} models"
+    names = plain(Path(bases[0]).name) if len(bases) == 1 else f"{len(bases)} models"
     if len(bases) == 1 and "model_type" in (config := _read(Path(bases[0]) / "config.json")):  # whose name may be "hf"
-        names = f"{names} ({config['model_type']})"
+        names = f"{names} ({plain(str(config['model_type']))})"
     if adapter:
         kind = "MoE-LoRA" if adapter.get("peft_type") == "MOE_LORA" else adapter.get("peft_type")
         return f"{kind} adapter" + (f" for {names}" if bases else "")
@@ -235,7 +240,7 @@ def _is_repo(name: str, folder: Path, kind: str = "model") -> bool:
 def _link(name: str, folder: Path, kind: str = "model") -> str:
     """A link to the hub, or the last part of a local path."""
     if not _is_repo(name, folder, kind):
-        return f"`{Path(name).name}`"
+        return f"`{plain(Path(name).name)}`"
     return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name})"
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import enum
 import math
+import os
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,12 @@ class _YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _string(loader: _YamlLoader, node: Any) -> str:
+    text = loader.construct_scalar(node)
+    return os.path.expanduser(text) if text.startswith("~/") else text
+
+
+_YamlLoader.add_constructor("tag:yaml.org,2002:str", _string)
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
@@ -50,7 +57,7 @@ _YamlLoader.add_implicit_resolver(
 
 def read_yaml(text: str, source: object) -> Any:
     """
-    The value of a YAML text, which may be JSON.
+    The value of a YAML text, which may be JSON. `~/` at the begin of a string is the home folder.
 
     Args:
         source: where it is from, for messages.
@@ -64,7 +71,7 @@ def read_yaml(text: str, source: object) -> Any:
         raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
 
 
-def read_settings(path: str) -> dict[str, Any]:
+def read_settings(path: str | os.PathLike) -> dict[str, Any]:
     """
     The mapping in a YAML file.
 
@@ -215,12 +222,16 @@ def check_range(name: str, value: Any, section: str = "") -> None:
     """
     if isinstance(value, str) and (name.endswith("_kwargs") or name == "liger_kernel_config"):
         good, allowed = value.startswith("{"), 'a mapping, like {"name": 4}'  # which the arguments then read
+    elif isinstance(value, str):
+        good, allowed = "\0" not in value, "text without NUL"
+    elif name == "loss_type" and isinstance(value, list):
+        good, allowed = bool(value), "at least one"
     elif isinstance(value, bool) or not isinstance(value, (int, float)) or name in _OF_ANY_SIGN:
         return
     elif not math.isfinite(value):
         good, allowed = False, "finite"
     elif name == "max_steps":
-        good, allowed = value == -1 or value >= 1, "at least 1, or -1 for num_train_epochs"
+        good, allowed = value == -1 or 1 <= value <= 1e9, "from 1 to 1,000,000,000, or -1 for num_train_epochs"
     elif name == "num_train_epochs":
         good, allowed = 0 < value <= 1e6, "above 0, up to 1,000,000"
     elif name == "max_length":

@@ -222,3 +222,25 @@ def test_parts_of_several_kinds_and_columns_of_tokens(rows, message, tokenizer):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_rows(Dataset.from_list(rows), "data", tokenizer, None, lambda: TEMPLATE)
     check_rows(Dataset.from_list([{"input_ids": [3, 4], "labels": [-100, 4]}]), "data", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.jsonl", b'{"other": 3}', "x.jsonl has the columns other, rows.jsonl has text; move it away"),
+        ("bad.jsonl", b"{nonsense", "bad.jsonl cannot be read (JSON parse error"),
+        ("rows.jsonl", '{"text": "café"}'.encode("latin-1"), "text that is no UTF-8"),
+    ],
+)
+def test_a_stray_file_of_a_folder_is_named(name, content, words, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "w3 w4"}')
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_data(str(tmp_path), "dataset_name", None)
+
+
+def test_a_cache_that_cannot_be_written_to_is_no_fault_of_the_data(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"text": "w3 w4"}')
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "rows.jsonl" / "datasets")
+    with pytest.raises(ValueError, match=r"HF_HOME: rows go to .*which cannot be written to; set HF_HOME"):
+        load_data(str(tmp_path / "rows.jsonl"), "dataset_name", None)

@@ -152,3 +152,35 @@ def test_code_in_a_folder_is_not_run(world, tmp_path, capsys):
     wrong = damaged(world, "base", damage, tmp_path)
     main(COMMANDS["upcycle"](world, wrong, tmp_path / "out"))
     assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "additional_chat_templates", "LICENSE"])
+@pytest.mark.parametrize(
+    ("command", "folder"), [("upcycle", "base"), ("export", "moe"), ("prune", "moe"), ("prune", "native")]
+)
+def test_a_link_out_of_a_folder_is_not_followed_into_what_may_be_published(
+    command, folder, name, world, tmp_path, capsys
+):
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key.jinja").write_text("secret")
+    target = tmp_path / "private" / ("" if name.endswith("templates") else "key.jinja")
+    wrong = damaged(world, folder, lambda copy: (copy / name).symlink_to(target), tmp_path)
+    line = refused(COMMANDS[command](world, wrong, tmp_path / "out"), capsys, tmp_path / "out")
+    assert f"{name}" in line and "key.jinja, out of the folder; copy that file here, or remove it" in line
+
+
+def test_links_of_the_hubs_cache_and_loops(world, tmp_path):
+    """In the cache, a snapshot's files are links to blobs beside it."""
+    snapshot, blobs = (tmp_path / "models--org--name" / part for part in ("snapshots/revision", "blobs"))
+    shutil.copytree(world / "base", snapshot)
+    blobs.mkdir()
+    for path in list(snapshot.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    templates = snapshot / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "loop").symlink_to(templates)
+    (templates / "rag.jinja").write_text("{{ messages }}")
+    made = upcycle(snapshot, tmp_path / "made")
+    assert (made / "tokenizer.json").read_bytes() == (world / "base" / "tokenizer.json").read_bytes()
+    assert [path.name for path in (made / "additional_chat_templates").iterdir()] == ["rag.jinja"]

@@ -37,6 +37,7 @@ MAY = {
     "model.name_or_path": TEXTS, "model.revision": [None, *TEXTS], "model.dtype": [],
     "model.attn_implementation": [None, *TEXTS], "model.quantization": [None, {}],
     "data.train": DATA, "data.eval": [None, *DATA], "data.label_column": [None, *TEXTS],
+    "data.calibration_examples": COUNTS, "data.calibration_length": COUNTS,
     "prepare.num_experts": [None], "prepare.num_checkpoints": [None], "prepare.selection": [], "prepare.order": [],
     "prepare.adapters": [None], "prepare.checkpoints": [None], "prepare.experts": [], "prepare.seed": SEEDS,
     "prepare.sft": MAPS, "expand.method": [], "expand.similarity": [None], "expand.drop_rate": [None, 0, 0.5],
@@ -95,9 +96,9 @@ def test_a_field_takes_what_it_can_be_alone(path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "a recipe is a mapping"),
-        ("- 1\n", "a recipe is a mapping"),
-        ("just words", "a recipe is a mapping"),
+        ("", "must be a mapping of keys"),
+        ("- 1\n", "must be a mapping of keys"),
+        ("just words", "must be a mapping of keys"),
         ("output_dir: [", "no YAML"),
         ("output_dir: a\noutput_dir: b\n", "'output_dir' occurs twice"),
         ("model: {name_or_path: a, name_or_path: b}\n", "'name_or_path' occurs twice"),

@@ -122,7 +122,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_resumes(case, tmp_path):
     [
         (ValueError("a\nb"), 2, "error: a b"),
         (PermissionError(13, "Permission denied", "file"), 1, "error: file: Permission denied"),
-        (OSError(28, "No space left on device"), 1, "error: the disk is full; make room, then nothing half-written"),
+        (OSError(28, "No space left on device"), 1, "error: the disk is full; make room and start again; nothing"),
     ],
 )
 def test_other_endings(error, code, line, capsys):
@@ -145,9 +145,9 @@ def test_other_endings(error, code, line, capsys):
     ("command", "line"),
     [
         ("sft", "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew; with more "
-                "memory, --resume_from_checkpoint true resumes from the last checkpoint"),
+                "memory, --resume_from_checkpoint true resumes from the last checkpoint, if one was saved (save_steps)"),  # noqa: E501
         ("upit", "lower sft.per_device_train_batch_size or sft.max_length, or set model.quantization, and start anew; "
-                 "with more memory, the same command resumes from the last checkpoint"),
+                 "with more memory, the same command resumes from the last checkpoint, if one was saved (save_steps)"),
         ("inspect", "lower --batch-size or --max-length; nothing half-written is left"),
         ("upcycle", "use a machine with more; nothing half-written is left"),
     ],

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_peft import allow_experts, expert_to_lora, replace_routers
 from moe_peft.cli import main
 from moe_peft.evaluation import Harness, TaskSettings
+from moe_peft.evaluation.results import as_markdown
 from moe_peft.native import export_adapter, load_routers
 from tests.helpers.chat_model import save_chat_model
 from tests.helpers.eval_case import CHOICES, light, lighten_command, make_adapter, make_tasks  # noqa: F401  (a fixture)
@@ -479,3 +480,7 @@ def test_from_the_command_line(tmp_path):
     assert len(found) == 6 and found == pytest.approx(wanted, rel=1e-5)
     bits = {scores[-1]["value"] for scores in (adapter["model"], adapter["base"], adapter["expert 0"])}
     assert len(bits) == 3 and all(score["metric"] in ("acc", "bits_per_byte") for score in adapter["model"])
+
+
+def test_names_with_bars_keep_the_columns_of_a_table():
+    assert as_markdown([["task", "acc"], ["a|b", "1 | 2"]]).splitlines()[2] == r"| a\|b | 1 \| 2 |"

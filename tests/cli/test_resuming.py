@@ -104,3 +104,20 @@ def test_a_damaged_checkpoint_is_named_or_passed_over(file, stopped, tmp_path, c
     assert "resume_from_checkpoint=" in line and "is not a complete checkpoint" in line
     run("sft", tmp_path, {**settings, "max_steps": 4}, "--resume_from_checkpoint", "true")
     assert "training from the beginning" in caplog.text and (tmp_path / "out" / "checkpoint-4").is_dir()
+
+
+def test_a_checkpoint_without_an_optimizer_is_not_resumed_from(case, tmp_path, capsys):
+    """Momentum and scale of the steps are in it; without them, the training would be another one."""
+    settings = {**case, "max_steps": 3, "save_only_model": True}
+    run("sft", tmp_path, settings)
+    run("sft", tmp_path, settings, "--resume_from_checkpoint", "true")  # which is done
+    line = refused(capsys, "sft", tmp_path, {**settings, "max_steps": 6})
+    assert "checkpoint-3 has no optimizer state (save_only_model saves none)" in line
+
+
+def test_another_adapter_is_not_overwritten_by_a_training_that_resumes(case, tmp_path, capsys):
+    out = run("sft", tmp_path, {**case, "max_steps": 1, "save_strategy": "no"})
+    before = (out / "adapter_model.safetensors").read_bytes()
+    line = refused(capsys, "sft", tmp_path, {**case, "max_steps": 1, "seed": 3})
+    assert line.endswith("is not empty; choose another")
+    assert (out / "adapter_model.safetensors").read_bytes() == before

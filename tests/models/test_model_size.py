@@ -6,10 +6,10 @@ import pytest
 import torch
 from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
 
 from moe_peft import MoELoraConfig, replace_routers
-from moe_peft.models.model_size import ModelSize, expert_similarity, model_size
+from moe_peft.models.model_size import ModelSize, attention_flops, expert_similarity, model_size
 from moe_peft.routing.routers import AttentionRouter
 from moe_peft.utils.expert_merging import similarities, update_gram, update_inner, value_gram
 from tests.helpers.models import ATTENTION, FFN, tiny_llama
@@ -204,3 +204,25 @@ def test_a_module_that_is_saved_whole_serves_in_the_place_of_its_original():
     assert model_size(saved) == ModelSize(plain.total + head, plain.active, plain.flops)
     with saved.disable_adapter():
         assert model_size(saved).active == model_size(tiny_llama()).active
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_drop_upcyclings_table_3(experts):
+    """Its terms as they stand there, for s tokens; it leaves out gates, which `ModelSize.flops` has."""
+    s, v, d_h, d_f, n_l, n_h, n_q, d_k, n_e = 50, 128, 64, 128, 2, 4, 2, 16, 2 if experts else 1
+    model = tiny_llama(layers=n_l)
+    if experts:
+        sizes = {
+            **model.config.to_dict(),
+            "model_type": "mixtral",
+            "num_local_experts": experts,
+            "num_experts_per_tok": n_e,
+        }
+        model = MixtralForCausalLM(
+            MixtralConfig(**{key: value for key, value in sizes.items() if key != "rope_parameters"})
+        )
+    attention = 4 * s * d_h * d_k * n_q + 2 * s * d_h * d_k * n_h + 2 * s**2 * d_k * n_h * 2 + 2 * s * d_k * n_h * d_h
+    ffn = n_e * (4 * s * d_h * d_f + 2 * s * d_f * d_h)
+    total = 2 * s * v * d_h + n_l * (attention + ffn) + 2 * s * d_h * v
+    gates = n_l * 2 * s * experts * d_h
+    assert s * (model_size(model).flops + attention_flops(model.config, s)) == total + gates

@@ -115,7 +115,7 @@ def test_each_router_must_be_able_to_do_with_what_is_allowed():
 def test_a_mask_that_does_not_fit_the_batch_or_the_model():
     model = routed_model("adapter")
     two_rows = torch.ones(2, N, dtype=torch.bool)
-    with pytest.raises(ValueError, match="2 rows are steered, the batch has 21 tokens"), allow_experts(model, two_rows):
+    with pytest.raises(ValueError, match="2 rows are steered, the batch has 3 rows"), allow_experts(model, two_rows):
         model(input_ids=ids())
     model(input_ids=ids())  # and nothing stays behind
     with pytest.raises(ValueError, match="has no router"), allow_experts(tiny_llama(), [0]):
@@ -175,3 +175,20 @@ def test_adapters_that_are_not_active_do_not_count():
     model.add_adapter("ref", MoELoraConfig(**config))
     with allow_experts(model, [0]):  # fewer than top_k, which such routers may choose
         model(input_ids=torch.arange(3, 9).unsqueeze(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steer", [
+    lambda model, rows: force_experts(model, torch.zeros(rows, dtype=torch.long)),
+    lambda model, rows: allow_experts(model, torch.ones(rows, N, dtype=torch.bool)),
+])  # fmt: skip
+def test_steering_of_other_rows_than_the_batchs(steer, kind):
+    """Three rows on 2 rows of 3 tokens would steer the first row's last token as the second row."""
+    model, inputs = routed_model(kind), ids(2, 3)
+    with steer(model, 3), pytest.raises(ValueError, match="3 rows are steered, the batch has 2 rows of 3 tokens"):
+        model(input_ids=inputs)
+    for rows in (1, 2, 6):
+        with steer(model, rows), torch.no_grad():
+            model(inputs) if kind == "mixtral" else model(input_ids=inputs)
+    with steer(model, 2), torch.no_grad():  # beams of a row stand side by side
+        model.generate(input_ids=inputs, num_beams=2, max_new_tokens=2, do_sample=False)

@@ -601,3 +601,37 @@ def test_broken_checkpoints_are_refused(folders, tmp_path):
         upcycle(folders["llama"], tmp_path / "moe", UpcycleConfig(), {0: torch.full((8, 32), torch.nan)})
     with pytest.raises(ValueError, match="layer 1 has no tensor"):
         upcycle(folders["llama"], tmp_path / "moe", UpcycleConfig(), {0: torch.zeros(8, 32)})
+
+
+# --- from scratch ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_from_scratch_nothing_is_the_models(kind, folders, tmp_path):
+    """Router Upcycling, section 4.2: "a normal initialization (mean 0, std 0.02) is applied to all parameters"."""
+    dense = load_file(Path(folders[kind], "model.safetensors"))
+    made = load_file(
+        upcycle(folders[kind], tmp_path / "scratch", UpcycleConfig(num_experts=4, init="scratch")) / "model.safetensors"
+    )
+    for name, weight in made.items():
+        if weight.dim() == 1:
+            assert weight.eq(float(not name.endswith("bias"))).all(), name
+        elif "shared_expert" not in name:  # which is empty
+            assert abs(float(weight.mean())) < 5 * 0.02 / weight.numel() ** 0.5, name
+            assert float(weight.std()) == pytest.approx(0.02, rel=5 / weight.numel() ** 0.5), name
+            assert name not in dense or not torch.equal(weight, dense[name])
+    matrices = [weight for name, weight in made.items() if weight.dim() > 1 and "shared_expert" not in name]
+    assert len({float(weight.flatten()[0]) for weight in matrices}) == len(matrices)  # no two are the same
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "scratch")
+    assert model(input_ids=IDS, labels=IDS).loss.item() == pytest.approx(math.log(model.config.vocab_size), rel=0.1)
+
+
+def test_random_experts_beside_the_models_other_weights(folders, tmp_path):
+    dense = load_file(Path(folders["llama"], "model.safetensors"))
+    config = UpcycleConfig(num_experts=4, init="random", noise_std=0.1)
+    made = load_file(upcycle(folders["llama"], tmp_path / "random", config) / "model.safetensors")
+    experts = [weight for name, weight in made.items() if ".experts." in name]
+    assert all(float(weight.std()) == pytest.approx(0.1, rel=0.1) for weight in experts)
+    for name, weight in dense.items():
+        assert name not in made or torch.equal(made[name], weight)
+    assert {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"} <= dense.keys() & made.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,17 @@ def test_a_domain_called_mean_has_its_own_loss(folder: Path, data: str, tmp_path
     values = result.loss["before"]
     assert min(values["b"], values["mean (domain)"]) < values["mean"] < max(values["b"], values["mean (domain)"])
     assert AutoPeftModelForCausalLM.from_pretrained(tmp_path / "pruned")
+
+
+def test_a_least_load_of_zero_is_not_taken_for_none_given(folder, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_peft.pruning.prune.MIN_LOAD", 0.5)
+    result = prune_experts(folder, tmp_path / "pruned", data=data, drop=[1], min_load=0.0)
+    assert [layer.dropped for layer in result.layers] == [[1], [1]]
+
+
+def test_a_models_name_is_no_markup_in_the_card(folder, tmp_path):
+    named = tmp_path / "a`<img src=x> --> [b](c)"
+    shutil.copytree(folder, named)
+    prune_experts(named, tmp_path / "pruned", drop=[1])
+    card = (tmp_path / "pruned" / "README.md").read_text()
+    assert "`moe-peft prune` of `a__img src_x_ --_ _b_(c)`" in card and "<img" not in card and card.count("-->") == 1

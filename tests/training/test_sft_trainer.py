@@ -416,6 +416,23 @@ def test_three_phases(tokenizer, tmp_path):
             assert (with_both - without).item() == pytest.approx(coefficient * factor * value, rel=1e-3)
 
 
+def test_step_decay(tokenizer, tmp_path):
+    """Router Upcycling, section 4.1: from 0 in the first 1 % of the steps, times 0.316 at 80 % and at 90 %."""
+    own = {"router_schedule": "step_decay", "max_steps": 200, "learning_rate": 1e-3}
+    trainer = make_trainer(tmp_path, tokenizer, **own)
+    trainer.create_optimizer_and_scheduler(200)
+    rates = []
+    for _ in range(200):
+        rates.append(trainer.lr_scheduler.get_last_lr()[0])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    expected = [0.0, 5e-4] + [1e-3] * 158 + [3.16e-4] * 20 + [0.99856e-4 / 1.0] * 20
+    assert rates == pytest.approx(expected, rel=1e-6)
+    trainer.model.train()
+    trainer.state.global_step, trainer.state.max_steps = 0, 200
+    assert trainer._coefficient("aux") == trainer._coefficients["aux"]  # losses have no phases
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_routers_alone_learn_under_checkpointing(reentrant, tokenizer, tmp_path):
     own = {"training_stage": "routers", "router_z_loss_coef": 0.1, **LABELS}
@@ -591,3 +608,33 @@ def test_phases_before_training_are_none(tokenizer, tmp_path):
     trainer.model.train()
     assert trainer._coefficient("z") == 0.1
     assert trainer.compute_loss(trainer.model, one_batch(trainer)).isfinite()
+
+
+def test_a_column_of_the_users_own_is_not_taken_for_labels_of_tokens(tokenizer, tmp_path):
+    data = Dataset.from_list([{**row, "token_labels": [0]} for row in rows(6)])
+    with pytest.raises(ValueError, match="token_labels: the train dataset has this column, which label_column makes"):
+        make_trainer(tmp_path, tokenizer, data=data, **LABELS)
+
+
+def test_what_a_stage_freezes_is_not_in_its_optimizer(tokenizer, tmp_path):
+    """PEFT makes adapters trainable again whenever it switches them on, also before the optimizer is made."""
+    trainer = make_trainer(tmp_path, tokenizer, training_stage="rest")
+    routers = list(router_parameters(trainer.model).values())
+    trainer.model.base_model.set_adapter("default")
+    assert all(p.requires_grad for p in routers)
+    optimizer = trainer.create_optimizer()
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert optimized and not optimized & {id(p) for p in routers} and not any(p.requires_grad for p in routers)
+
+
+def test_evaluation_balances_each_process_by_itself(tokenizer, tmp_path, monkeypatch):
+    """Processes may have different numbers of evaluation batches, so none can wait for the others."""
+    trainer = make_trainer(tmp_path, tokenizer, router_global_batch=True, router_aux_loss_coef=0.5)
+    batch, asked = one_batch(trainer), []
+    monkeypatch.setattr(trainer, "_mean_over_processes", lambda values: asked.append(values) or values)
+    trainer.model.eval()
+    trainer.compute_loss(trainer.model, dict(batch))
+    assert not asked
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, dict(batch))
+    assert asked

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -226,10 +226,12 @@ def test_given_checkpoints_of_linked_files(upit, case, tmp_path):
     """As a hub's cache has them."""
     folders = []
     for i in range(3):
-        folders.append(str(tmp_path / str(i)))
-        Path(folders[-1]).mkdir()
-        for path in (upit.root / "prepare/experts" / str(i)).iterdir():
-            Path(folders[-1], path.name).symlink_to(os.path.relpath(path, folders[-1]))
+        snapshot = tmp_path / f"models--{i}" / "snapshots" / "revision"
+        folders.append(str(snapshot))
+        snapshot.mkdir(parents=True)
+        shutil.copytree(upit.root / "prepare/experts" / str(i), blobs := snapshot.parents[1] / "blobs")
+        for path in blobs.iterdir():
+            (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
     pipeline = run(case, tmp_path, **{"prepare": {"checkpoints": folders}})
     assert list(pipeline.records) == ["expand", "router_init", "post_train", "evaluate"]
     assert not any(path.is_symlink() for path in pipeline.root.rglob("*"))
@@ -298,6 +300,27 @@ def test_stage_3_has_the_papers_loss_here_too(name, value, case, tmp_path):
     own = {**case, "output_dir": str(tmp_path / "out"), "router_init": {"sft": {name: value}}}
     with pytest.raises(ValueError, match=f"^router_init.sft.{name}={value!r}: stage 3 has the paper's loss"):
         recipe_from_dict(own)
+
+
+def test_a_recipe_says_how_much_its_routers_are_calibrated_on(case, tmp_path):
+    data = {**case["data"], "calibration_examples": 10, "calibration_length": 4}
+    settings = {**case, "method": "upcycle_pt", "moe": {**case["moe"], "router_init": "attention"}, "data": data}
+    stage = stage_of(UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")})), "post_train")
+    assert [batch["input_ids"].shape for batch in stage.calibration] == [(8, 4), (2, 4)]
+    assert stage.settings()["data.calibration_examples"] == 10
+
+
+def test_experts_whose_rows_no_grouped_product_takes_are_refused_before_any_training(case, tokenizer, tmp_path):
+    """Rows of 24 float32 values are 96 bytes, of 6 they are 24."""
+    saved(dense_model("llama", intermediate_size=48), tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    for granularity in (2, 8):
+        moe = {**case["moe"], "granularity": granularity}
+        settings = {**case, "model": {"name_or_path": str(tmp_path / "base")}, "moe": moe}
+        pipeline = UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")}))
+        words = r"moe.granularity=8: an expert's 6 neurons in float32 are rows of 24 bytes"
+        with pytest.raises(ValueError, match=words) if granularity == 8 else nullcontext():
+            pipeline.check()
 
 
 def test_a_base_that_no_native_moe_holds_is_refused_before_any_training(case, tokenizer, tmp_path):

@@ -122,7 +122,7 @@ def test_routers_without_parameters_are_not_trained_by_themselves(router, case):
     for trains in (True, False):
         with pytest.raises(ValueError, match=rf"^adapter.router_type='{router}': stage 3 makes linear .*buckets=none$"):
             recipe(case, **own, router_init={"train_experts": trains})
-    alone = rf"^adapter.router_type='{router}': these routers have no parameters; use another .* trains nothing else$"
+    alone = rf"^adapter.router_type='{router}': these routers have no parameters; use others: .* trains nothing else$"
     with pytest.raises(ValueError, match=alone):
         recipe(case, **own, method="self_moe")
     with pytest.raises(ValueError, match=alone):

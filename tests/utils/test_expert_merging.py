@@ -20,6 +20,7 @@ from moe_peft.utils.expert_merging import (
     displacement_inner,
     expand,
     likeness,
+    mean_updates,
     similarities,
     update_gram,
     update_inner,
@@ -365,3 +366,17 @@ def test_updates_are_compared_as_they_are_added_to_the_base(use_rslora, tmp_path
     states = [load_peft_weights(str(folder), device="cpu") for folder in folders]
     alike = expand(states, 4)[1][0].similarity
     assert alike != pytest.approx(descents[0].similarity, abs=1e-3)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(3, 7), (7, 3), (3, 3), (9, 8)])
+def test_the_mean_of_updates_in_a_layer_narrower_than_their_rank(inputs, outputs):
+    generator = torch.Generator().manual_seed(0)
+    A = torch.randn(3, 5, inputs, generator=generator, dtype=torch.float64)
+    B = torch.randn(3, 5, outputs, generator=generator, dtype=torch.float64)
+    mean_A, mean_B = mean_updates(A, B, [[0, 2], [1]], [torch.tensor([0.25, 0.75]).double(), torch.ones(1).double()])
+    assert mean_A.shape == (2, 5, inputs) and mean_B.shape == (2, 5, outputs)
+    exact = 0.25 * B[0].T @ A[0] + 0.75 * B[2].T @ A[2]
+    left, values, right = torch.linalg.svd(exact)
+    nearest = left[:, :5] * values[:5] @ right[: len(values[:5])] if min(inputs, outputs) > 5 else exact
+    torch.testing.assert_close(mean_B[0].T @ mean_A[0], nearest)
+    torch.testing.assert_close(mean_B[1].T @ mean_A[1], B[1].T @ A[1])

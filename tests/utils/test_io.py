@@ -91,3 +91,9 @@ def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with output_folder(os.path.join("~", "out"), "output_dir") as folder:
         assert folder == tmp_path / "out"
+
+
+@pytest.mark.parametrize("path", ["", "  "])
+def test_no_name_is_no_folder(path):
+    with pytest.raises(ValueError, match=r"output_dir='(  )?': name a folder"), output_folder(path, "output_dir"):
+        pass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe_peft import MoELoraConfig, MoESFTConfig
-from moe_peft.utils.validation import Count, Settings, Share, Text, Texts, prefixed, validate
+from moe_peft import MoEDPOConfig, MoELoraConfig, MoESFTConfig
+from moe_peft.utils.validation import Count, Settings, Share, Text, Texts, prefixed, read_yaml, validate
 
 
 class Section(Settings):
@@ -55,6 +55,13 @@ def test_what_is_wrong_is_named_with_its_section(values, message):
     ("kind", "values", "message"),
     [
         (MoESFTConfig, {"learning_rate": "1e-4"}, "sft.learning_rate='1e-4': must be a valid number"),
+        (
+            MoESFTConfig,
+            {"max_steps": 10**30},
+            f"sft.max_steps={10**30}: must be from 1 to 1,000,000,000, or -1 for num_train_epochs",
+        ),
+        (MoEDPOConfig, {"loss_type": []}, "sft.loss_type=[]: must be at least one"),
+        (MoESFTConfig, {"output_dir": "a\0b"}, "sft.output_dir='a\\x00b': must be text without NUL"),
         (MoESFTConfig, {"learning_rate": -1.0}, "sft.learning_rate=-1.0: must be at least 0"),
         (MoESFTConfig, {"learning_rat": 1}, "sft.learning_rat: unknown key; did you mean 'learning_rate'?"),
         (MoESFTConfig, {"adam_beta2": 1.0}, "sft.adam_beta2=1.0: must be from 0 to below 1"),
@@ -72,3 +79,11 @@ def test_values_of_other_classes_are_returned():
     assert validate(MoESFTConfig, values) == values
     with pytest.raises(ValueError, match=r"^adapter: .*top_k=9: "), prefixed("adapter"):
         MoELoraConfig(top_k=9)
+
+
+def test_a_home_folder_is_written_as_in_a_shell(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    text = "{a: ~/base, b: [~/x, '~', a~/b], c: {d: ~/y}, e: ~}"
+    assert read_yaml(text, "file") == {
+        "a": "/home/me/base", "b": ["/home/me/x", "~", "a~/b"], "c": {"d": "/home/me/y"}, "e": None,
+    }  # fmt: skip

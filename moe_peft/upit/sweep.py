@@ -1,0 +1,168 @@
+"""One recipe with several values of a setting: a run for each, what they share done once, and how they compare."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import yaml
+from accelerate import PartialState
+from rich.console import Console
+from rich.table import Table
+
+from ..analysis.figures import plot_curves
+from ..models.model_size import attention_flops, model_size
+from ..training.checkpointing import fingerprint_of, is_complete, link_folder
+from ..utils.distributed import on_main_process
+from ..utils.io import write_json
+from .pipeline import UpIT
+from .recipe import load_recipe
+from .stage_cache import Stage, read_record
+from .summary import StagePlan, plan
+
+_PASSES = 3  # a backward pass takes about twice what a forward pass takes
+
+
+@dataclass(frozen=True)
+class Point:
+    """
+    One run of a sweep.
+
+    Args:
+        name: the settings that it has, and its folder.
+        tokens: that all its stages train on.
+        flops: of training: 3 times those of forward passes, by `ModelSize`.
+        flops_with_attention: the same by Drop-Upcycling's table 3, which counts embeddings and attention scores, too.
+        curve: [tokens, flops, training loss] at each log of the stage that makes the result; those of the stages before
+            it are counted in, and losses are means of up to 5 logs.
+        held_out: the mean loss on `data.eval`; None without such data.
+        tokens_to_loss: tokens until `curve` reaches the loss that all runs of the sweep end with or have passed.
+    """
+
+    name: str
+    tokens: int
+    flops: float
+    flops_with_attention: float
+    curve: Sequence[tuple[float, float, float]]
+    held_out: float | None
+    tokens_to_loss: int | None = None
+
+
+def sweep(path: str | Path, overrides: Sequence[str], swept: Sequence[str], redo: bool = False) -> list[Point]:
+    """
+    Run a recipe for each value, in folders of its `output_dir`, and write `sweep.json` and `sweep.png` there.
+
+    Args:
+        path, overrides: see `load_recipe`.
+        swept: `key=value,value,…` with a dotted key and YAML values. Of several keys, all combinations run.
+        redo: see `UpIT.run`.
+
+    Raises:
+        ValueError: a key has no values, or a recipe is wrong; before any of the runs.
+    """
+    root = load_recipe(path, overrides).output_dir
+    pipelines = {}
+    for settings in product(*map(_values, swept)):
+        name = re.sub(r"[^\w.=,+-]+", "_", ",".join(settings))
+        folder = f"output_dir={json.dumps(f'{root}/{name}')}"
+        pipelines[name] = UpIT(load_recipe(path, [*overrides, *settings, folder]))
+    plans = {name: plan(pipeline) for name, pipeline in pipelines.items()}
+    points: list[Point] = []
+    for i, (name, pipeline) in enumerate(pipelines.items()):
+        on_main_process(partial(_share, pipeline.stages, [other.root for other in [*pipelines.values()][:i]]))
+        pipeline.run(redo)
+        points.append(_point(name, pipeline, plans[name]))
+    target = max(point.curve[-1][-1] for point in points)
+    points = [replace(p, tokens_to_loss=next(int(t) for t, _, loss in p.curve if loss <= target)) for p in points]
+    if PartialState().is_main_process:
+        parent = pipeline.root.parent
+        write_json(parent / "sweep.json", [asdict(point) for point in points])
+        curves = {point.name: [(flops, loss) for _, flops, loss in point.curve] for point in points}
+        plot_curves(curves, parent / "sweep.png", "training FLOP", "training loss")
+    return points
+
+
+def _values(swept: str) -> list[str]:
+    """`key=value` for each of the values, as they are written."""
+    key, equals, text = swept.partition("=")
+    try:
+        values = yaml.compose(f"[{text}]", yaml.SafeLoader).value
+    except yaml.YAMLError:
+        values = []
+    if not equals or not values:
+        raise ValueError(f"--sweep {swept!r}: give key=value,value,…")
+    return [f"{key}={text[value.start_mark.index - 1 : value.end_mark.index - 1]}" for value in values]
+
+
+def _share(stages: Sequence[Stage], earlier: Sequence[Path]) -> None:
+    """Link those stages of earlier runs that are this run's, too, up to the first that is not."""
+    for stage in stages:
+        if not is_complete(stage.folder):
+            fingerprint = stage.fingerprint()
+            same = [
+                other / stage.name
+                for other in earlier
+                if is_complete(other / stage.name)
+                and fingerprint_of(other / stage.name).difference(fingerprint) is None
+            ]
+            if not same or stage.folder.exists():
+                return
+            stage.folder.parent.mkdir(parents=True, exist_ok=True)
+            link_folder(same[0], stage.folder)
+        stage.context.records[stage.name] = read_record(stage.folder)
+
+
+def _point(name: str, pipeline: UpIT, plans: Sequence[StagePlan]) -> Point:
+    metrics = {stage: record["metrics"] for stage, record in pipeline.records.items()}
+    base, rows = pipeline.context.base, len(pipeline.context.train_data)
+    dense, config = model_size(base.empty()).flops, base.config.get_text_config()
+    tokens, flops, with_attention = 0, 0.0, 0.0
+    for p in plans:
+        sft = next(stage.sft for stage in pipeline.trainer_stages if stage.name == p.name)
+        length = sft["max_length"] if sft.get("packing") else p.tokens / p.epochs / rows
+        per_token = metrics[p.name].get("size", {}).get("flops", dense)
+        before = (tokens, flops)
+        tokens += p.tokens
+        flops += _PASSES * p.tokens * per_token
+        with_attention += _PASSES * p.tokens * (per_token + attention_flops(config, length))
+    last = metrics[plans[-1].name]  # of the stage that makes the result
+    logged = [(entry["step"] / last["steps"], entry["loss"]) for entry in last["history"] if "loss" in entry]
+    curve = []
+    for i, (share, _) in enumerate(logged):
+        means = [loss for _, loss in logged[max(0, i - 4) : i + 1]]
+        done = (start + share * (end - start) for start, end in zip(before, (tokens, flops), strict=True))
+        curve.append((*done, sum(means) / len(means)))
+    losses = metrics.get("evaluate", {}).get("loss")
+    return Point(name, tokens, flops, with_attention, curve, None if losses is None else losses["adapted"]["mean"])
+
+
+def print_sweep(points: Sequence[Point]) -> None:
+    """A table of the runs, from the main process."""
+    if not PartialState().is_main_process:
+        return
+    columns = (
+        "run",
+        "tokens",
+        "training FLOP",
+        "with attention",
+        "training loss",
+        "held-out loss",
+        "tokens to same loss",
+    )
+    table = Table(*columns, title="Sweep")
+    for p in points:
+        held_out = "" if p.held_out is None else f"{p.held_out:.3f}"
+        numbers = (
+            f"{p.tokens:,}",
+            f"{p.flops:.3g}",
+            f"{p.flops_with_attention:.3g}",
+            f"{p.curve[-1][-1]:.3f}",
+            held_out,
+        )
+        table.add_row(p.name, *numbers, f"{p.tokens_to_loss:,}")
+    Console(markup=False, emoji=False).print(table)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from transformers import PreTrainedConfig
 
 from ..adapter.config import MoELoraConfig
 from ..adapter.experts import EXPERTS, Experts
@@ -72,13 +73,38 @@ def export_adapter(
     >>> folder = export_adapter("my-adapter", "moe")
     ```
     """
+    content, moe = adapted_moe(adapter, base, family)
+    # The training may have changed the EOS token of the tokenizer beside the adapter.
+    has_tokenizer = Path(adapter, "tokenizer_config.json").is_file()
+    return write_moe(
+        output_dir,
+        content.dense.moe,
+        moe,
+        content,
+        companions=[content.dense.folder, Path(adapter)],
+        dtype=content.dense.dtype if dtype is None else parse_dtype(dtype),
+        max_shard_size=parse_size(max_shard_size),
+        bases=[base_name(read_adapter_config(adapter), base)],
+        made="`moe-peft export` from a MoE-LoRA adapter on the base; expert i is the FFN with LoRA i merged",
+        eos_token_id=read_tokenizer(adapter, f"adapter {str(adapter)!r}").eos_token_id if has_tokenizer else None,
+    )
+
+
+def adapted_moe(
+    adapter: str | os.PathLike, base: str | os.PathLike | None = None, family: str | None = None
+) -> tuple[Adapted, PreTrainedConfig]:
+    """
+    The tensors of the MoE that an adapter on its base is, made when asked for, and its config.
+
+    Raises:
+        ValueError: as `export_adapter`.
+    """
     config = read_adapter_config(adapter)
-    source = base_name(config, base)
-    dense = open_dense(source, family, None if base else config.revision)
+    dense = open_dense(base_name(config, base), family, None if base else config.revision)
     weights = read_adapter_weights(adapter, f"adapter {str(adapter)!r}")
     content = adapted_content({key.removeprefix(_PREFIX): w for key, w in weights.items()}, config, dense)
     _check_complete(content.state, config, dense)
-    moe = moe_config(
+    return content, moe_config(
         (dense.family, dense.moe),
         dense.config,
         num_experts=content.spec.num_experts,
@@ -87,20 +113,6 @@ def export_adapter(
         normalises=content.spec.normalize_top_k,
         router_aux_loss_coef=config.router_aux_loss_coef,
         dense_layers=[layer for layer in range(dense.config.num_hidden_layers) if layer not in content.routers],
-    )
-    # The training may have changed the EOS token of the tokenizer beside the adapter.
-    has_tokenizer = Path(adapter, "tokenizer_config.json").is_file()
-    return write_moe(
-        output_dir,
-        dense.moe,
-        moe,
-        content,
-        companions=[dense.folder, Path(adapter)],
-        dtype=dense.dtype if dtype is None else parse_dtype(dtype),
-        max_shard_size=parse_size(max_shard_size),
-        bases=[source],
-        made="`moe-peft export` from a MoE-LoRA adapter on the base; expert i is the FFN with LoRA i merged",
-        eos_token_id=read_tokenizer(adapter, f"adapter {str(adapter)!r}").eos_token_id if has_tokenizer else None,
     )
 
 

@@ -1,8 +1,7 @@
 """
 A native MoE as one GGUF file, which llama.cpp and what is built on it (Ollama, LM Studio) run.
 
-llama.cpp computes what it has code for and ignores the rest. What it would compute or tokenize otherwise than
-transformers does raises an error here that names it.
+What llama.cpp would compute or tokenize otherwise than transformers does raises an error that names it.
 
 Legend: n experts, f intermediate size, d hidden size.
 """
@@ -27,6 +26,7 @@ from ..models.native_routers import CONFIG_FIELD
 from ..utils.io import atomic_write, read_json
 from ..utils.loading import check_tokenizer, read_config, read_tokenizer
 from ..utils.messages import choice_error
+from .engines import INTERLEAVED, architecture, inexact, sliding_window
 from .expert_init import FFN
 from .export import adapted_moe
 from .families import FAMILIES, Content, MoEFamily
@@ -54,8 +54,8 @@ def export_gguf(
         source: folder of an adapter, or of an upcycled, exported or pruned MoE.
         output: a new file.
         base, family: of an adapter, see `export_adapter`.
-        dtype: of the weights: `"float32"`, `"bfloat16"` or `"q8_0"`; None takes the model's. Gates, norms and biases
-            are float32.
+        dtype: of the weights: `"float32"`, `"bfloat16"` or `"q8_0"`; None takes bfloat16 for a bfloat16 model,
+            otherwise float32. Gates, norms and biases are float32.
 
     Returns:
         the file.
@@ -68,7 +68,7 @@ def export_gguf(
 
     ```python
     >>> from moe_peft.native import export_gguf
-    >>> file = export_gguf("my-adapter", "moe.gguf", dtype="q8_0")
+    >>> file = export_gguf("my-adapter", "moe.gguf", dtype="q8_0")  # doctest: +SKIP
     ```
     """
     try:
@@ -96,7 +96,7 @@ def export_gguf(
         content = _Stored(Checkpoint(source), FAMILIES[config.model_type], config)
         folder, stored, tokenizer_folder = source, content.checkpoint.dtype(EMBEDDINGS), source
     moe = _MoE(FAMILIES[config.model_type], config, content, str(source))
-    dtype = dtype or ("float32" if stored == torch.float32 else "bfloat16")
+    dtype = dtype or ("bfloat16" if stored == torch.bfloat16 else "float32")
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(output) as unfinished:
         writer = GGUFWriter(unfinished, moe.architecture)
@@ -113,7 +113,9 @@ def export_gguf(
                 kind = GGMLQuantizationType.BF16
             block, size = GGML_QUANT_SIZES[kind]
             kinds.append(kind)
-            writer.add_tensor_info(tensor.name, tensor.shape, np.float32, tensor.shape.numel() // block * size, kind)
+            writer.add_tensor_info(
+                tensor.name, tensor.shape, np.dtype(np.float32), tensor.shape.numel() // block * size, kind
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -136,8 +138,6 @@ _NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
 }  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-# Architectures that rotate neighbouring dimensions of a head; transformers and the others rotate its halves.
-_INTERLEAVED = ("llama", "granitemoe")
 
 
 class _Stored:
@@ -181,36 +181,17 @@ class _MoE:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rope: dict[str, Any] = config.rope_parameters
         self.layers = range(config.num_hidden_layers)
-        normalises = family.normalises is None or getattr(config, family.normalises)
-        if family.model_type == "flex_olmo":
-            raise ValueError(f"{name}: llama.cpp has no flex_olmo: its OLMo2 has no experts")
-        if dense := [layer for layer in self.layers if not family.has_experts(config, layer)]:
-            raise ValueError(f"{name}: layers {dense} without experts: llama.cpp has experts in every layer")
-        if family.model_type == "qwen3_moe" and not normalises:
-            raise ValueError(f"{name}: {family.normalises}=False: in llama.cpp's Qwen3-MoE, gates sum to 1")
+        self.architecture = architecture(config)
         has_shared = family.shared is not None and any(content.shared(layer).down.any() for layer in self.layers)
-        if normalises and has_shared:
-            raise ValueError(
-                f"{name}: shared experts and {family.normalises}=True: in llama.cpp's Qwen2-MoE, gates do not sum to 1"
-            )
-        # Qwen2's attention is a Llama's with biases, which llama.cpp's Llama may have.
-        names = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "granitemoe": "granitemoe"}
-        self.architecture = names.get(family.model_type) or ("llama" if normalises else "qwen2moe")
-        scalings = ("default", "linear", "llama3") if self.architecture in _INTERLEAVED else ("default",)
-        if self.rope["rope_type"] not in scalings:
-            kind = self.rope["rope_type"]
-            raise ValueError(f"{name}: rope_type={kind!r}: exact in llama.cpp's {self.architecture} are {scalings}")
-        if config.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"{name}: hidden_act={config.hidden_act!r}: llama.cpp has SiLU")
+        if reason := inexact(config, has_shared).get("llama.cpp"):
+            raise ValueError(f"{name}: llama.cpp does not compute this: {reason}")
 
     def add_settings(self, writer: Any) -> None:
         """The settings that llama.cpp reads."""
-        c, width, length = self.config, getattr(self.config, self.family.width), self.config.max_position_embeddings
-        window, layer_types = getattr(c, "sliding_window", None), getattr(c, "layer_types", None)
-        if window and window < length and (layer_types is None or "sliding_attention" in layer_types):
+        c, width = self.config, getattr(self.config, self.family.width)
+        if window := sliding_window(c):
             logger.warning(f"llama.cpp ignores sliding windows, so the file allows texts of {window} tokens at most")
-            length = window
-        writer.add_context_length(length)
+        writer.add_context_length(window or c.max_position_embeddings)
         writer.add_vocab_size(c.vocab_size)
         writer.add_embedding_length(c.hidden_size)
         writer.add_block_count(c.num_hidden_layers)
@@ -224,7 +205,7 @@ class _MoE:
         writer.add_expert_count(getattr(c, self.family.count))
         writer.add_expert_used_count(c.num_experts_per_tok)
         writer.add_feed_forward_length(width)
-        if self.architecture not in _INTERLEAVED:
+        if self.architecture not in INTERLEAVED:
             writer.add_expert_feed_forward_length(width)
         if self.architecture == "qwen2moe":
             writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
@@ -249,13 +230,13 @@ class _MoE:
         for layer in self.layers:
             start = f"blk.{layer}.ffn_"
             yield _Tensor(f"{start}gate_inp.weight", torch.Size((n, d)), partial(self.content.router, layer))
-            for part, shape in (("gate", (n, f, d)), ("up", (n, f, d)), ("down", (n, d, f))):
-                yield _Tensor(f"{start}{part}_exps.weight", torch.Size(shape), partial(self._experts, layer, part))
+            for part, sizes in (("gate", (n, f, d)), ("up", (n, f, d)), ("down", (n, d, f))):
+                yield _Tensor(f"{start}{part}_exps.weight", torch.Size(sizes), partial(self._experts, layer, part))
             if self.architecture == "qwen2moe":
                 width = c.shared_expert_intermediate_size
-                for part, of_part in (("gate", (width, d)), ("up", (width, d)), ("down", (d, width))):
+                for part, of_shared in (("gate", (width, d)), ("up", (width, d)), ("down", (d, width))):
                     read = partial(self._shared, layer, part)
-                    yield _Tensor(f"{start}{part}_shexp.weight", torch.Size(of_part), read)
+                    yield _Tensor(f"{start}{part}_shexp.weight", torch.Size(of_shared), read)
                 yield _Tensor(f"{start}gate_inp_shexp.weight", torch.Size((d,)), partial(self._shared_gate, layer))
 
     def _in_layer(self, name: str, module: str) -> torch.Tensor:
@@ -264,7 +245,7 @@ class _MoE:
         heads = {
             "self_attn.q_proj": self.config.num_attention_heads, "self_attn.k_proj": self.config.num_key_value_heads
         }.get(module)  # fmt: skip
-        if heads is None or self.architecture not in _INTERLEAVED:
+        if heads is None or self.architecture not in INTERLEAVED:
             return tensor
         return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 

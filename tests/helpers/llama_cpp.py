@@ -34,10 +34,10 @@ class LlamaCpp:
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server = xllamacpp.Server(params)
 
-    def log_probs(self, ids: list[int], vocab_size: int) -> torch.Tensor:
-        """The log-probabilities of the token after each of `ids`, [S, V]."""
-        rows = torch.full((len(ids), vocab_size), torch.nan)
-        for i, row in enumerate(rows, 1):
+    def log_probs(self, ids: list[int], vocab_size: int, last: int | None = None) -> torch.Tensor:
+        """The log-probabilities of the token after each of `ids`, or of the `last` ones, [S, V]."""
+        rows = torch.full((last or len(ids), vocab_size), torch.nan)
+        for i, row in enumerate(rows, len(ids) - len(rows) + 1):
             settings = {"n_predict": 1, "n_probs": vocab_size, "cache_prompt": False, "logit_bias": [[_ASCII, 1000]]}
             answer = self.server.handle_completions({"prompt": ids[:i], **settings})
             for token in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:

@@ -87,10 +87,10 @@ def test_shared_experts_with_gates_that_do_not_sum_to_1(trained, tmp_path):
 
 
 @pytest.mark.parametrize("kind, settings, of_adapter, message", [
-    ("olmo2", {}, {}, "llama.cpp has no flex_olmo"),
-    ("qwen3", {}, {"normalize_top_k": False}, "norm_topk_prob=False: in llama.cpp's Qwen3-MoE, gates sum to 1"),
-    ("qwen3", {}, {"target_modules": ["mlp"], "layers_to_transform": [1]}, r"layers \[0\] without experts"),
-    ("qwen3", LINEAR_ROPE, {}, "rope_type='linear': exact in llama.cpp's qwen3moe are"),
+    ("olmo2", {}, {}, "llama.cpp does not compute this: its OLMo2 has no experts"),
+    ("qwen3", {}, {"normalize_top_k": False}, "gates sum to 1 in its Qwen3-MoE, norm_topk_prob=False"),
+    ("qwen3", {}, {"target_modules": ["mlp"], "layers_to_transform": [1]}, r"every layer .* layers \[0\] have none"),
+    ("qwen3", LINEAR_ROPE, {}, "rope_type='linear': exact in its qwen3moe are"),
     ("llama", {"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
 ])  # fmt: skip
 def test_what_llama_cpp_would_compute_otherwise_is_refused_by_name(kind, settings, of_adapter, message, tmp_path):
@@ -103,7 +103,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_by_name(kind, setting
 def test_shared_experts_with_gates_that_sum_to_1_are_refused(tmp_path):
     made("qwen2", tmp_path)
     moe = upcycle(tmp_path / "base", tmp_path / "moe", UpcycleConfig(4, 2, num_shared_experts=1))
-    with pytest.raises(ValueError, match="shared experts and norm_topk_prob=True"):
+    with pytest.raises(ValueError, match="gates do not sum to 1 beside its shared experts, norm_topk_prob=True"):
         export_gguf(moe, tmp_path / "moe.gguf")
 
 
@@ -209,8 +209,8 @@ def test_a_pretrained_chat_model(tmp_path):
     messages = [{"role": "user", "content": "What is the capital of France? It's 1 of 195."}]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert server.chat_tokens(messages) == chat
-    for ids in (chat[:16], tokenizer("The sea is blue, and the sky")["input_ids"]):
+    for ids in (chat, tokenizer("The sea is blue, and the sky")["input_ids"]):
         with torch.no_grad():
-            expected = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-        actual = server.log_probs(ids, expected.shape[-1])
+            expected = model(input_ids=torch.tensor([ids])).logits[0, -2:].log_softmax(-1)
+        actual = server.log_probs(ids, expected.shape[-1], last=2)
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from pathlib import Path
 
 from ..native import export_adapter, export_gguf, verify_export
+from ..native.engines import inexact
 from ..native.export import check_verifiable
 from ..utils.io import read_text
+from ..utils.loading import read_config
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -52,12 +55,17 @@ def run(options: argparse.Namespace) -> None:
         family=options.family, dtype=options.dtype, max_shard_size=options.max_shard_size,
     )  # fmt: skip
     print(folder)
+    for engine, reason in inexact(read_config(folder, folder)).items():
+        print(f"not for {engine}: {reason}")
     if texts is not None:
-        comparison = verify_export(options.adapter, folder, texts, options.base)
+        c = verify_export(options.adapter, folder, texts, options.base)
         print(
-            f"{comparison.tokens} tokens: logits differ by at most {comparison.difference:.2g} (the largest is "
-            f"{comparison.largest:.3g}); the most probable next token is the same for {comparison.agreement:.1%}"
+            f"{'verified' if c.passed else 'not verified'}: of {c.tokens} tokens, {c.within:.1%} have logits within "
+            f"{c.tolerance:.0e} of the largest ({c.largest:.3g}; the largest difference is {c.difference:.2g}), "
+            f"{c.agreement:.1%} the same most probable next token"
         )
+        if not c.passed:
+            sys.exit(1)
 
 
 def _texts(text_or_file: str) -> list[str]:

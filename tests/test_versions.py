@@ -19,6 +19,7 @@ DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
 TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "validation.py")
 EVAL = ("evaluation",)  # the extra `eval` too
+GGUF = ("gguf.py",)  # the extra `gguf`
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is sharded by it
 
 
@@ -47,7 +48,7 @@ FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "moe_peft").rglob("*.p
 def test_what_a_file_imports_is_declared(path: Path):
     extras = [
         EXTRAS[name]
-        for name, parts in (("train", TRAIN), ("eval", EVAL), ("deepspeed", DEEPSPEED))
+        for name, parts in (("train", TRAIN), ("eval", EVAL), ("gguf", GGUF), ("deepspeed", DEEPSPEED))
         if path.parts[1] in parts or path.name in parts
     ]
     allowed = declared(PROJECT["dependencies"], *extras)
@@ -68,7 +69,7 @@ def test_what_is_declared_is_imported():
 def test_lowest_versions_are_the_lower_bounds():
     """torch's wheels at its lower bound bring gigabytes of CUDA: a newer one is tested in its place."""
     requirements = declared(
-        PROJECT["dependencies"], *(EXTRAS[name] for name in ("train", "eval", "quant", "demo", "test"))
+        PROJECT["dependencies"], *(EXTRAS[name] for name in ("train", "eval", "quant", "gguf", "demo", "test"))
     )
     bounds = {
         name: next(s.version for s in requirement.specifier if s.operator == ">=")

@@ -5,26 +5,48 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from pathlib import Path
 
-from ..native import export_adapter, verify_export
+from ..native import export_adapter, export_gguf, verify_export
+from ..native.engines import inexact
 from ..native.export import check_verifiable
 from ..utils.io import read_text
+from ..utils.loading import read_config
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog, description="Make a native MoE from a MoE-LoRA adapter and its base.")
-    parser.add_argument("--adapter", required=True, metavar="FOLDER")
+    parser = argparse.ArgumentParser(
+        prog, description="Make a native MoE from a MoE-LoRA adapter and its base, or a GGUF file from either."
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--adapter", metavar="FOLDER")
+    source.add_argument("--model", metavar="FOLDER", help="a native MoE (upcycled, exported, pruned) for --format gguf")
     parser.add_argument("--base", help="the base in full precision; default: the one that the adapter names")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; new or empty")
+    parser.add_argument(
+        "--output", required=True, metavar="PATH", help="folder for the MoE, new or empty; or GGUF file"
+    )
+    parser.add_argument("--format", choices=("safetensors", "gguf"), default="safetensors", help="gguf: for llama.cpp")
     parser.add_argument("--family", help="model type of the MoE, e.g. mixtral; default: the one that fits")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16; default: the base's")
-    parser.add_argument("--max-shard-size", default="5GB", help="largest size of an output file")
+    parser.add_argument(
+        "--dtype", help="float32, bfloat16 or float16; with gguf float32, bfloat16 or q8_0; default: the base's"
+    )
+    parser.add_argument("--max-shard-size", default="5GB", help="largest size of an output file, not of gguf")
     parser.add_argument("--verify", metavar="TEXT", help="compare logits on this text, or on each line of a text file")
     return parser
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.model is not None and (options.base or options.family):
+        raise ValueError(f"--model {options.model}: --base and --family go with --adapter")
+    if options.format == "gguf":
+        if options.verify is not None:
+            raise ValueError("--verify: goes with --format safetensors, which transformers loads")
+        source = options.adapter or options.model
+        print(export_gguf(source, options.output, options.base, family=options.family, dtype=options.dtype))
+        return
+    if options.model is not None:
+        raise ValueError(f"--model {options.model}: is no adapter; give --format gguf, or --adapter FOLDER")
     texts = None if options.verify is None else _texts(options.verify)
     if texts is not None:
         check_verifiable(options.adapter, options.base)
@@ -33,12 +55,17 @@ def run(options: argparse.Namespace) -> None:
         family=options.family, dtype=options.dtype, max_shard_size=options.max_shard_size,
     )  # fmt: skip
     print(folder)
+    for engine, reason in inexact(read_config(folder, folder)).items():
+        print(f"not for {engine}: {reason}")
     if texts is not None:
-        comparison = verify_export(options.adapter, folder, texts, options.base)
+        c = verify_export(options.adapter, folder, texts, options.base)
         print(
-            f"{comparison.tokens} tokens: logits differ by at most {comparison.difference:.2g} (the largest is "
-            f"{comparison.largest:.3g}); the most probable next token is the same for {comparison.agreement:.1%}"
+            f"{'verified' if c.passed else 'not verified'}: of {c.tokens} tokens, {c.within:.1%} have logits within "
+            f"{c.tolerance:.0e} of the largest ({c.largest:.3g}; the largest difference is {c.difference:.2g}), "
+            f"{c.agreement:.1%} the same most probable next token"
         )
+        if not c.passed:
+            sys.exit(1)
 
 
 def _texts(text_or_file: str) -> list[str]:

@@ -203,14 +203,24 @@ class MoEFamily:
             for name, tensor in self._expert(layer, i).join(ffn).items():
                 yield Part(name, tensor, i * tensor.numel() if self.stacked else 0)
         if self.shared is not None:
-            yield from (
-                Part(*item) for item in self.expert.under(block + self.shared).join(content.shared(layer)).items()
-            )
-            yield Part(block + "shared_expert_gate.weight", torch.zeros(1, config.hidden_size))
+            shared = content.shared(layer)
+            yield from (Part(*item) for item in self.expert.under(block + self.shared).join(shared).items())
+            # Its gate is a sigmoid, one half at first; llama.cpp takes x·sigmoid(x)/x for it, which is not a number
+            # at 0. What multiplies an empty FFN is of no account.
+            gate = 1e-6 if shared.down.any() else 1.0
+            yield Part(self.shared_gate_name(layer), torch.full((1, config.hidden_size), gate))
 
     def read_expert(self, layer: int, expert: int, read: Reader) -> FFN:
         """One expert of a MoE's checkpoint."""
         return self._expert(layer, expert).split((lambda name: read(name)[expert]) if self.stacked else read)
+
+    def read_shared(self, layer: int, read: Reader) -> FFN:
+        """The shared expert of a MoE's checkpoint."""
+        return self.expert.under(f"{self._block(layer)}{self.shared}").split(read)
+
+    def shared_gate_name(self, layer: int) -> str:
+        """The tensor of a shared expert's gate."""
+        return f"{self._block(layer)}shared_expert_gate.weight"
 
     def router_name(self, layer: int) -> str:
         """The tensor of a layer's router."""
@@ -244,7 +254,7 @@ class MoEFamily:
                 shapes[name] = torch.Size((n, *shape)) if self.stacked else shape
         if self.shared is not None:
             shapes |= self.expert.under(block + self.shared).shapes(config.shared_expert_intermediate_size, d)
-            shapes[block + "shared_expert_gate.weight"] = torch.Size((1, d))
+            shapes[self.shared_gate_name(layer)] = torch.Size((1, d))
         return shapes
 
     def _block(self, layer: int) -> str:

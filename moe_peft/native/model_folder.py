@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from .expert_init import FFN
 from .families import Content, DenseFamily, MoEFamily, find_families
 from .moe_config import backbone_shapes, carried_settings
 from .safetensors_io import Checkpoint, ShardedWriter, new_folder
+
+logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 GENERATION_CONFIG = "generation_config.json"
@@ -64,6 +67,12 @@ class DenseModel:
         """That of its config; of its embeddings on disk, where the config says none that is written here."""
         name = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
         return _DTYPES.get(name) or self.tensors.dtype(EMBEDDINGS)
+
+    def say_untied(self) -> None:
+        """Tell the user if the MoE has more parameters than the experts', because its head is no longer tied."""
+        if getattr(self.config, "tie_word_embeddings", False):
+            count = self.config.vocab_size * self.config.hidden_size
+            logger.info(f"the head, tied to the embeddings in the dense model, gets parameters of its own: {count:,}")
 
     def shapes(self) -> dict[str, torch.Size]:
         """Names and shapes of all tensors, the head among them even where it is tied."""

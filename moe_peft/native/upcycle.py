@@ -71,8 +71,9 @@ class UpcycleConfig:
         granularity: m. Every expert is split into m fine-grained ones of f/m neurons, and m·top_k are active
             (Drop-Upcycling, appendix C.6.1).
         fine_grained_split: the neurons of a fine-grained expert. `"partition"`: the m parts of an expert are a random
-            partition of the FFN. They share their initial gate, so they are chosen together at first, and the function
-            is kept. `"independent"`: every fine-grained expert has f/m random neurons of its own and a gate of its own,
+            partition of the FFN. They share their initial gate (but for a hundredth of noise where shared experts
+            leave some parts of one inactive), so they are chosen together at first, and the function is kept.
+            `"independent"`: every fine-grained expert has f/m random neurons of its own and a gate of its own,
             however gates are made (the paper's choice); the function is kept on average only.
         num_shared_experts: k_s of the m·n fine-grained experts are always active, as one shared block of k_s·f/m
             random neurons. m·n - k_s experts are routed and m·top_k - k_s of them are active, so that the active width
@@ -232,6 +233,7 @@ def upcycle(
     for source in sources[1:]:
         check_same_architecture(source, sources[0])
     family, moe = upcycled_config(sources[0].config, config)
+    sources[0].say_untied()
     if router_weights is None and config.router_weights is not None:
         router_weights = _read_routers(config.router_weights)
     elif router_weights is None and calibration is not None:
@@ -389,7 +391,12 @@ class Upcycled:
             generator = generator_for(c.seed, layer, "router")
             weight_ND = router_weight(c.router_init, c.num_gates, d, generator, c.router_init_std)  # type: ignore[arg-type]
         parts = c.num_experts * c.granularity // len(weight_ND)
-        return weight_ND.repeat_interleave(parts, dim=0)[c.num_shared_experts :]
+        gates = weight_ND.repeat_interleave(parts, dim=0)[c.num_shared_experts :]
+        if parts > 1 and c.num_shared_experts % parts:
+            # Of one expert, not all parts are active. Were they to tie, each program would choose others.
+            noise = torch.empty(gates.shape).normal_(generator=generator_for(c.seed, layer, "ties"))
+            gates = gates + 0.01 * gates.std() * noise
+        return gates
 
     def experts(self, layer: int) -> Iterator[FFN]:
         """The routed experts of a layer. Quickest for one layer after the other, as the next one's are begun early."""

@@ -68,10 +68,12 @@ def _job(folder: Path, job: Callable[..., Any], *args: Any) -> None:
 
 
 def run_example(name: str, code: str) -> None:
-    """Run the lines in one namespace; what they print is compared only where the docstring shows it."""
+    """Run the lines, but those to skip, in one namespace; what they print is compared where the docstring shows it."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for line in doctest.DocTestParser().get_examples(code, name):
+        if doctest.SKIP in line.options:
+            continue
         with redirect_stdout(io.StringIO()) as printed:
             exec(compile(line.source, name, "single"), namespace)
         if line.want and not doctest.OutputChecker().check_output(line.want, printed.getvalue(), flags):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 
@@ -21,6 +22,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, init_attention_routers
+from moe_peft.adapter.experts.lora import LoraExperts as Experts
 from moe_peft.analysis import inputs as loading
 from moe_peft.cli import main
 from moe_peft.native import export_adapter, verify_export
@@ -328,19 +330,38 @@ def test_command_exports_and_verifies(tokenizer, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*command, str(tmp_path)])
     main([*command, str(texts)])
-    assert "8 tokens: logits differ by" in capsys.readouterr().out
+    assert "verified: of 8 tokens, 100.0% have logits within 1e-03" in capsys.readouterr().out
     result = verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9"])
-    assert result.tokens == 3 and result.difference < 1e-5 * result.largest and result.agreement == 1
+    assert result.tokens == 3 and result.difference < 1e-5 * result.largest and result.agreement == 1 and result.passed
     weights = load_file(tmp_path / "moe/model.safetensors")
     weights["model.layers.0.block_sparse_moe.experts.1.w2.weight"] *= 1.5
     save_file(weights, tmp_path / "moe/model.safetensors", metadata={"format": "pt"})
-    assert verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9 w3"]).difference > 1e-2
+    result = verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9 w3"])
+    assert result.difference > 1e-2 and not result.passed
     main(["export", "--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "c"), "--verify", "w5 " * 200])
     assert "200 tokens" in capsys.readouterr().out
     for arguments in (["--output", str(tmp_path / "moe")], ["--output", str(tmp_path / "b"), "--dtype", "int8"]):
         with pytest.raises(SystemExit) as ended:
             main(["export", "--adapter", str(tmp_path / "adapter"), *arguments])
         assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [1.0, 1.2])
+def test_the_verdict_and_its_exit_code(dtype, scale, tokenizer, tmp_path, capsys, monkeypatch):
+    """An expert that is a fifth too large is no matter of rounding."""
+    base = dense_model("mistral")
+    name = saved(base, tmp_path / "base")
+    tokenizer.save_pretrained(name)
+    adapter(base, tmp_path / "adapter", name=name)
+    merge = Experts.merge
+    monkeypatch.setattr(Experts, "merge", lambda *args: scale * merge(*args))
+    text = " ".join(f"w{3 + i * 7 % 120}" for i in range(60))
+    arguments = ["--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "moe"), "--dtype", dtype]
+    with pytest.raises(SystemExit) if scale > 1 else contextlib.nullcontext() as ended:
+        main(["export", *arguments, "--verify", text])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("verified" if scale == 1 else "not verified")
+    assert scale == 1 or ended.value.code == 1
 
 
 def test_the_base_and_its_tokenizer_are_of_the_adapters_revision(tokenizer, tmp_path, monkeypatch):

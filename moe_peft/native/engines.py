@@ -1,0 +1,61 @@
+"""
+Which programs compute a native MoE otherwise than transformers does. `python -m compatibility.serving` runs them on
+every family and setting, and raises an error where this and what it sees disagree.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from .families import FAMILIES
+
+# Architectures of llama.cpp that rotate neighbouring dimensions of a head; transformers and the others its halves.
+INTERLEAVED = ("llama", "granitemoe")
+
+
+def architecture(config: PreTrainedConfig) -> str:
+    """The one of llama.cpp for a native MoE. Qwen2's attention is a Llama's with biases, which its Llama may have."""
+    names = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "granitemoe": "granitemoe", "flex_olmo": "olmo2"}
+    return names.get(config.model_type) or ("llama" if config.norm_topk_prob else "qwen2moe")
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """The window, where a layer has one that is shorter than texts may be."""
+    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    used = window and window < config.max_position_embeddings and (layers is None or "sliding_attention" in layers)
+    return window if used else None
+
+
+def inexact(config: PreTrainedConfig, has_shared: bool = False) -> dict[str, str]:
+    """
+    The programs that do not compute what the model does, or do not load it, and why.
+
+    Args:
+        has_shared: whether its shared experts compute something; an exported Qwen2-MoE's do not.
+    """
+    family, kind, scaling = FAMILIES[config.model_type], config.model_type, config.rope_parameters["rope_type"]
+    normalises = family.normalises is None or getattr(config, family.normalises)
+    dense = [layer for layer in range(config.num_hidden_layers) if not family.has_experts(config, layer)]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scalings = ("default", "linear", "llama3") if architecture(config) in INTERLEAVED else ("default",)
+    llama_cpp = {
+        "its OLMo2 has no experts": kind == "flex_olmo",
+        f"every layer has experts there, layers {dense} have none": bool(dense),
+        f"gates sum to 1 in its Qwen3-MoE, {family.normalises}=False": kind == "qwen3_moe" and not normalises,
+        f"gates do not sum to 1 beside its shared experts, {family.normalises}=True": normalises and has_shared,
+        f"rope_type={scaling!r}: exact in its {architecture(config)} are {scalings}": scaling not in scalings,
+        f"hidden_act={config.hidden_act!r}: it has SiLU": config.hidden_act not in ("silu", "swish"),
+    }
+    mlx = {
+        "it has no FlexOlmo": kind == "flex_olmo",
+        "it ignores norm_topk_prob=True": kind == "qwen2_moe" and normalises,
+        f"it lacks rope_type={scaling!r}": kind in ("mixtral", "qwen2_moe") and scaling != "default",
+        "it lacks head_dim": kind == "mixtral" and head_dim != config.hidden_size // config.num_attention_heads,
+        "it lacks sliding windows": sliding_window(config) is not None,
+    }
+    reasons = {"llama.cpp": llama_cpp, "mlx-lm": mlx}
+    return {
+        engine: next(reason for reason, holds in of_engine.items() if holds)
+        for engine, of_engine in reasons.items()
+        if any(of_engine.values())
+    }

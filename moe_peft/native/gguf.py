@@ -1,0 +1,381 @@
+"""
+A native MoE as one GGUF file, which llama.cpp and what is built on it (Ollama, LM Studio) run.
+
+What llama.cpp would compute or tokenize otherwise than transformers does raises an error that names it.
+
+Legend: n experts, f intermediate size, d hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.logging import tqdm
+
+from ..models.native_routers import CONFIG_FIELD
+from ..utils.io import atomic_write, read_json
+from ..utils.loading import check_tokenizer, read_config, read_tokenizer
+from ..utils.messages import choice_error
+from .engines import INTERLEAVED, architecture, inexact, sliding_window
+from .expert_init import FFN
+from .export import adapted_moe
+from .families import FAMILIES, Content, MoEFamily
+from .model_folder import EMBEDDINGS, GENERATION_CONFIG, HEAD
+from .moe_config import backbone_shapes
+from .safetensors_io import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
+
+
+def export_gguf(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    base: str | os.PathLike | None = None,
+    *,
+    family: str | None = None,
+    dtype: str | None = None,
+) -> Path:
+    """
+    Write a GGUF file, tensor by tensor, from a native MoE or from a MoE-LoRA adapter and its base.
+
+    Args:
+        source: folder of an adapter, or of an upcycled, exported or pruned MoE.
+        output: a new file.
+        base, family: of an adapter, see `export_adapter`.
+        dtype: of the weights: `"float32"`, `"bfloat16"` or `"q8_0"`; None takes bfloat16 for a bfloat16 model,
+            otherwise float32. Gates, norms and biases are float32.
+
+    Returns:
+        the file.
+
+    Raises:
+        ValueError: llama.cpp would compute something else than the model, or tokenize otherwise; the message names it,
+            and nothing is written.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.native import export_gguf
+    >>> file = export_gguf("my-adapter", "moe.gguf", dtype="q8_0")  # doctest: +SKIP
+    ```
+    """
+    try:
+        import numpy as np
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+        from gguf.quants import quantize
+    except ImportError as error:
+        raise ValueError(f"{error}; install the extra: pip install 'moe-peft-hf[gguf]'") from error
+    if dtype is not None and dtype not in TYPES:
+        raise ValueError(choice_error("dtype", dtype, TYPES))
+    output, source = Path(output).expanduser(), Path(source)
+    if output.exists():
+        raise ValueError(f"output={str(output)!r}: is there already; choose another")
+    # What is written, and the folders of its tokenizer and generation config.
+    content: Content
+    if (source / "adapter_config.json").is_file():
+        content, config = adapted_moe(source, base, family)
+        folder, stored = content.dense.folder, content.dense.dtype
+        tokenizer_folder = source if (source / "tokenizer_config.json").is_file() else folder
+    else:
+        config = read_config(source, f"model={str(source)!r}")
+        if config.model_type not in FAMILIES or hasattr(config, CONFIG_FIELD):
+            kind = "one with other routers than gates" if hasattr(config, CONFIG_FIELD) else config.model_type
+            raise ValueError(f"model={str(source)!r}: give a native MoE ({', '.join(FAMILIES)}); this is {kind}")
+        content = _Stored(Checkpoint(source), FAMILIES[config.model_type], config)
+        folder, stored, tokenizer_folder = source, content.checkpoint.dtype(EMBEDDINGS), source
+    moe = _MoE(FAMILIES[config.model_type], config, content, str(source))
+    dtype = dtype or ("bfloat16" if stored == torch.bfloat16 else "float32")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output) as unfinished:
+        writer = GGUFWriter(unfinished, moe.architecture)
+        writer.add_name(output.stem)
+        writer.add_quantization_version(2)
+        moe.add_settings(writer)
+        _add_tokenizer(writer, tokenizer_folder, folder / GENERATION_CONFIG, config)
+        # The names, shapes and types of all tensors, then each one's bytes.
+        tensors, kinds = list(moe.tensors()), []
+        for tensor in tensors:
+            is_small = len(tensor.shape) == 1 or "_inp" in tensor.name  # norms, biases and gates
+            kind = GGMLQuantizationType["F32" if is_small else TYPES[dtype]]
+            if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:  # q8_0 has blocks of 32
+                kind = GGMLQuantizationType.BF16
+            block, size = GGML_QUANT_SIZES[kind]
+            kinds.append(kind)
+            writer.add_tensor_info(
+                tensor.name, tensor.shape, np.dtype(np.float32), tensor.shape.numel() // block * size, kind
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor, kind in zip(tqdm(tensors, desc="tensors"), kinds, strict=True):
+            data = tensor.read().float()
+            if data.shape != tensor.shape:
+                raise ValueError(f"{source}: {tensor.name} is {list(data.shape)}, its config says {list(tensor.shape)}")
+            writer.write_tensor_data(quantize(data.contiguous().numpy(), kind))
+        writer.close()
+    return output
+
+
+# --- tensors and settings --------------------------------------------------------------------------------------------
+
+# Names on disk → in GGUF; of those in a layer, what comes after its number.
+_NAMES = {
+    EMBEDDINGS: "token_embd.weight", "model.norm.weight": "output_norm.weight", HEAD: "output.weight",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+}  # fmt: skip
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+class _Stored:
+    """The content of a native MoE's folder."""
+
+    def __init__(self, checkpoint: Checkpoint, family: MoEFamily, config: PreTrainedConfig) -> None:
+        self.checkpoint, self.family, self.config = checkpoint, family, config
+        self._read = lru_cache(2)(checkpoint.tensor)  # where one tensor holds all experts
+
+    def backbone(self, name: str) -> torch.Tensor:
+        return self.checkpoint.tensor(self.checkpoint.stored_name(name, EMBEDDINGS if name == HEAD else None))
+
+    def router(self, layer: int) -> torch.Tensor:
+        return self.checkpoint.tensor(self.family.router_name(layer))
+
+    def experts(self, layer: int) -> Iterator[FFN]:
+        read = self._read if self.family.stacked else self.checkpoint.tensor
+        for expert in range(getattr(self.config, self.family.count)):
+            yield self.family.read_expert(layer, expert, read)
+
+    def shared(self, layer: int) -> FFN:
+        return self.family.read_shared(layer, self.checkpoint.tensor)
+
+
+class _Tensor(NamedTuple):
+    name: str
+    shape: torch.Size
+    read: Callable[[], torch.Tensor]
+
+
+class _MoE:
+    """
+    A native MoE as llama.cpp names and lays out its tensors and settings.
+
+    Raises:
+        ValueError: llama.cpp has no architecture that computes what the model does.
+    """
+
+    def __init__(self, family: MoEFamily, config: PreTrainedConfig, content: Content, name: str) -> None:
+        self.family, self.config, self.content = family, config, content
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.rope: dict[str, Any] = config.rope_parameters
+        self.layers = range(config.num_hidden_layers)
+        self.architecture = architecture(config)
+        has_shared = family.shared is not None and any(content.shared(layer).down.any() for layer in self.layers)
+        if reason := inexact(config, has_shared).get("llama.cpp"):
+            raise ValueError(f"{name}: llama.cpp does not compute this: {reason}")
+
+    def add_settings(self, writer: Any) -> None:
+        """The settings that llama.cpp reads."""
+        c, width = self.config, getattr(self.config, self.family.width)
+        if window := sliding_window(c):
+            logger.warning(f"llama.cpp ignores sliding windows, so the file allows texts of {window} tokens at most")
+        writer.add_context_length(window or c.max_position_embeddings)
+        writer.add_vocab_size(c.vocab_size)
+        writer.add_embedding_length(c.hidden_size)
+        writer.add_block_count(c.num_hidden_layers)
+        writer.add_head_count(c.num_attention_heads)
+        writer.add_head_count_kv(c.num_key_value_heads)
+        writer.add_key_length(self.head_dim)
+        writer.add_value_length(self.head_dim)
+        writer.add_rope_dimension_count(self.head_dim)
+        writer.add_rope_freq_base(self.rope["rope_theta"])
+        writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+        writer.add_expert_count(getattr(c, self.family.count))
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        writer.add_feed_forward_length(width)
+        if self.architecture not in INTERLEAVED:
+            writer.add_expert_feed_forward_length(width)
+        if self.architecture == "qwen2moe":
+            writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+        if self.architecture == "granitemoe":
+            writer.add_embedding_scale(c.embedding_multiplier)
+            writer.add_residual_scale(c.residual_multiplier)
+            writer.add_attention_scale(c.attention_multiplier)
+            writer.add_logit_scale(c.logits_scaling)
+
+    def tensors(self) -> Iterator[_Tensor]:
+        """Every tensor of the file, which is read when asked for."""
+        c, d = self.config, self.config.hidden_size
+        n, f = getattr(c, self.family.count), getattr(c, self.family.width)
+        if self.rope["rope_type"] != "default":
+            yield _Tensor("rope_freqs.weight", torch.Size((self.head_dim // 2,)), self._rope_factors)
+        for name, shape in backbone_shapes(c).items():
+            if match := _LAYER.fullmatch(name):
+                renamed = f"blk.{match[1]}.{_NAMES[match[2]]}.{match[3]}"
+                yield _Tensor(renamed, shape, partial(self._in_layer, name, match[2]))
+            else:
+                yield _Tensor(_NAMES[name], shape, partial(self.content.backbone, name))
+        for layer in self.layers:
+            start = f"blk.{layer}.ffn_"
+            yield _Tensor(f"{start}gate_inp.weight", torch.Size((n, d)), partial(self.content.router, layer))
+            for part, sizes in (("gate", (n, f, d)), ("up", (n, f, d)), ("down", (n, d, f))):
+                yield _Tensor(f"{start}{part}_exps.weight", torch.Size(sizes), partial(self._experts, layer, part))
+            if self.architecture == "qwen2moe":
+                width = c.shared_expert_intermediate_size
+                for part, of_shared in (("gate", (width, d)), ("up", (width, d)), ("down", (d, width))):
+                    read = partial(self._shared, layer, part)
+                    yield _Tensor(f"{start}{part}_shexp.weight", torch.Size(of_shared), read)
+                yield _Tensor(f"{start}gate_inp_shexp.weight", torch.Size((d,)), partial(self._shared_gate, layer))
+
+    def _in_layer(self, name: str, module: str) -> torch.Tensor:
+        """A tensor outside of the experts; queries and keys with each head's dimensions in the order of rotation."""
+        tensor = self.content.backbone(name)
+        heads = {
+            "self_attn.q_proj": self.config.num_attention_heads, "self_attn.k_proj": self.config.num_key_value_heads
+        }.get(module)  # fmt: skip
+        if heads is None or self.architecture not in INTERLEAVED:
+            return tensor
+        return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+    def _experts(self, layer: int, part: str) -> torch.Tensor:
+        return torch.stack([getattr(ffn, part) for ffn in self.content.experts(layer)])
+
+    def _shared(self, layer: int, part: str) -> torch.Tensor:
+        return getattr(self.content.shared(layer), part)
+
+    def _shared_gate(self, layer: int) -> torch.Tensor:
+        if not self.content.shared(layer).down.any():  # whose gate is of no account; llama.cpp's is NaN at 0
+            return torch.ones(self.config.hidden_size)
+        return self.content.backbone(self.family.shared_gate_name(layer)).flatten()
+
+    def _rope_factors(self) -> torch.Tensor:
+        """What llama.cpp divides the frequency of each rotation by, [head_dim / 2]."""
+        scaled, _ = ROPE_INIT_FUNCTIONS[self.rope["rope_type"]](self.config, torch.device("cpu"))
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        return 1 / (self.rope["rope_theta"] ** exponents) / scaled
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# How a byte-level tokenizer splits text before merging, and whether words in its vocabulary stay → llama.cpp's name.
+_PRE_TOKENIZERS = {
+    (("bytes",), False): "gpt-2",
+    (("digits", "bytes"), False): "smollm",  # Granite's too
+    ((_CONTRACTIONS + r"\p{N}" + _REST,), False): "qwen2",
+    ((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), True): "llama-bpe",
+    ((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), False): "dbrx",  # Phi-4's too
+}
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
+
+
+def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrainedConfig) -> None:
+    """
+    Raises:
+        ValueError: there is no tokenizer, or none that llama.cpp has.
+    """
+    name = str(folder)
+    tokenizer = read_tokenizer(folder, name)
+    check_tokenizer(tokenizer, config, name)
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if hasattr(tokenizer, "backend_tokenizer") else {}
+    model = backend.get("model", {})
+    if model.get("type") != "BPE":
+        raise ValueError(f"{name}: its tokenizer is no BPE ({model.get('type')}); llama.cpp needs one")
+    added = {token["id"]: token for token in backend["added_tokens"]}
+    vocab = {index: token for token, index in tokenizer.get_vocab().items()}
+    tokens = [vocab.get(i, f"[PAD{i}]") for i in range(config.vocab_size)]
+    types = [
+        (_CONTROL if added[i]["special"] else _USER_DEFINED) if i in added else _NORMAL if i in vocab else _UNUSED
+        for i in range(config.vocab_size)
+    ]
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    if model["byte_fallback"]:  # SentencePiece's
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_add_space_prefix(_adds_space(backend, name))
+        # A token counts as its first merge does; others are not made by merging.
+        scores: dict[str, float] = {}
+        for rank, (left, right) in enumerate(merges):
+            scores.setdefault(left + right, -float(rank))
+        writer.add_token_scores([scores.get(token, -float(len(merges))) for token in tokens])
+        types = [
+            _BYTE if re.fullmatch("<0x[0-9A-F]{2}>", token) else type_
+            for token, type_ in zip(tokens, types, strict=True)
+        ]
+        if tokenizer.unk_token_id is not None:
+            types[tokenizer.unk_token_id] = _UNKNOWN
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_pre_tokenizer(backend, name))
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    # Special tokens, and what a text begins and ends with.
+    for kind in ("bos", "eos", "unk", "pad"):
+        if (token := getattr(tokenizer, f"{kind}_token_id")) is not None:
+            getattr(writer, f"add_{kind}_token_id")(token)
+    ids = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(ids[-1] == tokenizer.eos_token_id)
+    ends = (read_json(generation) if generation.is_file() else {}).get("eos_token_id")
+    others = [end for end in (ends if isinstance(ends, list) else [ends]) if end not in (None, tokenizer.eos_token_id)]
+    if others:  # llama.cpp has one more; further ones it knows by their text
+        writer.add_eot_token_id(others[0])
+    template = tokenizer.chat_template
+    if template:
+        writer.add_chat_template(template if isinstance(template, str) else template["default"])
+
+
+def _pre_tokenizer(backend: dict[str, Any], name: str) -> str:
+    """
+    llama.cpp's name for how a byte-level tokenizer splits text.
+
+    Raises:
+        ValueError: it has none.
+    """
+    pre = backend["pre_tokenizer"] or {}
+    steps: list[Any] = []
+    for step in pre.get("pretokenizers", [pre]):
+        if step.get("type") == "ByteLevel" and not step["add_prefix_space"]:
+            steps += ["bytes"] if step["use_regex"] else []
+        elif step.get("type") == "Digits" and step["individual_digits"]:
+            steps.append("digits")
+        elif step.get("type") == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            steps.append(step["pattern"].get("Regex"))
+        else:
+            steps.append(None)
+    known = _PRE_TOKENIZERS.get((tuple(steps), bool(backend["model"]["ignore_merges"])))
+    if known is None or (backend["normalizer"] or {"type": "NFC"})["type"] != "NFC":
+        raise ValueError(f"{name}: llama.cpp has no name for how its tokenizer splits text ({json.dumps(pre)[:120]})")
+    return known
+
+
+def _adds_space(backend: dict[str, Any], name: str) -> bool:
+    """
+    Whether a SentencePiece tokenizer puts a space before a text.
+
+    Raises:
+        ValueError: it does something else with it.
+    """
+    pre, normalizer = backend["pre_tokenizer"] or {}, backend["normalizer"] or {}
+    steps = [step["type"] for step in normalizer.get("normalizers", [normalizer] if normalizer else [])]
+    if not pre and steps in (["Prepend", "Replace"], ["Replace"]):
+        return "Prepend" in steps
+    if pre.get("type") == "Metaspace" and not steps:
+        if pre["prepend_scheme"] == "first":
+            logger.warning("llama.cpp puts a space before the text after a special token, which the tokenizer does not")
+        return pre["prepend_scheme"] != "never"
+    raise ValueError(f"{name}: llama.cpp has no name for how its tokenizer splits text ({json.dumps(pre)[:120]})")

@@ -1,0 +1,120 @@
+"""llama.cpp, as the wheel `xllamacpp` has it: another implementation, which reads GGUF files."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+# Any token that is text on its own: a server reports probabilities with a token only once its text is complete.
+_ASCII = 60
+
+
+class LlamaCpp:
+    """
+    A model in llama.cpp's server, in float32 throughout where the file is.
+
+    Raises:
+        RuntimeError: it cannot load the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(file)
+        params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 256, 1, 1
+        params.n_gpu_layers, params.warmup, params.verbosity = 0, False, -1
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.server = xllamacpp.Server(params)
+
+    def log_probs(self, ids: list[int], vocab_size: int, last: int | None = None) -> torch.Tensor:
+        """The log-probabilities of the token after each of `ids`, or of the `last` ones, [S, V]."""
+        rows = torch.full((last or len(ids), vocab_size), torch.nan)
+        for i, row in enumerate(rows, len(ids) - len(rows) + 1):
+            settings = {"n_predict": 1, "n_probs": vocab_size, "cache_prompt": False, "logit_bias": [[_ASCII, 1000]]}
+            answer = self.server.handle_completions({"prompt": ids[:i], **settings})
+            for token in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+                if token["logprob"] is not None:  # what JSON has for NaN
+                    row[token["id"]] = token["logprob"]
+        return rows
+
+    def tokens(self, text: str) -> list[int]:
+        """The token ids of a text."""
+        return self._post("tokenize", content=text, add_special=True, parse_special=True)["tokens"]
+
+    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        """The token ids of the prompt that the chat template makes of messages."""
+        return self.tokens(self._post("apply-template", messages=messages)["prompt"])
+
+    def _post(self, path: str, **values: Any) -> dict[str, Any]:
+        request = urllib.request.Request(f"{self.server.listening_address}/{path}", json.dumps(values).encode())
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "Hello world, it's 12345 o'clock: we'LL see!",
+    "  def f(x):\n\treturn x ** 2\n\n\n    # naïve café\r\n",
+    "東京 is 1 of 2³ cities 🙂   ",
+    "one<eos>two <eos> three",
+]
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# How families split text before merging: their pattern, or a first step; llama.cpp's name.
+SPLITS = {
+    "gpt-2": [],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+    "qwen2": [pre_tokenizers.Split(Regex(_WORDS + r"\p{N}" + _REST), "isolated")],
+    "llama-bpe": [pre_tokenizers.Split(Regex(_WORDS + r"\p{N}{1,3}" + _REST), "isolated")],
+    "dbrx": [pre_tokenizers.Split(Regex(_WORDS + r"\p{N}{1,3}" + _REST), "isolated")],
+}
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """Tokens of a model with 128 of them: every one is text."""
+    chars = ["Ġ", "Ċ", *map(chr, range(33, 127))]
+    vocab = {token: i for i, token in enumerate(["<eos>", *chars, *(f"a{char}" for char in "bcdefghijklmnopqrst")])}
+    merges = [(token[0], token[1]) for token in vocab if len(token) == 2]
+    return _saved(Tokenizer(models.BPE(vocab, merges)), [])
+
+
+def bytes_tokenizer(split: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, as of GPT-2 and what came after it, trained on `TEXTS`."""
+    backend = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
+    steps = [*SPLITS[split], pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt-2", "smollm"))]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    return _saved(backend, steps)
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """BPE with bytes for unknown characters and a space before a text, as Llama 2's, trained on `TEXTS`."""
+    normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained = Tokenizer(models.BPE())
+    trained.normalizer, trained.pre_tokenizer = normalizer, pre_tokenizers.Split("▁", "merged_with_next")
+    trained.train_from_iterator(TEXTS[:2] * 2, trainers.BpeTrainer(vocab_size=100))
+    model = json.loads(trained.to_str())["model"]
+    tokens = ["<unk>", "<s>", "<eos>", *(f"<0x{i:02X}>" for i in range(256)), *model["vocab"]]
+    vocab, merges = {token: i for i, token in enumerate(tokens)}, [tuple(merge) for merge in model["merges"]]
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizer
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", bos_token="<s>", unk_token="<unk>")
+
+
+def _saved(backend: Tokenizer, steps: list[Any]) -> PreTrainedTokenizerFast:
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps) if steps else pre_tokenizers.ByteLevel(False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")

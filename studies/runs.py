@@ -47,6 +47,16 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def score_answers_only() -> None:
+    """
+    Have TRL's fused head compute logits where there is something to learn, on a CPU, too, where it takes all positions:
+    the same losses, and a sixth less time for a step.
+    """
+    from trl.trainer import utils
+
+    utils._use_triton = lambda device: True  # what is asked there is only whether positions are chosen
+
+
 def start_workers(study: str, arguments: Sequence[str], workers: int) -> int:
     """Run the study in several processes of one thread each, every one with its number; the greatest exit code."""
     command = [sys.executable, "-m", f"studies.{study}", "run", *arguments, "--workers", str(workers), "--worker"]

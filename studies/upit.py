@@ -1,0 +1,247 @@
+"""
+Does UpIT pay on a pretrained model? SmolLM2-135M-Instruct on six short tasks of real data, with UpIT and its rivals.
+
+    python -m studies.short_tasks --source FOLDER --output .cache/short_tasks
+    python -m studies.upit run [--workers 2]     # resumes where the ledger ends; a run takes minutes on a core
+    python -m studies.upit report                # tables and figures of the ledger
+
+Fixed before the first run (docs/studies.md has it in words): tasks, sizes, seeds, methods, contrasts and the rule for
+learning rates. A seed draws the training rows, too: of the quarter, seed s has rows s, s + 4, … of each task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from filelock import FileLock, Timeout
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.training.preparation import preparation, tokenized
+from moe_peft.upit import UpIT, load_recipe
+from moe_peft.upit.files import expert_folders
+from moe_peft.upit.stage_cache import run_stage
+
+from .exact_match import measure
+from .rates import best_rate, next_rate
+from .runs import Ledger, score_answers_only, start_workers
+
+RECIPE = Path(__file__).with_suffix(".yaml")
+LEDGER = Path(__file__).parent / "results" / "upit.jsonl"
+SEEDS, TUNING_SEED = (0, 1, 2), 3
+FIRST_RATES = (1e-3, 2e-3)
+SIZES = {"quarter": 4, "all": 1}  # every how-manyth row of each task
+
+
+class Method(NamedTuple):
+    """
+    Args:
+        label: in tables and figures.
+        settings: of the recipe.
+        experts: which of stage 1's eight checkpoints the recipe starts from; None: it does not.
+        rate_of: the method that has its learning rate.
+    """
+
+    label: str
+    settings: tuple[str, ...]
+    experts: tuple[int, ...] | None = None
+    rate_of: str | None = None
+
+
+_ALL = tuple(range(8))
+METHODS = {
+    "lora_kr": Method("LoRA, rank k·r", ("method=lora", "adapter.r=16", "adapter.lora_alpha=32")),
+    "lora_nr": Method("LoRA, rank n·r", ("method=lora", "adapter.r=64", "adapter.lora_alpha=128")),
+    "loramoe_pt": Method("LoRAMoE-PT", ("method=loramoe_pt",)),
+    "pesc": Method("PESC", ("method=pesc",)),
+    "upit": Method("UpIT", ("method=upit",), _ALL),
+    "upit_no_init": Method("UpIT, random routers", ("method=upit", "router_init.buckets=none"), _ALL, "upit"),
+    "upit_expanded": Method("UpIT, 4 + 4 experts", ("method=upit",), (1, 3, 5, 7), "upit"),
+    "loramoe_sft": Method("LoRAMoE-SFT", ("method=loramoe_sft",), _ALL),
+    "self_moe": Method("Self-MoE", ("method=self_moe",), _ALL),
+}
+# In the order in which their runs are made: the first contrasts are there first.
+PHASES = (("lora_kr", "loramoe_pt"), ("upit", "loramoe_sft"), ("lora_nr", "self_moe", "pesc"))
+CONTRASTS = (
+    ("loramoe_pt", "lora_kr"), ("loramoe_pt", "lora_nr"), ("upit", "lora_kr"), ("upit", "lora_nr"),
+    ("upit", "loramoe_pt"), ("upit", "loramoe_sft"), ("upit", "upit_no_init"), ("upit", "upit_expanded"),
+    ("upit", "self_moe"), ("pesc", "loramoe_pt"),
+)  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A run to be made."""
+
+    method: str
+    size: str
+    seed: int
+    rate: float
+
+
+class Study:
+    """
+    Args:
+        data: the folder of `train.jsonl` and `test.jsonl`.
+        work: a folder for what is made on the way.
+        ledger: of the finished runs.
+    """
+
+    def __init__(self, data: Path, work: Path, ledger: Ledger) -> None:
+        self.work, self.ledger = work, ledger
+        self.train, self.test = (_read(data / f"{name}.jsonl") for name in ("train", "test"))
+        self.digest = hashlib.sha256(json.dumps([self.train, self.test]).encode()).hexdigest()[:12]
+
+    # --- what is to be done ------------------------------------------------------------------------------------------
+
+    def records(self, **wanted: Any) -> list[dict[str, Any]]:
+        """The finished runs on these data."""
+        wanted["data"] = self.digest
+        return [r for r in self.ledger.records() if all(r[key] == value for key, value in wanted.items())]
+
+    def rate(self, method: str) -> float | None:
+        """A method's learning rate, once there is one with worse ones on both sides."""
+        method = METHODS[method].rate_of or method
+        losses = self._tuning_losses(method)
+        return None if next_rate(losses, FIRST_RATES) is not None else best_rate(losses)
+
+    def _tuning_losses(self, method: str) -> dict[float, float]:
+        return {r["rate"]: r["loss"] for r in self.records(method=method, size="quarter", seed=TUNING_SEED)}
+
+    def jobs(self) -> Iterator[Job]:
+        """Runs that are missing and can be made now, the most urgent first."""
+        done = {(r["method"], r["size"], r["seed"], r["rate"]) for r in self.records()}
+        for size in SIZES:
+            for phase in PHASES:
+                for tuned in phase:
+                    if METHODS[tuned].experts is not None and self.rate("lora_kr") is None:
+                        continue  # that of stage 1
+                    losses = self._tuning_losses(tuned)
+                    rate = next_rate(losses, FIRST_RATES)
+                    if rate is not None:
+                        untried = [first for first in FIRST_RATES if first not in losses] or [rate]
+                        yield from (Job(tuned, "quarter", TUNING_SEED, rate) for rate in untried)
+                for seed in SEEDS:
+                    for name, method in METHODS.items():
+                        if (method.rate_of or name) in phase and (rate := self.rate(name)) is not None:
+                            job = Job(name, size, seed, rate)
+                            if job not in done:
+                                yield job
+
+    def is_complete(self) -> bool:
+        return next(self.jobs(), None) is None
+
+    # --- a run -------------------------------------------------------------------------------------------------------
+
+    def run(self, job: Job) -> None:
+        """Make a run, measure its result and write it down."""
+        method, folder = METHODS[job.method], self.work / "-".join(map(str, job))
+        settings = [*method.settings, f"sft.learning_rate={job.rate}"]
+        if method.experts is not None:
+            experts = self._stage_1(job)
+            settings += [f"prepare.adapters={[str(experts[i]) for i in method.experts]}", "num_train_epochs=2"]
+        pipeline = self._recipe(job, folder, settings)
+        start = time.time()
+        adapter = pipeline.run()
+        seconds = time.time() - start
+        record = {**job._asdict(), **self.measure(adapter), "parameters": _parameters(adapter)}
+        curve = [
+            [stage, round(step["epoch"], 2), step["loss"]]
+            for stage, of in pipeline.records.items()
+            for step in of["metrics"].get("history", ())
+            if "loss" in step
+        ]
+        self.ledger.add({**record, "curve": curve, "seconds": seconds, "data": self.digest}, f"{record['loss']:.4f}")
+        shutil.rmtree(folder)
+
+    def _recipe(self, job: Job, folder: Path, settings: list[str]) -> UpIT:
+        own = [f"output_dir={folder}", f"model.name_or_path={smollm2_folder()}", f"seed={job.seed}"]
+        return UpIT(load_recipe(RECIPE, [*own, f"data.train={self._rows(job)}", *settings]))
+
+    def _rows(self, job: Job) -> Path:
+        """The file of the training rows."""
+        every = SIZES[job.size]
+        path = self.work / f"{job.size}-{job.seed % every}.jsonl"
+        of_task: dict[str, list[dict[str, str]]] = defaultdict(list)
+        for row in self.train:
+            of_task[row["domain"]].append(row)
+        rows = [row for rows in of_task.values() for row in rows[job.seed % every :: every]]
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    def _stage_1(self, job: Job) -> list[Path]:
+        """The eight checkpoints of a LoRA of rank r that methods with stages share; half of the passes."""
+        folder, rate = self.work / f"stage_1-{job.size}-{job.seed}", self.rate("lora_kr")
+        with FileLock(f"{folder}.lock"):
+            pipeline = self._recipe(job, folder, ["router_init.buckets=none", f"sft.learning_rate={rate}"])
+            pipeline.join_processes()
+            folder.mkdir(exist_ok=True)
+            run_stage(pipeline.stages[0])
+        return expert_folders(pipeline.stages[0].folder, 8)
+
+    def measure(self, adapter: Path) -> dict[str, Any]:
+        """Loss and exact matches of an adapter on the held-out rows."""
+        base = smollm2_folder()
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+        rows, collator = tokenized(Dataset.from_list(self.test), tokenizer, preparation(max_length=64))
+        return measure(model, rows, collator)
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _parameters(adapter: Path) -> int:
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+
+
+def work(study: Study) -> None:
+    """Make runs until none is missing, beside other workers that do the same."""
+    while not study.is_complete():
+        for job in study.jobs():
+            lock = FileLock(study.work / f"{'-'.join(map(str, job))}.running")
+            try:
+                with lock.acquire(blocking=False):
+                    if job in set(study.jobs()):
+                        study.run(job)
+                        break  # what is most urgent may have changed
+            except Timeout:
+                continue  # another worker makes it
+        else:
+            time.sleep(5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "report"))
+    parser.add_argument("--data", type=Path, default=Path(".cache/short_tasks"))
+    parser.add_argument("--work", type=Path, default=Path(".cache/studies/upit"))
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    study = Study(args.data.absolute(), args.work.absolute(), Ledger(LEDGER))
+    if args.command == "report":
+        raise SystemExit("later")
+    if args.worker is None:
+        raise SystemExit(start_workers("upit", ["--data", str(args.data), "--work", str(args.work)], args.workers))
+    score_answers_only()
+    work(study)
+
+
+if __name__ == "__main__":
+    main()

@@ -34,7 +34,7 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(_rounded(record)) + "\n")
-        values = ", ".join(str(value) for key, value in record.items() if key != "points")
+        values = ", ".join(str(value) for value in record.values() if not isinstance(value, list | dict))
         print(f"{time.strftime('%H:%M:%S')} {values}: {note}", flush=True)
 
 

@@ -3,7 +3,7 @@ Does UpIT pay on a pretrained model? SmolLM2-135M-Instruct on six short tasks of
 
     python -m studies.short_tasks --source FOLDER --output .cache/short_tasks
     python -m studies.upit run [--workers 2]     # resumes where the ledger ends; a run takes minutes on a core
-    python -m studies.upit report                # tables and figures of the ledger
+    python -m studies.upit report                # tables and figures of the ledger, in studies/results
 
 Fixed before the first run (docs/studies.md has it in words): tasks, sizes, seeds, methods, contrasts and the rule for
 learning rates. A seed draws the training rows, too: of the quarter, seed s has rows s, s + 4, … of each task.
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from datasets import Dataset
 from filelock import FileLock, Timeout
 from peft import PeftModel
@@ -33,12 +34,14 @@ from moe_peft.upit import UpIT, load_recipe
 from moe_peft.upit.files import expert_folders
 from moe_peft.upit.stage_cache import run_stage
 
+from .differences import Difference, paired_difference
 from .exact_match import measure
+from .figures import plot_curves, plot_differences
 from .rates import best_rate, next_rate
 from .runs import Ledger, score_answers_only, start_workers
 
 RECIPE = Path(__file__).with_suffix(".yaml")
-LEDGER = Path(__file__).parent / "results" / "upit.jsonl"
+RESULTS = Path(__file__).parent / "results"
 SEEDS, TUNING_SEED = (0, 1, 2), 3
 FIRST_RATES = (1e-3, 2e-3)
 SIZES = {"quarter": 4, "all": 1}  # every how-manyth row of each task
@@ -112,10 +115,11 @@ class Study:
     def rate(self, method: str) -> float | None:
         """A method's learning rate, once there is one with worse ones on both sides."""
         method = METHODS[method].rate_of or method
-        losses = self._tuning_losses(method)
+        losses = self.tuning_losses(method)
         return None if next_rate(losses, FIRST_RATES) is not None else best_rate(losses)
 
-    def _tuning_losses(self, method: str) -> dict[float, float]:
+    def tuning_losses(self, method: str) -> dict[float, float]:
+        """Rate → held-out loss on the tuning seed."""
         return {r["rate"]: r["loss"] for r in self.records(method=method, size="quarter", seed=TUNING_SEED)}
 
     def jobs(self) -> Iterator[Job]:
@@ -126,7 +130,7 @@ class Study:
                 for tuned in phase:
                     if METHODS[tuned].experts is not None and self.rate("lora_kr") is None:
                         continue  # that of stage 1
-                    losses = self._tuning_losses(tuned)
+                    losses = self.tuning_losses(tuned)
                     rate = next_rate(losses, FIRST_RATES)
                     if rate is not None:
                         untried = [first for first in FIRST_RATES if first not in losses] or [rate]
@@ -137,6 +141,8 @@ class Study:
                             job = Job(name, size, seed, rate)
                             if job not in done:
                                 yield job
+        if (base := Job("base", "none", 0, 0.0)) not in done:
+            yield base
 
     def is_complete(self) -> bool:
         return next(self.jobs(), None) is None
@@ -145,6 +151,9 @@ class Study:
 
     def run(self, job: Job) -> None:
         """Make a run, measure its result and write it down."""
+        if job.method == "base":
+            record = {**job._asdict(), **self.measure(None), "data": self.digest}
+            return self.ledger.add(record, f"{record['loss']:.4f}")
         method, folder = METHODS[job.method], self.work / "-".join(map(str, job))
         settings = [*method.settings, f"sft.learning_rate={job.rate}"]
         if method.experts is not None:
@@ -191,11 +200,13 @@ class Study:
             run_stage(pipeline.stages[0])
         return expert_folders(pipeline.stages[0].folder, 8)
 
-    def measure(self, adapter: Path) -> dict[str, Any]:
-        """Loss and exact matches of an adapter on the held-out rows."""
+    def measure(self, adapter: Path | None) -> dict[str, Any]:
+        """Loss and exact matches of an adapter, or of the base, on the held-out rows."""
         base = smollm2_folder()
         tokenizer = AutoTokenizer.from_pretrained(base)
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, adapter)
         rows, collator = tokenized(Dataset.from_list(self.test), tokenizer, preparation(max_length=64))
         return measure(model, rows, collator)
 
@@ -225,6 +236,103 @@ def work(study: Study) -> None:
             time.sleep(5)
 
 
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def report(study: Study) -> None:
+    """Write tables and figures of the runs that there are, and print the tables."""
+    lines = [
+        "# UpIT and its rivals on SmolLM2-135M-Instruct",
+        "",
+        "`python -m studies.upit report` writes this page.",
+        "",
+    ]
+    panels: dict[str, list[tuple[str, str, Difference]]] = {}
+    for size in SIZES:
+        runs = {name: _by_seed(study, name, size) for name in METHODS}
+        missing = sum(len(SEEDS) - len(of) for of in runs.values())
+        if not any(runs.values()):
+            continue
+        lines += [f"## {size.capitalize()} of the rows", ""]
+        lines += [f"*In progress: {missing} of {len(SEEDS) * len(METHODS)} runs are missing.*", ""] if missing else []
+        lines += [*_means(study, runs), "", *_contrasts(runs), ""]
+        if any(rows := _differences(runs, "loss")):
+            panels[f"{size} of the rows"] = rows
+            curves = {METHODS[name].label: (name, _curve(of)) for name, of in runs.items() if of}
+            plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
+            lines += [f"![Training loss, mean of the seeds](upit_{size}.svg)", ""]
+    if panels:
+        plot_differences(panels, RESULTS / "upit_differences.svg", "difference of held-out loss")
+        lines += ["![Differences of held-out loss with 95 % intervals](upit_differences.svg)", ""]
+    lines += ["## Learning rates", "", *_rates(study)]
+    (RESULTS / "upit.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def _by_seed(study: Study, name: str, size: str) -> dict[int, dict[str, Any]]:
+    runs = study.records(method=name, size=size, rate=study.rate(name))
+    return {run["seed"]: run for run in runs if run["seed"] in SEEDS}
+
+
+def _means(study: Study, runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    """Each method's means over its seeds, the lowest loss first, and those of the base."""
+    tasks = sorted({row["domain"] for row in study.test})
+    lines = [f"| method | parameters | seeds | loss | exact | {' | '.join(tasks)} |", f"|{'---|' * (5 + len(tasks))}"]
+    made = {METHODS[name].label: list(of.values()) for name, of in runs.items() if of}
+    made |= {"no training": study.records(method="base")}
+    for label, of in sorted(made.items(), key=lambda item: _mean(item[1], "loss")):
+        if of:
+            size = f"{of[0]['parameters'] / 1e6:.2f}M" if "parameters" in of[0] else ""
+            by_task = [f"{np.mean([r['tasks'][t][0] for r in of]):.3f}" for t in tasks]
+            cells = [label, size, str(len(of)), f"{_mean(of, 'loss'):.4f}", f"{_mean(of, 'exact'):.3f}", *by_task]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _mean(runs: list[dict[str, Any]], measure: str) -> float:
+    return float(np.mean([run[measure] for run in runs])) if runs else float("inf")
+
+
+def _differences(runs: dict[str, dict[int, dict[str, Any]]], measure: str) -> list[tuple[str, str, Difference]]:
+    """The contrasts that at least two seeds have: label, method, difference."""
+    rows = []
+    for name, other in CONTRASTS:
+        seeds = sorted(runs[name].keys() & runs[other].keys())
+        if len(seeds) > 1:
+            pairs = [[runs[method][seed][measure] for seed in seeds] for method in (name, other)]
+            rows.append((f"{METHODS[name].label} − {METHODS[other].label}", name, paired_difference(*pairs)))
+    return rows
+
+
+def _contrasts(runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    lines = ["| contrast | loss | 95 % interval | exact | 95 % interval |", "|---|---|---|---|---|"]
+    for (label, _, loss), (_, _, exact) in zip(_differences(runs, "loss"), _differences(runs, "exact"), strict=True):
+        lines.append(f"| {' | '.join([label, *loss.cells(), *exact.cells()])} |")
+    return lines
+
+
+def _curve(runs: dict[int, dict[str, Any]]) -> list[tuple[float, float]]:
+    """Training loss of stages 1 and 4 over passes, mean of the seeds."""
+    points: dict[float, list[float]] = defaultdict(list)
+    for run in runs.values():
+        start = 2.0 if METHODS[run["method"]].experts is not None else 0.0
+        for stage, epoch, loss in run["curve"]:
+            if stage != "router_init":
+                points[start + epoch].append(float(loss))
+    return [(epoch, float(np.mean(losses))) for epoch, losses in sorted(points.items())]
+
+
+def _rates(study: Study) -> list[str]:
+    lines = ["| method | losses on the tuning seed | chosen |", "|---|---|---|"]
+    for name, method in METHODS.items():
+        if method.rate_of is None:
+            losses = study.tuning_losses(name)
+            tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(losses.items()))
+            rate = study.rate(name)
+            lines.append(f"| {method.label} | {tried} | {'' if rate is None else f'{rate:g}'} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("run", "report"))
@@ -234,9 +342,9 @@ def main() -> None:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    study = Study(args.data.absolute(), args.work.absolute(), Ledger(LEDGER))
+    study = Study(args.data.absolute(), args.work.absolute(), Ledger(RESULTS / "upit.jsonl"))
     if args.command == "report":
-        raise SystemExit("later")
+        return report(study)
     if args.worker is None:
         raise SystemExit(start_workers("upit", ["--data", str(args.data), "--work", str(args.work)], args.workers))
     score_answers_only()

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from trl.trainer.utils import add_fused_lm_head
 
+from moe_peft.analysis.recorder import RoutingStatistics
 from moe_peft.models.introspection import base_model
 from moe_peft.utils.torch_contexts import evaluating
 
@@ -17,13 +18,19 @@ _ROWS = 20  # of a forward pass
 
 
 @torch.no_grad()
-def measure(model: Any, rows: Dataset, collator: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
+def measure(
+    model: Any,
+    rows: Dataset,
+    collator: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    statistics: RoutingStatistics | None = None,
+) -> dict[str, Any]:
     """
     An answer is an exact match if each of its tokens is the most probable one after those before it: greedy decoding
     gives it. Logits are computed for answer tokens alone.
 
     Args:
         rows: tokenized, with `labels` and the task as `domain`.
+        statistics: of the routing, which records it and is told the tasks.
 
     Returns:
         `loss` and `exact`, means over tasks, and `tasks`: task → [loss, exact].
@@ -35,6 +42,8 @@ def measure(model: Any, rows: Dataset, collator: Callable[[list[dict[str, Any]]]
         for start in range(0, len(order), _ROWS):
             part = [rows[i] for i in order[start : start + _ROWS]]
             batch = {name: value for name, value in collator(part).items() if isinstance(value, torch.Tensor)}
+            if statistics is not None:
+                statistics.current = [row["domain"] for row in part]
             outputs = model(**batch, fused_lm_head=True)
             missed_B = ((outputs.is_top1 == 0) & outputs.label_mask).any(-1)
             for i, row in enumerate(part):

@@ -28,7 +28,9 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_peft.analysis.recorder import record_routing
 from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.models.introspection import adapter_layers
 from moe_peft.training.preparation import preparation, tokenized
 from moe_peft.upit import UpIT, load_recipe
 from moe_peft.upit.files import expert_folders
@@ -201,14 +203,23 @@ class Study:
         return expert_folders(pipeline.stages[0].folder, 8)
 
     def measure(self, adapter: Path | None) -> dict[str, Any]:
-        """Loss and exact matches of an adapter, or of the base, on the held-out rows."""
+        """
+        Loss and exact matches of an adapter, or of the base, on the held-out rows; of a mixture, `distances`: task →
+        by layer the share of its tokens' assignments that the mean of the tasks gives to other experts.
+        """
         base = smollm2_folder()
         tokenizer = AutoTokenizer.from_pretrained(base)
         model = AutoModelForCausalLM.from_pretrained(base)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
         rows, collator = tokenized(Dataset.from_list(self.test), tokenizer, preparation(max_length=64))
-        return measure(model, rows, collator)
+        if not adapter_layers(model):
+            return measure(model, rows, collator)
+        with record_routing(model, sorted(set(rows["domain"]))) as statistics:
+            measured = measure(model, rows, collator, statistics)
+        shares = statistics.shares()
+        mean_LN = sum(shares.values()) / len(shares)
+        return {**measured, "distances": {t: ((of - mean_LN).abs().sum(-1) / 2).tolist() for t, of in shares.items()}}
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -261,6 +272,10 @@ def report(study: Study) -> None:
             curves = {METHODS[name].label: (name, _curve(of)) for name, of in runs.items() if of}
             plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
             lines += [f"![Training loss, mean of the seeds](upit_{size}.svg)", ""]
+            if layers := {METHODS[name].label: (name, points) for name, of in runs.items() if (points := _layers(of))}:
+                plot_curves(layers, RESULTS / f"upit_{size}_routing.svg", "layer", "share routed apart")
+                what = "Share of a task's tokens that go to other experts than those of the average task"
+                lines += [f"![{what}, by layer](upit_{size}_routing.svg)", ""]
     if panels:
         plot_differences(panels, RESULTS / "upit_differences.svg", "difference of held-out loss")
         lines += ["![Differences of held-out loss with 95 % intervals](upit_differences.svg)", ""]
@@ -320,6 +335,12 @@ def _curve(runs: dict[int, dict[str, Any]]) -> list[tuple[float, float]]:
             if stage != "router_init":
                 points[start + epoch].append(float(loss))
     return [(epoch, float(np.mean(losses))) for epoch, losses in sorted(points.items())]
+
+
+def _layers(runs: dict[int, dict[str, Any]]) -> list[tuple[int, float]]:
+    """By layer, how far the tasks' routing is from their mean, mean of tasks and seeds; nothing without routers."""
+    layers = [layers for run in runs.values() for layers in run.get("distances", {}).values()]
+    return list(enumerate(np.mean(layers, axis=0).tolist())) if layers else []
 
 
 def _rates(study: Study) -> list[str]:

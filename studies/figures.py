@@ -14,6 +14,7 @@ from .differences import Difference
 COLOURS = {
     "lora_kr": "#999999", "lora_nr": "#444444", "loramoe_pt": "#0072B2", "loramoe_sft": "#56B4E9", "pesc": "#009E73",
     "upit": "#D55E00", "upit_no_init": "#E69F00", "upit_expanded": "#CC79A7", "self_moe": "#B8A800",
+    "dense": "#444444", "copy": "#0072B2", "drop": "#D55E00", "checkpoints": "#009E73",
 }  # fmt: skip
 _SETTINGS = {"svg.hashsalt": "studies", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 _METADATA = {"Creator": None, "Date": None}  # so that the same numbers make the same file

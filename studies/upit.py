@@ -177,19 +177,20 @@ class Study:
 
     def _recipe(self, job: Job, folder: Path, settings: list[str]) -> UpIT:
         own = [f"output_dir={folder}", f"model.name_or_path={smollm2_folder()}", f"seed={job.seed}"]
-        return UpIT(load_recipe(RECIPE, [*own, f"data.train={self._rows(job)}", *settings]))
+        return UpIT(load_recipe(RECIPE, [*own, f"data.train={self._file_of_rows(job)}", *settings]))
 
-    def _rows(self, job: Job) -> Path:
-        """The file of the training rows."""
-        every = SIZES[job.size]
-        path = self.work / f"{job.size}-{job.seed % every}.jsonl"
+    def rows(self, size: str, seed: int) -> list[dict[str, str]]:
+        """The training rows of a seed."""
         of_task: dict[str, list[dict[str, str]]] = defaultdict(list)
         for row in self.train:
             of_task[row["domain"]].append(row)
-        rows = [row for rows in of_task.values() for row in rows[job.seed % every :: every]]
+        every = SIZES[size]
+        return [row for rows in of_task.values() for row in rows[seed % every :: every]]
+
+    def _file_of_rows(self, job: Job) -> Path:
+        path = self.work / f"{job.size}-{job.seed % SIZES[job.size]}.jsonl"
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            path.write_text("".join(json.dumps(row) + "\n" for row in self.rows(job.size, job.seed)))
         return path
 
     def _stage_1(self, job: Job) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Every benchmark starts, and their shared code works."""
+"""Every benchmark and study starts, and their shared code works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.models import tiny_llama
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
     f"{folder}.{path.stem}"
-    for folder in ("benchmarks", "compatibility")
+    for folder in ("benchmarks", "compatibility", "studies")
     for path in sorted((ROOT / folder).glob("*.py"))
     if "__main__" in path.read_text()
 ]
@@ -29,7 +29,7 @@ def from_root(monkeypatch):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_benchmark_answers_help(name, monkeypatch, capsys):
+def test_every_script_answers_help(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(name, run_name="__main__")

@@ -263,10 +263,10 @@ def report(study: Study) -> None:
     for size in SIZES:
         runs = {name: _by_seed(study, name, size) for name in METHODS}
         missing = sum(len(SEEDS) - len(of) for of in runs.values())
-        if not any(runs.values()):
-            continue
         lines += [f"## {size.capitalize()} of the rows", ""]
         lines += [f"*In progress: {missing} of {len(SEEDS) * len(METHODS)} runs are missing.*", ""] if missing else []
+        if not any(runs.values()):
+            continue
         lines += [*_means(study, runs), "", *_contrasts(runs), ""]
         if any(rows := _differences(runs, "loss")):
             panels[f"{size} of the rows"] = rows

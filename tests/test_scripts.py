@@ -1,13 +1,10 @@
-"""Every benchmark starts, and their shared code works."""
+"""Every benchmark and study starts, and their shared code works."""
 
 from __future__ import annotations
 
 import runpy
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from tests.helpers.models import tiny_llama
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
     f"{folder}.{path.stem}"
-    for folder in ("benchmarks", "compatibility")
+    for folder in ("benchmarks", "compatibility", "studies")
     for path in sorted((ROOT / folder).glob("*.py"))
     if "__main__" in path.read_text()
 ]
@@ -32,7 +29,7 @@ def from_root(monkeypatch):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_benchmark_answers_help(name, monkeypatch, capsys):
+def test_every_script_answers_help(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(name, run_name="__main__")
@@ -115,22 +112,27 @@ def test_rates_are_tried_until_the_best_lies_between_worse_ones(first):
         assert min(losses) < optimum < max(losses) and len(losses) <= 6
 
 
-def test_workers_share_the_rates_and_wait_for_one_another(monkeypatch):
-    from studies import rates
+def test_the_study_of_upit_makes_every_run_once_and_those_of_stage_1s_rate_after_it(tmp_path):
+    from studies import upit
+    from studies.runs import Ledger
 
-    monkeypatch.setattr(rates, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(0.001)))
-    optima, losses, tried = {"a": 1.0, "b": 4.0, "c": 2.0}, {"a": {}, "b": {}, "c": {}}, []
-
-    def run(name, rate):
-        tried.append((name, rate))
-        losses[name][rate] = abs(rate - optima[name])
-
-    def work(worker):
-        return rates.tune(list(optima), lambda name: dict(losses[name]), lambda name: (1.0, 2.0), run, worker, 2)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(work, range(2))) == [optima, optima]
-    assert len(tried) == len(set(tried)) == 3 + 4 + 3
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("")
+    study = upit.Study(tmp_path, tmp_path, Ledger(tmp_path / "runs.jsonl"))
+    jobs = []
+    while (job := next(study.jobs(), None)) is not None:
+        jobs.append(job)
+        study.ledger.add({**job._asdict(), "loss": abs(job.rate - 2e-3), "data": study.digest}, "")
+    assert len(jobs) == len(set(jobs))
+    counted = {(job.method, job.size, job.seed) for job in jobs if job.rate == 2e-3 and job.seed != upit.TUNING_SEED}
+    assert counted == {(name, size, seed) for name in upit.METHODS for size in upit.SIZES for seed in upit.SEEDS}
+    tuning = [job for job in jobs if job.seed == upit.TUNING_SEED]
+    tuned = [name for name, method in upit.METHODS.items() if method.rate_of is None]
+    assert sorted(job[:1] + job[3:] for job in tuning) == sorted(
+        (name, r) for name in tuned for r in (1e-3, 2e-3, 4e-3)
+    )
+    staged = [i for i, job in enumerate(jobs) if job.method != "base" and upit.METHODS[job.method].experts is not None]
+    assert min(staged) > max(jobs.index(("lora_kr", "quarter", upit.TUNING_SEED, rate)) for rate in (1e-3, 2e-3, 4e-3))
 
 
 def test_the_gpu_benchmark_measures_all_its_rows_on_a_tiny_case():

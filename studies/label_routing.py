@@ -1,0 +1,151 @@
+"""
+Can routers of a pretrained model learn domains? Label-supervised routing on SmolLM2-135M-Instruct, in two stages.
+
+    python -m studies.short_tasks --source FOLDER --output .cache/short_tasks
+    python -m studies.label_routing run       # resumes where the ledger ends
+    python -m studies.label_routing report    # table and figure of the ledger, in studies/results
+
+Fixed before the first run: three of the short tasks with two experts each, a mixture of 6 LoRAs of rank 8, k = 2.
+First the routers alone learn for one pass over 600 rows to send each task's tokens to its experts, at a rate of 0.01;
+then the experts learn for two passes with frozen routers. The same two passes without labels, where routers and experts
+learn together with the balancing loss, say what it costs. Experts learn at the rate that is best for LoRAMoE-PT in
+`studies.upit`. Held-out rows, three seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
+from moe_peft.analysis.figures import plot_compliance
+from moe_peft.analysis.recorder import RoutingStatistics, record_routing
+from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.training.preparation import preparation, tokenized
+
+from .differences import paired_difference
+from .exact_match import measure
+from .runs import Ledger, score_answers_only
+from .upit import RESULTS, SEEDS, Study
+
+EXPERTS = {"arithmetic": [0, 1], "banking": [2, 3], "slots": [4, 5]}
+STATES = ("before", "routers trained", "then the experts", "without labels")
+_POSITIONS = 5  # buckets of doubling width, that begin at 0, 1, 3, 7 and 15: rows have at most 32 tokens
+
+
+def mixture(seed: int) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder())
+    set_seed(seed)
+    config = MoELoraConfig(num_experts=6, top_k=2, r=8, lora_alpha=16, mixing="projection", task_type="CAUSAL_LM")
+    return get_peft_model(model, config)
+
+
+class LabelRouting:
+    """
+    Args:
+        data: the folder of `train.jsonl` and `test.jsonl`.
+        rate: of the experts.
+    """
+
+    def __init__(self, data: Study, work: Path, ledger: Ledger, rate: float) -> None:
+        self.work, self.ledger, self.rate, self.digest = work, ledger, rate, data.digest
+        self.tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+        self.train, self.test = (
+            Dataset.from_list([row for row in rows if row["domain"] in EXPERTS]) for rows in (data.train, data.test)
+        )
+
+    def run(self, seed: int) -> None:
+        """Both stages and, from the same start, the second one without labels."""
+        model = mixture(seed)
+        self._note(STATES[0], seed, model)
+        self._train(model, seed, training_stage="routers", learning_rate=1e-2, num_train_epochs=1)
+        self._note(STATES[1], seed, model)
+        self._train(model, seed, training_stage="rest", learning_rate=self.rate, num_train_epochs=2)
+        self._note(STATES[2], seed, model)
+        model = mixture(seed)
+        self._train(model, seed, router_label_loss_coef=0.0, learning_rate=self.rate, num_train_epochs=2)
+        self._note(STATES[3], seed, model)
+
+    def _train(self, model: Any, seed: int, **own: Any) -> None:
+        args = MoESFTConfig(
+            str(self.work / "label_routing"), per_device_train_batch_size=8, max_length=64, bf16=False, use_cpu=True,
+            gradient_checkpointing=False, lr_scheduler_type="constant", save_strategy="no", report_to="none",
+            disable_tqdm=True, label_column="domain", expert_map=EXPERTS, router_balancing="layer", seed=seed, **own,
+        )  # fmt: skip
+        MoESFTTrainer(model, args, train_dataset=self.train, processing_class=self.tokenizer).train()
+
+    def _note(self, state: str, seed: int, model: Any) -> None:
+        rows, collator = tokenized(self.test, self.tokenizer, preparation(max_length=64))
+        with record_routing(model, list(EXPERTS), EXPERTS) as statistics:
+            measured = measure(model, rows, collator, statistics)
+        by_domain = {task: of[:, :_POSITIONS].tolist() for task, of in statistics.compliance_by_domain().items()}
+        record = {"state": state, "seed": seed, **measured, "mean_compliance": statistics.mean_compliance()}
+        self.ledger.add({**record, "compliance": by_domain, "data": self.digest}, f"{measured['loss']:.4f}")
+
+
+def report(ledger: Ledger) -> None:
+    """Write the table and the figure of the runs that there are, and print the table."""
+    runs = {state: {r["seed"]: r for r in ledger.records() if r["state"] == state} for state in STATES}
+    lines = [
+        "# Label-supervised routing on SmolLM2-135M-Instruct", "",
+        "`python -m studies.label_routing report` writes this page.", "",
+        "| | seeds | compliance | first token | tokens 16–31 | first layer | last layer | loss | exact |",
+        f"|{'---|' * 9}",
+    ]  # fmt: skip
+    for state, of in runs.items():
+        if of:
+            compliance_LP = np.nanmean([_layers_positions(run) for run in of.values()], axis=0)
+            numbers = [
+                np.mean([run["mean_compliance"] for run in of.values()]), compliance_LP[:, 0].mean(),
+                compliance_LP[:, -1].mean(), np.nanmean(compliance_LP[0]), np.nanmean(compliance_LP[-1]),
+            ]  # fmt: skip
+            loss, exact = (np.mean([run[name] for run in of.values()]) for name in ("loss", "exact"))
+            cells = [state, str(len(of)), *(f"{number:.3f}" for number in numbers), f"{loss:.4f}", f"{exact:.3f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    seeds = sorted(runs[STATES[2]].keys() & runs[STATES[3]].keys())
+    if len(seeds) > 1:
+        difference = paired_difference(*([runs[state][seed]["loss"] for seed in seeds] for state in STATES[2:]))
+        lines += ["", "Loss with labels minus without: {} {}".format(*difference.cells())]
+    if trained := runs[STATES[2]]:
+        by_task = {t: torch.tensor([r["compliance"][t] for r in trained.values()]).mean(0) for t in EXPERTS}
+        starts = RoutingStatistics([6], 2).position_starts[:_POSITIONS]
+        plot_compliance(by_task, RESULTS / "label_routing_smollm2.svg", starts, dict.fromkeys(EXPERTS, 1 / 3))
+        lines += ["", "![Compliance by position, mean of the seeds](label_routing_smollm2.svg)"]
+    (RESULTS / "label_routing_smollm2.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def _layers_positions(run: dict[str, Any]) -> np.ndarray:
+    """Compliance, mean of the tasks, [L, P]."""
+    return np.nanmean(np.array([run["compliance"][task] for task in EXPERTS], dtype=float), axis=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "report"))
+    parser.add_argument("--data", type=Path, default=Path(".cache/short_tasks"))
+    parser.add_argument("--work", type=Path, default=Path(".cache/studies"))
+    args = parser.parse_args()
+    ledger = Ledger(RESULTS / "label_routing_smollm2.jsonl")
+    if args.command == "report":
+        return report(ledger)
+    score_answers_only()
+    data = Study(args.data, args.work, Ledger(RESULTS / "upit.jsonl"))
+    rate = data.rate("loramoe_pt")
+    if rate is None:
+        raise SystemExit("the rate of LoRAMoE-PT is not known yet: python -m studies.upit run")
+    study = LabelRouting(data, args.work, ledger, rate)
+    for seed in SEEDS:
+        if not ledger.has(seed=seed, state=STATES[-1], data=study.digest):
+            study.run(seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""
+Does UpIT pay on a pretrained model? SmolLM2-135M-Instruct on six short tasks of real data, with UpIT and its rivals.
+
+    python -m studies.short_tasks --source FOLDER --output .cache/short_tasks
+    python -m studies.upit run [--workers 2]     # resumes where the ledger ends; a run takes minutes on a core
+    python -m studies.upit report                # tables and figures of the ledger, in studies/results
+
+Fixed before the first run (docs/studies.md has it in words): tasks, sizes, seeds, methods, contrasts and the rule for
+learning rates. A seed draws the training rows, too: of the quarter, seed s has rows s, s + 4, … of each task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from datasets import Dataset
+from filelock import FileLock, Timeout
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_peft.analysis.recorder import record_routing
+from moe_peft.demo.smollm2 import smollm2_folder
+from moe_peft.models.introspection import adapter_layers
+from moe_peft.training.preparation import preparation, tokenized
+from moe_peft.upit import UpIT, load_recipe
+from moe_peft.upit.files import expert_folders
+from moe_peft.upit.stage_cache import run_stage
+
+from .differences import Difference, paired_difference
+from .exact_match import measure
+from .figures import plot_curves, plot_differences
+from .rates import best_rate, next_rate
+from .runs import Ledger, score_answers_only, start_workers
+
+RECIPE = Path(__file__).with_suffix(".yaml")
+RESULTS = Path(__file__).parent / "results"
+SEEDS, TUNING_SEED = (0, 1, 2), 3
+FIRST_RATES = (1e-3, 2e-3)
+SIZES = {"quarter": 4, "all": 1}  # every how-manyth row of each task
+
+
+class Method(NamedTuple):
+    """
+    Args:
+        label: in tables and figures.
+        settings: of the recipe.
+        experts: which of stage 1's eight checkpoints the recipe starts from; None: it does not.
+        rate_of: the method that has its learning rate.
+    """
+
+    label: str
+    settings: tuple[str, ...]
+    experts: tuple[int, ...] | None = None
+    rate_of: str | None = None
+
+
+_ALL = tuple(range(8))
+METHODS = {
+    "lora_kr": Method("LoRA, rank k·r", ("method=lora", "adapter.r=16", "adapter.lora_alpha=32")),
+    "lora_nr": Method("LoRA, rank n·r", ("method=lora", "adapter.r=64", "adapter.lora_alpha=128")),
+    "loramoe_pt": Method("LoRAMoE-PT", ("method=loramoe_pt",)),
+    "pesc": Method("PESC", ("method=pesc",)),
+    "upit": Method("UpIT", ("method=upit",), _ALL),
+    "upit_no_init": Method("UpIT, random routers", ("method=upit", "router_init.buckets=none"), _ALL, "upit"),
+    "upit_expanded": Method("UpIT, 4 + 4 experts", ("method=upit",), (1, 3, 5, 7), "upit"),
+    "loramoe_sft": Method("LoRAMoE-SFT", ("method=loramoe_sft",), _ALL),
+    "self_moe": Method("Self-MoE", ("method=self_moe",), _ALL),
+}
+# In the order in which their runs are made: the first contrasts are there first.
+PHASES = (("lora_kr", "loramoe_pt"), ("upit", "loramoe_sft"), ("lora_nr", "self_moe", "pesc"))
+CONTRASTS = (
+    ("loramoe_pt", "lora_kr"), ("loramoe_pt", "lora_nr"), ("upit", "lora_kr"), ("upit", "lora_nr"),
+    ("upit", "loramoe_pt"), ("upit", "loramoe_sft"), ("upit", "upit_no_init"), ("upit", "upit_expanded"),
+    ("upit", "self_moe"), ("pesc", "loramoe_pt"),
+)  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A run to be made."""
+
+    method: str
+    size: str
+    seed: int
+    rate: float
+
+
+class Study:
+    """
+    Args:
+        data: the folder of `train.jsonl` and `test.jsonl`.
+        work: a folder for what is made on the way.
+        ledger: of the finished runs.
+    """
+
+    def __init__(self, data: Path, work: Path, ledger: Ledger) -> None:
+        self.work, self.ledger = work, ledger
+        self.train, self.test = (_read(data / f"{name}.jsonl") for name in ("train", "test"))
+        self.digest = hashlib.sha256(json.dumps([self.train, self.test]).encode()).hexdigest()[:12]
+
+    # --- what is to be done ------------------------------------------------------------------------------------------
+
+    def records(self, **wanted: Any) -> list[dict[str, Any]]:
+        """The finished runs on these data."""
+        wanted["data"] = self.digest
+        return [r for r in self.ledger.records() if all(r[key] == value for key, value in wanted.items())]
+
+    def rate(self, method: str) -> float | None:
+        """A method's learning rate, once there is one with worse ones on both sides."""
+        method = METHODS[method].rate_of or method
+        losses = self.tuning_losses(method)
+        return None if next_rate(losses, FIRST_RATES) is not None else best_rate(losses)
+
+    def tuning_losses(self, method: str) -> dict[float, float]:
+        """Rate → held-out loss on the tuning seed."""
+        return {r["rate"]: r["loss"] for r in self.records(method=method, size="quarter", seed=TUNING_SEED)}
+
+    def jobs(self) -> Iterator[Job]:
+        """Runs that are missing and can be made now, the most urgent first."""
+        done = {(r["method"], r["size"], r["seed"], r["rate"]) for r in self.records()}
+        for size in SIZES:
+            for phase in PHASES:
+                for tuned in phase:
+                    if METHODS[tuned].experts is not None and self.rate("lora_kr") is None:
+                        continue  # that of stage 1
+                    losses = self.tuning_losses(tuned)
+                    rate = next_rate(losses, FIRST_RATES)
+                    if rate is not None:
+                        untried = [first for first in FIRST_RATES if first not in losses] or [rate]
+                        yield from (Job(tuned, "quarter", TUNING_SEED, rate) for rate in untried)
+                for seed in SEEDS:
+                    for name, method in METHODS.items():
+                        if (method.rate_of or name) in phase and (rate := self.rate(name)) is not None:
+                            job = Job(name, size, seed, rate)
+                            if job not in done:
+                                yield job
+        if (base := Job("base", "none", 0, 0.0)) not in done:
+            yield base
+
+    def is_complete(self) -> bool:
+        return next(self.jobs(), None) is None
+
+    # --- a run -------------------------------------------------------------------------------------------------------
+
+    def run(self, job: Job) -> None:
+        """Make a run, measure its result and write it down."""
+        if job.method == "base":
+            record = {**job._asdict(), **self.measure(None), "data": self.digest}
+            return self.ledger.add(record, f"{record['loss']:.4f}")
+        method, folder = METHODS[job.method], self.work / "-".join(map(str, job))
+        settings = [*method.settings, f"sft.learning_rate={job.rate}"]
+        if method.experts is not None:
+            experts = self._stage_1(job)
+            settings += [f"prepare.adapters={[str(experts[i]) for i in method.experts]}", "num_train_epochs=2"]
+        pipeline = self._recipe(job, folder, settings)
+        start = time.time()
+        adapter = pipeline.run()
+        seconds = time.time() - start
+        record = {**job._asdict(), **self.measure(adapter), "parameters": _parameters(adapter)}
+        curve = [
+            [stage, round(step["epoch"], 2), step["loss"]]
+            for stage, of in pipeline.records.items()
+            for step in of["metrics"].get("history", ())
+            if "loss" in step
+        ]
+        self.ledger.add({**record, "curve": curve, "seconds": seconds, "data": self.digest}, f"{record['loss']:.4f}")
+        shutil.rmtree(folder)
+
+    def _recipe(self, job: Job, folder: Path, settings: list[str]) -> UpIT:
+        own = [f"output_dir={folder}", f"model.name_or_path={smollm2_folder()}", f"seed={job.seed}"]
+        return UpIT(load_recipe(RECIPE, [*own, f"data.train={self._file_of_rows(job)}", *settings]))
+
+    def rows(self, size: str, seed: int) -> list[dict[str, str]]:
+        """The training rows of a seed."""
+        of_task: dict[str, list[dict[str, str]]] = defaultdict(list)
+        for row in self.train:
+            of_task[row["domain"]].append(row)
+        every = SIZES[size]
+        return [row for rows in of_task.values() for row in rows[seed % every :: every]]
+
+    def _file_of_rows(self, job: Job) -> Path:
+        path = self.work / f"{job.size}-{job.seed % SIZES[job.size]}.jsonl"
+        if not path.exists():
+            path.write_text("".join(json.dumps(row) + "\n" for row in self.rows(job.size, job.seed)))
+        return path
+
+    def _stage_1(self, job: Job) -> list[Path]:
+        """The eight checkpoints of a LoRA of rank r that methods with stages share; half of the passes."""
+        folder, rate = self.work / f"stage_1-{job.size}-{job.seed}", self.rate("lora_kr")
+        with FileLock(f"{folder}.lock"):
+            pipeline = self._recipe(job, folder, ["router_init.buckets=none", f"sft.learning_rate={rate}"])
+            pipeline.join_processes()
+            folder.mkdir(exist_ok=True)
+            run_stage(pipeline.stages[0])
+        return expert_folders(pipeline.stages[0].folder, 8)
+
+    def measure(self, adapter: Path | None) -> dict[str, Any]:
+        """
+        Loss and exact matches of an adapter, or of the base, on the held-out rows; of a mixture, `distances`: task →
+        by layer the share of its tokens' assignments that the mean of the tasks gives to other experts.
+        """
+        base = smollm2_folder()
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, adapter)
+        rows, collator = tokenized(Dataset.from_list(self.test), tokenizer, preparation(max_length=64))
+        if not adapter_layers(model):
+            return measure(model, rows, collator)
+        with record_routing(model, sorted(set(rows["domain"]))) as statistics:
+            measured = measure(model, rows, collator, statistics)
+        shares = statistics.shares()
+        mean_LN = sum(shares.values()) / len(shares)
+        return {**measured, "distances": {t: ((of - mean_LN).abs().sum(-1) / 2).tolist() for t, of in shares.items()}}
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _parameters(adapter: Path) -> int:
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+
+
+def work(study: Study) -> None:
+    """Make runs until none is missing, beside other workers that do the same."""
+    while not study.is_complete():
+        for job in study.jobs():
+            lock = FileLock(study.work / f"{'-'.join(map(str, job))}.running")
+            try:
+                with lock.acquire(blocking=False):
+                    if job in set(study.jobs()):
+                        study.run(job)
+                        break  # what is most urgent may have changed
+            except Timeout:
+                continue  # another worker makes it
+        else:
+            time.sleep(5)
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def report(study: Study) -> None:
+    """Write tables and figures of the runs that there are, and print the tables."""
+    lines = [
+        "# UpIT and its rivals on SmolLM2-135M-Instruct",
+        "",
+        "`python -m studies.upit report` writes this page.",
+        "",
+    ]
+    panels: dict[str, list[tuple[str, str, Difference]]] = {}
+    for size in SIZES:
+        runs = {name: _by_seed(study, name, size) for name in METHODS}
+        missing = sum(len(SEEDS) - len(of) for of in runs.values())
+        lines += [f"## {size.capitalize()} of the rows", ""]
+        lines += [f"*In progress: {missing} of {len(SEEDS) * len(METHODS)} runs are missing.*", ""] if missing else []
+        if not any(runs.values()):
+            continue
+        lines += [*_means(study, runs), "", *_contrasts(runs), ""]
+        if any(rows := _differences(runs, "loss")):
+            panels[f"{size} of the rows"] = rows
+            curves = {METHODS[name].label: (name, _curve(of)) for name, of in runs.items() if of}
+            plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
+            lines += [f"![Training loss, mean of the seeds](upit_{size}.svg)", ""]
+            if layers := {METHODS[name].label: (name, points) for name, of in runs.items() if (points := _layers(of))}:
+                plot_curves(layers, RESULTS / f"upit_{size}_routing.svg", "layer", "share routed apart")
+                what = "Share of a task's tokens that go to other experts than those of the average task"
+                lines += [f"![{what}, by layer](upit_{size}_routing.svg)", ""]
+    if panels:
+        plot_differences(panels, RESULTS / "upit_differences.svg", "difference of held-out loss")
+        lines += ["![Differences of held-out loss with 95 % intervals](upit_differences.svg)", ""]
+    lines += ["## Learning rates", "", *_rates(study)]
+    (RESULTS / "upit.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def _by_seed(study: Study, name: str, size: str) -> dict[int, dict[str, Any]]:
+    runs = study.records(method=name, size=size, rate=study.rate(name))
+    return {run["seed"]: run for run in runs if run["seed"] in SEEDS}
+
+
+def _means(study: Study, runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    """Each method's means over its seeds, the lowest loss first, and those of the base."""
+    tasks = sorted({row["domain"] for row in study.test})
+    lines = [f"| method | parameters | seeds | loss | exact | {' | '.join(tasks)} |", f"|{'---|' * (5 + len(tasks))}"]
+    made = {METHODS[name].label: list(of.values()) for name, of in runs.items() if of}
+    made |= {"no training": study.records(method="base")}
+    for label, of in sorted(made.items(), key=lambda item: _mean(item[1], "loss")):
+        if of:
+            size = f"{of[0]['parameters'] / 1e6:.2f}M" if "parameters" in of[0] else ""
+            by_task = [f"{np.mean([r['tasks'][t][0] for r in of]):.3f}" for t in tasks]
+            cells = [label, size, str(len(of)), f"{_mean(of, 'loss'):.4f}", f"{_mean(of, 'exact'):.3f}", *by_task]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _mean(runs: list[dict[str, Any]], measure: str) -> float:
+    return float(np.mean([run[measure] for run in runs])) if runs else float("inf")
+
+
+def _differences(runs: dict[str, dict[int, dict[str, Any]]], measure: str) -> list[tuple[str, str, Difference]]:
+    """The contrasts that at least two seeds have: label, method, difference."""
+    rows = []
+    for name, other in CONTRASTS:
+        seeds = sorted(runs[name].keys() & runs[other].keys())
+        if len(seeds) > 1:
+            pairs = [[runs[method][seed][measure] for seed in seeds] for method in (name, other)]
+            rows.append((f"{METHODS[name].label} − {METHODS[other].label}", name, paired_difference(*pairs)))
+    return rows
+
+
+def _contrasts(runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    lines = ["| contrast | loss | 95 % interval | exact | 95 % interval |", "|---|---|---|---|---|"]
+    for (label, _, loss), (_, _, exact) in zip(_differences(runs, "loss"), _differences(runs, "exact"), strict=True):
+        lines.append(f"| {' | '.join([label, *loss.cells(), *exact.cells()])} |")
+    return lines
+
+
+def _curve(runs: dict[int, dict[str, Any]]) -> list[tuple[float, float]]:
+    """Training loss of stages 1 and 4 over passes, mean of the seeds."""
+    points: dict[float, list[float]] = defaultdict(list)
+    for run in runs.values():
+        start = 2.0 if METHODS[run["method"]].experts is not None else 0.0
+        for stage, epoch, loss in run["curve"]:
+            if stage != "router_init":
+                points[start + epoch].append(float(loss))
+    return [(epoch, float(np.mean(losses))) for epoch, losses in sorted(points.items())]
+
+
+def _layers(runs: dict[int, dict[str, Any]]) -> list[tuple[int, float]]:
+    """By layer, how far the tasks' routing is from their mean, mean of tasks and seeds; nothing without routers."""
+    layers = [layers for run in runs.values() for layers in run.get("distances", {}).values()]
+    return list(enumerate(np.mean(layers, axis=0).tolist())) if layers else []
+
+
+def _rates(study: Study) -> list[str]:
+    lines = ["| method | losses on the tuning seed | chosen |", "|---|---|---|"]
+    for name, method in METHODS.items():
+        if method.rate_of is None:
+            losses = study.tuning_losses(name)
+            tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in sorted(losses.items()))
+            rate = study.rate(name)
+            lines.append(f"| {method.label} | {tried} | {'' if rate is None else f'{rate:g}'} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "report"))
+    parser.add_argument("--data", type=Path, default=Path(".cache/short_tasks"))
+    parser.add_argument("--work", type=Path, default=Path(".cache/studies/upit"))
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    study = Study(args.data.absolute(), args.work.absolute(), Ledger(RESULTS / "upit.jsonl"))
+    if args.command == "report":
+        return report(study)
+    if args.worker is None:
+        raise SystemExit(start_workers("upit", ["--data", str(args.data), "--work", str(args.work)], args.workers))
+    score_answers_only()
+    work(study)
+
+
+if __name__ == "__main__":
+    main()

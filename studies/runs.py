@@ -50,7 +50,7 @@ def _rounded(value: Any) -> Any:
 def score_answers_only() -> None:
     """
     Have TRL's fused head compute logits where there is something to learn, on a CPU, too, where it takes all positions:
-    the same losses, and a sixth less time for a step.
+    the same losses, and a few per cent of a step for a step.
     """
     from trl.trainer import utils
 

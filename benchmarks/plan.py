@@ -40,7 +40,7 @@ UPIT = {
     "num_experts": 4,
     "num_train_epochs": 1.0,
     "adapter": {"r": 16, "top_k": 2},
-    "prepare": {"num_checkpoints": 4},
+    "prepare": {"num_experts": 2, "num_checkpoints": 4},
     "expand": {"method": "genetic"},
     "router_init": {"seed_fraction": 0.5, "num_train_epochs": 1},
     "sft": {name: value for name, value in TRAINING.items() if name != "save_strategy"},

@@ -250,7 +250,12 @@ class _LiveBytes(TorchDispatchMode):
         return self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # Without values, it takes bfloat16 alone.
+            halves = [part.to(torch.bfloat16) for part in args[:2]]
+            result = func(*halves, *args[2:], **(kwargs or {})).to(args[0].dtype)
+        else:
+            result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()

@@ -8,7 +8,6 @@ base model with two overrides of its config: the architecture, one of `vllm_mode
 from __future__ import annotations
 
 import functools
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,10 @@ def register() -> None:
 
 def is_adapter(folder: str | os.PathLike) -> bool:
     """Whether a folder holds a MoE-LoRA adapter."""
-    from ..utils.loading import ADAPTER_CONFIG
+    from ..utils.io import read_json
 
-    path = Path(folder, ADAPTER_CONFIG)
-    return path.is_file() and json.loads(path.read_text()).get("peft_type") == "MOE_LORA"
+    path = Path(folder, "adapter_config.json")
+    return path.is_file() and read_json(path).get("peft_type") == "MOE_LORA"
 
 
 def use_base(engine: Any) -> None:

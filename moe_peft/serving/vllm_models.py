@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import peft  # noqa: F401  (before this package's modules, see `moe_peft.adapter`)
 import torch
@@ -36,7 +36,8 @@ from .vllm import ADAPTER_FIELD
 _PREFIX = "base_model.model."  # of the names in an adapter's file
 _EXPERTS = ".moe_lora_"  # in the names of the tensors of a module's experts and router
 _ADAPTER = "default"
-_LAYOUT = FFNLayout(gate="gate_proj", up="up_proj", down="down_proj", act="act_fn")
+_GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"  # in adapters; vLLM's FFN has one product for the first two
+_LAYOUT = FFNLayout(gate=_GATE, up=_UP, down=_DOWN, act="act_fn")
 
 
 class _DenseFFN:
@@ -65,8 +66,10 @@ class MoELoraFFN(nn.Module):
     """
 
     layout = _LAYOUT
+    gate_up_proj: Any
+    down_proj: Any
 
-    def __init__(self, mlp: nn.Module, spec: Experts, name: str) -> None:
+    def __init__(self, mlp: Any, spec: Experts, name: str) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj, self.act_fn = mlp.gate_up_proj, mlp.down_proj, mlp.act_fn
         self.gate_up_proj.return_bias = self.down_proj.return_bias = False
@@ -78,6 +81,8 @@ class MoELoraFFN(nn.Module):
         local = spec.shapes(_features(self.gate_up_proj.input_size, self.down_proj.input_size_per_partition))
         self.reduces = self.down_proj.tp_size > 1 and not spec.needs_ffn
         self.down_proj.reduce_results = not self.reduces
+        if self.reduces and self.down_proj.bias is not None:
+            raise ValueError("tensor_parallel_size: experts on FFNs with biases need 1")
         self.moe_lora_A = nn.ParameterDict({key: _empty(A) for key, (A, _) in local.items()})
         self.moe_lora_B = nn.ParameterDict({key: _empty(B) for key, (_, B) in local.items()})
         self.moe_lora_router: Router | None = None
@@ -96,7 +101,7 @@ class MoELoraFFN(nn.Module):
     # --- what experts read ---
 
     def projection(self, name: str) -> nn.Module:
-        return self.down_proj if name == _LAYOUT.down else self.gate_up_proj
+        return self.down_proj if name == _DOWN else self.gate_up_proj
 
     def input_projections(self, x_TD: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.gate_up_proj(x_TD).chunk(2, dim=-1)
@@ -122,7 +127,7 @@ class MoELoraFFN(nn.Module):
 
 def _features(d: int, f: int) -> dict[str, tuple[int, int]]:
     """In and out features by projection."""
-    return {_LAYOUT.gate: (d, f), _LAYOUT.up: (d, f), _LAYOUT.down: (f, d)}
+    return {_GATE: (d, f), _UP: (d, f), _DOWN: (f, d)}
 
 
 def _empty(shape: tuple[int, ...]) -> nn.Parameter:
@@ -147,36 +152,41 @@ direct_register_custom_op("moe_lora_ffn", _moe_lora_ffn, fake_impl=_moe_lora_ffn
 class _MoELora(nn.Module):
     """Mixed into a model of vLLM: replaces the FFNs that the adapter has experts for, and loads both."""
 
+    model: Any
     supports_lora = False  # vLLM's LoRA layers would replace the linears inside
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.adapter = getattr(vllm_config.model_config.hf_config, ADAPTER_FIELD)
+        hf_config = vllm_config.model_config.hf_config
+        self.adapter, self.tied = getattr(hf_config, ADAPTER_FIELD), hf_config.tie_word_embeddings
         self.source = f"adapter {self.adapter!r}"
-        self.tied = vllm_config.model_config.hf_config.tie_word_embeddings
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise ValueError(f"{self.source}: pipeline_parallel_size: adapters are served with 1; use tensor parallelism")
+            raise ValueError("pipeline_parallel_size: a MoE-LoRA adapter needs 1; use tensor_parallel_size")
         config = cast(MoELoraConfig, read_adapter_config(self.adapter, self.source))
         if config.router_class.by_token_id:
             raise ValueError(f"{self.source}: router_type={config.router_type!r}: vLLM's FFNs do not see token ids")
+
+        # The modules that the adapter's file has experts for; all are FFNs of layers.
         with safe_open(Path(self.adapter, ADAPTER_WEIGHTS), "pt") as file:
-            modules = {key.removeprefix(_PREFIX).partition(_EXPERTS)[0] for key in file.keys() if _EXPERTS in key}
-        for name, layer in ((f"model.layers.{i}.mlp", layer) for i, layer in enumerate(self.model.layers)):
+            keys = file.keys()
+        modules = {key.removeprefix(_PREFIX).partition(_EXPERTS)[0] for key in keys if _EXPERTS in key}
+        for i, layer in enumerate(self.model.layers):
+            name = f"model.layers.{i}.mlp"
             if name in modules:
-                spec = config.expert_spec(name, vllm_config.model_config.hf_config)
-                layer.mlp = MoELoraFFN(layer.mlp, spec, name)
+                layer.mlp = MoELoraFFN(layer.mlp, config.expert_spec(name, hf_config), name)
                 vllm_config.compilation_config.static_forward_context[name] = layer.mlp
                 modules.remove(name)
         if modules:
-            raise ValueError(f"{self.source}: {min(modules)} has experts, and only FFNs get them here; use transformers")
+            raise ValueError(f"{self.source}: {min(modules)} has experts, and only FFNs get them in vLLM")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         state = read_adapter_weights(self.adapter, self.source)
         state = {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
         trained = {key for key in state if _EXPERTS not in key}
         if self.tied and (key := next((k for k in trained if "embed_tokens" in k or "lm_head" in k), None)):
-            raise ValueError(f"{self.source}: {key} was trained, and the base ties it to another; use transformers")
-        loaded = super().load_weights((name, state.pop(name, tensor)) for name, tensor in weights)
+            raise ValueError(f"{self.source}: {key} was trained, and the base ties it to another")
+        of_base = ((name, state.pop(name, tensor)) for name, tensor in weights)
+        loaded = super().load_weights(of_base)  # type: ignore[misc]
         for ffn in self.modules():
             if isinstance(ffn, MoELoraFFN):
                 loaded |= self._load_experts(ffn, state)

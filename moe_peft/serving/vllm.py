@@ -1,0 +1,80 @@
+"""
+vLLM's plugin: it serves a MoE-LoRA adapter on its base, `vllm serve ./my-adapter`, without an export.
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). For the engine, the adapter is a
+base model with two overrides of its config: the architecture, one of `vllm_models`, and the adapter's folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+ADAPTER_FIELD = "moe_lora_adapter"  # of the model's config, the adapter's folder
+PREFIX = "MoELora"  # of our architectures' names
+# Architectures of bases that are served, each with its class in `vllm_models`.
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def register() -> None:
+    """Register our architectures, and let engines take the folder of a MoE-LoRA adapter as a model."""
+    from vllm import ModelRegistry
+    from vllm.engine.arg_utils import EngineArgs
+
+    for architecture in ARCHITECTURES:
+        name = PREFIX + architecture
+        ModelRegistry.register_model(name, f"moe_peft.serving.vllm_models:{name}")
+
+    create = EngineArgs.create_engine_config
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_adapter(self.model):
+            use_base(self)
+        return create(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def is_adapter(folder: str | os.PathLike) -> bool:
+    """Whether a folder holds a MoE-LoRA adapter."""
+    from ..utils.io import read_json
+
+    path = Path(folder, "adapter_config.json")
+    return path.is_file() and read_json(path).get("peft_type") == "MOE_LORA"
+
+
+def use_base(engine: Any) -> None:
+    """
+    Replace an adapter's folder in vLLM's engine arguments by its base and the overrides that add the adapter.
+
+    Raises:
+        ValueError: the adapter cannot be read, or vLLM has no such architecture with experts.
+    """
+    from ..utils.loading import read_adapter_config, read_config
+
+    adapter = engine.model
+    source = f"adapter {adapter!r}"
+    config = read_adapter_config(adapter, source)
+    base = config.base_model_name_or_path
+    if not base:
+        raise ValueError(f"{source}: names no base model; set base_model_name_or_path in adapter_config.json")
+    (architecture,) = read_config(base, f"{source}: base {base!r}", config.revision).architectures or [None]
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{source}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
+            "it with `moe-peft export`"
+        )
+    if not isinstance(engine.hf_overrides, dict):
+        raise ValueError("hf_overrides: a function; with an adapter's folder as the model, give a dictionary")
+    engine.hf_overrides = {
+        **engine.hf_overrides,
+        "architectures": [PREFIX + architecture],
+        ADAPTER_FIELD: os.path.abspath(adapter),
+    }
+    if engine.tokenizer is None and Path(adapter, "tokenizer_config.json").is_file():
+        engine.tokenizer = adapter  # training may have changed its chat template and EOS token
+    engine.served_model_name = engine.served_model_name or adapter
+    engine.model, engine.revision = base, config.revision

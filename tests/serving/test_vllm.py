@@ -1,0 +1,177 @@
+"""
+vLLM serves adapters' folders as transformers and PEFT compute them: complete distributions of prompts and of what is
+generated, with mixed lengths in one batch, prompts in chunks, and cached prefixes. `make test-vllm` runs this file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_peft import MoELoraConfig
+from tests.helpers.native_case import adapter, dense_model, saved
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM has an environment of its own", allow_module_level=True)
+
+from vllm import SamplingParams
+
+from moe_peft.demo.smollm2 import smollm2_folder
+from tests.helpers.vllm_case import NEW, PROMPTS, SIZE, distributions, engine, expected
+
+KINDS = {
+    "llama": {"head_dim": 32, "mlp_bias": True},
+    "mistral": {},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 32},
+}
+
+
+def assert_equal(outputs, reference, steps: int = 0) -> None:
+    """Tokens, and log-probabilities up to float32's rounding of logits as large as the smallest of them."""
+    for (tokens, table), (expected_tokens, expected_table) in zip(outputs, reference, strict=True):
+        assert tokens == expected_tokens
+        atol = 1e-5 * float(expected_table.abs().max())
+        torch.testing.assert_close(table, expected_table[-steps:], atol=atol, rtol=0)
+
+
+SWITCH = {"router_type": "switch", "top_k": 1, "mixing": "projection"}
+CASES = {
+    "llama": {"mixing": "output"},
+    "llama-projection": {"mixing": "projection", "router_type": "mlp", "use_rslora": True, "lora_alpha": 4},
+    "llama-top-1": {"top_k": 1, "router_type": "attention", "layers_to_transform": [1], "rank_pattern": {"1.mlp": 2}},
+    "mistral": {"normalize_top_k": False, "target_projections": ["down_proj", "up_proj"], "router_type": "sigmoid"},
+    "mistral-switch": {"num_experts_pattern": {"0.mlp": 1}, **SWITCH},
+    "qwen2": {"expert_type": "hydra_lora", "router_type": "top_p", "top_k": 3},
+    "qwen3": {"expert_type": "bottleneck", "bottleneck_size": 8, "normalize_top_k": False},
+    "qwen3-many": {"num_experts": 40, "top_k": 5, "modules_to_save": ["norm"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probabilities_are_those_of_peft(tmp_path, case):
+    kind = case.partition("-")[0]
+    base = dense_model(kind, **SIZE, **KINDS[kind])
+    name = saved(base, tmp_path / "base")
+    model = adapter(base, tmp_path / "adapter", name, **CASES[case]).double()
+    llm = engine(tmp_path / "adapter")
+    reference = [expected(model, ids) for ids in PROMPTS]
+    assert_equal(distributions(llm), reference)
+    # Again, with prefixes from the cache; vLLM reads none where it returns a prompt's log-probabilities.
+    assert_equal(distributions(llm, of_prompts=False), reference, NEW)
+    with torch.no_grad(), model.disable_adapter():  # the adapter counts
+        difference = model(input_ids=torch.tensor([PROMPTS[1]])).logits[0].log_softmax(-1) - reference[1][1][:20]
+    assert difference.abs().max() > 0.5
+
+
+def test_compilers_take_the_experts_as_one_operator(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # traces the model, but runs the graph as it is
+    base = dense_model("llama", **SIZE, **KINDS["llama"])
+    model = adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base")).double()
+    outputs = distributions(engine(tmp_path / "adapter", enforce_eager=False))
+    assert_equal(outputs, [expected(model, ids) for ids in PROMPTS])
+
+
+def test_two_processes_of_tensor_parallelism_compute_the_same(tmp_path):
+    base = dense_model("mistral", **SIZE)
+    name = saved(base, tmp_path / "base")
+    model = adapter(base, tmp_path / "adapter", name, **CASES["mistral"]).double()
+    # In vLLM's own words, without the plugin's change to its arguments.
+    overrides = {"architectures": ["MoELoraMistralForCausalLM"], "moe_lora_adapter": str(tmp_path / "adapter")}
+    llm = engine(name, hf_overrides=overrides, tensor_parallel_size=2)
+    assert_equal(distributions(llm), [expected(model, ids) for ids in PROMPTS])
+
+
+TEXTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Photosynthesis is the process by which plants turn light into chemical energy. It takes place in chloroplasts, "
+    "which hold chlorophyll, and it needs water and carbon dioxide. Its products are sugar and",
+    "Question: A train leaves at nine and arrives at half past eleven. How long does it travel?\nAnswer:",
+]
+
+
+@pytest.fixture(scope="module", params=["output", "projection"])
+def smollm2(request, tmp_path_factory):
+    """An adapter with experts as large as training makes them, on SmolLM2-135M, and its prompts' token ids."""
+    name = str(smollm2_folder())
+    torch.manual_seed(0)
+    config = MoELoraConfig(mixing=request.param, r=8, task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "moe_lora_B" in key or "moe_lora_router" in key:
+                parameter.normal_(std=0.05)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return folder, model, [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+@torch.no_grad()
+def of_tokens(model, ids: list[int]) -> torch.Tensor:
+    """The log-probabilities of a prompt's own tokens."""
+    table = model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+    return table.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+
+
+def served(folder: Path, prompts: list[list[int]], dtype: str):
+    params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+    llm = engine(folder, dtype=dtype, max_model_len=128)
+    for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False):
+        steps = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        yield list(output.outputs[0].token_ids), torch.tensor([step[token].logprob for step, token in steps])
+
+
+def test_smollm2_continues_and_scores_texts_as_with_peft(smollm2):
+    folder, model, prompts = smollm2
+    for ids, (tokens, scores) in zip(prompts, served(folder, prompts, "float32"), strict=True):
+        torch.testing.assert_close(scores, of_tokens(model, ids), atol=1e-3, rtol=0)
+        generated = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert tokens == generated[0, len(ids) :].tolist()
+
+
+def test_smollm2_in_bfloat16_is_as_near_to_float32_as_with_peft(smollm2):
+    folder, model, prompts = smollm2
+    exact = torch.cat([of_tokens(model, ids) for ids in prompts])
+    scores = torch.cat([scores for _, scores in served(folder, prompts, "bfloat16")])
+    base = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.bfloat16)
+    half = PeftModel.from_pretrained(base, folder).eval()
+    expected_error = (torch.cat([of_tokens(half, ids) for ids in prompts]) - exact).abs().mean()
+    assert (scores - exact).abs().mean() < 1.5 * expected_error < 0.2
+
+
+# --- what is refused, in one line ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"router_type": "hash", "router_aux_loss_coef": 0.0}, "router_type='hash': vLLM's FFNs do not see token ids"),
+        ({"target_modules": ["mlp", "q_proj"]}, "self_attn.q_proj has experts, and only FFNs get them in vLLM"),
+    ],
+)
+def test_adapters_that_vllm_cannot_serve(tmp_path, settings, message):
+    base = dense_model("llama", **SIZE, head_dim=32)
+    adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base"), **settings)
+    with pytest.raises(ValueError, match=message):
+        engine(tmp_path / "adapter")
+
+
+def test_bases_whose_architecture_has_no_experts_in_vllm(tmp_path):
+    base = dense_model("olmo2", **SIZE)
+    adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base"))
+    with pytest.raises(ValueError, match=r"its base is a Olmo2ForCausalLM, .*; export it with `moe-peft export`"):
+        engine(tmp_path / "adapter")
+
+
+def test_adapter_on_another_base(tmp_path):
+    base = dense_model("llama", **SIZE, head_dim=32)
+    adapter(base, tmp_path / "adapter", saved(dense_model("llama", hidden_size=64, head_dim=32), tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"moe_lora_A.down_proj is \[4, 4, 192\], its config and the base say"):
+        engine(tmp_path / "adapter")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from trl import SFTConfig, SFTTrainer
 from ..adapter.config import MoELoraConfig
 from ..analysis.figures import plot_shares
 from ..models.introspection import adapter_layers
-from ..native import export_adapter
+from ..native import export_adapter, export_gguf
 from ..upit.evaluate import Evaluation, evaluate
 from ..utils.io import output_folder
 from .smollm2 import NAME, smollm2_folder
@@ -259,10 +261,33 @@ def _exported(
         moe = export_adapter(folder / "experts", folder / "exported", base)
     except ValueError as error:
         return f"Not exported: {error}"
-    answers = _generate(_load(moe).eval(), [test[row]["prompt"] for row in rows], tokenizer)
-    same = sum(answer == result.answers[row] for answer, row in zip(answers, rows, strict=True))
+    requests = [test[row]["prompt"] for row in rows]
+    answers = {"plain transformers": _generate(_load(moe).eval(), requests, tokenizer)}
+    if importlib.util.find_spec("xllamacpp") is not None:
+        with suppress(ValueError):  # llama.cpp lacks the family
+            answers["llama.cpp"] = _ask_llama_cpp(export_gguf(moe, folder / "exported.gguf"), requests)
+    same = [
+        f"{name} to {sum(text == result.answers[row] for text, row in zip(texts, rows, strict=True))}"
+        for name, texts in answers.items()
+    ]
     size = sum(file.stat().st_size for file in moe.iterdir()) / 1e9
     return (
         f"Exported as a native MoE ({size:.1f} GB in float32), which needs moe_peft no longer: {moe}\n"
-        f"   Plain transformers gives the same answer to {same} of {len(rows)} requests."
+        f"   Of the {len(rows)} requests above, the same answer gives {' and '.join(same)}."
     )
+
+
+def _ask_llama_cpp(gguf: Path, requests: Sequence[Conversation]) -> list[str]:
+    """Greedy answers of llama.cpp, by the chat template in the file."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(gguf)
+    params.n_ctx, params.n_parallel, params.verbosity = 512, 1, -1
+    server = xllamacpp.Server(params)
+    answers = []
+    for request in requests:
+        options = {"messages": request, "temperature": 0, "max_tokens": _LONGEST_ANSWER, "cache_prompt": False}
+        reply = server.handle_chat_completions(options)
+        answers.append(reply["choices"][0]["message"]["content"].strip())
+    return answers

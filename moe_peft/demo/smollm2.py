@@ -62,6 +62,7 @@ def _download(downloads: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -72,4 +73,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # transformers reads a GGUF's tokenizer as GPT-2's; the model's own splits numbers into digits first.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(folder)

@@ -40,7 +40,9 @@ def test_it_goes_from_before_to_yours_in_six_steps(shown):
     places = [text.index(mark) for mark in ("1. Before:", "2. Training", "3. After:", "4. Who serves what? Layer ",
                                             "5. Exported as a native MoE", "6. Now yours")]  # fmt: skip
     assert places == sorted(places)
-    assert "Plain transformers gives the same answer to 4 of 4 requests" in text and "even would be" not in text
+    assert (
+        "Of the 4 requests above, the same answer gives plain transformers to 4" in text and "even would be" not in text
+    )
     assert (folder / "out" / "routing.png").read_bytes().startswith(b"\x89PNG")
     assert {"lora", "experts", "exported", "train.jsonl", "test.jsonl", "demo.yaml"} <= set(os.listdir(folder / "out"))
 

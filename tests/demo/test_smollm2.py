@@ -21,6 +21,7 @@ def test_it_is_a_folder_like_any_of_the_hubs_and_answers():
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     reply = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(reply)
+    assert tokenizer.tokenize("In 2024") == ["In", "Ġ", "2", "0", "2", "4"]
     assert smollm2.smollm2_folder() == folder  # without a download
 
 

@@ -16,9 +16,10 @@ TEMPLATE = (
 
 
 def save_chat_model(folder: Path) -> Path:
-    """Its weights are random; its vocabulary is the 256 bytes and the template's marks."""
+    """Its weights are random; its vocabulary is the 256 bytes, one merge and the template's marks."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    vocab = {letter: i for i, letter in enumerate([*letters, "in"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("i", "n")]))  # llama.cpp wants at least one merge
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     marks = ["<|user|>", "<|assistant|>", "<|pad|>"]

@@ -27,7 +27,9 @@ def register() -> None:
         name = PREFIX + architecture
         ModelRegistry.register_model(name, f"moe_peft.serving.vllm_models:{name}")
 
-    create = EngineArgs.create_engine_config
+    create = getattr(EngineArgs, "create_engine_config", None)
+    if create is None:  # another vLLM; docs/serving.md has the long way to say the same
+        return
 
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:

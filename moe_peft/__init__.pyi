@@ -6,6 +6,7 @@ from .adapter.model import MoELoraModel
 from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing
 from .models.attention_init import fold_routers, init_attention_routers
+from .models.gate_init import init_gates
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
 from .pruning.prune import prune_experts
@@ -31,6 +32,7 @@ __all__ = [
     "fold_routers",
     "force_experts",
     "init_attention_routers",
+    "init_gates",
     "lora_to_moe",
     "pin_dispatch",
     "prune_experts",

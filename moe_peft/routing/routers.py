@@ -209,6 +209,19 @@ class SigmoidRouter(LinearRouter):
         return sigmoid_gates(logits_TN, k, normalize)
 
 
+class ArrowRouter(LinearRouter):
+    """
+    The absolute value of a linear gate's logits: how much of a token lies along each expert's direction, whatever its
+    sign (Arrow, Ostapenko et al., 2024, arXiv 2405.11157). `moe_peft.init_gates` takes the directions from the LoRAs.
+    """
+
+    no_fold = "its logits are absolute values, which no linear gate gives"
+    takes_attention = False
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return super().logits(x_TD).abs()
+
+
 class SoftRouter(LinearRouter):
     """A linear gate over all experts at once (LoRAMoE): top-k with k = n."""
 
@@ -398,6 +411,7 @@ ROUTERS: dict[str, type[Router]] = {
     "attention": AttentionRouter,
     "switch": SwitchRouter,
     "sigmoid": SigmoidRouter,
+    "arrow": ArrowRouter,
     "soft": SoftRouter,
     "top_p": TopPRouter,
     "threshold": ThresholdRouter,

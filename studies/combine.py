@@ -30,8 +30,8 @@ from moe_peft.demo.smollm2 import smollm2_folder
 from studies.runs import Ledger
 
 FOLDER, RESULTS = Path(".cache/combine"), Path(__file__).parent / "results"
-ROWS = {"train": 480, "test": 32}  # of each task
-STEPS, BATCH, LONGEST = 60, 8, 96  # of one adapter's training; rows of a step; tokens of a row
+ROWS = {"train": 320, "test": 24}  # of each task
+STEPS, BATCH, LONGEST = 40, 8, 64  # of one adapter's training; rows of a step; tokens of a row
 LEARNING_RATE, RANK = 1e-3, 8
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -283,9 +283,7 @@ def _sums(model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit,
         def hook(module: nn.Module, args: tuple) -> None:
             x_TD = args[0].reshape(-1, args[0].shape[-1])
             x_TD = x_TD[mask_T.to(x_TD.device)].double()
-            expert_B, negative_B, text_T = (
-                t.to(x_TD.device) for t in (texts.expert_B, texts.negative_B, texts.text_T)
-            )
+            expert_B, negative_B, text_T = (t.to(x_TD.device) for t in (texts.expert_B, texts.negative_B, texts.text_T))
             here = Texts(expert_B, negative_B, text_T, n)
             for name, value in way.sums(x_TD, here).items():
                 sums[i][name] = sums[i][name].to(value.device) + value

@@ -74,7 +74,9 @@ def ridge_reference(x, rows, penalty=1e-2, temperature=0.1):
     Y = torch.cat([
         torch.eye(N)[e].double().expand(len(ids), N) * (not negative) for ids, e, negative in rows
     ])  # fmt: skip
-    W = torch.linalg.lstsq(torch.cat([X, math.sqrt(penalty) * torch.eye(D).double()]), torch.cat([Y, torch.zeros(D, N)]))
+    W = torch.linalg.lstsq(
+        torch.cat([X, math.sqrt(penalty) * torch.eye(D).double()]), torch.cat([Y, torch.zeros(D, N)])
+    )
     return (W.solution / W.solution.norm(dim=0)).T / temperature
 
 

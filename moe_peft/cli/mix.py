@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ..combine.held_out import HeldOut
 from ..combine.mix import MixSettings, mix
-from ..utils.validation import read_settings, read_yaml, validate
+from ..utils.validation import plain_types, read_settings, read_yaml, validate
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog, description="Make one mixture of LoRA adapters, or of dense models, with gates that need no training."
+        prog,
+        description="Make one mixture of LoRA adapters, or of dense models, with gates that need no training.",
+        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
     for name, field in MixSettings.model_fields.items():
-        kinds = list(_kinds(field.annotation))
+        kinds = list(plain_types(field.annotation))
         options: dict[str, Any] = {"nargs": "+"} if list in kinds and dict not in kinds else {}
         default = "" if field.default is None or field.is_required() else f" ({field.default})"
         parser.add_argument(
@@ -28,15 +29,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
             default=argparse.SUPPRESS, help=f"{field.description}{default}", **options,
         )  # fmt: skip
     return parser
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """The plain types in a field's type."""
-    if isinstance(annotation, type):
-        yield annotation
-    yield from (kind for kind in (get_origin(annotation),) if isinstance(kind, type))
-    for part in get_args(annotation):
-        yield from _kinds(part)
 
 
 def _read_flag(text: str) -> Any:
@@ -63,11 +55,12 @@ def print_held_out(measured: HeldOut) -> None:
     labels = list(measured.reached)
     n = len(next(iter(measured.reached.values())))
     experts = labels if len(labels) == n else [f"expert {i}" for i in range(n)]
-    table = Table("tokens of", *experts, title=f"First choice (mean over layers; by chance {1 / n:.0%})")
+    table = Table("tokens of", *experts, title="Where tokens go first")
     for label, shares in measured.reached.items():
         table.add_row(label, *(f"{share:.1%}" for share in shares))
     console.print(table)
-    table = Table("held-out loss", *[*labels, "mean"], title="Loss")
+    console.print(f"(mean over layers; by chance {1 / n:.0%})", highlight=False)
+    table = Table("", *[*labels, "mean"], title="Loss per token")
     for way, losses in measured.losses.items():
         table.add_row(way, *(f"{losses[name]:.4f}" for name in (*labels, "mean")))
     console.print(table)

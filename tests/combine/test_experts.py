@@ -79,7 +79,7 @@ def test_what_cannot_join(case, tmp_path):
     def base():
         return AutoModelForCausalLM.from_pretrained(case / "base")
 
-    with pytest.raises(ValueError, match="replace=3: mixture .* has experts 0 to 2"):
+    with pytest.raises(ValueError, match=r"replace=3: mixture .* has experts 0 to 2"):
         put_expert(base(), case / "mixed", case / "d", 3)
     write_lora(tmp_path / "attention", case / "base", 9, ["q_proj", "up_proj"])
     with pytest.raises(ValueError, match="q_proj has experts and a router in only one of it and mixture"):

@@ -59,7 +59,9 @@ def make_case(folder: Path, tokenizer: Any) -> Path:
 
 def settings(case: Path, **changes: Any) -> MixSettings:
     values = {
-        "adapters": [str(case / name) for name in DOMAINS], "data": [str(case / "data.jsonl")], "label_column": "domain",
+        "adapters": [str(case / name) for name in DOMAINS],
+        "data": [str(case / "data.jsonl")],
+        "label_column": "domain",
         **changes,
-    }  # fmt: skip
+    }
     return validate(MixSettings, {name: value for name, value in values.items() if value is not None})

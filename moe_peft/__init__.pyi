@@ -5,6 +5,7 @@ from .adapter.lora_conversion import expert_to_lora, lora_to_moe
 from .adapter.model import MoELoraModel
 from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing
+from .combine.experts import put_expert
 from .models.attention_init import fold_routers, init_attention_routers
 from .models.gate_init import init_gates
 from .models.native_routers import replace_routers
@@ -36,6 +37,7 @@ __all__ = [
     "lora_to_moe",
     "pin_dispatch",
     "prune_experts",
+    "put_expert",
     "record_routing",
     "register_ffn_layout",
     "replace_routers",

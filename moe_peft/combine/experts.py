@@ -45,9 +45,18 @@ def put_expert(
     Example:
 
     ```python
+    >>> from peft import LoraConfig, get_peft_model
     >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft.combine.experts import put_expert
-    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> from moe_peft import lora_to_moe, put_expert
+    >>> def base():
+    ...     return AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> for name in ("math", "code", "law"):
+    ...     lora = get_peft_model(base(), LoraConfig(target_modules=["up_proj"], task_type="CAUSAL_LM"))
+    ...     lora.save_pretrained(name)
+    >>> lora_to_moe(base(), ["math", "code"]).save_pretrained("mixed")
+    >>> model = put_expert(base(), "mixed", "law")
+    >>> model.peft_config["default"].num_experts
+    3
     ```
     """
     config, named = read_adapter_config(mixture), f"mixture {os.fspath(mixture)!r}"

@@ -60,7 +60,7 @@ def score_adapter(model: Any, parts: Parts, gates: str, others: HeldOut | None =
         gates: what its gates are called.
         others: what others give, for a native MoE; this adds to it.
     """
-    adapted, names, reached = bool(adapter_layers(model)), list(parts.rows), _FirstChoices()
+    adapted, names, reached = bool(adapter_layers(model)), list(parts.rows), FirstChoices()
     n = common_size(model, "mix")
     ways: dict[str, AbstractContextManager] = {}
     if adapted:
@@ -115,7 +115,7 @@ def uniform_gates(model: Any, mixing: Literal["output", "projection"] | None = N
             gate.weight.data, gate.top_k = weight, top_k
 
 
-class _FirstChoices:
+class FirstChoices:
     """Counts, by label, how often each expert is the first choice of a token in a layer."""
 
     def __init__(self) -> None:

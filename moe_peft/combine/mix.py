@@ -202,7 +202,13 @@ def _labels(settings: MixSettings) -> list[str]:
     labels = [Path(source).name for source in sources]
     if settings.add_to is not None:
         report = Path(settings.add_to, REPORT)
-        former = read_json(report)["labels"] if report.is_file() else settings.labels and []
+        told = read_json(report) if report.is_file() else {"labels": settings.labels and [], "gates": settings.gates}
+        former = told["labels"]
+        if told["gates"] != settings.gates:
+            raise ValueError(
+                f"gates={settings.gates!r}: those of {settings.add_to!r} are {told['gates']!r}, whose logits have "
+                "another scale; use these"
+            )
         if former is None:
             raise ValueError(f"labels=None: {settings.add_to!r} has no {REPORT} with its experts' names; give them")
         position = len(former) if settings.replace is None else settings.replace

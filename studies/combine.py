@@ -257,12 +257,12 @@ def spread(values: list[float], form: str = "{:.3f}") -> str:
 
 HEAD = """# Gates without training for four LoRA adapters
 
-SmolLM2-135M-Instruct and four LoRA adapters of rank 8 on all FFN projections, each trained alone, briefly (16 to 40 steps
-of 8 rows of at most 48 tokens): the intent of an utterance (clinc150), the slots of a request (snips), a question as SQL
-(WikiSQL), the right one of four answers (ARC-Easy). The mixture mixes outputs. {calibration} training rows of each task
-calibrate the gates, in several draws; {test} held-out rows of each task are scored: the loss per answer token, the
-answers that greedy decoding gives exactly, and the share of tokens whose first choice is the adapter of their own task,
-a mean over 30 layers (by chance 25 %). k experts serve a token; 2 with random gates.
+SmolLM2-135M-Instruct and four LoRA adapters of rank 8 on all FFN projections, each trained alone, briefly (16 to 40
+steps of 8 rows of at most 48 tokens): the intent of an utterance (clinc150), the slots of a request (snips), a question
+as SQL (WikiSQL), the right one of four answers (ARC-Easy). The mixture mixes outputs. {calibration} training rows of
+each task calibrate the gates, in several draws; {test} held-out rows of each task are scored: the loss per answer token,
+the answers that greedy decoding gives exactly, and the share of tokens whose first choice is the adapter of their own
+task, a mean over 30 layers (by chance 25 %). k experts serve a token; 2 with random gates.
 Made by `python -m studies.combine`.
 
 """

@@ -193,7 +193,8 @@ class Source:
         rows, collator = tokenized(held_out, self.tokenizer, args)
         check_learnable("held-out rows", rows, args)
         of_label = rows_of_labels(rows["expert"])
-        return Parts({self.labels[i]: rows.select(of_label[i]) for i in of_label}, collator, self.settings.batch_size)
+        parts = {label: rows.select(of_label[i]) for i, label in enumerate(self.labels) if i in of_label}
+        return Parts(parts, collator, self.settings.batch_size)
 
 
 def _labels(settings: MixSettings) -> list[str]:

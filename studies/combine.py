@@ -39,8 +39,8 @@ from studies.exact_match import measure
 from studies.runs import Ledger
 
 FOLDER, RESULTS = Path(".cache/combine"), Path(__file__).parent / "results"
-ROWS = {"train": 320, "test": 16}  # of each task
-STEPS = {"intents": 40, "slots": 28, "queries": 16, "science": 16}  # of 6,000 to 8,000 tokens
+ROWS = {"train": 320, "test": 12}  # of each task
+STEPS = {"intents": 40, "slots": 28, "queries": 12, "science": 12}  # of 5,000 to 9,000 tokens
 BATCH, LONGEST = 8, 48  # rows of a step; tokens of a row
 LEARNING_RATE, RANK = 1e-3, 8
 
@@ -189,7 +189,8 @@ def mix(ledger: Ledger, tokenizer: Any) -> None:
                 add(way, 0, 2)
     for seed in SEEDS:
         for gates in ("ridge", "prompts", "arrow"):
-            wanted = [k for k in (2, 1) if not ledger.has(way=f"{gates} gates", seed=seed, k=k)]
+            ks = (2,) if seed else (2, 1)
+            wanted = [k for k in ks if not ledger.has(way=f"{gates} gates", seed=seed, k=k)]
             if not wanted or (gates == "arrow" and seed):
                 continue
             drawn = [i for t in TASKS for i in sample([r for r, d in enumerate(train["domain"]) if d == t], seed)]
@@ -257,12 +258,12 @@ def spread(values: list[float], form: str = "{:.3f}") -> str:
 
 HEAD = """# Gates without training for four LoRA adapters
 
-SmolLM2-135M-Instruct and four LoRA adapters of rank 8 on all FFN projections, each trained alone, briefly (16 to 40
+SmolLM2-135M-Instruct and four LoRA adapters of rank 8 on all FFN projections, each trained alone, briefly (12 to 40
 steps of 8 rows of at most 48 tokens): the intent of an utterance (clinc150), the slots of a request (snips), a question
 as SQL (WikiSQL), the right one of four answers (ARC-Easy). The mixture mixes outputs. {calibration} training rows of
-each task calibrate the gates, in several draws; {test} held-out rows of each task are scored: the loss per answer token,
-the answers that greedy decoding gives exactly, and the share of tokens whose first choice is the adapter of their own
-task, a mean over 30 layers (by chance 25 %). k experts serve a token; 2 with random gates.
+each task calibrate the gates; {test} held-out rows of each task are scored: the loss per answer token, the answers that
+greedy decoding gives exactly, and the share of tokens whose first choice is the adapter of their own task, a mean over
+30 layers (by chance 25 %). k experts serve a token; 2 with random gates.
 Made by `python -m studies.combine`.
 
 """

@@ -53,32 +53,29 @@ def score(model: Any, parts: Parts, before: Callable[[str], Any] = lambda label:
     return {**losses, "mean": sum(losses.values()) / len(losses)}
 
 
-def score_adapter(model: Any, parts: Parts, gates: str, others: HeldOut | None = None) -> HeldOut:
+def score_mixture(model: Any, parts: Parts, gates: str) -> HeldOut:
     """
     Args:
-        model: a mixture: a model with a MoE-LoRA adapter, or a native MoE.
+        model: with a MoE-LoRA adapter, or a native MoE.
         gates: what its gates are called.
-        others: what others give, for a native MoE; this adds to it.
     """
-    adapted, names, reached = bool(adapter_layers(model)), list(parts.rows), FirstChoices()
-    n = common_size(model, "mix")
+    adapted, names, n = bool(adapter_layers(model)), list(parts.rows), common_size(model, "mix")
     ways: dict[str, AbstractContextManager] = {}
     if adapted:
-        ways |= {"base": model.disable_adapter()}
-        ways |= {
-            names[i] if len(names) == n else f"expert {i}": force_experts(model, torch.tensor([i])) for i in range(n)
-        }
-        ways |= {"mean of the adapters": uniform_gates(model, "projection")}
-        mixings = {layer.moe_lora_spec[name].mixing for layer, name in routed_adapters(model)}
-    if not adapted or "output" in mixings:  # else the same as the mean
-        ways["uniform gates"] = uniform_gates(model)
-    losses = {} if others is None else dict(others.losses)
+        names = names if len(names) == n else [f"expert {i}" for i in range(n)]
+        ways["base"] = model.disable_adapter()
+        ways |= {name: force_experts(model, torch.tensor([i])) for i, name in enumerate(names)}
+        ways["mean of the adapters"] = uniform_gates(model, "projection")
+    if not adapted or any(layer.moe_lora_spec[name].mixing == "output" for layer, name in routed_adapters(model)):
+        ways["uniform gates"] = uniform_gates(model)  # which with mixing "projection" are the mean
+    losses = {}
     for way, context in tqdm(ways.items(), desc="ways to route"):
         with context:
             losses[way] = score(model, parts)
-    with observed_routing(model, reached.add):
-        losses[f"{gates} gates"] = score(model, parts, reached.begin)
-    return HeldOut(losses, {label: (hits / tokens).tolist() for label, (hits, tokens) in reached.counts.items()})
+    first = FirstChoices()
+    with observed_routing(model, first.add):
+        losses[f"{gates} gates"] = score(model, parts, first.begin)
+    return HeldOut(losses, {label: (hits / tokens).tolist() for label, (hits, tokens) in first.counts.items()})
 
 
 @contextmanager

@@ -6,9 +6,8 @@ and measured on held-out rows beside the base, each expert alone, the experts' m
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +33,7 @@ from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
 from ..utils.validation import Count, Integer, Seed, Settings, Text, Texts
 from .experts import put_expert
-from .held_out import HeldOut, Parts, score, score_adapter
+from .held_out import HeldOut, Parts, score, score_mixture
 
 REPORT = "mix.json"
 logger = logging.getLogger("moe_peft")
@@ -77,36 +76,31 @@ class MixSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> MixSettings:
-        if (self.adapters is None) == (self.models is None):
-            raise ValueError("adapters, models: give one of the two")
-        count, way = len(self.adapters or self.models or []), find_gate_init(self.gates)
-        if count < 2 and self.add_to is None:
-            raise ValueError(f"{'models' if self.models else 'adapters'}: give two or more")
-        if self.replace is not None and self.add_to is None:
-            raise ValueError(f"replace={self.replace}: goes with add_to")
-        for name in ("top_k", "mixing") if self.add_to else ():
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}={getattr(self, name)!r}: is that of add_to; leave it out")
-        for name in ("add_to", "mixing", "base") if self.models else ():
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}={getattr(self, name)!r}: is for adapters; leave it out")
-        if self.add_to is not None and count != 1:
-            raise ValueError(f"adapters={self.adapters}: one at a time joins the mixture in add_to")
-        if self.models and not (way.needs_texts and way.router_type == "linear"):
-            raise ValueError(f"gates={self.gates!r}: are those of LoRA adapters; use ridge or prompts with models")
-        if way.needs_texts and self.data is None and self.prompts is None:
-            raise ValueError(
-                f"gates={self.gates!r}: need texts for each expert; give data (or prompts), or gates=arrow"
-            )
-        if self.prompts is not None and not way.needs_texts:
-            raise ValueError(f"prompts: gates={self.gates!r} read no texts; leave them out")
-        for name in ("label_column", "test_data"):
-            if getattr(self, name) is not None and self.data is None:
-                raise ValueError(f"{name}={getattr(self, name)!r}: goes with data")
+        way, least = find_gate_init(self.gates), 1 if self.add_to else 2
+        rules: list[tuple[Any, str]] = [
+            ((self.adapters is None) == (self.models is None), "adapters, models: give one of the two"),
+            (len(self.adapters or self.models or []) < least, "adapters, models: give two or more"),
+            (self.replace is not None and not self.add_to, f"replace={self.replace}: goes with add_to"),
+            (self.add_to and len(self.adapters or []) != 1, f"adapters={self.adapters}: one at a time joins add_to"),
+            (self.add_to and (self.top_k or self.mixing), "top_k, mixing: are those of add_to; leave them out"),
+            (self.models and (self.base or self.mixing), "base, mixing: are for adapters; leave them out"),
+            (
+                self.models and not (way.needs_texts and way.router_type == "linear"),
+                f"gates={self.gates!r}: are those of LoRA adapters; use ridge or prompts with models",
+            ),
+            (
+                way.needs_texts and not (self.data or self.prompts),
+                f"gates={self.gates!r}: need texts for each expert; give data (or prompts), or gates=arrow",
+            ),
+            (self.prompts and not way.needs_texts, f"prompts: gates={self.gates!r} read no texts; leave them out"),
+            (not self.data and (self.label_column or self.test_data), "label_column, test_data: go with data"),
+        ]
         for name in ("data", "test_data"):
-            files = getattr(self, name)
-            if files and (len(files) == 1) == (self.label_column is None):
-                raise ValueError(f"{name}={files}: give one with label_column, or one for each expert without")
+            wrong = bool(getattr(self, name)) and (len(getattr(self, name)) == 1) == (self.label_column is None)
+            rules.append((wrong, f"{name}={getattr(self, name)}: give one with label_column, or one for each expert"))
+        for wrong, message in rules:
+            if wrong:
+                raise ValueError(message)
         return self
 
 
@@ -154,18 +148,16 @@ class Source:
         parts, tests = self.by_expert("data"), self.by_expert("test_data")
         if parts is None:
             return None, None
-        shuffled = [drawn(part, len(part), s.seed) for part in parts]
+        parts = [drawn(part, len(part), s.seed) for part in parts]
+        counts = [min(s.calibration_examples, len(part) // (2 if tests is None else 1)) for part in parts]
+        if not all(counts):
+            raise ValueError(f"--data: one row of {self.labels[counts.index(0)]!r}; give two or more, or --test-data")
         if tests is None:
-            for label, part in zip(self.labels, parts, strict=True):
-                if len(part) < 2:
-                    raise ValueError(f"--data: one row of {label!r}; give two or more, or --test-data")
-            counts = [min(s.calibration_examples, len(part) // 2) for part in parts]
-            tests = [part.select(range(n, len(part))) for n, part in zip(counts, shuffled, strict=True)]
+            tests = [part.select(range(n, len(part))) for n, part in zip(counts, parts, strict=True)]
         else:
-            counts = [min(s.calibration_examples, len(part)) for part in parts]
             tests = [drawn(part, len(part), s.seed) for part in tests]
         tests = [part.select(range(min(s.test_examples, len(part)))) for part in tests]
-        used = [part.select(range(n)) for n, part in zip(counts, shuffled, strict=True)]
+        used = [part.select(range(n)) for n, part in zip(counts, parts, strict=True)]
         return concatenate_datasets(used), concatenate_datasets(tests)
 
     def of_prompts(self) -> Dataset:
@@ -262,7 +254,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
             if len(labels) != n:
                 raise ValueError(f"labels={labels}: the mixture has {n} experts; give a name for each")
         init_gates(model, settings.gates, batches, experts=changed)
-        measured = None if held_out is None else score_adapter(model.eval(), source.parts(held_out), settings.gates)
+        measured = None if held_out is None else score_mixture(model.eval(), source.parts(held_out), settings.gates)
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
         _report(settings, labels, measured, folder, base_name)
@@ -281,18 +273,12 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     folder = upcycle(models, settings.output, config, calibration=source.batches(calibration))
     measured = None
     if parts is not None:
-        measured = HeldOut({}, {})
-        ways: Iterator[tuple[str, Any]] = iter([
-            *((label, partial(load, model, settings.dtype)) for label, model in zip(labels, models, strict=True)),
-            ("mean of the models", lambda: (mean_model(models), None)),
-        ])  # fmt: skip
-        for name, read in tqdm(list(ways), desc="models"):
-            model = read()[0].eval()
-            measured.losses[name] = score(model, parts)
-            del model
+        losses = {}
+        for label, path in tqdm([*zip(labels, models, strict=True), ("mean of the models", None)], desc="models"):
+            losses[label] = score(mean_model(models) if path is None else load(path, settings.dtype)[0], parts)
             free_memory()
-        mixture = read_routed_model(str(folder), "output").eval()
-        measured = score_adapter(mixture, parts, settings.gates, measured)
+        measured = score_mixture(read_routed_model(str(folder), "output").eval(), parts, settings.gates)
+        measured = HeldOut({**losses, **measured.losses}, measured.reached)
     _report(settings, labels, measured, folder, models[0])
     return measured
 

@@ -62,10 +62,10 @@ PROMPTS = json.dumps({name: {"positive": ["w3"]} for name in DOMAINS})
 BAD = {
     "nothing to mix": ({"adapters": None}, "adapters, models: give one of the two"),
     "both": ({"models": ["x", "y"]}, "adapters, models: give one of the two"),
-    "one adapter": ({"adapters": ["x"]}, "adapters: give two or more"),
+    "one adapter": ({"adapters": ["x"]}, "adapters, models: give two or more"),
     "gates": ({"gates": "x"}, "gates='x': must be one of ridge, prompts, arrow"),
     "no texts": ({"data": None, "label-column": None}, "gates='ridge': need texts for each expert"),
-    "a column without data": ({"data": None, "gates": "arrow"}, "label_column='domain': goes with data"),
+    "a column without data": ({"data": None, "gates": "arrow"}, "label_column, test_data: go with data"),
     "one file without a column": ({"label-column": None}, "give one with label_column, or one for each expert"),
     "files with a column": ({"data": ["x.jsonl", "y.jsonl"]}, "give one with label_column, or one for each expert"),
     "too few files": (
@@ -87,11 +87,11 @@ BAD = {
     "mixing": ({"mixing": "x"}, "mixing='x': must be 'output' or 'projection'"),
     "dtype": ({"dtype": "int8"}, "--dtype='int8': must be one of auto"),
     "replace alone": ({"replace": "1"}, "replace=1: goes with add_to"),
-    "several to add": ({"add-to": "x"}, "one at a time joins the mixture in add_to"),
+    "several to add": ({"add-to": "x"}, "one at a time joins add_to"),
     "other base": ({"base": "nowhere"}, "base 'nowhere'"),
     "no LoRA": ({"adapters": ["{case}/base", "{case}/b"], "labels": ["a", "b"]}, "is not a folder with adapter_config"),
     "models with arrow": ({"adapters": None, "models": ["x", "y"], "gates": "arrow"}, "are those of LoRA adapters"),
-    "models with a mixing": ({"adapters": None, "models": ["x", "y"], "mixing": "output"}, "is for adapters; leave it"),
+    "models with a mixing": ({"adapters": None, "models": ["x", "y"], "mixing": "output"}, "are for adapters; leave"),
     "models that are none": (
         {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models: '{case}/a': no tokenizer"
     ),

@@ -160,16 +160,16 @@ def _explain(kind: Any, error: Any, path: str) -> str:
     """One of pydantic's errors as field, value and what is allowed."""
     if error["type"] == "value_error":  # of a check of ours, which names the field itself
         return error["msg"].removeprefix("Value error, ")
-    names, fields, kinds = [path] if path else [], kind.model_fields, []
+    names, fields, of_keys = [path] if path else [], kind.model_fields, False
     for part in error["loc"]:  # names of fields, keys; the rest says which alternative of a type was tried
         if part in fields:
             names.append(str(part))
             kinds = list(plain_types(fields[part].annotation))
             models = [one for one in kinds if issubclass(one, BaseModel)]
-            fields = models[0].model_fields if models else {}
-        elif dict in kinds:
+            fields, of_keys = (models[0].model_fields, dict in kinds) if models else ({}, False)
+        elif of_keys:
             names.append(str(part))
-            kinds = []
+            of_keys = False
     if error["type"] == "extra_forbidden":
         return unknown_key(".".join([*names, str(error["loc"][-1])]), fields)
     field = ".".join(names) or "recipe"

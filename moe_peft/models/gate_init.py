@@ -226,13 +226,13 @@ def init_gates(
     routers = [layer.router(name) for layer in layers]
     sums = _sums(model, layers, n, way, batches)
     made = [way.gates(of_layer, _updates(layer, name)) for of_layer, layer in zip(sums, layers, strict=True)]
-    kind = type(routers[0])
-    linear = issubclass(kind, LinearRouter) and kind.takes_attention
-    router_type = routers[0].settings.type if linear and way.router_type == "linear" else way.router_type
+    old_type = routers[0].settings.type
+    keeps = isinstance(routers[0], LinearRouter) and way.router_type == "linear"
+    router_type = old_type if keeps else way.router_type
     if experts is not None:
-        if router_type != routers[0].settings.type:
+        if router_type != old_type:
             raise ValueError(
-                f"init_gates: the routers are {routers[0].settings.type!r}, so gates of some experts cannot be "
+                f"init_gates: the routers are {old_type!r}, so gates of some experts cannot be "
                 f"{way.router_type!r}; set those of all"
             )
         for i, router in enumerate(routers):

@@ -209,17 +209,21 @@ class SigmoidRouter(LinearRouter):
         return sigmoid_gates(logits_TN, k, normalize)
 
 
-class ArrowRouter(LinearRouter):
+class ArrowRouter(Router):
     """
     The absolute value of a linear gate's logits: how much of a token lies along each expert's direction, whatever its
     sign (Arrow, Ostapenko et al., 2024, arXiv 2405.11157). `moe_peft.init_gates` takes the directions from the LoRAs.
     """
 
     no_fold = "its logits are absolute values, which no linear gate gives"
-    takes_attention = False
+    expert_rows = ("weight",)
+
+    def make(self) -> None:
+        self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden_size))
+        nn.init.normal_(self.weight, std=0.02)
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return super().logits(x_TD).abs()
+        return F.linear(x_TD, self.weight.to(x_TD.dtype)).abs()
 
 
 class SoftRouter(LinearRouter):

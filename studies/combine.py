@@ -187,19 +187,16 @@ def mix(ledger: Ledger, tokenizer: Any) -> None:
         if not ledger.has(way=way):
             with context:
                 add(way, 0, 2)
-    for seed in SEEDS:
-        for gates in ("ridge", "prompts", "arrow"):
-            ks = (2,) if seed else (2, 1)
-            wanted = [k for k in ks if not ledger.has(way=f"{gates} gates", seed=seed, k=k)]
-            if not wanted or (gates == "arrow" and seed):
+    for seed, k in ((0, 2), (0, 1), *((seed, 2) for seed in SEEDS[1:])):
+        for gates in ("arrow", "ridge", "prompts"):
+            if ledger.has(way=f"{gates} gates", seed=seed, k=k) or (gates == "arrow" and seed):
                 continue
             drawn = [i for t in TASKS for i in sample([r for r, d in enumerate(train["domain"]) if d == t], seed)]
             texts = train.select(drawn).map(lambda row: {"expert": list(TASKS).index(row["domain"])})
             batches = calibration_batches(texts, tokenizer, len(texts), max_length=LONGEST, columns=["expert"])
             init_gates(model, gates, batches)
-            for k in wanted:
-                with active(model, k):
-                    add(f"{gates} gates", seed, k)
+            with active(model, k):
+                add(f"{gates} gates", seed, k)
 
 
 def sample(rows: list[int], seed: int) -> list[int]:

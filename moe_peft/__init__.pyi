@@ -5,7 +5,9 @@ from .adapter.lora_conversion import expert_to_lora, lora_to_moe
 from .adapter.model import MoELoraModel
 from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing
+from .combine.experts import put_expert
 from .models.attention_init import fold_routers, init_attention_routers
+from .models.gate_init import init_gates
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
 from .pruning.prune import prune_experts
@@ -33,9 +35,11 @@ __all__ = [
     "fold_routers",
     "force_experts",
     "init_attention_routers",
+    "init_gates",
     "lora_to_moe",
     "pin_dispatch",
     "prune_experts",
+    "put_expert",
     "record_routing",
     "register_ffn_layout",
     "replace_routers",

@@ -30,6 +30,7 @@ PRINTED = {
     "README.md": "'aux_loss'",
     "adapter.md": "trainable params",
     "checks.md": "num_train_epochs=nan: must be a finite number",
+    "combine.md": "Where tokens go first",
     "evaluating.md": "Each expert alone",
     "extending.md": "router_entropy_loss",
     "native-checkpoints.md": "have logits within",
@@ -40,6 +41,7 @@ PRINTED = {
 }
 WRITTEN = {
     "adapter.md": "lora-prose-again/adapter_model.safetensors",
+    "combine.md": "mixed-2/mix.json",
     "evaluating.md": "evaluation/experts.png",
     "native-checkpoints.md": "exported/model.safetensors",
     "pruning.md": "pruned/pruning.json",

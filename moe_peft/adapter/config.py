@@ -81,9 +81,10 @@ class MoELoraConfig(PeftConfig):
         router_type: How tokens are routed; see `moe_peft.routing.routers`. `"linear"`: the top k of a softmax over a
             linear gate's logits. `"mlp"`: the same with a gate of two layers. `"attention"`: a mixture of routers in
             the form of attention heads, see `moe_peft.init_attention_routers`. `"switch"`: top-1 with the probability
-            as gate; only with mixing "projection". `"sigmoid"`: an independent score for each expert. `"soft"`: all
-            experts. `"top_p"`, `"threshold"`: those of the top k that `router_threshold` keeps. `"locmoe"`: means of
-            equal parts of the hidden state. `"hash"`: the same random experts for a token id everywhere.
+            as gate; only with mixing "projection". `"sigmoid"`: an independent score for each expert. `"arrow"`: the
+            absolute values of a linear gate's logits, see `moe_peft.init_gates`. `"soft"`: all experts. `"top_p"`,
+            `"threshold"`: those of the top k that `router_threshold` keeps. `"locmoe"`: means of equal parts of the
+            hidden state. `"hash"`: the same random experts for a token id everywhere.
         router_threshold: With `"top_p"`, the probability that the chosen experts must reach together (None: 0.8). With
             `"threshold"`, the probability that each chosen expert must have (None: 1/n).
         router_capacity_factor: With `"switch"`, limits the tokens that an expert takes in training to this multiple of

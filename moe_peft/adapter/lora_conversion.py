@@ -75,7 +75,7 @@ def lora_to_moe(
     FFN projections become FFN experts; other linears, such as those of attention, get their own experts and router.
     Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B, which an optimizer like
     Adam then moves as far as any other; where they agree, A and B are kept bit for bit. A module that an adapter lacks
-    gets a zero update in its expert. Routers are newly initialised.
+    gets a zero update in its expert. Routers are random; `moe_peft.init_gates` sets them without training.
 
     Args:
         model: the base model, without adapters.

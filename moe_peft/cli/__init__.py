@@ -27,13 +27,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "upit": (".upit", "run a recipe: UpIT or one of its baselines"),
     "inspect": (".inspect", "report where a model's tokens go"),
     "eval": (".eval", "evaluate a model on tasks of lm-evaluation-harness"),
+    "mix": (".mix", "make one mixture of LoRA adapters or dense models, with gates that need no training"),
     "upcycle": (".upcycle", "make a native MoE from dense models"),
     "prune": (".prune", "drop and merge experts of an adapter or a native MoE"),
     "export": (".export", "make a native MoE from a MoE-LoRA adapter and its base"),
     "demo": (".demo", "see it work in ten minutes: SmolLM2-135M learns, and is exported"),
     "exec": (".exec", "run another Python program, such as lm_eval, that can then load the adapters"),
 }
-ONCE = ("inspect", "upcycle", "prune", "export")  # of a launcher's processes, the first alone does the work
+ONCE = ("inspect", "mix", "upcycle", "prune", "export")  # of a launcher's processes, the first alone does the work
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

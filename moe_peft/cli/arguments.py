@@ -8,6 +8,7 @@ before the file.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +25,10 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from ..adapter.config import MoELoraConfig
 from ..analysis.figures import FORMATS
+from ..native.export import read_adapter_config
 from ..training.checkpointing import names_checkpoint
 from ..training.router_losses import Stage
-from ..utils.loading import Base
+from ..utils.loading import Base, check_tokenizer, read_tokenizer
 from ..utils.messages import arguments_error, choice_error, one_line, unknown_key
 from ..utils.validation import Count, check_range, prefixed, read_settings, read_yaml, validate
 
@@ -79,6 +81,9 @@ def add_figures_option(parser: argparse.ArgumentParser) -> None:
 class RunOptions:
     """What no other dataclass has."""
 
+    adapter: str | None = field(
+        default=None, metadata={"help": "Train this MoE-LoRA adapter, a folder, further; not a new one."}
+    )
     use_peft: bool | None = field(
         default=None,
         metadata={"help": "Train a MoE-LoRA adapter. By default yes, unless the model is a native MoE."},
@@ -148,15 +153,46 @@ class Options:
     @cached_property
     def base(self) -> Base:
         """The model to train, or to train an adapter for."""
-        name = self.model.model_name_or_path
+        name, revision = self.model.model_name_or_path, self.model.model_revision
+        if name is None and self.trained_adapter is not None:
+            name, revision = self.trained_adapter.base_model_name_or_path, self.trained_adapter.revision
         if name is None:
             raise ValueError("model_name_or_path=None: name a model folder or a model of the hub")
         return Base(
-            name, self.model.model_revision, self.model.dtype or "auto", self.model.attn_implementation,
+            name, revision, self.model.dtype or "auto", self.model.attn_implementation,
             get_quantization_config(self.model),
         )  # fmt: skip
 
+    @cached_property
+    def trained_adapter(self) -> MoELoraConfig | None:
+        """
+        The config of the adapter that is trained further, with a new coefficient of the balancing loss if there is one;
+        None: a new one is trained, or the model itself.
+        """
+        if self.run.adapter is None:
+            return None
+        for name, default in vars(AdapterOptions()).items():
+            if (value := self.adapter[name]) != default:
+                raise ValueError(f"{name}={value!r}: is for a new adapter, and adapter names one; leave it out")
+        config = read_adapter_config(self.run.adapter)
+        config.inference_mode = False
+        if self.training.router_aux_loss_coef is not None:
+            config.router_aux_loss_coef = self.training.router_aux_loss_coef
+        return config
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of the adapter that is trained further, or of the base."""
+        folder = self.run.adapter
+        if folder is None or not Path(folder, "tokenizer_config.json").is_file():
+            return self.base.tokenizer
+        tokenizer = read_tokenizer(folder, f"adapter={folder!r}")
+        check_tokenizer(tokenizer, self.base.config, f"adapter={folder!r}")
+        return tokenizer
+
     def adapter_config(self) -> MoELoraConfig:
+        if self.trained_adapter is not None:
+            return copy.deepcopy(self.trained_adapter)
         fields = dict(self.adapter)
         for name in ("target_modules", "exclude_modules"):  # as in TRL, a single word may be a regex or "all-linear"
             if fields[name] is not None and len(fields[name]) == 1 and not re.fullmatch(r"[\w.]+", fields[name][0]):

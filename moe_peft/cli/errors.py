@@ -31,6 +31,7 @@ _NEEDS_LESS = {
     "dpo": _SMALLER,
     "eval": "lower --batch-size",
     "inspect": "lower --batch-size or --max-length",
+    "mix": "lower --batch-size or --max-length",
     "prune": "lower --batch-size or --max-length",
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from huggingface_hub import HfApi
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import set_seed
 
 from ..adapter.config import MoELoraConfig
@@ -23,8 +23,16 @@ from ..training.preflight import preflight
 from ..training.router_losses import loss_coefficients
 from ..training.trainers import check_expert_labels
 from ..utils.distributed import leave_processes, on_main_process
-from ..utils.io import output_folder, reading
-from ..utils.loading import ADAPTER_CONFIG, CONFIG, changed_embeddings, chat_template, without_zero3
+from ..utils.io import hash_file, output_folder, reading
+from ..utils.loading import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    changed_embeddings,
+    chat_template,
+    read_adapter_weights,
+    without_zero3,
+)
 from ..utils.messages import one_line
 from ..utils.model_card import write_model_card
 from ..utils.validation import prefixed
@@ -40,7 +48,7 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
     """
     launch = planned_launch(*(getattr(options.run, name) for name in ("processes", "strategy", "dry_run", "time")))
     base, stages, output_dir = options.base, training_stages(options), str(options.training.output_dir)
-    tokenizer = base.tokenizer
+    tokenizer = options.tokenizer
 
     # Find what is wrong before weights are loaded.
     model, config = _empty_model(options)
@@ -106,17 +114,18 @@ def _train(
     options: Options, trainer_class: Any, stages: Mapping[str, Any], folder: Path, config: MoELoraConfig | None,
     data: Dataset, eval_data: Dataset | None,
 ) -> None:  # fmt: skip
-    model: Any = options.base.load()
+    model, config = _load_model(options, config)
+    start = {} if options.run.adapter is None else {"adapter": hash_file(Path(options.run.adapter, ADAPTER_WEIGHTS))}
     facts: list[str] = []
     for args in stages.values():
         set_seed(args.seed)  # of the adapter's initial values
         with _trainer_errors(args):
             trainer = trainer_class(
                 model=model, args=args, train_dataset=data, eval_dataset=eval_data,
-                processing_class=options.base.tokenizer, peft_config=config,
+                processing_class=options.tokenizer, peft_config=config,
             )  # fmt: skip
             trainer.earlier_training = facts
-            train_or_resume(trainer)
+            train_or_resume(trainer, **start)
         facts = trainer.training_facts()
         model, config = trainer.model, None
     save_full_weights(trainer)
@@ -166,6 +175,15 @@ def _load_splits(options: Options, stages: Mapping[str, Any], tokenizer: Any) ->
     return splits[0], splits[1] if len(splits) > 1 else None
 
 
+def _load_model(options: Options, config: MoELoraConfig | None) -> tuple[Any, MoELoraConfig | None]:
+    """The model to train, and the config of the new adapter that it gets."""
+    model, folder = options.base.load(), options.run.adapter
+    if folder is None:
+        return model, config
+    with reading(f"adapter={folder!r}"):
+        return PeftModel.from_pretrained(model, folder, is_trainable=True, config=options.adapter_config()), None
+
+
 def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     """
     The model to train, without weights, and the config of its adapter; None if the model itself is trained.
@@ -174,7 +192,13 @@ def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
         ValueError: the model itself is to be trained, but has no routers, or there are fields of an adapter.
     """
     model = options.base.empty()
-    if options.run.use_peft or (options.run.use_peft is None and not native_routers(model)):
+    if options.run.adapter is not None:
+        read_adapter_weights(options.run.adapter, f"adapter={options.run.adapter!r}")
+    if (
+        options.run.adapter is not None
+        or options.run.use_peft
+        or (options.run.use_peft is None and not native_routers(model))
+    ):
         with without_zero3(), torch.device("meta"):
             adapted = get_peft_model(model, options.adapter_config())
         return adapted if options.base.quantization is None else on_quantized(adapted), options.adapter_config()

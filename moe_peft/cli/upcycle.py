@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from ..models.gate_init import GATE_INITS
 from ..native import UpcycleConfig, upcycle
 from ..utils.loading import read_tokenizer
 
@@ -32,6 +33,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> None:
     settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(UpcycleConfig)}
     config = UpcycleConfig(**settings)
+    if config.router_init in GATE_INITS:
+        raise ValueError(f"--router-init {config.router_init}: needs texts for each expert; use moe-peft mix --models")
     if (options.calibration is None) == (config.router_init == "attention"):
         raise ValueError(f"--calibration {options.calibration}: goes with --router-init attention")
     count = options.calibration_examples

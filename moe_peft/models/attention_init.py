@@ -12,20 +12,18 @@ of a router.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from ..adapter.layers import MoELoraFFN, without_adapters
 from ..routing.attention_heads import attention_weights, check_heads, fitting_heads
-from ..routing.routers import LinearRouter, Router, RouterSettings, folded_weight
+from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings, folded_weight
 from ..utils.torch_contexts import evaluating
-from .introspection import adapter_layers, backbone, base_model, router_sizes, text_config
+from .introspection import adapter_layers, base_model, base_passes, router_sizes, text_config
 from .native_routers import fold_native_routers, native_gates, replace_routers
 from .routed_gate import RoutedGate
 
@@ -214,36 +212,46 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
             raise ValueError(f"fold_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
         fold_native_routers(model)
         return
-    name = _adapter(model, adapter_name, "fold_routers")
+    name = adapter_with_routers(model, adapter_name, "fold_routers")
     layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
     specs = [layer.moe_lora_spec[name] for layer in layers]
     weights = [
         layer.router(name).fold(spec.top_k, spec.normalize_top_k) for layer, spec in zip(layers, specs, strict=True)
     ]
-    for layer, spec, weight_ND in zip(layers, specs, weights, strict=True):
-        old = layer.router(name)
-        if old.linear_gate:
-            continue
-        expert = next(layer.moe_lora_A[name].parameters())
-        trained = all(p.requires_grad for p in list(old.parameters()) or [expert])
-        settings = RouterSettings(jitter_noise=spec.router.jitter_noise)
-        layer.moe_lora_spec[name] = replace(spec, router=settings)
-        layer.put_router(name)
-        router = cast(LinearRouter, layer.router(name))
-        router.weight.data = weight_ND.to(expert.device, torch.float32)
-        router.requires_grad_(trained).train(old.training)
-    config = copy.copy(cast(Any, model).peft_config[name])  # another adapter may share the object
-    if not config.router_class.linear_gate:
+    put_gates(model, name, "linear", weights)
+
+
+def put_gates(model: nn.Module, adapter_name: str, router_type: str, weights: Sequence[torch.Tensor]) -> None:
+    """
+    Give an adapter's routers these weights [n, d]; routers of other kinds than `router_type` (and than linear gates,
+    where that is one) are replaced.
+    """
+    layers = [layer for layer in adapter_layers(model) if adapter_name in layer.moe_lora_router]
+    linear, replaced = ROUTERS[router_type].linear_gate, False
+    for layer, weight_ND in zip(layers, weights, strict=True):
+        old, spec = layer.router(adapter_name), layer.moe_lora_spec[adapter_name]
+        if not (spec.router.type == router_type or (linear and old.linear_gate)):
+            expert = next(layer.moe_lora_A[adapter_name].parameters())
+            trained, replaced = all(p.requires_grad for p in list(old.parameters()) or [expert]), True
+            settings = RouterSettings(router_type, jitter_noise=spec.router.jitter_noise)
+            layer.moe_lora_spec[adapter_name] = replace(spec, router=settings)
+            layer.put_router(adapter_name)
+            layer.router(adapter_name).to(expert.device).requires_grad_(trained).train(old.training)
+        router = cast(LinearRouter, layer.router(adapter_name))
+        router.weight.data.copy_(weight_ND)
+    if replaced:
+        config = copy.copy(cast(Any, model).peft_config[adapter_name])  # another adapter may share the object
         for field in fields(RouterSettings):
             if field.name not in ("jitter_noise", "attention_size"):
                 setattr(config, f"router_{field.name}", field.default)
-        cast(Any, model).peft_config[name] = config
+        config.router_type = router_type
+        cast(Any, model).peft_config[adapter_name] = config
 
 
 # --- a model's routers ------------------------------------------------------------------------------------------------
 
 
-def _adapter(model: nn.Module, adapter_name: str | None, caller: str) -> str:
+def adapter_with_routers(model: nn.Module, adapter_name: str | None, caller: str) -> str:
     """The adapter of that name; the active one if None."""
     layers = adapter_layers(model)
     names = {name for layer in layers for name in layer.moe_lora_router}
@@ -284,7 +292,7 @@ def _linear_heads(num_heads: int | None, n: int) -> int:
 
 
 def _adapter_targets(model: nn.Module, adapter_name: str | None) -> dict[str, _Target]:
-    name = _adapter(model, adapter_name, "init_attention_routers")
+    name = adapter_with_routers(model, adapter_name, "init_attention_routers")
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, MoELoraFFN)}
     routers = {path: layer.router(name) for path, layer in layers.items() if name in layer.moe_lora_router}
     if not routers:
@@ -381,9 +389,6 @@ def _weight(linear: Any) -> torch.Tensor:
     return (columns_DH if bias is None else columns_DH - bias.float()).T
 
 
-_ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
-
-
 def attention_means(
     model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]]
 ) -> list[AttentionMeans]:
@@ -406,23 +411,14 @@ def attention_means(
 
         return hook
 
-    device = next(backbone(model).parameters()).device
-    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
     handles = [without_adapters(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
     try:
-        for layer, _ in adapters:
-            layer._disable_adapters = True
-        for batch in batches:
-            arguments = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-            mask_BS1 = arguments.get("attention_mask", torch.ones_like(arguments["input_ids"])).unsqueeze(-1).double()
+        for _, mask_BS in base_passes(model, batches):
+            mask_BS1 = mask_BS.unsqueeze(-1).double()
             tokens = tokens + mask_BS1.sum()
-            with evaluating(model):
-                backbone(model)(**arguments, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-        for layer, disabled in adapters:
-            layer._disable_adapters = disabled
     if not tokens:
         raise ValueError("init_attention_routers: batches: no tokens; give at least one batch of calibration data")
     return [

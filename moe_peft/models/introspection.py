@@ -7,12 +7,13 @@ No other module knows where router logits come from. Legend: B rows, S positions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
@@ -23,6 +24,7 @@ from ..adapter.router_recorder import Choice, Collection, observing
 from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts, effective_experts
 from ..utils.distributed import shape_of
+from ..utils.torch_contexts import evaluating
 from .routed_gate import RoutedGate
 
 
@@ -39,6 +41,29 @@ def backbone(model: Any) -> Any:
 def text_config(model: Any) -> Any:
     """The config of the language part, which has the MoE's fields (`num_experts_per_tok`, …)."""
     return router_outputs.text_config(base_model(model))
+
+
+_ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
+
+
+def base_passes(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], torch.Tensor]]:
+    """
+    Run batches through the backbone, with adapters disabled. Yields each batch and its mask, 1 for real tokens [B, S],
+    before its pass, for hooks.
+    """
+    device = next(backbone(model).parameters()).device
+    adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
+    try:
+        for layer, _ in adapters:
+            layer._disable_adapters = True
+        for batch in batches:
+            arguments = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
+            yield batch, arguments.get("attention_mask", torch.ones_like(arguments["input_ids"]))
+            with evaluating(model):
+                backbone(model)(**arguments, use_cache=False)
+    finally:
+        for layer, disabled in adapters:
+            layer._disable_adapters = disabled
 
 
 @dataclass(frozen=True)

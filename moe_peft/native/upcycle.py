@@ -20,9 +20,10 @@ from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..models.attention_init import attention_gates
+from ..models.gate_init import GATE_INITS, dense_gates
 from ..utils.io import reading
 from ..utils.loading import read_model
 from ..utils.messages import choice_error
@@ -53,6 +54,16 @@ _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("noise_share", "drop_rate"), (0, 1)),
     **dict.fromkeys(("noise_scale", "noise_std", "router_init_std", "router_aux_loss_coef"), (0, 1000)),
 }
+
+
+def needs_calibration(router_init: str) -> bool:
+    """Whether such gates are made from data."""
+    return router_init == "attention" or router_init in GATE_INITS
+
+
+def _router_inits() -> tuple[str, ...]:
+    of_texts = [name for name, way in GATE_INITS.items() if way.needs_texts and way.router_type == "linear"]
+    return (*get_args(RouterInit), *of_texts)
 
 
 @dataclass
@@ -124,7 +135,7 @@ class UpcycleConfig:
         default=0, metadata={"help": "Complete FFNs that are always active, beside all routed experts."}
     )
     weight_scaling: bool = field(default=True, metadata={"help": "Keep the size of the FFN's output."})
-    router_init: str = field(default="normal", metadata={"help": f"Initial gates: {', '.join(RouterInit.__args__)}."})  # type: ignore[attr-defined]
+    router_init: str = field(default="normal", metadata={"help": f"Initial gates: {', '.join(_router_inits())}."})
     router_init_std: float = field(default=0.02, metadata={"help": "Standard deviation of random gates."})
     router_num_heads: int | None = field(default=None, metadata={"help": "attention: groups of heads (m)."})
     router_weights: str | None = field(default=None, metadata={"help": "Safetensors file with the given gates."})
@@ -134,7 +145,7 @@ class UpcycleConfig:
     seed: int = field(default=0, metadata={"help": "Seed of everything random."})
 
     def __post_init__(self) -> None:
-        choices = {"init": INITIALISATIONS, "router_init": get_args(RouterInit), "fine_grained_split": get_args(Split)}
+        choices = {"init": INITIALISATIONS, "router_init": _router_inits(), "fine_grained_split": get_args(Split)}
         for name, options in choices.items():
             if getattr(self, name) not in options:
                 raise ValueError(choice_error(name, getattr(self, name), options))
@@ -191,7 +202,7 @@ def upcycle(
     Write the MoE that dense models become: weights, config, tokenizer and generation config.
 
     Memory: a few times one FFN and the largest other tensor, whatever the models' size; with
-    `router_init="attention"` the dense model is loaded first.
+    `router_init="attention"` the dense model is loaded first, with `"ridge"` or `"prompts"` two.
 
     Args:
         models: a dense model's folder (or name on the hub), or several of one architecture. With several, expert i
@@ -200,8 +211,10 @@ def upcycle(
         config: see `UpcycleConfig`.
         router_weights: layer → gates, in the shapes of `UpcycleConfig.router_weights`; in place of what `router_init`
             makes.
-        calibration: for `router_init="attention"`, batches of `input_ids` [B, S] and, if there is padding,
-            `attention_mask` [B, S]. They run through the dense model, so the gates do not depend on the experts.
+        calibration: for a `router_init` from data, batches of `input_ids` [B, S] and, if there is padding,
+            `attention_mask` [B, S]. They run through the dense model, so the gates do not depend on the experts. For
+            `"ridge"` and `"prompts"` also `expert` [B], see `moe_peft.init_gates`; of several models, they run through
+            the one with the mean weights.
 
     Returns:
         the folder.
@@ -224,10 +237,10 @@ def upcycle(
         raise ValueError("init='checkpoints': give two models or more, or use init='copy'")
     if not 1 <= len(names) <= config.num_experts:
         raise ValueError(f"num_experts={config.num_experts}: there are {len(names)} models; ask for as many or more")
-    if (calibration is not None) != (config.router_init == "attention"):
+    if (calibration is not None) != needs_calibration(config.router_init):
         raise ValueError(
             f"router_init={config.router_init!r}: calibration data (calibration=…, --calibration FILE) go with "
-            "router_init='attention'; give both or none"
+            f"router_init={', '.join(map(repr, filter(needs_calibration, _router_inits())))}; give both or none"
         )
     sources = [open_dense(name, config.family) for name in names]
     for source in sources[1:]:
@@ -237,7 +250,7 @@ def upcycle(
     if router_weights is None and config.router_weights is not None:
         router_weights = _read_routers(config.router_weights)
     elif router_weights is None and calibration is not None:
-        router_weights = _attention_gates(sources, config, calibration)
+        router_weights = _calibrated_gates(sources, config, calibration)
     return write_moe(
         output_dir,
         family,
@@ -298,19 +311,36 @@ def check_same_architecture(model: DenseModel, other: DenseModel) -> None:
             )
 
 
-def _attention_gates(
+def _calibrated_gates(
     sources: Sequence[DenseModel], config: UpcycleConfig, calibration: Iterable[Mapping[str, Any]]
 ) -> dict[int, torch.Tensor]:
-    """The gates that the dense model's attention gives, by layer."""
-    if len(sources) > 1:
+    """The gates that data through the dense model give, by layer."""
+    attention = config.router_init == "attention"
+    if attention and len(sources) > 1:
         raise ValueError("router_init='attention': takes one dense model; use another with several")
-    dense: Any = read_model(sources[0].folder, "models", dtype="auto")
+    dense: Any = mean_model([source.folder for source in sources])
     if torch.accelerator.is_available():
         dense.to(torch.accelerator.current_accelerator())
     try:
-        return dict(enumerate(attention_gates(dense, calibration, config.num_gates, config.router_num_heads)))
+        if attention:
+            gates = attention_gates(dense, calibration, config.num_gates, config.router_num_heads)
+        else:
+            gates = dense_gates(dense, config.router_init, calibration, config.num_experts)
     except ValueError as error:
-        raise ValueError(f"router_init='attention', router_num_heads={config.router_num_heads}: {error}") from error
+        settings = f", router_num_heads={config.router_num_heads}" if attention else ""
+        raise ValueError(f"router_init={config.router_init!r}{settings}: {error}") from error
+    return dict(enumerate(gates))
+
+
+def mean_model(folders: Sequence[str | os.PathLike]) -> PreTrainedModel:
+    """The dense model with the mean weights of several of one architecture, of which two are in memory at a time."""
+    dense = read_model(folders[0], "models", dtype="auto")
+    for i, folder in enumerate(folders[1:], 2):
+        other = read_model(folder, "models", dtype="auto")
+        for mean, value in zip(dense.parameters(), other.parameters(), strict=True):
+            mean.data.lerp_(value.data, 1 / i)
+        del other
+    return dense
 
 
 def _read_routers(path: str) -> dict[int, torch.Tensor]:

@@ -227,6 +227,23 @@ class SigmoidRouter(LinearRouter):
         return sigmoid_gates(logits_TN, k, normalize, self.expert_bias)
 
 
+class ArrowRouter(Router):
+    """
+    The absolute value of a linear gate's logits: how much of a token lies along each expert's direction, whatever its
+    sign (Arrow, Ostapenko et al., 2024, arXiv 2405.11157). `moe_peft.init_gates` takes the directions from the LoRAs.
+    """
+
+    no_fold = "its logits are absolute values, which no linear gate gives"
+    expert_rows = ("weight",)
+
+    def make(self) -> None:
+        self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden_size))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TD, self.weight.to(x_TD.dtype)).abs()
+
+
 class SoftRouter(LinearRouter):
     """A linear gate over all experts at once (LoRAMoE): top-k with k = n."""
 
@@ -419,6 +436,7 @@ ROUTERS: dict[str, type[Router]] = {
     "attention": AttentionRouter,
     "switch": SwitchRouter,
     "sigmoid": SigmoidRouter,
+    "arrow": ArrowRouter,
     "soft": SoftRouter,
     "top_p": TopPRouter,
     "threshold": ThresholdRouter,

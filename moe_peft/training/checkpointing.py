@@ -438,15 +438,18 @@ def names_checkpoint(args: TrainingArguments) -> bool:
     return str(args.resume_from_checkpoint).lower() not in (*_YES, *_NO)
 
 
-def train_or_resume(trainer: Trainer) -> None:
+def train_or_resume(trainer: Trainer, **facts: Any) -> None:
     """
     Train as the trainer's arguments say. If `resume_from_checkpoint` is true, from the last complete checkpoint in
     `output_dir`, or from the beginning if there is none; if it is a checkpoint's folder, from that.
 
+    Args:
+        facts: what identifies the training beside its trainer.
+
     Raises:
         ValueError: the checkpoint is not complete, or of another training, has more steps, or no optimizer state.
     """
-    fingerprint = Fingerprint.of(trainer)
+    fingerprint = Fingerprint.of(trainer, **facts)
     trainer.add_callback(MarkComplete(fingerprint))
     checkpoint = on_main_process(lambda: _checkpoint_to_resume(trainer.args, fingerprint))
     if checkpoint is None or not _load_if_done(trainer, checkpoint):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -117,6 +117,7 @@ def calibration_batches(
     max_length: int = 1024,
     seed: int = 0,
     args: SFTConfig | None = None,
+    columns: Sequence[str] = (),
 ) -> list[dict[str, torch.Tensor]]:
     """
     Examples of a dataset in a format that TRL accepts: `input_ids` and `attention_mask`, each [B, S]. They are drawn
@@ -129,13 +130,16 @@ def calibration_batches(
         seed: of the draw.
         args: how the examples are prepared: the chat template, the text field, and so on, but for packing, the length
             and which tokens have a loss. None: with the tokenizer's template.
+        columns: columns with a number for each example that batches have, too, such as `expert` for `init_gates`.
     """
     args = preparation(max_length) if args is None else copy.copy(args)
     args.max_length, args.packing, args.padding_free = max_length, False, False
     args.assistant_only_loss, args.completion_only_loss = False, False  # or rows without such a token would go
     rows, collator = tokenized(drawn(dataset, max_examples, seed), processing_class, args)
-    batches = (
-        collator([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
-        for start in range(0, len(rows), batch_size)
-    )
-    return [{name: batch[name] for name in ("input_ids", "attention_mask")} for batch in batches]
+    batches = []
+    for start in range(0, len(rows), batch_size):
+        of_batch = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
+        batch = collator(of_batch)
+        kept = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        batches.append(kept | {name: torch.tensor([row[name] for row in of_batch]) for name in columns})
+    return batches

@@ -20,6 +20,7 @@ from trl import SFTConfig
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..adapter.experts import EXPERTS
 from ..evaluation.harness import TaskSettings
+from ..models.gate_init import GATE_INITS
 from ..models.native_routers import check_router
 from ..native.upcycle import UpcycleConfig
 from ..routing.expert_map import check_allowed, read_expert_map
@@ -444,6 +445,8 @@ class Recipe(Settings):
             self.moe.get("router_init") == "attention" and (self.initialises_routers or not one_model),
             "another: attention gates are those of one dense model, and stage 3 would replace them",
         )
+        texts = self.moe.get("router_init") in GATE_INITS
+        self._forbid("moe.router_init", texts, "another: a recipe has no texts for each expert")
         split = self.moe.get("granularity", 1) != 1 and self.moe.get("fine_grained_split") == "independent"
         self._forbid(
             "moe.fine_grained_split",

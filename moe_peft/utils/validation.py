@@ -167,13 +167,16 @@ def _explain(kind: Any, error: Any, path: str) -> str:
     """One of pydantic's errors as field, value and what is allowed."""
     if error["type"] == "value_error":  # of a check of ours, which names the field itself
         return error["msg"].removeprefix("Value error, ")
-    names, fields = [path] if path else [], kind.model_fields
-    for part in error["loc"]:  # names of fields; the rest says which alternative of a type was tried
+    names, fields, of_keys = [path] if path else [], kind.model_fields, False
+    for part in error["loc"]:  # names of fields, keys; the rest says which alternative of a type was tried
         if part in fields:
             names.append(str(part))
-            kinds = (fields[part].annotation, *typing.get_args(fields[part].annotation))
-            models = [one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)]
-            fields = models[0].model_fields if models else {}
+            kinds = list(plain_types(fields[part].annotation))
+            models = [one for one in kinds if issubclass(one, BaseModel)]
+            fields, of_keys = (models[0].model_fields, dict in kinds) if models else ({}, False)
+        elif of_keys:
+            names.append(str(part))
+            of_keys = False
     if error["type"] == "extra_forbidden":
         return unknown_key(".".join([*names, str(error["loc"][-1])]), fields)
     field = ".".join(names) or "recipe"
@@ -183,6 +186,15 @@ def _explain(kind: Any, error: Any, path: str) -> str:
     if error["type"] in ("model_type", "dict_type"):
         allowed = "must be a mapping"
     return f"{field}={one_line(repr(error['input']), 80)}: {allowed}"
+
+
+def plain_types(annotation: Any) -> Iterator[type]:
+    """The classes that a field's type is made of, such as list and str."""
+    for kind in (annotation, typing.get_origin(annotation)):
+        if isinstance(kind, type):
+            yield kind
+    for part in typing.get_args(annotation):
+        yield from plain_types(part)
 
 
 def _check_type(path: str, value: Any, hint: Any) -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, PeftConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from moe_peft import MoELoraConfig
@@ -769,3 +770,80 @@ def test_the_models_own_folder_and_fields_of_an_adapter(case, tmp_path, capsys):
     ):
         assert message in refused("sft", tmp_path, own, *flags, capsys=capsys)
     assert (moe / "model.safetensors").read_bytes() == before
+
+
+# --- an adapter that is trained further -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def further(case, tmp_path):
+    """Settings without those of a new adapter, and a trained one."""
+    (tmp_path / "first").mkdir()
+    first = run("sft", tmp_path / "first", {**case, "max_steps": 3})
+    own = {key: value for key, value in case.items() if key not in (*ADAPTER, "model_name_or_path")}
+    return {**own, "adapter": str(first)}, first
+
+
+def test_an_adapter_is_trained_further_as_in_python(further, case, tokenizer, tmp_path):
+    settings, first = further
+    out = run("sft", tmp_path, settings, "--router_aux_loss_coef", "0.02")
+    args = MoESFTConfig(output_dir=str(tmp_path / "python"), **SETTINGS, router_aux_loss_coef=0.02)
+    base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"], dtype=torch.float32)
+    set_seed(args.seed)
+    model = PeftModel.from_pretrained(base, first, is_trainable=True)
+    trainer = MoESFTTrainer(model, args, train_dataset=Dataset.from_list(rows(24)), processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "python"))
+    before, after = weights(first), weights(out)
+    for name, value in weights(tmp_path / "python").items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=0)
+        assert not torch.equal(value, before[name]), name
+    config = PeftConfig.from_pretrained(out)
+    assert (config.num_experts, config.router_aux_loss_coef) == (6, 0.02)
+    assert config.base_model_name_or_path == case["model_name_or_path"]
+
+
+def test_further_training_resumes_and_knows_its_adapter(further, tmp_path, capsys):
+    settings, first = further
+    whole = weights(run("sft", tmp_path, {**settings, "lr_scheduler_type": "constant"}))
+    shutil.rmtree(tmp_path / "out/checkpoint-6")
+    again = run("sft", tmp_path, {**settings, "lr_scheduler_type": "constant"}, "--resume_from_checkpoint", "true")
+    assert all(torch.equal(value, whole[name]) for name, value in weights(again).items())
+    shutil.rmtree(tmp_path / "out/checkpoint-6")
+    save_file({name: 2 * value for name, value in weights(first).items()}, first / "adapter_model.safetensors")
+    with pytest.raises(SystemExit):
+        run("sft", tmp_path, {**settings, "lr_scheduler_type": "constant"}, "--resume_from_checkpoint", "true")
+    assert "adapter " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_an_adapter_of_other_kinds_of_trainers_and_its_plan(command, further, case, tmp_path, capsys):
+    settings, first = further
+    if command == "dpo":
+        settings = {**settings, "dataset_name": str(Path(case["dataset_name"]).with_name("pairs.jsonl"))}
+    run(command, tmp_path, settings, "--dry_run", "true")
+    assert "trainable parameters" in capsys.readouterr().out.replace("\n", " ")
+    out = run(command, tmp_path, {**settings, "max_steps": 1, "save_steps": 1})
+    assert weights(out).keys() == weights(first).keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 4}, "num_experts=4: is for a new adapter, and adapter names one"),
+        ({"router_type": "mlp"}, "router_type='mlp': is for a new adapter"),
+        ({"adapter": "nowhere"}, "adapter 'nowhere'"),
+        ({"adapter": "base"}, "is not a folder with adapter_config.json"),
+        ({"adapter": "lora"}, "is a PeftType.LORA adapter; give a MOE_LORA adapter"),
+        ({"adapter": "pickled"}, "only safetensors are read"),
+    ],
+)
+def test_an_adapter_that_cannot_be_trained_further(changes, message, further, case, tmp_path, capsys):
+    settings, first = further
+    lora = get_peft_model(tiny_llama(vocab=128), LoraConfig(task_type="CAUSAL_LM", target_modules=["up_proj"]))
+    lora.save_pretrained(tmp_path / "lora")
+    shutil.copytree(first, tmp_path / "pickled")
+    (tmp_path / "pickled/adapter_model.safetensors").rename(tmp_path / "pickled/adapter_model.bin")
+    folders = {"base": case["model_name_or_path"], "lora": str(tmp_path / "lora"), "pickled": str(tmp_path / "pickled")}
+    changes = {name: folders.get(value, value) for name, value in changes.items()}
+    assert message in refused("sft", tmp_path, {**settings, **changes}, capsys=capsys)

@@ -270,7 +270,8 @@ class _Loop:
         if router.type == "locmoe":
             size = len(x) // n
             return torch.stack([x[i * size : (i + 1) * size].sum() / size for i in range(n)])
-        return own["weight"] @ x
+        logits = own["weight"] @ x
+        return torch.sqrt(logits**2) if router.type == "arrow" else logits
 
     def _experts(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         A = self.leaves.get(f"moe_lora_A.{self.adapter}.{name}")

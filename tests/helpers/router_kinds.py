@@ -21,6 +21,7 @@ ROUTER_KINDS = {
     "switch": {"router_type": "switch", "mixing": "projection"},
     "sigmoid": {"router_type": "sigmoid"},
     "sigmoid-raw": {"router_type": "sigmoid", "normalize_top_k": False},
+    "arrow": {"router_type": "arrow"},
     "soft": {"router_type": "soft"},
     "top_p": {"router_type": "top_p", "router_threshold": 0.6, "top_k": 3},
     "top_p-raw": {"router_type": "top_p", "top_k": 4, "normalize_top_k": False},

@@ -50,6 +50,7 @@ KINDS = {
     "attention-keys-max": RouterSettings("attention", num_heads=8, mixture="max"),
     "switch": RouterSettings("switch", capacity_factor=1.0),
     "sigmoid": RouterSettings("sigmoid"),
+    "arrow": RouterSettings("arrow"),
     "soft": RouterSettings("soft"),
     "top_p": RouterSettings("top_p", threshold=0.5),
     "threshold": RouterSettings("threshold"),

@@ -137,7 +137,7 @@ def test_folded_gate_has_the_routers_logits(kind):
 
 @pytest.mark.parametrize("kind, reason", [
     ("mlp", "non-linearity"), ("attention-max", "'sum' folds"), ("attention-keys", "8 keys|2 keys"),
-    ("sigmoid", "sigmoids"), ("top_p", "varies"), ("threshold", "varies"), ("hash", "token ids"),
+    ("sigmoid", "sigmoids"), ("top_p", "varies"), ("threshold", "varies"), ("hash", "token ids"), ("arrow", "absolute"),
 ])  # fmt: skip
 def test_what_does_not_fold_says_why(kind, reason):
     adapted = model(kind)

@@ -1,0 +1,100 @@
+"""Adds an expert to a MoE-LoRA adapter, or replaces one. To drop some, see `moe_peft.prune_experts`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import fields
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
+from ..adapter.layers import MoELoraLayer
+from ..adapter.lora_conversion import expert_to_lora, lora_to_moe
+from ..native.export import read_adapter_config
+from ..utils.loading import read_adapter_weights
+
+_KEPT = {f.name for f in fields(MoELoraConfig)} - set(EXPERT_FIELDS) - {"peft_type", "auto_mapping", "inference_mode"}
+
+
+@torch.no_grad()
+def put_expert(
+    base: Any,
+    mixture: str | os.PathLike,
+    adapter: str | os.PathLike,
+    expert: int | None = None,
+) -> PeftModel:
+    """
+    A mixture with one more expert, or with another one in the place of one. All others keep their LoRAs and gates; the
+    new one's gate is random, see `moe_peft.init_gates` with `experts`.
+
+    Args:
+        base: the base model, without adapters.
+        mixture: folder of a MoE-LoRA adapter.
+        adapter: the new expert: a LoRA adapter of the same base, on modules that the mixture has experts in.
+        expert: the one that it replaces; None: it is a further one.
+
+    Returns:
+        the base with the new mixture, trainable.
+
+    Raises:
+        ValueError: the adapters do not fit the base or each other, or the router has no rows of single experts.
+
+    Example:
+
+    ```python
+    >>> from peft import LoraConfig, get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import lora_to_moe, put_expert
+    >>> def base():
+    ...     return AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> for name in ("math", "code", "law"):
+    ...     lora = get_peft_model(base(), LoraConfig(target_modules=["up_proj"], task_type="CAUSAL_LM"))
+    ...     lora.save_pretrained(name)
+    >>> lora_to_moe(base(), ["math", "code"]).save_pretrained("mixed")
+    >>> model = put_expert(base(), "mixed", "law")
+    >>> model.peft_config["default"].num_experts
+    3
+    ```
+    """
+    config, named = read_adapter_config(mixture), f"mixture {os.fspath(mixture)!r}"
+    if not config.router_class.expert_rows:
+        raise ValueError(f"{named}: router_type={config.router_type!r} has no parameters of single experts")
+    if expert is not None and not 0 <= expert < config.num_experts:
+        raise ValueError(f"replace={expert}: {named} has experts 0 to {config.num_experts - 1}")
+    read_adapter_weights(mixture, named)
+    model: Any = PeftModel.from_pretrained(base, os.fspath(mixture))
+    gates = _routers(model)
+    with tempfile.TemporaryDirectory() as folder:
+        loras: list[str | os.PathLike] = [os.path.join(folder, str(i)) for i in range(config.num_experts)]
+        for i, lora in enumerate(loras):
+            if i != expert:
+                expert_to_lora(model, i, lora)
+        loras = (
+            [*loras, adapter] if expert is None else [adapter if i == expert else lora for i, lora in enumerate(loras)]
+        )
+        result = lora_to_moe(model.unload(), loras, **{name: getattr(config, name) for name in _KEPT})
+    new = _routers(result)
+    if new.keys() != gates.keys():
+        path = min(new.keys() ^ gates.keys())
+        raise ValueError(
+            f"adapter {os.fspath(adapter)!r}: {path} has experts and a router in only one of it and {named}"
+        )
+    kept = [i for i in range(config.num_experts) if i != expert]
+    for path, router in new.items():
+        for (name, value), old in zip(router.state_dict().items(), gates[path].state_dict().values(), strict=True):
+            rows = kept if name in config.router_class.expert_rows else slice(None)
+            value[rows] = old[rows].to(value)
+    return result
+
+
+def _routers(model: Any) -> dict[str, Any]:
+    """The routers by the paths of their layers."""
+    layers = model.get_base_model().named_modules()
+    return {
+        path: layer.router("default")
+        for path, layer in layers
+        if isinstance(layer, MoELoraLayer) and layer.moe_lora_router
+    }

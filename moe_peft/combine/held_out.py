@@ -1,0 +1,132 @@
+"""What a mixture gives on held-out rows, beside its base, each expert alone, the experts' mean and uniform gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from transformers.utils.logging import tqdm
+
+from ..models.introspection import RoutedPass, adapter_layers, native_routers, observed_routing, routed_adapters
+from ..models.steering import common_size, force_experts
+from ..routing.routers import LinearRouter, RouterSettings
+from ..training.scoring import Collator, example_losses, make_scorable, mean_loss
+
+Losses = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tokenized held-out rows by the label of the expert that they are for, in the experts' order."""
+
+    rows: Mapping[str, Dataset]
+    collator: Collator
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """
+    What a mixture gives.
+
+    Args:
+        losses: way to route → label → mean loss per scored token, and `"mean"` over labels.
+        reached: label → the share of its tokens whose first choice is each expert [n], mean over layers.
+    """
+
+    losses: dict[str, Losses]
+    reached: dict[str, list[float]]
+
+
+def score(model: Any, parts: Parts, before: Callable[[str], Any] = lambda label: None) -> Losses:
+    """The loss on the rows of each label; `before` is called with the label."""
+    make_scorable(model)
+    losses = {}
+    for label, rows in parts.rows.items():
+        before(label)
+        scored = example_losses(model, rows, parts.collator, rows=parts.batch_size)
+        losses[label] = mean_loss(*scored, f"held-out rows of {label!r}")
+    return {**losses, "mean": sum(losses.values()) / len(losses)}
+
+
+def score_mixture(model: Any, parts: Parts, gates: str) -> HeldOut:
+    """
+    Args:
+        model: with a MoE-LoRA adapter, or a native MoE.
+        gates: what its gates are called.
+    """
+    adapted, names, n = bool(adapter_layers(model)), list(parts.rows), common_size(model, "mix")
+    ways: dict[str, AbstractContextManager] = {}
+    if adapted:
+        names = names if len(names) == n else [f"expert {i}" for i in range(n)]
+        ways["base"] = model.disable_adapter()
+        ways |= {name: force_experts(model, torch.tensor([i])) for i, name in enumerate(names)}
+        ways["mean of the adapters"] = uniform_gates(model, "projection")
+    if not adapted or any(layer.moe_lora_spec[name].mixing == "output" for layer, name in routed_adapters(model)):
+        ways["uniform gates"] = uniform_gates(model)  # which with mixing "projection" are the mean
+    losses = {}
+    for way, context in tqdm(ways.items(), desc="ways to route"):
+        with context:
+            losses[way] = score(model, parts)
+    first = FirstChoices()
+    with observed_routing(model, first.add):
+        losses[f"{gates} gates"] = score(model, parts, first.begin)
+    return HeldOut(losses, {label: (hits / tokens).tolist() for label, (hits, tokens) in first.counts.items()})
+
+
+@contextmanager
+def uniform_gates(model: Any, mixing: Literal["output", "projection"] | None = None) -> Iterator[None]:
+    """
+    All experts with gates 1/n. With mixing `"projection"`, that is the mean of the LoRAs' updates.
+
+    Args:
+        mixing: of an adapter; None: its own.
+    """
+    layers = list(routed_adapters(model))
+    before = [(layer.moe_lora_spec[name], layer.moe_lora_router[name]) for layer, name in layers]
+    gates: list[Any] = [] if layers else native_routers(model)
+    kept = [(gate.weight.data, gate.top_k) for gate in gates]
+    try:
+        for (layer, name), (spec, _) in zip(layers, before, strict=True):
+            router = LinearRouter(layer.in_features, spec.num_experts).requires_grad_(False)
+            router.weight.zero_()
+            layer.moe_lora_router[name] = router.to(next(layer.moe_lora_A[name].parameters()).device)
+            layer.moe_lora_spec[name] = replace(
+                spec,
+                top_k=spec.num_experts,
+                normalize_top_k=True,
+                mixing=mixing or spec.mixing,
+                router=RouterSettings(),
+            )
+        for gate in gates:
+            gate.weight.data, gate.top_k = torch.zeros_like(gate.weight), len(gate.weight)
+        yield
+    finally:
+        for (layer, name), (spec, old) in zip(layers, before, strict=True):
+            layer.moe_lora_spec[name], layer.moe_lora_router[name] = spec, old
+        for gate, (weight, top_k) in zip(gates, kept, strict=True):
+            gate.weight.data, gate.top_k = weight, top_k
+
+
+class FirstChoices:
+    """Counts, by label, how often each expert is the first choice of a token in a layer."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def begin(self, label: str) -> None:
+        self.label = label
+        self.counts[label] = (torch.zeros(()), 0)
+
+    def add(self, seen: RoutedPass) -> None:
+        hits_N, total = self.counts[self.label]
+        for logits_TN in seen.router_logits:
+            real_T = seen.mask.flatten().bool().to(logits_TN.device)
+            first_T = logits_TN[real_T].argmax(-1)
+            hits_N = hits_N + torch.bincount(first_T, minlength=logits_TN.shape[1]).double().cpu()
+            total += len(first_T)
+        self.counts[self.label] = (hits_N, total)

@@ -1,0 +1,290 @@
+"""
+`moe-peft mix`: LoRA adapters, or dense models, become the experts of one mixture. Its gates are set without training
+and measured on held-out rows beside the base, each expert alone, the experts' mean and uniform gates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset, concatenate_datasets
+from pydantic import Field, model_validator
+from transformers.utils.logging import tqdm
+
+from ..adapter.lora_conversion import lora_to_moe
+from ..analysis.inputs import load
+from ..models.gate_init import find_gate_init, init_gates
+from ..native import UpcycleConfig, upcycle
+from ..native.router_files import read_routed_model
+from ..native.safetensors_io import new_folder
+from ..native.upcycle import mean_model
+from ..routing.expert_map import label_text
+from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels
+from ..training.preparation import calibration_batches, preparation, tokenized
+from ..utils.io import read_json, write_json
+from ..utils.loading import read_adapter_config, read_tokenizer
+from ..utils.messages import choice_error
+from ..utils.model_card import write_model_card
+from ..utils.torch_contexts import free_memory
+from ..utils.validation import Count, Integer, Seed, Settings, Text, Texts
+from .experts import put_expert
+from .held_out import HeldOut, Parts, score, score_mixture
+
+REPORT = "mix.json"
+logger = logging.getLogger("moe_peft")
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+class Prompts(Settings):
+    """What an expert is for, and what it is not for."""
+
+    positive: Texts
+    negative: list[Text] = Field([])
+
+
+class MixSettings(Settings):
+    """The options of `moe-peft mix`, as flags and in a YAML file."""
+
+    output: Text = Field(description="folder for the mixture; new or empty")
+    adapters: Texts | None = Field(None, description="LoRA adapters: folders, or names on the hub")
+    models: Texts | None = Field(None, description="dense models of one architecture, for a native MoE")
+    base: Text | None = Field(None, description="the adapters' base; default: the one that the first names")
+    gates: Text = Field("ridge", description="ridge, prompts, arrow, or one of a plugin's")
+    labels: Texts | None = Field(None, description="names of the experts; default: those of their folders")
+    data: Texts | None = Field(None, description="calibration texts: one file with --label-column, or one per expert")
+    label_column: Text | None = Field(None, description="column of --data that holds the experts' names")
+    test_data: Texts | None = Field(None, description="held-out rows, as --data; default: rows of --data left over")
+    prompts: dict[Text, Prompts] | None = Field(
+        None, description='in place of calibration texts: {"math": {"positive": ["…"], "negative": ["…"]}}'
+    )
+    calibration_examples: Count = Field(64, description="of each expert")
+    test_examples: Count = Field(64, description="of each expert")
+    top_k: Count | None = Field(None, description="experts per token; default: 2")
+    mixing: Literal["output", "projection"] | None = Field(None, description="output (default) or projection")
+    add_to: Text | None = Field(None, description="a MoE-LoRA adapter that the one in --adapters becomes an expert of")
+    replace: Integer | None = Field(None, ge=0, description="with --add-to: the expert, from 0, that it replaces")
+    max_length: Count = Field(1024, description="tokens per example; longer ones are truncated")
+    batch_size: Count = Field(8, description="examples per forward pass")
+    dtype: Text = Field("auto", description="of the weights: auto, float32, bfloat16 or float16")
+    seed: Seed = Field(0, description="of the draw of examples")
+
+    @model_validator(mode="after")
+    def _check(self) -> MixSettings:
+        way, least = find_gate_init(self.gates), 1 if self.add_to else 2
+        rules: list[tuple[Any, str]] = [
+            ((self.adapters is None) == (self.models is None), "adapters, models: give one of the two"),
+            (len(self.adapters or self.models or []) < least, "adapters, models: give two or more"),
+            (self.replace is not None and not self.add_to, f"replace={self.replace}: goes with add_to"),
+            (self.add_to and len(self.adapters or []) != 1, f"adapters={self.adapters}: one at a time joins add_to"),
+            (self.add_to and (self.top_k or self.mixing), "top_k, mixing: are those of add_to; leave them out"),
+            (self.models and (self.base or self.mixing), "base, mixing: are for adapters; leave them out"),
+            (
+                self.models and not (way.needs_texts and way.router_type == "linear"),
+                f"gates={self.gates!r}: are those of LoRA adapters; use ridge or prompts with models",
+            ),
+            (
+                way.needs_texts and not (self.data or self.prompts),
+                f"gates={self.gates!r}: need texts for each expert; give data (or prompts), or gates=arrow",
+            ),
+            (self.prompts and not way.needs_texts, f"prompts: gates={self.gates!r} read no texts; leave them out"),
+            (not self.data and (self.label_column or self.test_data), "label_column, test_data: go with data"),
+        ]
+        for name in ("data", "test_data"):
+            wrong = bool(getattr(self, name)) and (len(getattr(self, name)) == 1) == (self.label_column is None)
+            rules.append((wrong, f"{name}={getattr(self, name)}: give one with label_column, or one for each expert"))
+        for wrong, message in rules:
+            if wrong:
+                raise ValueError(message)
+        return self
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows by expert, of `--data` or `--test-data`."""
+
+    settings: MixSettings
+    labels: Sequence[str]
+    tokenizer: Any
+
+    def by_expert(self, field: str) -> list[Dataset] | None:
+        """The rows of each expert, with a column `expert`; None if the field is not given."""
+        files, column = getattr(self.settings, field), self.settings.label_column
+        if files is None:
+            return None
+        named = f"--{field.replace('_', '-')}"
+        if column is None:
+            if len(files) != len(self.labels):
+                raise ValueError(f"{named}: {len(files)} files for {len(self.labels)} experts; give one for each")
+            parts = [load_data(file, named, None) for file in files]
+        else:
+            data = load_data(files[0], named, column)
+            rows = rows_of_labels(map(label_text, data[column]))
+            for label in self.labels:
+                if label not in rows:
+                    raise ValueError(
+                        f"{choice_error('labels', label, list(rows)[:8])}, which {named} has; name the experts by them"
+                    )
+            parts = [data.select(rows[label]) for label in self.labels]
+            if left := rows.keys() - set(self.labels):
+                logger.warning("%s: rows of %s are left out: no expert is named so", named, ", ".join(sorted(left)[:8]))
+        shared = set.intersection(*(set(part.column_names) for part in parts)) - {"expert", "negative"}
+        parts = [part.select_columns(sorted(shared)) for part in parts]
+        for part in parts:
+            check_rows(part, named, self.tokenizer)
+        return [part.add_column("expert", [i] * len(part)) for i, part in enumerate(parts)]
+
+    def split(self) -> tuple[Dataset | None, Dataset | None]:
+        """Calibration and held-out rows; these are none of those."""
+        s = self.settings
+        parts, tests = self.by_expert("data"), self.by_expert("test_data")
+        if parts is None:
+            return None, None
+        parts = [drawn(part, len(part), s.seed) for part in parts]
+        counts = [min(s.calibration_examples, len(part) // (2 if tests is None else 1)) for part in parts]
+        if not all(counts):
+            raise ValueError(f"--data: one row of {self.labels[counts.index(0)]!r}; give two or more, or --test-data")
+        if tests is None:
+            tests = [part.select(range(n, len(part))) for n, part in zip(counts, parts, strict=True)]
+        else:
+            tests = [drawn(part, len(part), s.seed) for part in tests]
+        tests = [part.select(range(min(s.test_examples, len(part)))) for part in tests]
+        used = [part.select(range(n)) for n, part in zip(counts, parts, strict=True)]
+        return concatenate_datasets(used), concatenate_datasets(tests)
+
+    def of_prompts(self) -> Dataset:
+        prompts = self.settings.prompts or {}
+        for label in [*(prompts.keys() - set(self.labels)), *(set(self.labels) - prompts.keys())]:
+            raise ValueError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(self.labels)}")
+        return Dataset.from_list([
+            {"text": text, "expert": i, "negative": negative}
+            for i, label in enumerate(self.labels)
+            for negative in (False, True)
+            for text in (prompts[label].negative if negative else prompts[label].positive)
+        ])  # fmt: skip
+
+    def batches(self, rows: Dataset | None) -> list[dict[str, torch.Tensor]] | None:
+        """Calibration batches of the prompts, or else of the rows."""
+        s, columns = self.settings, ["expert"]
+        if s.prompts is not None:
+            rows, columns = self.of_prompts(), ["expert", "negative"]
+        if rows is None or not find_gate_init(s.gates).needs_texts:
+            return None
+        return calibration_batches(rows, self.tokenizer, len(rows), s.batch_size, s.max_length, s.seed, columns=columns)
+
+    def parts(self, held_out: Dataset) -> Parts:
+        args = preparation(self.settings.max_length)
+        rows, collator = tokenized(held_out, self.tokenizer, args)
+        check_learnable("held-out rows", rows, args)
+        of_label = rows_of_labels(rows["expert"])
+        parts = {label: rows.select(of_label[i]) for i, label in enumerate(self.labels) if i in of_label}
+        return Parts(parts, collator, self.settings.batch_size)
+
+
+def _labels(settings: MixSettings) -> list[str]:
+    """The experts' names, in order."""
+    sources = settings.adapters or settings.models or []
+    labels = [Path(source).name for source in sources]
+    if settings.add_to is not None:
+        report = Path(settings.add_to, REPORT)
+        told = read_json(report) if report.is_file() else {"labels": settings.labels and [], "gates": settings.gates}
+        former = told["labels"]
+        if told["gates"] != settings.gates:
+            raise ValueError(
+                f"gates={settings.gates!r}: those of {settings.add_to!r} are {told['gates']!r}, whose logits have "
+                "another scale; use these"
+            )
+        if former is None:
+            raise ValueError(f"labels=None: {settings.add_to!r} has no {REPORT} with its experts' names; give them")
+        position = len(former) if settings.replace is None else settings.replace
+        labels = [*former[:position], *labels, *former[position + 1 :]]
+    labels = labels if settings.labels is None else settings.labels
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"labels={labels}: two experts have the same name; give others (--labels)")
+    if settings.add_to is None and len(labels) != len(sources):
+        raise ValueError(f"labels={labels}: {len(sources)} experts; give a name for each")
+    return labels
+
+
+# --- the mixture -----------------------------------------------------------------------------------------------------
+
+
+def mix(settings: MixSettings) -> HeldOut | None:
+    """
+    Write the mixture to `settings.output`, with `mix.json`, which has what is returned.
+
+    Returns:
+        what it gives on held-out rows; None without any.
+
+    Raises:
+        ValueError: settings, data, adapters and base do not fit together; nothing is written.
+    """
+    labels = _labels(settings)
+    return _mix_models(settings, labels) if settings.models else _mix_adapters(settings, labels)
+
+
+def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
+    adapters = settings.adapters or []
+    with new_folder(settings.output) as folder:
+        named = [read_adapter_config(name, f"adapters: {name!r}") for name in adapters]
+        base_name = settings.base or named[0].base_model_name_or_path
+        if not base_name:
+            raise ValueError(f"base=None: {adapters[0]!r} names no base; give it")
+        base, tokenizer = load(base_name, settings.dtype, option="base")
+        if Path(adapters[0], "tokenizer_config.json").is_file():
+            tokenizer = read_tokenizer(adapters[0], f"adapters: {adapters[0]!r}")
+        source = Source(settings, labels, tokenizer)
+        calibration, held_out = source.split()
+        batches = source.batches(calibration)
+        if settings.add_to is None:
+            top_k, mixing = settings.top_k or min(2, len(adapters)), settings.mixing or "output"
+            model, changed = lora_to_moe(base, adapters, top_k=top_k, mixing=mixing), None
+        else:
+            model = put_expert(base, settings.add_to, adapters[0], settings.replace)
+            expert = settings.replace if settings.replace is not None else len(labels) - 1
+            n, changed = model.peft_config["default"].num_experts, [expert]
+            if len(labels) != n:
+                raise ValueError(f"labels={labels}: the mixture has {n} experts; give a name for each")
+        init_gates(model, settings.gates, batches, experts=changed)
+        measured = None if held_out is None else score_mixture(model.eval(), source.parts(held_out), settings.gates)
+        model.save_pretrained(str(folder))
+        tokenizer.save_pretrained(str(folder))
+        _report(settings, labels, measured, folder, base_name)
+    return measured
+
+
+def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
+    models = settings.models or []
+    source = Source(settings, labels, read_tokenizer(models[0], f"models: {models[0]!r}"))
+    calibration, held_out = source.split()
+    parts = None if held_out is None else source.parts(held_out)
+    config = UpcycleConfig(
+        num_experts=len(models), top_k=settings.top_k or min(2, len(models)), init="checkpoints",
+        router_init=settings.gates, dtype=None if settings.dtype == "auto" else settings.dtype,
+    )  # fmt: skip
+    folder = upcycle(models, settings.output, config, calibration=source.batches(calibration))
+    measured = None
+    if parts is not None:
+        losses = {}
+        for label, path in tqdm([*zip(labels, models, strict=True), ("mean of the models", None)], desc="models"):
+            losses[label] = score(mean_model(models) if path is None else load(path, settings.dtype)[0], parts)
+            free_memory()
+        measured = score_mixture(read_routed_model(str(folder), "output").eval(), parts, settings.gates)
+        measured = HeldOut({**losses, **measured.losses}, measured.reached)
+    _report(settings, labels, measured, folder, models[0])
+    return measured
+
+
+def _report(settings: MixSettings, labels: list[str], measured: HeldOut | None, folder: Path, base: str) -> None:
+    told = {"labels": labels, **settings.model_dump(exclude={"labels", "output"})}
+    write_json(folder / REPORT, told | (asdict(measured) if measured else {}))
+    made = f"`moe-peft mix`: {', '.join(f'`{label}`' for label in labels)}; gates without training: `{settings.gates}`"
+    write_model_card(folder, base=base, made=made)

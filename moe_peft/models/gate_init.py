@@ -1,0 +1,320 @@
+"""
+Gates without training, for experts that exist already (LoRA adapters, dense checkpoints). `GATE_INITS` is the table of
+ways; a further one is a class and a line there.
+
+A way says which sums it needs of the inputs x of a routed layer, and what gates these give. Sums do not depend on the
+order of the calibration texts, and all layers take theirs in one pass over the base.
+
+Legend: B texts of a batch, S positions, T real tokens, n experts, d hidden size, r rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..adapter.ffn_layout import find_layout
+from ..adapter.layers import MoELoraFFN, MoELoraLayer
+from ..routing.routers import LinearRouter
+from ..utils.messages import choice_error
+from .attention_init import adapter_with_routers, put_gates
+from .introspection import adapter_layers, base_passes
+from .steering import common_size
+
+Sums = dict[str, torch.Tensor]
+Updates = Sequence[tuple[torch.Tensor, torch.Tensor]]  # A [n, r, d] and B [n, out, r] of each projection that reads x
+
+# --- ways ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Texts:
+    """
+    The calibration texts of a batch.
+
+    Args:
+        expert_B: the expert that each text is for, int64 [B].
+        negative_B: whether it is an example of what that expert is *not* for, bool [B].
+        text_T: which text each real token is of, int64 [T].
+        num_experts: n.
+    """
+
+    expert_B: torch.Tensor
+    negative_B: torch.Tensor
+    text_T: torch.Tensor
+    num_experts: int
+
+
+class GateInit:
+    """
+    The base class of ways to set gates without training; its fields are settings.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from moe_peft.models.gate_init import GATE_INITS, GateInit
+    >>> class Means(GateInit):
+    ...     def sums(self, x_TD, texts):
+    ...         one_hot_TN = torch.eye(texts.num_experts).to(x_TD)[texts.expert_B[texts.text_T]]
+    ...         return {"x": one_hot_TN.T @ x_TD}
+    ...
+    ...     def gates(self, sums, updates):
+    ...         return torch.nn.functional.normalize(sums["x"], dim=-1)
+    >>> GATE_INITS["means"] = Means
+    ```
+    """
+
+    router_type: ClassVar[str] = "linear"  # the router that computes with such gates
+    needs_texts: ClassVar[bool] = True
+
+    def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
+        """What to add up over batches, of the inputs of a layer at real tokens, float64 [T, d]."""
+        raise NotImplementedError
+
+    def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
+        """
+        The gates [n, d].
+
+        Args:
+            sums: the added up `sums`; none if `needs_texts` is False.
+            updates: the LoRA experts of the layer, with their scaling; none for dense checkpoints.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class RidgeGates(GateInit):
+    """
+    Ridge regression from a token's x to the expert whose text it is of, `W = (XᵀX + λI)⁻¹ XᵀY` with the columns divided
+    by their norms, and logits `Wᵀx / τ` (DUME, arXiv 2603.29765, without the column of ones: gates have no bias). 1/τ
+    is part of the weight.
+
+    Args:
+        penalty: λ.
+        temperature: τ.
+    """
+
+    penalty: float = 1e-2
+    temperature: float = 0.1
+
+    def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
+        target_BN = F.one_hot(texts.expert_B, texts.num_experts).to(x_TD) * ~texts.negative_B.unsqueeze(1)
+        return {"xx": x_TD.T @ x_TD, "xy": x_TD.T @ target_BN[texts.text_T]}
+
+    def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
+        unit_DD = torch.eye(len(sums["xx"])).to(sums["xx"])
+        weight_DN = torch.linalg.solve(sums["xx"] + self.penalty * unit_DD, sums["xy"])
+        return F.normalize(weight_DN, dim=0).T / self.temperature
+
+
+@dataclass(frozen=True)
+class PromptGates(GateInit):
+    """
+    Row i is the mean over expert i's texts minus the mean over its negative ones, divided by its norm (the gates
+    "hidden" of mergekit's mixtures, but of the FFN's input, which the gate multiplies). An expert without negative
+    texts has those of the other experts.
+
+    Args:
+        pooling: what a text is: the `"mean"` of its tokens' x, or its `"last"` one.
+    """
+
+    pooling: Literal["mean", "last"] = "mean"
+
+    def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
+        B, n = len(texts.expert_B), texts.num_experts
+        count_B = torch.bincount(texts.text_T, minlength=B)
+        if self.pooling == "mean":
+            x_BD = x_TD.new_zeros(B, x_TD.shape[1]).index_add_(0, texts.text_T, x_TD) / count_B.clamp(min=1)[:, None]
+        else:
+            x_BD = x_TD[count_B.cumsum(0) - 1]
+        row_B = texts.expert_B + n * texts.negative_B  # negative texts follow the others
+        member_2NB = F.one_hot(row_B, 2 * n).T.to(x_TD) * (count_B > 0)
+        return {"x": member_2NB @ x_BD, "texts": member_2NB.sum(1)}
+
+    def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
+        (x_ND, without_ND), (count_N, without_N) = sums["x"].chunk(2), sums["texts"].chunk(2)
+        others = without_N.unsqueeze(1) == 0
+        without_ND = torch.where(others, x_ND.sum(0) - x_ND, without_ND)
+        without_N = torch.where(others.squeeze(1), count_N.sum() - count_N, without_N)
+        return F.normalize(x_ND / count_N[:, None] - without_ND / without_N.clamp(min=1)[:, None], dim=-1)
+
+
+@dataclass(frozen=True)
+class ArrowGates(GateInit):
+    """
+    Row i is the top right singular vector of expert i's updates B A on the projections that read x, and a logit is
+    `|v·x|` (Arrow, arXiv 2405.11157). It needs no data, but LoRA experts, and does not fold into a linear gate.
+
+    Args:
+        iterations: of the power method.
+    """
+
+    router_type: ClassVar[str] = "arrow"
+    needs_texts: ClassVar[bool] = False
+    iterations: int = 15
+
+    def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
+        if not updates:
+            raise ValueError(
+                "gates='arrow': no LoRA expert reads the input of a routed layer; use 'ridge' or 'prompts'"
+            )
+        factors = [(A.double(), B.double().mT @ B.double()) for A, B in updates]  # B only counts as BᵀB [n, r, r]
+        n, _, d = factors[0][0].shape
+        generator = torch.Generator().manual_seed(0)
+        v_ND1 = torch.randn(1, d, 1, generator=generator, dtype=torch.float64).to(factors[0][0]).expand(n, d, 1)
+        for _ in range(self.iterations):
+            v_ND1 = F.normalize(sum(A.mT @ (BB @ (A @ v_ND1)) for A, BB in factors), dim=1)  # type: ignore[arg-type]
+        return v_ND1.squeeze(-1)  # zero for an expert that updates none of them
+
+
+GATE_INITS: dict[str, type[GateInit]] = {"ridge": RidgeGates, "prompts": PromptGates, "arrow": ArrowGates}
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def init_gates(
+    model: nn.Module,
+    gates: str | GateInit,
+    batches: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    experts: Sequence[int] | None = None,
+    adapter_name: str | None = None,
+) -> None:
+    """
+    Set the gates of a MoE-LoRA adapter's experts without training.
+
+    A router with linear logits keeps its kind; others become linear gates, or with `"arrow"` Arrow routers.
+
+    Args:
+        model: a model with a MoE-LoRA adapter, such as `lora_to_moe` makes.
+        gates: a name in `GATE_INITS`, or a way with other settings, such as `RidgeGates(temperature=0.2)`.
+        batches: calibration texts, as `moe_peft.training.preparation.calibration_batches` makes them: `input_ids`
+            [B, S]; if there is padding, `attention_mask` [B, S]; `expert` [B], the expert that each text is for; and,
+            if some are examples of what it is not for, `negative` [B]. They run through the base once, without the
+            adapter.
+        experts: the experts whose gates are set; None: all.
+        adapter_name: the adapter; the active one if None.
+
+    Raises:
+        ValueError: the model has no such adapter; an expert has no text; or, with `"arrow"`, no LoRA reads a layer's
+            input.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, init_gates
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(base, MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
+    >>> texts = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]]), "expert": torch.tensor([0, 1])}
+    >>> init_gates(model, "ridge", [texts])
+    ```
+    """
+    n, way = common_size(model, "init_gates"), find_gate_init(gates)
+    name = adapter_with_routers(model, adapter_name, "init_gates")
+    layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
+    routers = [layer.router(name) for layer in layers]
+    sums = _sums(model, layers, n, way, batches)
+    made = [way.gates(of_layer, _updates(layer, name)) for of_layer, layer in zip(sums, layers, strict=True)]
+    old_type = routers[0].settings.type
+    keeps = isinstance(routers[0], LinearRouter) and way.router_type == "linear"
+    router_type = old_type if keeps else way.router_type
+    if experts is not None:
+        if router_type != old_type:
+            raise ValueError(
+                f"init_gates: the routers are {old_type!r}, so gates of some experts cannot be "
+                f"{way.router_type!r}; set those of all"
+            )
+        for i, router in enumerate(routers):
+            kept_ND = router.weight.detach().to(made[i].dtype, copy=True)  # type: ignore[operator, union-attr]
+            kept_ND[list(experts)] = made[i][list(experts)].to(kept_ND.device)
+            made[i] = kept_ND
+    put_gates(model, name, router_type, made)
+
+
+def dense_gates(
+    dense: nn.Module, gates: str | GateInit, batches: Iterable[Mapping[str, Any]], num_experts: int
+) -> list[torch.Tensor]:
+    """
+    Gates [n, d] for the FFN of each layer of a dense model, float64; see `init_gates`.
+
+    Raises:
+        ValueError: the gates are of LoRAs, or an expert has no text.
+    """
+    way = find_gate_init(gates)
+    ffns = [module for module in dense.modules() if find_layout(module) is not None]
+    with torch.no_grad():
+        sums = _sums(dense, ffns, num_experts, way, batches)
+        return [way.gates(of_layer, ()).cpu() for of_layer in sums]
+
+
+def find_gate_init(gates: str | GateInit) -> GateInit:
+    """
+    Raises:
+        ValueError: no such name.
+    """
+    if isinstance(gates, GateInit):
+        return gates
+    if gates not in GATE_INITS:
+        raise ValueError(choice_error("gates", gates, GATE_INITS))
+    return GATE_INITS[gates]()
+
+
+def _sums(model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit, batches: Any) -> list[Sums]:
+    """The sums of each module's inputs over all real tokens, in one pass over the base."""
+    sums: list[Sums] = [defaultdict(lambda: torch.zeros(())) for _ in modules]  # type: ignore[arg-type]
+    if not way.needs_texts:
+        return sums
+    experts_seen: set[int] = set()
+    texts: Texts
+    mask_T: torch.Tensor
+
+    def adder(i: int) -> Any:
+        def hook(module: nn.Module, args: tuple) -> None:
+            x_TD = args[0].reshape(-1, args[0].shape[-1])
+            x_TD = x_TD[mask_T.to(x_TD.device)].double()
+            expert_B, negative_B, text_T = (t.to(x_TD.device) for t in (texts.expert_B, texts.negative_B, texts.text_T))
+            here = Texts(expert_B, negative_B, text_T, n)
+            for name, value in way.sums(x_TD, here).items():
+                sums[i][name] = sums[i][name].to(value.device) + value
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(adder(i)) for i, module in enumerate(modules)]
+    try:
+        for batch, mask_BS in base_passes(model, () if batches is None else batches):
+            mask_T = mask_BS.flatten().bool()
+            expert_B = torch.as_tensor(batch["expert"]).long()
+            negative_B = torch.as_tensor(batch.get("negative", torch.zeros_like(expert_B))).bool()
+            texts = Texts(expert_B, negative_B, mask_BS.nonzero()[:, 0], n)
+            experts_seen |= {*expert_B[~negative_B].tolist()}
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = {*range(n)} - experts_seen
+    if missing:
+        raise ValueError(f"init_gates: batches: expert {min(missing)} has no text; give each some")
+    return sums
+
+
+def _updates(layer: MoELoraLayer, adapter_name: str) -> Updates:
+    """The LoRAs of the projections that read the layer's input; none of experts that are no LoRAs."""
+    spec, (A_all, B_all) = layer.moe_lora_spec[adapter_name], layer.expert_parameters(adapter_name)
+    names = layer.layout.inputs if isinstance(layer, MoELoraFFN) else ("weight",)
+    if spec.no_lora:
+        return ()
+    pairs = []
+    for name in (name for name in names if name in A_all):
+        loras = [spec.to_lora(A_all[name], B_all[name], i) for i in range(spec.num_experts)]
+        pairs.append((torch.stack([A for A, _ in loras]), torch.stack([B for _, B in loras])))
+    return pairs

@@ -1,0 +1,132 @@
+"""`moe-peft mix`: what it prints, and options, data and folders that cannot be right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from moe_peft.cli import main
+from moe_peft.cli.mix import parser
+from moe_peft.combine.mix import MixSettings
+from tests.helpers.bad_input import NO_ADAPTER, damaged, refused
+from tests.helpers.mix_case import DOMAINS, make_case
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    return make_case(tmp_path_factory.mktemp("mix"), tokenizer)
+
+
+def command(case, out, **changes) -> list[str]:
+    options = {
+        "adapters": [str(case / name) for name in DOMAINS], "data": [str(case / "data.jsonl")],
+        "label-column": "domain", "output": str(out), **changes,
+    }  # fmt: skip
+    arguments = ["mix"]
+    for name, value in options.items():
+        if value is not None:
+            arguments += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
+    return arguments
+
+
+def test_it_prints_where_tokens_go_and_every_loss(case, tmp_path, capsys):
+    main(command(case, tmp_path / "out"))
+    printed = capsys.readouterr().out
+    assert "by chance 33%" in printed and printed.strip().endswith(str(tmp_path / "out"))
+    losses = json.loads((tmp_path / "out/mix.json").read_text())["losses"]
+    for way, of_way in losses.items():
+        line = next(line for line in printed.partition("Loss")[2].splitlines() if line.startswith(f"│ {way} "))
+        assert all(f"{loss:.4f}" in line for loss in of_way.values())
+
+
+def test_a_file_has_the_settings_and_flags_go_before_it(case, tmp_path):
+    content = {
+        "adapters": [str(case / name) for name in DOMAINS], "gates": "prompts", "top_k": 3, "plugins": [],
+        "output": str(tmp_path / "out"),
+        "prompts": {name: {"positive": [f"w{40 * i + 9}"]} for i, name in enumerate(DOMAINS)},
+    }  # fmt: skip
+    (tmp_path / "mix.yaml").write_text(yaml.safe_dump(content))
+    main(["mix", "--config", str(tmp_path / "mix.yaml"), "--top-k", "1"])
+    told = json.loads((tmp_path / "out/mix.json").read_text())
+    assert (told["top_k"], told["gates"], told["prompts"]["a"]["positive"]) == (1, "prompts", ["w9"])
+
+
+def test_every_setting_is_a_flag():
+    flags = {action.dest for action in parser("mix")._actions}
+    assert flags == {*MixSettings.model_fields, "config", "help"}
+
+
+PROMPTS = json.dumps({name: {"positive": ["w3"]} for name in DOMAINS})
+BAD = {
+    "nothing to mix": ({"adapters": None}, "adapters, models: give one of the two"),
+    "both": ({"models": ["x", "y"]}, "adapters, models: give one of the two"),
+    "one adapter": ({"adapters": ["x"]}, "adapters, models: give two or more"),
+    "gates": ({"gates": "x"}, "gates='x': must be one of ridge, prompts, arrow"),
+    "no texts": ({"data": None, "label-column": None}, "gates='ridge': need texts for each expert"),
+    "a column without data": ({"data": None, "gates": "arrow"}, "label_column, test_data: go with data"),
+    "one file without a column": ({"label-column": None}, "give one with label_column, or one for each expert"),
+    "files with a column": ({"data": ["x.jsonl", "y.jsonl"]}, "give one with label_column, or one for each expert"),
+    "too few files": (
+        {"data": ["{case}/a.jsonl", "{case}/b.jsonl"], "label-column": None}, "--data: 2 files for 3 experts"
+    ),
+    "no such file": ({"data": ["nowhere.jsonl"]}, "--data='nowhere.jsonl': no such file"),
+    "no such column": ({"label-column": "x"}, "label_column='x': --data has only"),
+    "no rows of an expert": ({"adapters": ["{case}/a", "{case}/d"]}, "labels='d': must be one of a, b, c"),
+    "names": ({"labels": ["a", "b"]}, "labels=['a', 'b']: 3 experts; give a name for each"),
+    "equal names": ({"labels": ["a", "b", "b"]}, "two experts have the same name"),
+    "equal folders": ({"adapters": ["{case}/a", "{case}/a"]}, "two experts have the same name"),
+    "prompts that are no mapping": ({"prompts": "[1]"}, "prompts=[1]: must be a mapping"),
+    "prompts without a positive one": ({"prompts": '{"a": {"negative": ["w3"]}}'}, "prompts.a.positive: must be given"),
+    "prompts of others": ({"prompts": '{"x": {"positive": ["w3"]}}'}, "prompts: 'x': give prompts for each of"),
+    "prompts for arrow": ({"prompts": PROMPTS, "gates": "arrow"}, "prompts: gates='arrow' read no texts"),
+    "top-k": ({"top-k": "4"}, "top_k=4: use at most the number of experts (3)"),
+    "top-k of 0": ({"top-k": "0"}, "top_k=0: must be greater than or equal to 1"),
+    "top-k a text": ({"top-k": "x"}, "top_k='x': must be a valid integer"),
+    "mixing": ({"mixing": "x"}, "mixing='x': must be 'output' or 'projection'"),
+    "dtype": ({"dtype": "int8"}, "--dtype='int8': must be one of auto"),
+    "replace alone": ({"replace": "1"}, "replace=1: goes with add_to"),
+    "several to add": ({"add-to": "x"}, "one at a time joins add_to"),
+    "other base": ({"base": "nowhere"}, "base 'nowhere'"),
+    "no LoRA": ({"adapters": ["{case}/base", "{case}/b"], "labels": ["a", "b"]}, "is not a folder with adapter_config"),
+    "models with arrow": ({"adapters": None, "models": ["x", "y"], "gates": "arrow"}, "are those of LoRA adapters"),
+    "models with a mixing": ({"adapters": None, "models": ["x", "y"], "mixing": "output"}, "are for adapters; leave"),
+    "models that are none": (
+        {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models: '{case}/a': no tokenizer"
+    ),
+    "an unknown flag": ({"gate": "ridge"}, "unrecognized arguments: --gate"),
+    "too short": ({"max-length": "1"}, "none of 6 examples has a token to score; raise max_length"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_ends_in_one_line(what, case, tmp_path, capsys):
+    changes, message = BAD[what]
+    put = {
+        name: [v.format(case=case) for v in value] if isinstance(value, list) else value
+        for name, value in changes.items()
+    }  # fmt: skip
+    line = refused(command(case, tmp_path / "out", **put), capsys, tmp_path / "out")
+    assert message.replace("{case}", str(case)) in line, line
+
+
+@pytest.mark.parametrize("what", [name for name in NO_ADAPTER if "saved whole" not in name])
+def test_damaged_adapters_end_in_one_line(what, case, tmp_path, capsys):
+    damage = NO_ADAPTER[what][0]
+    bad = damaged(case, "b", damage, tmp_path)
+    arguments = command(case, tmp_path / "out", adapters=[str(case / "a"), str(bad)], gates="arrow", data=None)
+    refused([a for a in arguments if a not in ("--label-column", "domain")], capsys, tmp_path / "out")
+
+
+def test_a_mixture_without_names_asks_for_them(case, tmp_path, capsys):
+    main(command(case, tmp_path / "mixed", gates="arrow", data=None, **{"label-column": None}))
+    (tmp_path / "mixed/mix.json").unlink()
+    add = {"adapters": [str(case / "d")], "add-to": str(tmp_path / "mixed"), "gates": "arrow", "data": None}
+    add["label-column"] = None
+    line = refused(command(case, tmp_path / "out", **add), capsys, tmp_path / "out")
+    assert "labels=None" in line and "give them" in line
+    line = refused(command(case, tmp_path / "out", **add, labels=["a", "d"]), capsys, tmp_path / "out")
+    assert "the mixture has 4 experts; give a name for each" in line
+    main(command(case, tmp_path / "out", **add, labels=["a", "b", "c", "d"]))
+    assert json.loads((tmp_path / "out/mix.json").read_text())["labels"] == ["a", "b", "c", "d"]

@@ -1,0 +1,92 @@
+"""An expert joins a mixture or replaces one; the others and their gates stay as they are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from moe_peft import MoELoraConfig
+from moe_peft.combine.experts import put_expert
+from moe_peft.combine.mix import mix
+from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
+from tests.helpers.models import tiny_llama
+
+ALL = [str(name) for name in (*DOMAINS, "d")]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    folder = make_case(tmp_path_factory.mktemp("mix"), tokenizer)
+    mix(settings(folder, output=str(folder / "mixed"), top_k=1))
+    four = [{"text": f"w{100 + i} w{101 + i} w{102 + i}", "domain": "d"} for i in range(12)]
+    (folder / "four.jsonl").write_text("\n".join(map(json.dumps, rows() + four)))
+    return folder
+
+
+def weights(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("replace", [None, 1])
+def test_the_others_and_their_gates_stay(replace, case, tmp_path):
+    labels = ALL if replace is None else ["a", "d", "c"]
+    measured = mix(settings(
+        case, output=str(tmp_path / "out"), adapters=[str(case / "d")], add_to=str(case / "mixed"), replace=replace,
+        data=[str(case / "four.jsonl")],
+    ))  # fmt: skip
+    assert json.loads((tmp_path / "out/mix.json").read_text())["labels"] == labels
+    assert list(measured.reached) == labels and list(measured.losses)[1:-3] == labels
+    complete = mix(settings(
+        case, output=str(tmp_path / "all"), adapters=[str(case / name) for name in labels], top_k=1,
+        data=[str(case / "four.jsonl")],
+    ))  # fmt: skip
+    before, after, anew = weights(case / "mixed"), weights(tmp_path / "out"), weights(tmp_path / "all")
+    assert before.keys() == after.keys() == anew.keys()
+    new = labels.index("d")
+    kept = [i for i in range(3) if i != replace]
+    for key, value in after.items():
+        assert torch.equal(value[kept], before[key][kept]), key
+        assert torch.equal(value[new], anew[key][new]), key
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (config["num_experts"], config["top_k"]) == (len(labels), 1)
+    for way in ("base", *labels, "mean of the adapters"):
+        assert measured.losses[way] == pytest.approx(complete.losses[way], rel=1e-5)
+
+
+def test_a_router_with_other_parameters_keeps_them(case, tmp_path):
+    from moe_peft import lora_to_moe
+
+    base = AutoModelForCausalLM.from_pretrained(case / "base")
+    mixed = lora_to_moe(
+        base, [case / name for name in DOMAINS], router_type="mlp", router_jitter_noise=0.1, mixing="projection"
+    )
+    mixed.save_pretrained(tmp_path / "mlp")
+    model = put_expert(AutoModelForCausalLM.from_pretrained(case / "base"), tmp_path / "mlp", case / "d")
+    config = model.peft_config["default"]
+    assert (config.router_type, config.router_jitter_noise, config.mixing) == ("mlp", 0.1, "projection")
+    model.save_pretrained(tmp_path / "more")
+    before, after = weights(tmp_path / "mlp"), weights(tmp_path / "more")
+    for key, value in before.items():
+        kept = after[key] if key.endswith("hidden") else after[key][:3]
+        assert torch.equal(kept, value), key
+
+
+def test_what_cannot_join(case, tmp_path):
+    def base():
+        return AutoModelForCausalLM.from_pretrained(case / "base")
+
+    with pytest.raises(ValueError, match=r"replace=3: mixture .* has experts 0 to 2"):
+        put_expert(base(), case / "mixed", case / "d", 3)
+    write_lora(tmp_path / "attention", case / "base", 9, ["q_proj", "up_proj"])
+    with pytest.raises(ValueError, match="q_proj has experts and a router in only one of it and mixture"):
+        put_expert(base(), case / "mixed", tmp_path / "attention")
+    from peft import get_peft_model
+
+    hashed = get_peft_model(tiny_llama(vocab=128), MoELoraConfig(router_type="hash", task_type="CAUSAL_LM"))
+    hashed.save_pretrained(tmp_path / "hash")
+    with pytest.raises(ValueError, match="router_type='hash' has no parameters of single experts"):
+        put_expert(base(), tmp_path / "hash", case / "d")

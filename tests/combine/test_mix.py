@@ -1,0 +1,170 @@
+"""`mix`: what it writes and measures, against plain PEFT and transformers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from moe_peft import init_gates, lora_to_moe
+from moe_peft.combine.mix import Source, mix
+from moe_peft.training.preparation import calibration_batches
+from tests.helpers.mix_case import DOMAINS, make_case, rows, settings
+
+TEST = rows()[:12]  # of test.jsonl
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tokenizer):
+    return make_case(tmp_path_factory.mktemp("mix"), tokenizer)
+
+
+def losses(model, tokenizer) -> dict[str, float]:
+    """The mean loss of each domain's tokens, the EOS token among them, text by text; and the mean over domains."""
+    result = {}
+    for domain in DOMAINS:
+        nll = []
+        for row in (row for row in TEST if row["domain"] == domain):
+            ids = torch.tensor([[*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]])
+            with torch.no_grad():
+                log_probs = model(ids).logits[0, :-1].double().log_softmax(-1)
+            nll += (-log_probs.gather(-1, ids[0, 1:, None])).flatten().tolist()
+        result[domain] = sum(nll) / len(nll)
+    return {**result, "mean": sum(result.values()) / len(result)}
+
+
+def base(case):
+    return AutoModelForCausalLM.from_pretrained(case / "base").eval()
+
+
+def close(measured, reference):
+    assert measured == pytest.approx(reference, rel=2e-5)
+
+
+@pytest.fixture(scope="module")
+def mixed(case, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "mixed"
+    return mix(settings(case, output=str(out), test_data=[str(case / "test.jsonl")])), out
+
+
+def test_the_losses_are_those_of_plain_peft(case, mixed, tokenizer):
+    measured = mixed[0].losses
+    assert list(measured) == ["base", *DOMAINS, "mean of the adapters", "uniform gates", "ridge gates"]
+    close(measured["base"], losses(base(case), tokenizer))
+    for name in DOMAINS:
+        close(measured[name], losses(PeftModel.from_pretrained(base(case), case / name).eval(), tokenizer))
+    mean = PeftModel.from_pretrained(base(case), case / "a", adapter_name="a")
+    for name in "bc":
+        mean.load_adapter(case / name, name)
+    mean.add_weighted_adapter(list(DOMAINS), [1 / 3] * 3, "mean", "cat")
+    mean.set_adapter("mean")
+    close(measured["mean of the adapters"], losses(mean.eval(), tokenizer))
+    uniform = lora_to_moe(base(case), [case / name for name in DOMAINS], router_type="soft")
+    for name, parameter in uniform.named_parameters():
+        if "moe_lora_router" in name:
+            parameter.data.zero_()
+    close(measured["uniform gates"], losses(uniform.eval(), tokenizer))
+    assert json.loads((mixed[1] / "mix.json").read_text())["losses"] == measured
+
+
+def test_the_folder_is_the_mixture(case, mixed, tokenizer):
+    measured, out = mixed
+    model = AutoPeftModelForCausalLM.from_pretrained(out).eval()
+    close(measured.losses["ridge gates"], losses(model, tokenizer))
+    for domain, shares in measured.reached.items():
+        hits, count = torch.zeros(3), 0
+        for row in (row for row in TEST if row["domain"] == domain):
+            ids = torch.tensor([[*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]])
+            for logits in model(ids, output_router_logits=True).router_logits:
+                hits += torch.bincount(logits.argmax(-1), minlength=3)
+                count += len(logits)
+        assert shares == pytest.approx((hits / count).tolist())
+        assert shares[DOMAINS.index(domain)] == max(shares)
+    card = (out / "README.md").read_text()
+    assert "`moe-peft mix`" in card and "`ridge`" in card
+    assert len(json.loads((out / "mix.json").read_text())["labels"]) == 3
+    assert (out / "tokenizer_config.json").is_file()
+
+
+def test_calibration_sees_no_held_out_row(case, tokenizer):
+    chosen = settings(case, output="x", calibration_examples=7, test_examples=4)
+    used, held_out = Source(chosen, DOMAINS, tokenizer).split()
+    assert not {*used["text"]} & {*held_out["text"]}
+    assert used["expert"] == [0] * 6 + [1] * 6 + [2] * 6  # at most half of 12
+    assert held_out["expert"] == [0] * 4 + [1] * 4 + [2] * 4
+    again, _ = Source(chosen, DOMAINS, tokenizer).split()
+    other, _ = Source(settings(case, output="x", seed=1), DOMAINS, tokenizer).split()
+    assert again["text"] == used["text"] != other["text"][: len(used)]
+
+
+def test_a_file_for_each_expert_is_a_column(case, tmp_path):
+    files = [str(case / f"{name}.jsonl") for name in DOMAINS]
+    column = mix(settings(case, output=str(tmp_path / "column")))
+    apart = mix(settings(case, output=str(tmp_path / "apart"), data=files, label_column=None))
+    assert column == apart
+    a, b = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("column", "apart"))
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_prompts_in_place_of_data(case, tmp_path, tokenizer):
+    prompts = {name: {"positive": ["w5 w6", f"w{40 * i + 9}"], "negative": ["w7"]} for i, name in enumerate(DOMAINS)}
+    out = tmp_path / "out"
+    options = {"data": None, "label_column": None, "prompts": prompts, "gates": "prompts", "mixing": "projection"}
+    assert mix(settings(case, output=str(out), **options)) is None
+    model = AutoPeftModelForCausalLM.from_pretrained(out)
+    texts = [
+        (text, i, kind) for i, name in enumerate(DOMAINS) for kind in prompts[name] for text in prompts[name][kind]
+    ]
+    expected = lora_to_moe(base(case), [case / name for name in DOMAINS])
+    batches = [
+        {"input_ids": torch.tensor([[*tokenizer(t)["input_ids"], tokenizer.eos_token_id]]),
+         "expert": torch.tensor([i]), "negative": torch.tensor([kind == "negative"])}
+        for t, i, kind in texts
+    ]  # fmt: skip
+    init_gates(expected, "prompts", batches)
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        if "moe_lora_router" in name:
+            torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
+
+
+def test_arrow_needs_no_data(case, tmp_path):
+    assert mix(settings(case, output=str(tmp_path / "out"), data=None, label_column=None, gates="arrow")) is None
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["router_type"] == "arrow"
+
+
+def test_projection_mixing_has_no_line_for_uniform_gates_which_are_the_mean(case, tmp_path):
+    measured = mix(settings(case, output=str(tmp_path / "out"), mixing="projection", top_k=1))
+    assert "uniform gates" not in measured.losses and "mean of the adapters" in measured.losses
+
+
+def test_dense_models_become_a_native_moe(case, tmp_path, tokenizer):
+    models = [str(case / f"dense-{name}") for name in DOMAINS]
+    options = {"adapters": None, "models": models, "labels": list(DOMAINS), "test_data": [str(case / "test.jsonl")]}
+    measured = mix(settings(case, output=str(tmp_path / "moe"), **options))
+    assert list(measured.losses) == [*DOMAINS, "mean of the models", "uniform gates", "ridge gates"]
+    dense = [AutoModelForCausalLM.from_pretrained(model).eval() for model in models]
+    for name, model in zip(DOMAINS, dense, strict=True):
+        close(measured.losses[name], losses(model, tokenizer))
+    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
+    close(measured.losses["ridge gates"], losses(moe, tokenizer))
+    for layer in moe.model.layers:
+        layer.mlp.gate.weight.data.zero_()
+        layer.mlp.gate.top_k = 3
+    close(measured.losses["uniform gates"], losses(moe, tokenizer))
+    for parameter, *others in zip(*(model.parameters() for model in dense), strict=True):
+        parameter.data = torch.stack([parameter.data, *(p.data for p in others)]).double().mean(0).float()
+    close(measured.losses["mean of the models"], losses(dense[0], tokenizer))
+    assert all(shares[i] == max(shares) for i, shares in enumerate(measured.reached.values()))
+
+
+def test_calibration_batches_have_the_numbers_of_their_rows(case, tokenizer):
+    used, _ = Source(settings(case, output="x"), DOMAINS, tokenizer).split()
+    for batch in calibration_batches(used, tokenizer, len(used), columns=["expert"]):
+        words = [
+            ids[mask.bool()][0].item() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        ]
+        assert [(word - 3) // 40 for word in words] == batch["expert"].tolist()

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_peft.demo.tasks import write_rows as demo_rows
+from tests.helpers.chat_model import save_chat_model
 from tests.helpers.user_folder import PACKAGES, in_folder, write_adapter, write_model, write_rows
 
 pytestmark = pytest.mark.slow
@@ -37,6 +39,7 @@ PRINTED = {
     "pruning.md": "tokens that lost an expert in any layer",
     "steering.md": "'compliance'",
     "training.md": "FLOP per token",
+    "tutorial.md": "agree with the adapter's",
     "upit.md": "router_init",
 }
 WRITTEN = {
@@ -47,6 +50,7 @@ WRITTEN = {
     "pruning.md": "pruned/pruning.json",
     "routers.md": "routing/report.html",
     "training.md": "labels/adapter_model.safetensors",
+    "tutorial.md": "exported/model.safetensors",
     "upit.md": "upit/adapter/adapter_model.safetensors",
 }
 
@@ -86,6 +90,8 @@ def make_inputs(tokenizer) -> None:
     for name, content in (("train", rows), ("test", rows[:6]), ("pairs", pairs)):
         write_rows(f"{name}.jsonl", content)
     write_adapter("my-adapter", "my-base-model")
+    save_chat_model(Path("SmolLM2-135M-Instruct"))
+    demo_rows(Path("data"), train=16, test=4)
 
 
 def run_page(page: Path) -> None:

@@ -135,7 +135,7 @@ def test_yaml_and_overrides(tmp_path):
         load_recipe(path)
     assert "\n" not in str(raised.value)
     path.write_text("- 1\n")
-    with pytest.raises(ValueError, match="a recipe is a mapping"):
+    with pytest.raises(ValueError, match="must be a mapping of keys"):
         load_recipe(path)
     with pytest.raises(ValueError, match="no such file"):
         load_recipe(tmp_path / "none.yaml")

@@ -171,9 +171,12 @@ def test_dry_run(path, tmp_path, tokenizer, capsys):
     if trainable is not None:
         assert stages["post_train"].trainable == trainable and f"{trainable:,}" in printed
         base = BASES.get(path.stem, 2 * DENSE.get(path.stem, 0))
-        size = 2 if path.stem in DENSE and path.stem not in BASES else 4  # bytes of what is trained
+        half = path.stem.endswith("qlora") or (path.stem in DENSE and path.stem not in BASES)
+        size = 2 if half else 4  # bytes of what is trained
         beside = size * (trainable - DENSE.get(path.stem, 0))
-        assert stages["post_train"].memory.total == pytest.approx(base + beside + 3 * size * trainable, rel=0.15)
+        needed = stages["post_train"].memory
+        held = needed.total - needed.activations
+        assert held == pytest.approx(base + beside + 3 * size * trainable, rel=0.15) and needed.activations > 0
 
 
 @pytest.mark.parametrize(("mode", "rate"), [("lora", "0.0002"), ("ffn", "2e-05")])
@@ -185,11 +188,14 @@ def test_the_plan_says_how_stages_are_trained(mode, rate, tmp_path, tokenizer, c
     overrides = local(recipe, tmp_path, tiny_llama(vocab=128).config, tokenizer, row, 64)
     papers = f"learning rate {rate}, constant; context 2048"
     printed = printed_plan(recipe, overrides, capsys)[0].splitlines()
-    assert f"prepare, router_init, post_train: {papers}" in printed
+    assert any(line.startswith(f"prepare, router_init, post_train: {papers}") for line in printed)
     own = ["sft.lr_scheduler_type=cosine", "prepare.sft.learning_rate=0.003", "post_train.sft.max_length=64"]
     printed = printed_plan(recipe, [*overrides, *own], capsys)[0].splitlines()
-    assert "prepare: learning rate 0.003, cosine; context 2048" in printed
-    assert f"post_train: learning rate {rate}, cosine; context 64" in printed
+    for line in (
+        "prepare: learning rate 0.003, cosine; context 2048;",
+        f"post_train: learning rate {rate}, cosine; context 64;",
+    ):
+        assert any(one.startswith(line) for one in printed)
 
 
 def overrides_of(note):

@@ -17,11 +17,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
-TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "cli", "validation.py")
+TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "combine", "demo", "cli", "validation.py")
 EVAL = ("evaluation",)  # the extra `eval` too
 GGUF = ("gguf.py",)  # the extra `gguf`
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is sharded by it
-PROGRAMS = {"serving": {"vllm"}}  # imported only where the program itself runs, which we do not install
+PROGRAMS = {
+    "serving": {"vllm"},
+    "demo": {"xllamacpp"},
+}  # imported only where the program itself runs, which we do not install
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:

@@ -155,7 +155,7 @@ def _check_rows(steering: Steering, module: nn.Module, args: tuple, kwargs: dict
     """Forward pre-hook of a backbone: raise if steering is for other rows than the batch's, of which it sees tokens."""
     rows = len(steering.experts if steering.experts is not None else steering.allowed)  # type: ignore[arg-type]
     batch = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() > 1), None)
-    if batch is not None and rows != batch.shape[0] * batch.shape[1] and batch.shape[0] % rows:
+    if batch is not None and rows != batch.shape[0] * batch.shape[1] and (rows == 0 or batch.shape[0] % rows):
         raise ValueError(
             f"steered routing: {rows} rows are steered, the batch has {batch.shape[0]} rows of {batch.shape[1]} "
             "tokens; give one for each row, or for each token"

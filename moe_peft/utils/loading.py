@@ -267,7 +267,7 @@ class Base:
 
     def empty(self) -> PreTrainedModel:
         """A new model without weights, on the meta device."""
-        return empty_model(self.config, self, self.dtype)
+        return empty_model(copy.deepcopy(self.config), self, self.dtype)  # adapters write to a model's config
 
     def load(self) -> PreTrainedModel:
         """A new model with its weights."""

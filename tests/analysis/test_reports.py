@@ -15,7 +15,7 @@ from datasets import Dataset
 from filelock import FileLock
 from trl import SFTConfig, SFTTrainer
 
-from moe_peft.analysis import LoadCallback, RoutingStatistics, figures, record_routing
+from moe_peft.analysis import TOKEN_CLASSES, LoadCallback, RoutingStatistics, figures, record_routing
 from moe_peft.analysis import routing_report as report
 from moe_peft.analysis.html import Section, load_section, write_page
 from moe_peft.analysis.routing_report import write_report
@@ -158,7 +158,7 @@ def test_a_compliance_panel_has_few_lines_and_chance(drawn, tmp_path):
 def test_heat_maps_have_numbers(drawn, tmp_path):
     figures.plot_shares(shares(5, 4, 8), tmp_path / "a.png")
     figures.plot_coactivation(torch.tensor([[[4.0, 1.0], [1.0, 2.0]]]), tmp_path / "b.png")
-    counts = torch.zeros(7, 1, 4)
+    counts = torch.zeros(len(TOKEN_CLASSES), 1, 4)
     counts[0, 0], counts[3, 0] = torch.tensor([1.0, 3, 0, 0]), torch.ones(4)
     figures.plot_token_classes(counts, tmp_path / "c.png")
     figures.plot_coactivation(torch.rand(30, 64, 64), tmp_path / "d.png")

@@ -148,7 +148,7 @@ def test_one_training_of_labels_and_all_does_not_begin_anew_as_two(case, tmp_pat
     shutil.rmtree(tmp_path / "out/joint")
     with pytest.raises(SystemExit):
         run("sft", tmp_path, own, "--resume_from_checkpoint", "true")
-    assert "is not empty; set resume_from_checkpoint=true (and the stages that it had)" in capsys.readouterr().err
+    assert "is not empty; choose another" in capsys.readouterr().err
     (tmp_path / "out/joint").mkdir()
     shutil.move(tmp_path / "out/checkpoint-3", tmp_path / "out/joint/checkpoint-3")
     again = weights(run("sft", tmp_path, {**own, "stages": ["joint"]}, "--resume_from_checkpoint", "true"))
@@ -676,7 +676,7 @@ def test_a_plan_needs_no_accelerator_and_refuses_what_the_run_refuses(case, tmp_
         ("lr_scheduler_kwargs", {"foo": 1}, "lr_scheduler_kwargs={'foo': 1}: of 'linear'"),
         ("lr_scheduler_type", "warmup_stable_decay", "lr_scheduler_kwargs={}: of 'warmup_stable_decay'"),
         ("accelerator_config", {"foo": 1}, "foo"),
-        ("max_steps", 0, "max_steps=0: must be at least 1, or -1"),
+        ("max_steps", 0, "max_steps=0: must be from 1 to 1,000,000,000, or -1"),
         ("num_train_epochs", 1e308, "num_train_epochs=1e+308: must be above 0"),
         ("chat_template_path", "nowhere", "chat_template_path='nowhere'"),
         ("expert_map", "[" * 100_000, "must be JSON like"),

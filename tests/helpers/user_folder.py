@@ -43,7 +43,7 @@ def write_adapter(folder: str | Path, base: str) -> None:
     model = get_peft_model(tiny_llama(vocab=128), MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
     model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(Path(folder).parent / base).save_pretrained(folder)
 
 
 def write_rows(file: str | Path, rows: list[dict[str, str]]) -> None:

@@ -21,6 +21,7 @@ from tests.helpers.trainers import MoEKTOTrainer, arguments, preferences
 from tests.helpers.upit_case import rows
 
 pytestmark = pytest.mark.slow
+TABLE = table.RESULTS / "trainers.md"
 
 IDS = torch.randint(3, 128, (6, 8), generator=torch.Generator().manual_seed(0))
 
@@ -139,7 +140,7 @@ def test_the_reward_of_the_example_reads_strings_and_chats():
     ],
 )
 def test_a_cell_of_the_table_is_what_a_run_gives(trainer, setting, adapter):
-    shown = table.RESULT.read_text()
+    shown = TABLE.read_text()
     row = next(line for line in shown.splitlines() if line.startswith(f"| {trainer} | {setting} |"))
     column = [text.strip() for text in row.strip("|").split("|")][2 + list(table.ADAPTERS).index(adapter)]
     assert table.cell(trainer, setting, adapter) == column == "yes"
@@ -287,9 +288,9 @@ def test_predictions_of_the_plain_trainer_are_those_with_lora(tmp_path):
 
 def test_the_page_shows_the_table():
     """A cell of the page stands for all adapters of the results."""
-    shown = (table.RESULT.parents[2] / "docs" / "training.md").read_text()
+    shown = (TABLE.parents[2] / "docs" / "training.md").read_text()
     results = {}
-    for line in table.RESULT.read_text().splitlines():
+    for line in TABLE.read_text().splitlines():
         trainer, setting, *adapters = (text.strip() for text in line.strip("|").split("|")) if "|" in line else ("", "")
         results[trainer, setting] = set(adapters)
     for trainer in table.TRAINERS:

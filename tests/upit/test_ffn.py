@@ -254,7 +254,7 @@ def test_the_plan_counts_gradients_in_the_dtype_of_the_models(case, tmp_path):
     for dtype in ("float32", "bfloat16"):
         own = {**case, "output_dir": str(tmp_path / "out"), "model": {**case["model"], "dtype": dtype}}
         held[dtype] = plan(UpIT(recipe_from_dict(own)))[-1].memory
-    for name in ("parameters", "gradients", "optimizer"):
+    for name in ("weights", "gradients", "optimizer"):
         assert getattr(held["bfloat16"], name) == getattr(held["float32"], name) / 2
 
 

@@ -158,7 +158,9 @@ def test_the_context_is_at_most_the_bases_positions(case, tmp_path):
     path.write_text("\n".join([*path.read_text().splitlines(), json.dumps(long)]))
     settings["adapter"] = {**case["adapter"], "target_projections": None}
     first = UpIT(recipe_from_dict({**settings, "data": {"train": str(path)}}))
-    assert [stage.training for stage in plan(first)] == ["learning rate 0.005, constant; context 24"]
+    assert [stage.training for stage in plan(first)] == [
+        "learning rate 0.005, constant; context 24; gradient checkpointing off"
+    ]
     first.run()  # a row has 80 tokens
     for change, field in (({"sft": {"max_length": 25}}, "sft"), (with_sft("prepare", max_length=25), "prepare.sft")):
         with pytest.raises(ValueError, match=rf"^{field}.max_length=25: the base takes 24 tokens; use at most 24$"):

@@ -22,7 +22,18 @@ PACKAGES = ("peft", "trl", "transformers")
 ROOT = Path(moe_peft.__file__).parent
 LISTED = {name for names in PRIVATE.values() for name in names}
 # Of torch and the standard library, which are not this list's business.
-ELSEWHERE = {"_forward_hooks", "_ConvNd", "_fields", "_replace", "_name_or_path", "_asdict", "_unsafe_view", "_actions"}
+ELSEWHERE = {
+    "_forward_hooks",
+    "_ConvNd",
+    "_fields",
+    "_replace",
+    "_name_or_path",
+    "_asdict",
+    "_unsafe_view",
+    "_actions",
+    "_cdata",
+    "_grouped_mm",
+}
 
 
 @cache

@@ -63,7 +63,7 @@ def folder(base: Path, tmp_path: Path) -> Path:
 def test_card_of_an_adapter_leads_with_what_it_is_and_with_code_that_runs(folder: Path, capsys):
     card = ModelCard.load(folder / "README.md")
     lines = card.text.strip().splitlines()
-    assert lines[0] == "# MoE-LoRA adapter for tiny-base"
+    assert lines[0] == "# MoE-LoRA adapter for tiny-base (llama)"
     assert "4 experts of the kind `lora`" in lines[2] and "picks 2 of them" in lines[2]
     assert lines[4:6] == ["- Base model: `tiny-base`", "- Licence of the base: tiny-licence"]
     assert lines.index("## How to load") < 10 and UNFILLED not in card.text
@@ -275,7 +275,7 @@ def test_trainers_push_a_folder_with_the_card(kind: str, base: Path, tmp_path: P
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **own: type("Url", (), {"repo_id": repo_id})())
     trainer.push_to_hub(dataset_name="org/data", tags="extra")
     card = ModelCard.load(pushed["me/mine"] / "README.md")
-    assert UNFILLED not in card.text and "pipeline(" not in card.text
+    assert UNFILLED not in card.text and ("pipeline(" in card.text) == (kind == "adapter")
     assert "- Training data: [org/data]" in card.text and card.data.datasets == ["org/data"]
     assert "`MoESFTTrainer` with TRL" in card.text and "2 steps of 4 rows, learning rate 0.01" in card.text
     assert {"trl", "sft", "moe_peft", "mixture-of-experts", "extra"} <= set(card.data.tags)

@@ -39,7 +39,7 @@ PRINTED = {
     "pruning.md": "tokens that lost an expert in any layer",
     "steering.md": "'compliance'",
     "training.md": "FLOP per token",
-    "tutorial.md": "agree with the adapter's",
+    "tutorial.md": "verified: of",
     "upit.md": "router_init",
 }
 WRITTEN = {

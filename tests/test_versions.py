@@ -19,12 +19,10 @@ DISTRIBUTIONS = packages_distributions()
 # Packages that need the extra `train`; all others get along with the core.
 TRAIN = ("training", "analysis", "evaluation", "pruning", "upit", "combine", "demo", "cli", "validation.py")
 EVAL = ("evaluation",)  # the extra `eval` too
+DEMO = ("demo",)  # the extra `demo`
 GGUF = ("gguf.py",)  # the extra `gguf`
 DEEPSPEED = ("distributed.py",)  # and this the extra `deepspeed`, once a model is sharded by it
-PROGRAMS = {
-    "serving": {"vllm"},
-    "demo": {"xllamacpp"},
-}  # imported only where the program itself runs, which we do not install
+PROGRAMS = {"serving": {"vllm"}}  # imported only where the program itself runs, which we do not install
 
 
 def declared(*lists: list[str]) -> dict[str, Requirement]:
@@ -52,7 +50,7 @@ FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "moe_peft").rglob("*.p
 def test_what_a_file_imports_is_declared(path: Path):
     extras = [
         EXTRAS[name]
-        for name, parts in (("train", TRAIN), ("eval", EVAL), ("gguf", GGUF), ("deepspeed", DEEPSPEED))
+        for name, parts in (("train", TRAIN), ("eval", EVAL), ("gguf", GGUF), ("demo", DEMO), ("deepspeed", DEEPSPEED))
         if path.parts[1] in parts or path.name in parts
     ]
     allowed = declared(PROJECT["dependencies"], *extras).keys() | PROGRAMS.get(path.parts[1], set())

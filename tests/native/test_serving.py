@@ -33,5 +33,6 @@ def test_the_page_has_the_table():
 
 def rows(text: str) -> list[dict[str, str]]:
     """The table's rows, by the names of its columns."""
+    text = text.split("<!-- table -->")[-1].split("<!-- end of the table -->")[0]
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]

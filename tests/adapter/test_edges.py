@@ -129,7 +129,7 @@ def test_steering_of_no_rows_fits_a_batch_of_none_only():
         force_experts(model, torch.zeros(0, dtype=torch.long)),
         allow_experts(model, torch.zeros(0, 4, dtype=torch.bool)),
     ):
-        with block, pytest.raises(ValueError, match="0 rows are steered, the batch has 14 tokens"):
+        with block, pytest.raises(ValueError, match="0 rows are steered, the batch has 2 rows of 7 tokens"):
             model(input_ids=IDS)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import io
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -15,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.models import tiny_llama
+from tests.helpers.warm import start
 
 # Where the public names are, each in its package's `__all__`.
 PACKAGES = (
     "moe_peft",
     *(f"moe_peft.{name}" for name in ("analysis", "evaluation", "native", "pruning", "routing", "training", "upit")),
 )
-
-# A process that has imported what takes long, and of which every job gets a copy. It has not imported `moe_peft`: pages
-# and examples import what they need.
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "datasets", "peft", "trl"])
 
 
 def write_model(folder: str | Path, tokenizer: Any, seed: int = 0) -> None:
@@ -52,8 +48,7 @@ def write_rows(file: str | Path, rows: list[dict[str, str]]) -> None:
 
 def in_folder(folder: Path, job: Callable[..., Any], *args: Any) -> None:
     """Run `job` in a process of its own, in `folder`, its output in the file `log`."""
-    process = multiprocessing.get_context("forkserver").Process(target=_job, args=(folder, job, *args))
-    process.start()
+    process = start(_job, folder, job, *args)
     process.join()
     assert process.exitcode == 0, (folder / "log").read_text()[-3000:]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,8 @@ from ..adapter.config import MoELoraConfig
 from ..analysis.figures import plot_shares
 from ..models.introspection import adapter_layers
 from ..native import export_adapter, export_gguf
-from ..upit.evaluate import Evaluation, evaluate
-from ..utils.io import output_folder
+from ..upit.evaluate import evaluate
+from ..utils.io import output_folder, remove
 from .smollm2 import NAME, smollm2_folder
 from .tasks import TASKS, make_rows, write_rows
 
@@ -76,7 +77,7 @@ def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[st
     """
     console, began = Console(markup=False, emoji=False, highlight=False, soft_wrap=True), time.monotonic()
     with output_folder(output, "--output", lambda folder: (folder / "demo.yaml").is_file()) as folder:
-        base = Path(model or smollm2_folder())
+        base = model or str(smollm2_folder())
         tokenizer = AutoTokenizer.from_pretrained(base)
         if tokenizer.chat_template is None:
             raise ValueError(f"--model {model}: its tokenizer has no chat template; name a chat model")
@@ -84,25 +85,36 @@ def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[st
         train, test = (Dataset.from_list(rows) for rows in make_rows(_TRAIN, _TEST))
         console.print(f"{model or NAME} learns four kinds of requests: {', '.join(TASKS)}.\n\n1. Before:")
         shown = [test["domain"].index(domain) for domain in TASKS]
-        results = {"base": _result(_load(base), test, tokenizer)[0]}
-        console.print(_answers(test, shown, results))
+        untrained = _load(base)
+        answers = {"base": _generate(untrained, test["prompt"], tokenizer)}
+        console.print(_answer_table(test, shown, answers))
 
         console.print(
             f"\n2. Training, {steps} steps of 8 rows: a LoRA of rank 16; and 4 LoRA experts of rank 8, of which each "
             "token takes 2."
         )
         experts = MoELoraConfig(**_EXPERTS, task_type="CAUSAL_LM")
-        configs: dict[str, PeftConfig] = {"LoRA": _lora_beside(experts, base), "experts": experts}
-        evaluation = None
-        with tqdm(total=steps * len(configs), unit="step", mininterval=1.0, dynamic_ncols=True) as bar:
-            for name, config in configs.items():
+        layer: Any = adapter_layers(get_peft_model(untrained, experts))[0]
+        # On the same projections, with as many parameters as are active for each token.
+        lora = LoraConfig(
+            r=16, lora_alpha=32, target_modules=sorted(layer.moe_lora_A["default"]), task_type="CAUSAL_LM"
+        )
+        losses = {}
+        with tqdm(total=2 * steps, unit="step", mininterval=1.0, dynamic_ncols=True) as bar:
+            for name, config in {"LoRA": lora, "experts": experts}.items():
                 trained = _train(base, config, train, tokenizer, folder / name.lower(), steps, _OneBar(bar, name))
-                results[name], evaluation = _result(trained, test, tokenizer)
+                answers[name] = _generate(trained.eval(), test["prompt"], tokenizer)
+                args = SFTConfig(per_device_eval_batch_size=16, **_TRAINING)
+                evaluation = evaluate(trained, test, args, tokenizer, "domain")
+                losses[name] = evaluation.losses["adapted"]
 
         console.print("\n3. After:")
-        console.print(_answers(test, shown, results))
-        console.print(_scores(results))
-        assert evaluation is not None
+        console.print(_answer_table(test, shown, answers))
+        results = {
+            name: Result(texts, _exact(test, texts), {"base": evaluation.losses["base"], **losses}[name])
+            for name, texts in answers.items()
+        }
+        console.print(_score_table(results))
         console.print(f"4. Who serves what? {_who(evaluation.shares)}")
         plot_shares(evaluation.shares, folder / "routing.png", "Where each domain's tokens go")
         console.print(f"   The picture of it: {folder / 'routing.png'}")
@@ -116,14 +128,15 @@ def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[st
     return results
 
 
-def _write_files(folder: Path, base: Path, steps: int) -> None:
-    """The data, a link to the base, and the YAML of what is trained here."""
+def _write_files(folder: Path, base: str, steps: int) -> None:
+    """The data, a link to a base that is a folder, and a YAML file of the experts' training."""
     write_rows(folder, _TRAIN, _TEST)
     link = folder / "base"
     link.unlink(missing_ok=True)
-    link.symlink_to(base.absolute(), target_is_directory=True)
+    if os.path.isdir(base):
+        link.symlink_to(os.path.abspath(base), target_is_directory=True)
     settings = {
-        "model_name_or_path": str(link),  # or a name on the hub
+        "model_name_or_path": str(link) if link.exists() else base,
         "dataset_name": str(folder / "train.jsonl"),
         "output_dir": str(folder / "yours"),
         "max_steps": steps,
@@ -136,16 +149,9 @@ def _write_files(folder: Path, base: Path, steps: int) -> None:
     )
 
 
-def _load(base: Path) -> Any:
+def _load(base: str | Path) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device)
-
-
-def _lora_beside(experts: PeftConfig, base: Path) -> LoraConfig:
-    """A LoRA on the same projections, with as many parameters as are active for each token."""
-    layer: Any = adapter_layers(get_peft_model(_load(base), experts))[0]
-    projections = sorted(layer.moe_lora_A["default"])
-    return LoraConfig(r=16, lora_alpha=32, target_modules=projections, task_type="CAUSAL_LM")
 
 
 class _OneBar(TrainerCallback):
@@ -163,7 +169,7 @@ class _OneBar(TrainerCallback):
 
 
 def _train(
-    base: Path,
+    base: str,
     config: PeftConfig,
     train: Dataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -185,14 +191,12 @@ def _train(
     return trainer.model
 
 
-def _result(model: Any, test: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[Result, Evaluation]:
-    answers = _generate(model.eval(), test["prompt"], tokenizer)
-    exact: dict[str, int] = defaultdict(int)
+def _exact(test: Dataset, answers: Sequence[str]) -> dict[str, int]:
+    """Domain → right answers."""
+    exact = dict.fromkeys(TASKS, 0)
     for answer, row in zip(answers, test, strict=True):
-        exact[row["domain"]] += int(answer == row["completion"][0]["content"])
-    args = SFTConfig(per_device_eval_batch_size=16, **_TRAINING)
-    evaluation = evaluate(model, test, args, tokenizer, "domain", base=model)
-    return Result(answers, dict(exact), evaluation.losses["adapted"]), evaluation
+        exact[row["domain"]] += answer == row["completion"][0]["content"]
+    return exact
 
 
 @torch.no_grad()
@@ -211,19 +215,19 @@ def _generate(model: Any, prompts: Sequence[Conversation], tokenizer: PreTrained
     return [answer.strip() for answer in answers]
 
 
-def _answers(test: Dataset, rows: Sequence[int], results: Mapping[str, Result]) -> Table:
-    """The requests beside the right answers and the models'."""
-    table = Table("request", "right", *results, show_lines=True)
+def _answer_table(test: Dataset, rows: Sequence[int], answers: Mapping[str, Sequence[str]]) -> Table:
+    """Some requests beside the right answers and the models'."""
+    table = Table("request", "right", *answers, show_lines=True)
     for row in rows:
-        answers = [result.answers[row].splitlines() for result in results.values()]
-        first = [lines[0] + (" …" if len(lines) > 1 else "") if lines else "(nothing)" for lines in answers]
+        texts = [of_model[row].splitlines() for of_model in answers.values()]
+        first = [lines[0] + (" …" if len(lines) > 1 else "") if lines else "(nothing)" for lines in texts]
         table.add_row(test[row]["prompt"][0]["content"], test[row]["completion"][0]["content"], *first)
     return table
 
 
-def _scores(results: Mapping[str, Result]) -> Table:
-    names = [f"{name} {what}" for what in ("right", "loss") for name in results]
-    table = Table(f"of {_TEST} held-out requests", *names)
+def _score_table(results: Mapping[str, Result]) -> Table:
+    columns = [f"{name} {measure}" for measure in ("right", "loss") for name in results]
+    table = Table(f"of {_TEST} held-out requests", *columns)
     for domain in [*TASKS, "mean"]:
         right = [
             f"{sum(result.exact.values()) / len(TASKS):.1f}" if domain == "mean" else str(result.exact[domain])
@@ -250,13 +254,16 @@ def _who(shares: Mapping[str, torch.Tensor]) -> str:
 
 def _exported(
     folder: Path,
-    base: Path,
+    base: str,
     test: Dataset,
     rows: Sequence[int],
     result: Result,
     tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """Export, and ask plain transformers the same."""
+    """Export, and ask plain transformers and llama.cpp the same."""
+    gguf = folder / "exported.gguf"
+    remove(folder / "exported")  # of an earlier demo
+    remove(gguf)
     try:
         moe = export_adapter(folder / "experts", folder / "exported", base)
     except ValueError as error:
@@ -265,15 +272,15 @@ def _exported(
     answers = {"plain transformers": _generate(_load(moe).eval(), requests, tokenizer)}
     if importlib.util.find_spec("xllamacpp") is not None:
         with suppress(ValueError):  # llama.cpp lacks the family
-            answers["llama.cpp"] = _ask_llama_cpp(export_gguf(moe, folder / "exported.gguf"), requests)
+            answers["llama.cpp"] = _ask_llama_cpp(export_gguf(moe, gguf), requests)
     same = [
-        f"{name} to {sum(text == result.answers[row] for text, row in zip(texts, rows, strict=True))}"
+        f"{sum(text == result.answers[row] for text, row in zip(texts, rows, strict=True))} in {name}"
         for name, texts in answers.items()
     ]
     size = sum(file.stat().st_size for file in moe.iterdir()) / 1e9
     return (
-        f"Exported as a native MoE ({size:.1f} GB in float32), which needs moe_peft no longer: {moe}\n"
-        f"   Of the {len(rows)} requests above, the same answer gives {' and '.join(same)}."
+        f"Exported as a native MoE ({size:.1f} GB in float32), which no longer needs moe_peft: {moe}\n"
+        f"   Answers that are the adapter's, of the {len(rows)} above: {', '.join(same)}."
     )
 
 

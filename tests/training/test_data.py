@@ -17,7 +17,8 @@ DATES = ["1987-04-11", "2024-12-01", "1999-01-31"]
 def test_dates_in_json_are_text(as_list, split, tmp_path):
     """pyarrow takes a JSON column of ISO dates, or a part of one, for times."""
     rows = [
-        {"prompt": f"Day\u2028{i}?", "completion": date, "meta": {"when": [date], "n": i}} for i, date in enumerate(DATES)
+        {"prompt": f"Day\u2028{i}?", "completion": date, "meta": {"when": [date], "n": i}}
+        for i, date in enumerate(DATES)
     ]
     file = tmp_path / "dates.json"
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]

@@ -52,8 +52,8 @@ def needed(tmp_path_factory):
     return lambda launch: memory(trained(), args, 10, half=False, launch=launch)
 
 
-def arguments(folder, **own):
-    return SFTConfig(str(folder), **{"bf16": False, "use_cpu": True, "report_to": "none", **own})
+def arguments(folder, **fields):
+    return SFTConfig(str(folder), **{"bf16": False, "use_cpu": True, "report_to": "none", **fields})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -119,14 +119,14 @@ def allocated(model, ids, args, half):
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-def adapted(**own):
-    config = MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8, **own)
+def adapted(**fields):
+    config = MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8, **fields)
     return get_peft_model(tiny_llama(layers=6), config).train()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mixing", "half", "own"),
+    ("mixing", "half", "fields"),
     [
         ("output", False, {"gradient_checkpointing": False}),
         ("projection", False, {"gradient_checkpointing": False, "label_smoothing_factor": 0.1}),
@@ -134,9 +134,9 @@ def adapted(**own):
         ("projection", True, {"label_smoothing_factor": 0.1}),
     ],
 )
-def test_activations_are_those_of_a_batch_with_values(mixing, half, own, tmp_path):
+def test_activations_are_those_of_a_batch_with_values(mixing, half, fields, tmp_path):
     """Of six layers, of which four are traced; with TRL's loss in tiles or, with smoothed labels, complete logits."""
-    args = arguments(tmp_path, per_device_train_batch_size=4, **own)
+    args = arguments(tmp_path, per_device_train_batch_size=4, **fields)
     expected = allocated(adapted(mixing=mixing), torch.randint(3, 128, (4, 64)), args, half)
     with torch.device("meta"):
         model = adapted(mixing=mixing)
@@ -227,7 +227,7 @@ def test_tokens_of_a_row_count_its_end_and_both_answers(row, length, tmp_path, t
         assert len(trainer.train_dataset[0]["input_ids"]) == length
 
 
-def test_tokens_are_those_of_the_stages_own_chat_template(tmp_path, tokenizer):
+def test_tokens_are_those_of_the_chat_template_that_the_stage_names(tmp_path, tokenizer):
     (tmp_path / "long.jinja").write_text("{% for m in messages %}w3 w4 w5 {{ m['content'] }} {% endfor %}")
     talk = [{"role": "user", "content": "w6"}, {"role": "assistant", "content": "w7 w8"}]
     data = Dataset.from_list([{"messages": talk}] * 2)
@@ -248,7 +248,7 @@ def test_tokens_are_those_of_the_stages_own_chat_template(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("own", "processes", "expected"),
+    ("fields", "processes", "expected"),
     [
         ({"per_device_train_batch_size": 2, "num_train_epochs": 0.5}, 1, (3, 6)),
         ({"per_device_train_batch_size": 4, "dataloader_drop_last": True, "num_train_epochs": 1}, 1, (2, 8)),
@@ -257,8 +257,8 @@ def test_tokens_are_those_of_the_stages_own_chat_template(tmp_path, tokenizer):
         ({"per_device_train_batch_size": 2, "max_steps": 7}, 1, (7, 14)),
     ],
 )
-def test_steps_are_the_trainers(own, processes, expected, tmp_path, tokenizer):
-    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", save_strategy="no", **own)
+def test_steps_are_the_trainers(fields, processes, expected, tmp_path, tokenizer):
+    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", save_strategy="no", **fields)
     assert steps_and_rows(args, 10, processes) == expected
     if processes == 1:
         rows = Dataset.from_list([{"text": f"w{i} w5"} for i in range(10)])
@@ -274,8 +274,8 @@ def test_packing_cuts_or_splits_long_rows(strategy, rows, tmp_path, tokenizer):
 
 
 def test_the_schedule_is_named_as_it_is(tmp_path):
-    own = {"learning_rate": 2e-5, "bf16": False, "use_cpu": True, "max_length": 512, "gradient_checkpointing": False}
-    plain = MoESFTConfig(str(tmp_path), lr_scheduler_type="constant", **own)
+    fields = {"learning_rate": 2e-5, "bf16": False, "use_cpu": True, "max_length": 512, "gradient_checkpointing": False}
+    plain = MoESFTConfig(str(tmp_path), lr_scheduler_type="constant", **fields)
     assert training_line(plain) == "learning rate 2e-05, constant; context 512; gradient checkpointing off"
-    phases = MoESFTConfig(str(tmp_path), router_schedule="three_phase", lr_scheduler_type="constant", **own)
+    phases = MoESFTConfig(str(tmp_path), router_schedule="three_phase", lr_scheduler_type="constant", **fields)
     assert training_line(phases) == "learning rate 2e-05, in three phases; context 512; gradient checkpointing off"

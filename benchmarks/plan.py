@@ -1,11 +1,11 @@
 """
-What `--dry-run` says about memory, against what the training then takes, on SmolLM2-135M-Instruct on a CPU.
+The memory that `--dry-run` plans, against what the training then takes, on SmolLM2-135M-Instruct on a CPU.
 
     python -m benchmarks.plan    # writes benchmarks/results/plan.md
 
-Each case is a command in a process of its own, once as a plan and once for a few steps of 8 chats of 59 tokens.
-Measured is the process's peak of resident memory, without what it held before it loaded the model (Python and its
-libraries), which the plan names too.
+Each case runs a command in a new process, once as a plan and once for a few steps of 8 chats of 59 tokens. The measured
+figure is the peak of resident memory minus that before the model is loaded (Python and its libraries), which the plan
+estimates as well.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def chats(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def settings(command: str, own: dict[str, Any], folder: Path) -> Path:
+def settings(command: str, fields: dict[str, Any], folder: Path) -> Path:
     """Writes the command's file."""
     data, model = str(folder / "train.jsonl"), str(smollm2_folder())
     Path(data).write_text("".join(json.dumps(row) + "\n" for row in chats(64)))
@@ -70,12 +70,12 @@ def settings(command: str, own: dict[str, Any], folder: Path) -> Path:
     if command == "upit":
         names = {"model": {"name_or_path": model}, "data": {"train": data}}
     path = folder / f"{command}.yaml"
-    path.write_text(json.dumps({**names, **own, "output_dir": str(folder / "out")}))  # JSON is YAML
+    path.write_text(json.dumps({**names, **fields, "output_dir": str(folder / "out")}))  # JSON is YAML
     return path
 
 
 def measure(arguments: list[str]) -> None:
-    """Run a command, and print the peak of this process's memory, and what it held before it had a model."""
+    """Run a command, and print the peak of this process's memory, and its memory before the model is loaded."""
     import psutil
 
     from moe_peft.cli import main
@@ -100,9 +100,9 @@ def child(*arguments: str) -> str:
 
 
 def row(name: str) -> str:
-    command, own = CASES[name]
+    command, fields = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
-        file = str(settings(command, own, Path(folder)))
+        file = str(settings(command, fields, Path(folder)))
         plan = child(command, "--config", file, "--dry-run")
         peak, before = json.loads(child(command, "--config", file).splitlines()[-1])
     planned = max(float(size) for size in re.findall(r"([\d.]+) GiB +│", plan))

@@ -1,7 +1,6 @@
 """
-GRPO: train an adapter by rewards of its own answers. The data has the columns `prompt` (a string, or
-the messages of a chat) and `answer`; the reward is the share of the answer's words that a completion has, so put your
-own in its place.
+GRPO: train an adapter by rewards of its completions. The data has the columns `prompt` (a string or the messages of a
+chat) and `answer`. The reward is the share of the answer's words that a completion has: replace it by yours.
 
     python -m examples.trainers.grpo --model_name_or_path my-base-model --dataset_name my-data --output_dir grpo \
         --num_generations 8 --max_completion_length 256 --learning_rate 1e-5 --router_z_loss_coef 0.001
@@ -32,15 +31,17 @@ class MoEGRPOTrainer(RouterLossesMixin, GRPOTrainer):
 
 
 def text_of(answer: str | list[dict[str, str]]) -> str:
-    """Of a prompt that is a chat, TRL gives the completion as messages."""
+    """TRL passes completions of chats as messages."""
     return answer if isinstance(answer, str) else "".join(message["content"] for message in answer)
 
 
 def shared_words(completions: list[Any], answer: list[Any], **columns: Any) -> list[float]:
     """The share of each answer's words that the completion has."""
-    texts = [(text_of(said), text_of(wanted)) for said, wanted in zip(completions, answer, strict=True)]
-    pairs = [(set(said.split()), set(wanted.split())) for said, wanted in texts]
-    return [len(said & wanted) / max(1, len(wanted)) for said, wanted in pairs]
+    pairs = [
+        (set(text_of(text).split()), set(text_of(right).split()))
+        for text, right in zip(completions, answer, strict=True)
+    ]
+    return [len(words & right) / max(1, len(right)) for words, right in pairs]
 
 
 def main(arguments: list[str] | None = None) -> MoEGRPOTrainer:

@@ -46,7 +46,8 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
     Raises:
         ValueError: model, data and settings do not fit together.
     """
-    launch = planned_launch(*(getattr(options.run, name) for name in ("processes", "strategy", "dry_run", "time")))
+    run = options.run
+    launch = planned_launch(run.processes, run.strategy, run.dry_run, run.time)
     base, stages, output_dir = options.base, training_stages(options), str(options.training.output_dir)
     tokenizer = options.tokenizer
 
@@ -100,12 +101,12 @@ def _step_times(
     options: Options, trainer_class: Any, stages: Mapping[str, Any], config: MoELoraConfig | None, data: Dataset
 ) -> dict[str, float]:
     """Section → seconds of an optimizer step here, measured by some that are thrown away."""
-    model: Any = options.base.load()
+    model, config = _load_model(options, config)
     if config is not None:
         model = get_peft_model(model, config)
 
     def make_trainer(args: Any, rows: Dataset) -> Any:
-        return trainer_class(model=model, args=args, train_dataset=rows, processing_class=options.base.tokenizer)
+        return trainer_class(model=model, args=args, train_dataset=rows, processing_class=options.tokenizer)
 
     return {path: seconds_per_step(make_trainer, args, data) for path, args in stages.items()}
 

@@ -79,9 +79,9 @@ def load_data(
                 if stray := _stray_file(folder):
                     raise ValueError(f"{stray}; move it away") from error
                 raise error.__cause__ or error from None  # which says what is wrong
-            if arguments["path"] == "json" and isinstance(arguments["data_files"], str) and _has_times(dataset):
-                dataset = _without_times(str(source), dataset, arguments["split"])
             if isinstance(dataset, Dataset):
+                if isinstance(source, str) and arguments["path"] == "json" and "timestamp[" in str(dataset.features):
+                    dataset = _without_times(source, dataset, split)
                 with reading("text that is no UTF-8", "save it as UTF-8"):  # of which only reading a row would tell
                     dataset.data.validate(full=True)
     except ValueError as error:
@@ -101,17 +101,14 @@ def load_data(
     return dataset
 
 
-def _has_times(dataset: Any) -> bool:
-    """Whether text was taken for times, as pyarrow does where all values of a JSON column, or of a part, are such."""
-    return isinstance(dataset, Dataset) and "timestamp[" in str(dataset.features.arrow_schema)
-
-
 def _without_times(file: str, dataset: Dataset, split: str) -> Dataset:
-    """A JSON file's rows with the text that it has, by way of a file whose columns have types."""
+    """
+    A JSON file's rows with their text, by way of a file whose columns have types: pyarrow reads text as times where all
+    values of a JSON column, or of a part, look so.
+    """
     text = read_text(file)
-    rows = (
-        json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line]
-    )
+    lines = text.split("\n")  # `splitlines` would also split at other characters, inside strings
+    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines if line.strip()]
     features = Features({name: _as_text(feature) for name, feature in dataset.features.items()})
     with tempfile.TemporaryDirectory() as folder:
         typed = str(Path(folder, "rows.parquet"))
@@ -140,8 +137,8 @@ def _check_cache() -> None:
 
 
 def _stray_file(folder: str) -> str | None:
-    """Which file of a folder cannot be read, or has other columns than one before it; None if there is no such file."""
-    columns: dict[Path, list[str]] = {}
+    """Which file of a folder cannot be read, or has other columns than the first; None if there is no such file."""
+    first: tuple[str, list[str]] | None = None
     for file in sorted(Path(folder).rglob("*")) if os.path.isdir(folder) else ():
         if file.suffix not in _FORMATS:
             continue  # such files are not read
@@ -150,10 +147,9 @@ def _stray_file(folder: str) -> str | None:
             names = load_dataset(_FORMATS[file.suffix], data_files=files, split="train").column_names
         except Exception as error:
             return f"{file} cannot be read ({one_line(error.__cause__ or error, 80)})"
-        for other, of_other in columns.items():
-            if set(names) != set(of_other):
-                return f"{file} has the columns {', '.join(names)}, {other.name} has {', '.join(of_other)}"
-        columns[file] = names
+        first = first or (file.name, names)
+        if set(names) != set(first[1]):
+            return f"{file} has the columns {', '.join(names)}, {first[0]} has {', '.join(first[1])}"
     return None
 
 

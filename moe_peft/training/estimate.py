@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import statistics
 import tempfile
@@ -31,13 +32,15 @@ from ..models.introspection import base_model, router_parameters
 from ..models.model_size import model_size
 from ..utils.compat import private
 from ..utils.loading import Base, chat_template
-from ..utils.messages import choice_error
+from ..utils.messages import choice_error, one_line
 from .data import drawn
 from .preparation import for_one_trainer
 from .trainable import freeze_for_stage
 
+logger = logging.getLogger("moe_peft")
+
 _SAMPLED_ROWS = 500  # for lengths
-_TRACED_LAYERS = (2, 4)  # of which a trace's memory is drawn out to all
+_TRACED_LAYERS = 4
 
 # What each strategy shards among the processes; the rest is the same in all of them.
 STRATEGIES = {
@@ -95,20 +98,26 @@ class Memory:
     Args:
         weights: all of them, quantized ones at their packed size.
         gradients, optimizer: of the trainable parameters.
-        activations: the most that forward and backward hold at once beside these.
+        activations: the most that forward and backward hold at once beside these; None: unknown.
     """
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int
+    activations: int | None
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(filter(None, asdict(self).values()))
+
+    @property
+    def total_gib(self) -> str:
+        """The total, as plans show it."""
+        return f"{self.total / 2**30:.2f} GiB" + " + activations" * (self.activations is None)
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in asdict(self).items())
+        sizes = {name: "unknown" if size is None else f"{size / 2**30:.2f} GiB" for name, size in asdict(self).items()}
+        return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def memory(
@@ -175,41 +184,48 @@ def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> tuple[in
 # --- activations -----------------------------------------------------------------------------------------------------
 
 
-def activation_bytes(model: nn.Module, args: SFTConfig, longest: int, *, half: bool, quantized: bool = False) -> int:
+def activation_bytes(
+    model: nn.Module, args: SFTConfig, longest: int, *, half: bool, quantized: bool = False
+) -> int | None:
     """
     The most bytes that forward and backward of one batch hold at once, beside weights and gradients.
 
     Both run on tensors without values, so this follows the model's own code (its attention, experts, checkpoints and
-    TRL's loss in tiles), whatever it is. Layers beyond the fourth are taken to be like those before.
+    TRL's loss in tiles), whatever it is. Layers beyond the fourth are taken to be like the two before.
 
     Args:
         model: what is trained, without weights. It stays as it is.
         longest: tokens of a row; of a preference, those of both answers.
         half: whether it trains in mixed precision.
         quantized: whether the base's weights are unpacked for each matrix product.
+
+    Returns:
+        the bytes; None, with a warning, if the model does not run without values, as where shapes depend on them.
     """
-    name, layers = _layers(model)
-    few, more = _TRACED_LAYERS
     rows, tokens = args.per_device_train_batch_size, longest
     if not hasattr(args, "assistant_only_loss"):  # both answers of a preference
         rows, tokens = 2 * rows, -(-longest // 2)
-
-    def peak(count: int) -> int:
-        traced = copy.deepcopy(model)
-        traced.set_submodule(name, _layers(traced)[1][:count])
-        return _traced_peak(traced, args, rows, max(tokens, 2), half)
-
-    peaks = [peak(count) for count in (few, more)] if len(layers) > more else [peak(len(layers))] * 2
-    growth = (peaks[1] - peaks[0]) / (more - few)
+    traced = copy.deepcopy(model)
+    name, layers = _layers(traced)
+    traced.set_submodule(name, layers[:_TRACED_LAYERS])
+    try:
+        peak, after = _trace(traced, args, rows, max(tokens, 2), half)
+    except Exception as error:  # of any model's code
+        logger.warning("activations: unknown, as they need values: %s: %s", type(error).__name__, one_line(error))
+        return None
+    if (untraced := len(layers) - _TRACED_LAYERS) > 0:
+        peak += untraced * (after[_TRACED_LAYERS - 1] - after[_TRACED_LAYERS - 3]) // 2
     linears = (m.weight for m in layers.modules() if isinstance(m, nn.Linear) and not m.weight.requires_grad)
-    unpacked = max((w.numel() * w.element_size() for w in linears), default=0) if quantized else 0
-    return round(peaks[1] + growth * max(len(layers) - more, 0)) + unpacked
+    return peak + (max((w.numel() * w.element_size() for w in linears), default=0) if quantized else 0)
 
 
-def _traced_peak(model: Any, args: SFTConfig, rows: int, tokens: int, half: bool) -> int:
-    """The most bytes that are alive at once in a forward and a backward pass, which are run without values."""
-    base = base_model(model)
-    base.config.get_text_config().num_hidden_layers = len(_layers(model)[1])
+def _trace(model: Any, args: SFTConfig, rows: int, tokens: int, half: bool) -> tuple[int, list[int]]:
+    """
+    Run a forward and a backward pass without values: the most bytes that are alive at once, and those that are alive
+    after each layer.
+    """
+    base, layers = base_model(model), _layers(model)[1]
+    base.config.get_text_config().num_hidden_layers = len(layers)
     full_logits = args.label_smoothing_factor > 0
     if not full_logits:
         outputs = ("log_probs", "entropy", "is_top1")  # those that TRL logs
@@ -224,16 +240,16 @@ def _traced_peak(model: Any, args: SFTConfig, rows: int, tokens: int, half: bool
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         ids = torch.ones(rows, tokens, dtype=torch.long)
-        options = {} if full_logits else {"fused_lm_head": True}
-        before = live.reset()
+        before, after = live.restart(), list[int]()
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: after.append(live.live))
         with torch.autocast("cpu", torch.float16 if args.fp16 else torch.bfloat16, enabled=half):
-            output = model.train()(
-                input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False, **options
-            )
-        loss = output.loss
-        del output
+            loss = model.train()(
+                input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False,
+                **({} if full_logits else {"fused_lm_head": True}),
+            ).loss  # fmt: skip
         loss.backward()
-        return live.peak - before
+        return live.peak - before, after
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -244,8 +260,8 @@ class _LiveBytes(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         self.live = self.peak = 0
 
-    def reset(self) -> int:
-        """Begin anew with the peak; what is alive now."""
+    def restart(self) -> int:
+        """Forget the peak so far; returns the bytes that are alive."""
         self.peak = self.live
         return self.live
 
@@ -344,13 +360,8 @@ def print_estimates(
     python = python_line()  # before the traces
     quantization = {} if base.quantization is None else base.quantization.to_dict()
     table = Table("stage", title=f"{base.name_or_path}: {len(data):,} examples")
-    for column in (
-        "steps",
-        "tokens",
-        "trainable parameters",
-        "memory per process, about",
-        *["time, about"][: len(seconds)],
-    ):
+    columns = ("steps", "tokens", "trainable parameters", "memory per process, about")
+    for column in (*columns, *["time, about"] * bool(seconds)):
         table.add_column(column, justify="right")
     lines = []
     for section, args in stages.items():
@@ -360,7 +371,7 @@ def print_estimates(
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         half = bool(args.bf16 or args.fp16)
         needed = memory(model, args, rows.longest, half=half, quantization=quantization, launch=launch)
-        numbers = [f"{steps:,}", f"{round(read * rows.length):,}", f"{trainable:,}", f"{needed.total / 2**30:.2f} GiB"]
+        numbers = [f"{steps:,}", f"{round(read * rows.length):,}", f"{trainable:,}", needed.total_gib]
         if section in seconds:
             numbers.append(duration(steps * seconds[section]))
         table.add_row(args.training_stage, *numbers)
@@ -444,8 +455,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, st
 def training_line(args: SFTConfig) -> str:
     """Learning rate, schedule, context and gradient checkpointing in words."""
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    own = {"three_phase": "in three phases", "step_decay": "with step decay"}
-    schedule = own.get(getattr(args, "router_schedule", ""), schedule)
+    router_schedules = {"three_phase": "in three phases", "step_decay": "with step decay"}
+    schedule = router_schedules.get(getattr(args, "router_schedule", ""), schedule)
     checkpointing = "on, which takes a third more time" if args.gradient_checkpointing else "off"
     return (
         f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}; "

@@ -79,17 +79,15 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
     @torch.no_grad()
     def update(remaining: int | None = None) -> None:
         nonlocal counts
-        if counts is not None and distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(counts)
-        for i, router in enumerate(routers):
-            if router.expert_bias is None:
-                continue
-            steps_N = router.bias_steps
-            if remaining is not None:
+        if remaining is None and counts is not None:
+            if distributed.is_available() and distributed.is_initialized():
+                distributed.all_reduce(counts)
+            for router, count_N in zip(routers, counts.split(sizes), strict=True):
+                if router.expert_bias is not None:
+                    router.bias_steps.add_((count_N.mean() - count_N).sign().to(router.bias_steps))
+        elif remaining is not None:
+            for steps_N in (router.bias_steps for router in routers if router.expert_bias is not None):
                 steps_N.copy_(torch.div(steps_N * (remaining - 1), remaining, rounding_mode="trunc"))
-            elif counts is not None:
-                count_N = counts.split(sizes)[i]
-                steps_N.add_((count_N.mean() - count_N).sign().to(steps_N))
         counts = None
 
     with observed_routing(model, count):

@@ -189,8 +189,7 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False
     for stage in pipeline.stages:
         cells: tuple[str, ...] = ()
         if p := plans.get(stage.name):
-            memory = f"{p.memory.total / 2**30:.2f} GiB"
-            cells = (f"{p.epochs:.3g}", f"{p.steps:,}", f"{p.tokens:,}", f"{p.trainable:,}", memory)
+            cells = (f"{p.epochs:.3g}", f"{p.steps:,}", f"{p.tokens:,}", f"{p.trainable:,}", p.memory.total_gib)
             cells += () if p.seconds is None else (duration(p.seconds),)
         table.add_row(stage.name, *cells)
     console.print(table)

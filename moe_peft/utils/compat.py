@@ -7,7 +7,6 @@ that are called by their import path.
 
 from __future__ import annotations
 
-import math
 from importlib import import_module
 from typing import Any
 
@@ -66,8 +65,6 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch._inductor": ("list_mode_options",),
     # Whether a layer runs under a checkpoint, in `adapter.router_recorder`.
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
-    # What a regex is made of, for `ways_to_match`.
-    "re._parser": ("parse",),
 }
 
 
@@ -98,36 +95,3 @@ def loss_is_of_whole_step(trainer: Any, num_items_in_batch: Any) -> bool:
     return bool(
         (trainer.model_accepts_loss_kwargs and num_items_in_batch is not None) or trainer.compute_loss_func is not None
     )
-
-
-_LENGTH = 200  # of a module's name, at most
-
-
-def ways_to_match(pattern: str) -> float:
-    """
-    In how many ways a regex can be laid on a name, at most: where none fits, `re` tries all of them. A free repeat
-    counts as many as a name has characters, alternatives that may begin alike add up, and what follows one another
-    multiplies.
-
-    Raises:
-        re.error: it is no regex.
-    """
-
-    def ways(tokens: Any) -> float:
-        total = 1.0
-        for name, value in tokens:
-            kind = str(name)
-            if "REPEAT" in kind:
-                least, most, inner = value
-                each, times = ways(inner), min(int(most), _LENGTH)
-                total *= math.exp(min(times * math.log(each), 700)) * (times - min(int(least), times) + 1)
-            elif kind == "BRANCH":
-                begins = [str(part[0]) if len(part) else "" for part in value[1]]
-                differ = len({*begins}) == len(begins) and all("LITERAL" in begin for begin in begins)
-                total *= (max if differ else sum)(map(ways, value[1]))
-            elif kind in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP", "GROUPREF_EXISTS"):
-                parts = value if isinstance(value, tuple) else (value,)
-                total *= sum(ways(part) for part in parts if hasattr(part, "data"))
-        return total
-
-    return ways(private("re._parser", "parse")(pattern))

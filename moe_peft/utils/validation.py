@@ -57,7 +57,7 @@ _YamlLoader.add_implicit_resolver(
 
 def read_yaml(text: str, source: object) -> Any:
     """
-    The value of a YAML text, which may be JSON. `~/` at the begin of a string is the home folder.
+    The value of a YAML text, which may be JSON. `~/` at the beginning of a string is the home folder.
 
     Args:
         source: where it is from, for messages.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import signal
@@ -71,13 +70,14 @@ def _at_step(n: int, number: int) -> None:
     """Send this process a signal in its n-th training step."""
     from transformers import Trainer
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
     original, calls = Trainer.training_step, 0
 
     def training_step(*args, **kwargs):
         nonlocal calls
         calls += 1
         if calls == n:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)  # handled before the call returns
         return original(*args, **kwargs)
 
     Trainer.training_step = training_step

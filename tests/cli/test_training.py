@@ -775,13 +775,17 @@ def test_the_models_own_folder_and_fields_of_an_adapter(case, tmp_path, capsys):
 # --- an adapter that is trained further -------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def trained(case, tmp_path_factory):
+    return run("sft", tmp_path_factory.mktemp("trained"), {**case, "max_steps": 3})
+
+
 @pytest.fixture
-def further(case, tmp_path):
+def further(case, trained, tmp_path):
     """Settings without those of a new adapter, and a trained one."""
-    (tmp_path / "first").mkdir()
-    first = run("sft", tmp_path / "first", {**case, "max_steps": 3})
-    own = {key: value for key, value in case.items() if key not in (*ADAPTER, "model_name_or_path")}
-    return {**own, "adapter": str(first)}, first
+    first = shutil.copytree(trained, tmp_path / "first")
+    settings = {key: value for key, value in case.items() if key not in (*ADAPTER, "model_name_or_path")}
+    return {**settings, "adapter": str(first)}, first
 
 
 def test_an_adapter_is_trained_further_as_in_python(further, case, tokenizer, tmp_path):
@@ -805,14 +809,15 @@ def test_an_adapter_is_trained_further_as_in_python(further, case, tokenizer, tm
 
 def test_further_training_resumes_and_knows_its_adapter(further, tmp_path, capsys):
     settings, first = further
-    whole = weights(run("sft", tmp_path, {**settings, "lr_scheduler_type": "constant"}))
+    settings["lr_scheduler_type"] = "constant"
+    expected = weights(run("sft", tmp_path, settings))
     shutil.rmtree(tmp_path / "out/checkpoint-6")
-    again = run("sft", tmp_path, {**settings, "lr_scheduler_type": "constant"}, "--resume_from_checkpoint", "true")
-    assert all(torch.equal(value, whole[name]) for name, value in weights(again).items())
+    resumed = run("sft", tmp_path, settings, "--resume_from_checkpoint", "true")
+    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
     shutil.rmtree(tmp_path / "out/checkpoint-6")
     save_file({name: 2 * value for name, value in weights(first).items()}, first / "adapter_model.safetensors")
     with pytest.raises(SystemExit):
-        run("sft", tmp_path, {**settings, "lr_scheduler_type": "constant"}, "--resume_from_checkpoint", "true")
+        run("sft", tmp_path, settings, "--resume_from_checkpoint", "true")
     assert "adapter " in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -212,8 +212,6 @@ NO_ADAPTER: dict[str, tuple[Damage, str]] = {
     "config empty": (text(ADAPTER, "{}"), "peft_type=None"),
     "unknown type": (changed(ADAPTER, peft_type="NONSENSE"), "peft_type='NONSENSE'"),
     "type a number": (changed(ADAPTER, peft_type=3), "peft_type=3"),
-    "a regex that never ends": (changed(ADAPTER, target_modules="(([a-z_.0-9]*)*)*!"), "target_modules='.*never end"),
-    "a pattern that never ends": (changed(ADAPTER, rank_pattern={".*.*.*.*.*!": 4}), "rank_pattern='.*never end"),
     "no regex": (changed(ADAPTER, exclude_modules="a["), "exclude_modules='a\\['.*unterminated"),
     "targets a number": (changed(ADAPTER, target_modules=[3]), r"target_modules=\[3\]: must be names"),
     "rank a text": (changed(ADAPTER, r="8"), "r='8'"),

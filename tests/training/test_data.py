@@ -17,12 +17,19 @@ DATES = ["1987-04-11", "2024-12-01", "1999-01-31"]
 def test_dates_in_json_are_text(as_list, split, tmp_path):
     """pyarrow takes a JSON column of ISO dates, or a part of one, for times."""
     rows = [
-        {"prompt": f"Day {i}?", "completion": date, "meta": {"when": [date], "n": i}} for i, date in enumerate(DATES)
+        {"prompt": f"Day\u2028{i}?", "completion": date, "meta": {"when": [date], "n": i}}
+        for i, date in enumerate(DATES)
     ]
     file = tmp_path / "dates.json"
-    file.write_text(json.dumps(rows) if as_list else "\n".join(map(json.dumps, rows)))
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    file.write_text(f"[{','.join(lines)}]" if as_list else "\n".join(lines))
     data = load_data(str(file), "data", None, split)
     assert data.to_list() == (rows if split == "train" else rows[1:])
+
+
+def test_a_folder_may_be_named_by_arguments(tmp_path):
+    (tmp_path / "train.json").write_text(json.dumps([{"text": "w3"}]))
+    assert load_data({"path": "json", "data_dir": str(tmp_path)}, "data", None).to_list() == [{"text": "w3"}]
 
 
 def test_a_template_without_marks_names_the_remedy(tokenizer: PreTrainedTokenizerFast, tmp_path):

@@ -55,12 +55,14 @@ def test_biases_choose_and_gates_do_not_have_them(choose, score, normalize, k):
         expected = sorted(range(5), key=lambda i: -(scores[i] + bias[i]).item())[:k]
         changed += expected != sorted(range(5), key=lambda i: -scores[i].item())[:k]
         assert chosen == expected
-        own = scores[expected]
+        expected_gates = scores[expected]
         if normalize:
-            own = 1 + own - own.detach() if k == 1 else own / own.sum()
-        torch.testing.assert_close(of_token, own)
+            expected_gates = (
+                1 + expected_gates - expected_gates.detach() if k == 1 else expected_gates / expected_gates.sum()
+            )
+        torch.testing.assert_close(of_token, expected_gates)
         for one, other in zip(
-            *(torch.autograd.grad(g[0], logits_TN, retain_graph=True) for g in (of_token, own)), strict=True
+            *(torch.autograd.grad(g[0], logits_TN, retain_graph=True) for g in (of_token, expected_gates)), strict=True
         ):
             torch.testing.assert_close(one, other)
     assert changed > 10
@@ -164,16 +166,16 @@ def test_two_processes_take_the_steps_of_one(tmp_path):
 
 
 def test_a_resumed_training_is_the_one_that_was_not_stopped(tokenizer, tmp_path):
-    own = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
-    whole = make_trainer(tmp_path / "a", tokenizer, make_model(**BIAS), **own)
-    whole.train()
-    assert torch.tensor(steps(whole.model)).any()
-    again = make_trainer(tmp_path / "b", tokenizer, make_model(**BIAS), **own)
-    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    fields = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    reference = make_trainer(tmp_path / "a", tokenizer, make_model(**BIAS), **fields)
+    reference.train()
+    assert torch.tensor(steps(reference.model)).any()
+    resumed = make_trainer(tmp_path / "b", tokenizer, make_model(**BIAS), **fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     first, other = (tmp_path / name / "checkpoint-6" / WEIGHTS for name in ("a", "b"))
     assert first.read_bytes() == other.read_bytes()
     halfway = load_file(tmp_path / "a" / "checkpoint-3" / WEIGHTS)
-    assert [w.tolist() for name, w in halfway.items() if "bias_steps" in name] != steps(whole.model)
+    assert [w.tolist() for name, w in halfway.items() if "bias_steps" in name] != steps(reference.model)
 
 
 class Watch(TrainerCallback):
@@ -185,15 +187,15 @@ class Watch(TrainerCallback):
 
 
 def test_annealed_in_any_trainer_they_are_zero(tokenizer, tmp_path):
-    ours = make_trainer(tmp_path / "a", tokenizer, make_model(**BIAS), max_steps=8, router_bias_anneal=0.25)
+    trainer = make_trainer(tmp_path / "a", tokenizer, make_model(**BIAS), max_steps=8, router_bias_anneal=0.25)
     stock = SFTTrainer(
         model=make_model(**BIAS), args=arguments(tmp_path / "b", SFTConfig, max_steps=8),
-        train_dataset=ours.train_dataset, processing_class=tokenizer, callbacks=[RouterBiasCallback(anneal=0.25)],
+        train_dataset=trainer.train_dataset, processing_class=tokenizer, callbacks=[RouterBiasCallback(anneal=0.25)],
     )  # fmt: skip
-    for trainer in (ours, stock):
+    for each in (trainer, stock):
         seen = []
-        trainer.add_callback(Watch(seen))
-        trainer.train()
+        each.add_callback(Watch(seen))
+        each.train()
         assert any(map(any, seen[5])) and not any(map(any, seen[7]))
     with pytest.raises(ValueError, match=r"router_bias_anneal=0\.5: no router has biases"):
         make_trainer(tmp_path / "c", tokenizer, make_model(), router_bias_anneal=0.5)

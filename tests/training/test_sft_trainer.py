@@ -418,15 +418,15 @@ def test_three_phases(tokenizer, tmp_path):
 
 def test_step_decay(tokenizer, tmp_path):
     """Router Upcycling, section 4.1: from 0 in the first 1 % of the steps, times 0.316 at 80 % and at 90 %."""
-    own = {"router_schedule": "step_decay", "max_steps": 200, "learning_rate": 1e-3}
-    trainer = make_trainer(tmp_path, tokenizer, **own)
+    fields = {"router_schedule": "step_decay", "max_steps": 200, "learning_rate": 1e-3}
+    trainer = make_trainer(tmp_path, tokenizer, **fields)
     trainer.create_optimizer_and_scheduler(200)
     rates = []
     for _ in range(200):
         rates.append(trainer.lr_scheduler.get_last_lr()[0])
         trainer.optimizer.step()
         trainer.lr_scheduler.step()
-    expected = [0.0, 5e-4] + [1e-3] * 158 + [3.16e-4] * 20 + [0.99856e-4 / 1.0] * 20
+    expected = [0.0, 5e-4] + [1e-3] * 158 + [3.16e-4] * 20 + [0.99856e-4] * 20
     assert rates == pytest.approx(expected, rel=1e-6)
     trainer.model.train()
     trainer.state.global_step, trainer.state.max_steps = 0, 200

@@ -1,7 +1,7 @@
 """
-A native MoE as one GGUF file, which llama.cpp and what is built on it (Ollama, LM Studio) run.
+A native MoE as one GGUF file, which llama.cpp and programs built on it (Ollama, LM Studio) run.
 
-What llama.cpp would compute or tokenize otherwise than transformers does raises an error that names it.
+A model or tokenizer that llama.cpp would compute otherwise than transformers raises an error that names the difference.
 
 Legend: n experts, f intermediate size, d hidden size.
 """
@@ -82,7 +82,7 @@ def export_gguf(
     output, source = Path(output).expanduser(), Path(source)
     if output.exists():
         raise ValueError(f"output={str(output)!r}: is there already; choose another")
-    # What is written, and the folders of its tokenizer and generation config.
+    # The tensors, and the folders of the tokenizer and generation config.
     content: Content
     if (source / "adapter_config.json").is_file():
         content, config = adapted_moe(source, base, family)
@@ -182,6 +182,7 @@ class _MoE:
         self.rope: dict[str, Any] = config.rope_parameters
         self.layers = range(config.num_hidden_layers)
         self.architecture = architecture(config)
+        self._experts = lru_cache(1)(self._stacked)  # its three tensors are written one after the other
         has_shared = family.shared is not None and any(content.shared(layer).down.any() for layer in self.layers)
         if reason := inexact(config, has_shared).get("llama.cpp"):
             raise ValueError(f"{name}: llama.cpp does not compute this: {reason}")
@@ -231,7 +232,7 @@ class _MoE:
             start = f"blk.{layer}.ffn_"
             yield _Tensor(f"{start}gate_inp.weight", torch.Size((n, d)), partial(self.content.router, layer))
             for part, sizes in (("gate", (n, f, d)), ("up", (n, f, d)), ("down", (n, d, f))):
-                yield _Tensor(f"{start}{part}_exps.weight", torch.Size(sizes), partial(self._experts, layer, part))
+                yield _Tensor(f"{start}{part}_exps.weight", torch.Size(sizes), partial(self._expert_part, layer, part))
             if self.architecture == "qwen2moe":
                 width = c.shared_expert_intermediate_size
                 for part, of_shared in (("gate", (width, d)), ("up", (width, d)), ("down", (d, width))):
@@ -249,8 +250,11 @@ class _MoE:
             return tensor
         return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
-    def _experts(self, layer: int, part: str) -> torch.Tensor:
-        return torch.stack([getattr(ffn, part) for ffn in self.content.experts(layer)])
+    def _stacked(self, layer: int) -> FFN:
+        return FFN(*map(torch.stack, zip(*self.content.experts(layer), strict=True)))
+
+    def _expert_part(self, layer: int, part: str) -> torch.Tensor:
+        return getattr(self._experts(layer), part)
 
     def _shared(self, layer: int, part: str) -> torch.Tensor:
         return getattr(self.content.shared(layer), part)
@@ -279,7 +283,6 @@ _PRE_TOKENIZERS = {
     ((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), True): "llama-bpe",
     ((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), False): "dbrx",  # Phi-4's too
 }
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
 
 
 def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrainedConfig) -> None:
@@ -287,6 +290,8 @@ def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrain
     Raises:
         ValueError: there is no tokenizer, or none that llama.cpp has.
     """
+    from gguf import TokenType
+
     name = str(folder)
     tokenizer = read_tokenizer(folder, name)
     check_tokenizer(tokenizer, config, name)
@@ -298,9 +303,10 @@ def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrain
     vocab = {index: token for token, index in tokenizer.get_vocab().items()}
     tokens = [vocab.get(i, f"[PAD{i}]") for i in range(config.vocab_size)]
     types = [
-        (_CONTROL if added[i]["special"] else _USER_DEFINED) if i in added else _NORMAL if i in vocab else _UNUSED
+        (TokenType.CONTROL if added[i]["special"] else TokenType.USER_DEFINED) if i in added
+        else TokenType.NORMAL if i in vocab else TokenType.UNUSED
         for i in range(config.vocab_size)
-    ]
+    ]  # fmt: skip
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     if model["byte_fallback"]:  # SentencePiece's
         writer.add_tokenizer_model("llama")
@@ -312,18 +318,18 @@ def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrain
             scores.setdefault(left + right, -float(rank))
         writer.add_token_scores([scores.get(token, -float(len(merges))) for token in tokens])
         types = [
-            _BYTE if re.fullmatch("<0x[0-9A-F]{2}>", token) else type_
+            TokenType.BYTE if re.fullmatch("<0x[0-9A-F]{2}>", token) else type_
             for token, type_ in zip(tokens, types, strict=True)
         ]
         if tokenizer.unk_token_id is not None:
-            types[tokenizer.unk_token_id] = _UNKNOWN
+            types[tokenizer.unk_token_id] = TokenType.UNKNOWN
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_pre_tokenizer(backend, name))
         writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    # Special tokens, and what a text begins and ends with.
+    # Special tokens, also those that a text begins and ends with.
     for kind in ("bos", "eos", "unk", "pad"):
         if (token := getattr(tokenizer, f"{kind}_token_id")) is not None:
             getattr(writer, f"add_{kind}_token_id")(token)
@@ -357,10 +363,10 @@ def _pre_tokenizer(backend: dict[str, Any], name: str) -> str:
             steps.append(step["pattern"].get("Regex"))
         else:
             steps.append(None)
-    known = _PRE_TOKENIZERS.get((tuple(steps), bool(backend["model"]["ignore_merges"])))
-    if known is None or (backend["normalizer"] or {"type": "NFC"})["type"] != "NFC":
+    pre_tokenizer = _PRE_TOKENIZERS.get((tuple(steps), bool(backend["model"]["ignore_merges"])))
+    if pre_tokenizer is None or (backend["normalizer"] or {"type": "NFC"})["type"] != "NFC":
         raise ValueError(f"{name}: llama.cpp has no name for how its tokenizer splits text ({json.dumps(pre)[:120]})")
-    return known
+    return pre_tokenizer
 
 
 def _adds_space(backend: dict[str, Any], name: str) -> bool:

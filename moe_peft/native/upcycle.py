@@ -276,6 +276,12 @@ def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoE
     m, f = config.granularity, dense.intermediate_size
     if f % m:
         raise ValueError(f"granularity={m}: must divide the dense model's intermediate_size {f}")
+    dtype = parse_dtype(config.dtype) if config.dtype else dense.dtype or torch.float32
+    if (size := f // m * dtype.itemsize) % 16:
+        raise ValueError(
+            f"granularity={m}: an expert's {f // m} neurons in {str(dtype).removeprefix('torch.')} are rows of {size} "
+            "bytes, and transformers' grouped products take multiples of 16; use another granularity or dtype"
+        )
     for name in ("num_shared_experts", "num_added_shared_experts"):
         if getattr(config, name) and families[1].shared is None:
             raise ValueError(

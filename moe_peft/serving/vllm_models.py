@@ -28,6 +28,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ..adapter.config import MoELoraConfig
 from ..adapter.dispatch import Dispatch, make_dispatch
 from ..adapter.experts import Experts
+from ..adapter.experts.base import Shapes
 from ..adapter.ffn_layout import FFNLayout
 from ..routing.routers import Router, make_router
 from ..utils.loading import ADAPTER_WEIGHTS, read_adapter_config, read_adapter_weights
@@ -75,16 +76,18 @@ class MoELoraFFN(nn.Module):
         self.gate_up_proj.return_bias = self.down_proj.return_bias = False
         self.base_layer = _DenseFFN(self)
         self.name, self.spec, self.moe_lora_spec = name, spec, {_ADAPTER: spec}
-        self.expert_shapes = spec.shapes(_features(self.gate_up_proj.input_size, self.down_proj.input_size))
         # Under tensor parallelism, each process has a part of f. The partial outputs are added up once, at the end;
         # only bottlenecks read the FFN's complete output.
-        local = spec.shapes(_features(self.gate_up_proj.input_size, self.down_proj.input_size_per_partition))
+        self.features, local = (
+            _features(self.gate_up_proj.input_size, f)
+            for f in (self.down_proj.input_size, self.down_proj.input_size_per_partition)
+        )
         self.reduces = self.down_proj.tp_size > 1 and not spec.needs_ffn
         self.down_proj.reduce_results = not self.reduces
         if self.reduces and self.down_proj.bias is not None:
             raise ValueError("tensor_parallel_size: experts on FFNs with biases need 1")
-        self.moe_lora_A = nn.ParameterDict({key: _empty(A) for key, (A, _) in local.items()})
-        self.moe_lora_B = nn.ParameterDict({key: _empty(B) for key, (_, B) in local.items()})
+        self.moe_lora_A, self.moe_lora_B = _empty(spec.shapes(local))
+        self.moe_lora_shared_A, self.moe_lora_shared_B = _empty(spec.shared_shapes(local))
         self.moe_lora_router: Router | None = None
         if spec.num_experts > 1:
             self.moe_lora_router = make_router(self.gate_up_proj.input_size, spec.num_experts, spec.router).float()
@@ -109,6 +112,9 @@ class MoELoraFFN(nn.Module):
     def expert_parameters(self, adapter: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
         return self.moe_lora_A, self.moe_lora_B
 
+    def shared_parameters(self, adapter: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+        return self.moe_lora_shared_A, self.moe_lora_shared_B
+
     def dropped(self, adapter: str, x_TM: torch.Tensor, count: int) -> list[torch.Tensor]:
         return [x_TM] * count
 
@@ -130,8 +136,9 @@ def _features(d: int, f: int) -> dict[str, tuple[int, int]]:
     return {_GATE: (d, f), _UP: (d, f), _DOWN: (f, d)}
 
 
-def _empty(shape: tuple[int, ...]) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
+def _empty(shapes: dict[str, Shapes]) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+    A, B = ({name: torch.empty(of_one[i]) for name, of_one in shapes.items()} for i in (0, 1))
+    return nn.ParameterDict(A).requires_grad_(False), nn.ParameterDict(B).requires_grad_(False)
 
 
 # One operator for the whole FFN: to a compiler it is opaque, so the way its experts are computed (`choose_method`) is
@@ -197,21 +204,24 @@ class _MoELora(nn.Module):
     def _load_experts(self, ffn: MoELoraFFN, state: dict[str, torch.Tensor]) -> set[str]:
         rank = ffn.down_proj.tp_rank
         names = set()
-        for key, parameter in ffn.named_parameters():
+        for key, value in ffn.state_dict().items():
             if not key.startswith("moe_lora_"):
                 continue
             name = f"{ffn.name}.{key}"
             matrix, _, projection = key.removeprefix("moe_lora_").partition(".")
-            shape = parameter.shape if matrix == "router" else ffn.expert_shapes[projection][matrix == "B"]
+            shape: Sequence[int] = value.shape
+            if matrix != "router":
+                shapes_of = ffn.spec.shared_shapes if matrix.startswith("shared_") else ffn.spec.shapes
+                shape = shapes_of(ffn.features)[projection][matrix.endswith("B")]
             tensor = state.pop(name, None)
             if tensor is None or tensor.shape != shape:
                 raise ValueError(
                     f"{self.source}: {name} is {tensor if tensor is None else list(tensor.shape)}, its config and the "
                     f"base say {list(shape)}"
                 )
-            for dim, size in enumerate(parameter.shape):  # this process's part of f
+            for dim, size in enumerate(value.shape):  # this process's part of f
                 tensor = tensor if size == tensor.shape[dim] else tensor.narrow(dim, rank * size, size)
-            parameter.data.copy_(tensor)
+            value.copy_(tensor)
             names.add(name)
         return names
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ..models.attention_init import check_attention, fold_routers, init_attention_routers
 from ..models.introspection import router_parameters
 from ..models.native_routers import replace_routers
-from ..native.model_folder import TERMS, copy_companions, open_dense, parse_dtype
+from ..native.model_folder import TERMS, copy_companions, open_dense
 from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
@@ -176,16 +176,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
 
     def _empty(self, base: PreTrainedConfig) -> PreTrainedModel:
         """The native MoE without weights."""
-        config = self.recipe.upcycle_config()
-        moe = upcycled_config(base, config)[1]
-        width = base.intermediate_size // config.granularity
-        size = width * parse_dtype(self.recipe.dtype).itemsize
-        if size % 16:  # else stage 4 would find out
-            raise ValueError(
-                f"moe.granularity={config.granularity}: an expert's {width} neurons in {self.recipe.dtype} are rows of "
-                f"{size} bytes, and transformers' grouped products take multiples of 16; use another number"
-            )
-        return empty_model(moe, "moe")
+        return empty_model(upcycled_config(base, self.recipe.upcycle_config())[1], "moe")
 
     def put_routers(self, model: PreTrainedModel) -> None:
         """

@@ -71,6 +71,9 @@ def adapter(base, folder, name=None, **settings):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif parameter_name.endswith(".lm_head.weight"):
                 parameter.requires_grad_(False)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("bias_steps"):
+                buffer.random_(-20, 20)
     model.peft_config["default"].base_model_name_or_path = name
     model.save_pretrained(folder)
     return model

@@ -209,8 +209,7 @@ def test_a_pretrained_chat_model(tmp_path):
     messages = [{"role": "user", "content": "What is the capital of France? It's 1 of 195."}]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert server.chat_tokens(messages) == chat
-    for ids in (chat, tokenizer("The sea is blue, and the sky")["input_ids"]):
-        with torch.no_grad():
-            expected = model(input_ids=torch.tensor([ids])).logits[0, -2:].log_softmax(-1)
-        actual = server.log_probs(ids, expected.shape[-1], last=2)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([chat])).logits[0, -1:].log_softmax(-1)
+    actual = server.log_probs(chat, expected.shape[-1], last=1)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))

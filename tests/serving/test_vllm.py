@@ -42,10 +42,11 @@ def assert_equal(outputs, reference, steps: int = 0) -> None:
 
 SWITCH = {"router_type": "switch", "top_k": 1, "mixing": "projection"}
 CASES = {
-    "llama": {"mixing": "output"},
+    "llama": {"mixing": "output", "num_shared_experts": 2, "router_bias_update_rate": 0.05},
     "llama-projection": {"mixing": "projection", "router_type": "mlp", "use_rslora": True, "lora_alpha": 4},
     "llama-top-1": {"top_k": 1, "router_type": "attention", "layers_to_transform": [1], "rank_pattern": {"1.mlp": 2}},
-    "mistral": {"normalize_top_k": False, "target_projections": ["down_proj", "up_proj"], "router_type": "sigmoid"},
+    "mistral": {"normalize_top_k": False, "target_projections": ["down_proj", "up_proj"], "router_type": "sigmoid",
+                "num_shared_experts": 1},
     "mistral-switch": {"num_experts_pattern": {"0.mlp": 1}, **SWITCH},
     "qwen2": {"expert_type": "hydra_lora", "router_type": "top_p", "top_k": 3},
     "qwen3": {"expert_type": "bottleneck", "bottleneck_size": 8, "normalize_top_k": False},

@@ -318,7 +318,7 @@ def test_experts_whose_rows_no_grouped_product_takes_are_refused_before_any_trai
         moe = {**case["moe"], "granularity": granularity}
         settings = {**case, "model": {"name_or_path": str(tmp_path / "base")}, "moe": moe}
         pipeline = UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")}))
-        words = r"moe.granularity=8: an expert's 6 neurons in float32 are rows of 24 bytes"
+        words = r"granularity=8: an expert's 6 neurons in float32 are rows of 24 bytes"
         with pytest.raises(ValueError, match=words) if granularity == 8 else nullcontext():
             pipeline.check()
 

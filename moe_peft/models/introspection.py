@@ -75,7 +75,7 @@ class RoutedPass:
         router_logits: one [T, n] per router, in the order of `router_sizes`, whatever the order in which they ran.
         chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out, and
             forced or masked routing is seen as it happened.
-        effective: the effective number of experts of each token (`effective_experts` of its gates), [T] per router.
+        gates: those of the chosen experts, [T, k] per router; None where they were not seen.
         mask: 1 for real tokens, [B, S]; longer than S if the pass continues a cache, whose tokens come first.
         input_ids: the tokens [B, S], if they were passed by keyword.
         trains: whether gradients were enabled.
@@ -83,10 +83,17 @@ class RoutedPass:
 
     router_logits: tuple[torch.Tensor, ...]
     chosen: tuple[torch.Tensor, ...]
-    effective: tuple[torch.Tensor, ...]
+    gates: tuple[torch.Tensor | None, ...]
     mask: torch.Tensor
     input_ids: torch.Tensor | None
     trains: bool
+
+    def effective(self) -> list[torch.Tensor]:
+        """The effective number of experts of each token (`effective_experts`), [T] per router."""
+        return [
+            effective_experts(logits_TN.detach().float().softmax(-1) * chosen_TN if gates_TK is None else gates_TK)
+            for logits_TN, chosen_TN, gates_TK in zip(self.router_logits, self.chosen, self.gates, strict=True)
+        ]
 
 
 @contextmanager
@@ -95,7 +102,6 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
     Call `observe` after each forward pass of the model's backbone inside the block. Outputs, losses and configs do not
     change. Passes in which no router ran (adapters may be disabled) are skipped.
     """
-    gates = {} if adapter_layers(model) else _native_gates(model)
     order: list[nn.Module] = []  # the model's active routers
 
     def on_pass(collection: Collection) -> None:
@@ -115,25 +121,19 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
             rows = collection.rows
             mask = torch.ones(rows, len(logits[0]) // rows, dtype=torch.long, device=logits[0].device)
         k = int(getattr(text_config(model), "num_experts_per_tok", 1))
-        chosen, effective = zip(*(_chosen(*each, k) for each in zip(logits, choices, strict=True)), strict=True)
-        observe(RoutedPass(tuple(logits), chosen, effective, mask, collection.token_ids, torch.is_grad_enabled()))
+        chosen, gates = zip(*(_chosen(*each, k) for each in zip(logits, choices, strict=True)), strict=True)
+        observe(RoutedPass(tuple(logits), chosen, gates, mask, collection.token_ids, torch.is_grad_enabled()))
 
-    with observing(backbone(model), on_pass, gates):
+    with observing(backbone(model), on_pass, {} if adapter_layers(model) else _native_gates(model)):
         yield
 
 
-def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    A router's choice as a mask, bool [T, n], and the effective number of experts, [T]; of the top k and their
-    probabilities if it was not seen.
-    """
+def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A router's choice as a mask, bool [T, n], the top k if it was not seen; and its gates [T, k], if they were."""
     experts_TK, gates_TK = (logits_TN.topk(k, dim=-1).indices, None) if choice is None else choice
     if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
         gates_TK = None
-    chosen_TN = chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1])
-    if gates_TK is None:
-        gates_TK = logits_TN.detach().float().softmax(-1).gather(1, experts_TK)
-    return chosen_TN, effective_experts(gates_TK)
+    return chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]), gates_TK
 
 
 def native_routers(model: nn.Module) -> list[nn.Module]:

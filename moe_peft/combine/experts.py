@@ -29,14 +29,14 @@ def put_expert(
     expert: int | None = None,
 ) -> PeftModel:
     """
-    A mixture with one more expert, or with another one in the place of one. All others keep their LoRAs and gates; the
-    new one's gate is random, see `moe_peft.init_gates` with `experts`.
+    Add an expert to a mixture, or replace one. The others keep their LoRAs (with shared experts folded in) and gates;
+    the new gate is random, see `moe_peft.init_gates` with `experts`.
 
     Args:
         base: the base model, without adapters.
         mixture: folder of a MoE-LoRA adapter.
         adapter: the new expert: a LoRA adapter of the same base, on modules that the mixture has experts in.
-        expert: the one that it replaces; None: it is a further one.
+        expert: the index of the expert to replace; None: add one.
 
     Returns:
         the base with the new mixture, trainable.
@@ -82,13 +82,10 @@ def put_expert(
         raise ValueError(
             f"adapter {os.fspath(adapter)!r}: {path} has experts and a router in only one of it and {named}"
         )
-    kept, of_experts = (
-        [i for i in range(config.num_experts) if i != expert],
-        (*config.router_class.expert_rows, "bias_steps"),
-    )
+    kept = [i for i in range(config.num_experts) if i != expert]
     for path, router in new.items():
         for (name, value), old in zip(router.state_dict().items(), gates[path].state_dict().values(), strict=True):
-            rows = kept if name in of_experts else slice(None)
+            rows = kept if name in (*config.router_class.expert_rows, "bias_steps") else slice(None)
             value[rows] = old[rows].to(value)
     return result
 

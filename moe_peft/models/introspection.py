@@ -7,9 +7,10 @@ No other module knows where router logits come from. Legend: B rows, S positions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,22 +47,37 @@ def text_config(model: Any) -> Any:
 _ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
 
 
-def base_passes(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], torch.Tensor]]:
+def base_passes(
+    model: Any,
+    batches: Iterable[Mapping[str, Any]],
+    modules: Sequence[nn.Module],
+    observe: Callable[[int, Mapping[str, Any], torch.Tensor, torch.Tensor, torch.Tensor], None],
+) -> None:
     """
-    Run batches through the backbone, with adapters disabled. Yields each batch and its mask, 1 for real tokens [B, S],
-    before its pass, for hooks.
+    Run batches through the backbone, with adapters disabled.
+
+    Args:
+        observe: called as each of the modules runs, with its index, the batch, the batch's mask, 1 for real tokens
+            [B, S], on the module's device, and the module's input and output.
     """
+
+    def hook(module: nn.Module, args: tuple, output: torch.Tensor, index: int) -> None:
+        observe(index, batch, mask_BS.to(args[0].device), args[0], output)
+
     device = next(backbone(model).parameters()).device
     adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
+    handles = [module.register_forward_hook(partial(hook, index=i)) for i, module in enumerate(modules)]
     try:
         for layer, _ in adapters:
             layer._disable_adapters = True
         for batch in batches:
             arguments = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-            yield batch, arguments.get("attention_mask", torch.ones_like(arguments["input_ids"]))
+            mask_BS = arguments.get("attention_mask", torch.ones_like(arguments["input_ids"]))
             with evaluating(model):
                 backbone(model)(**arguments, use_cache=False)
     finally:
+        for handle in handles:
+            handle.remove()
         for layer, disabled in adapters:
             layer._disable_adapters = disabled
 

@@ -24,7 +24,6 @@ from ..routing.routers import LinearRouter
 from ..utils.messages import choice_error
 from .attention_init import adapter_with_routers, put_gates
 from .introspection import adapter_layers, base_passes
-from .steering import common_size
 
 Sums = dict[str, torch.Tensor]
 Updates = Sequence[tuple[torch.Tensor, torch.Tensor]]  # A [n, r, d] and B [n, out, r] of each projection that reads x
@@ -219,11 +218,13 @@ def init_gates(
     >>> init_gates(model, "ridge", [texts])
     ```
     """
-    n, way = common_size(model, "init_gates"), find_gate_init(gates)
-    name = adapter_with_routers(model, adapter_name, "init_gates")
+    way, name = find_gate_init(gates), adapter_with_routers(model, adapter_name, "init_gates")
     layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
     routers = [layer.router(name) for layer in layers]
-    sums = _sums(model, layers, n, way, batches)
+    sizes = sorted({router.num_experts for router in routers})
+    if len(sizes) > 1:
+        raise ValueError(f"init_gates: layers have {sizes} experts; texts for each need the same number in all")
+    sums = _sums(model, layers, sizes[0], way, batches)
     made = [way.gates(of_layer, _updates(layer, name)) for of_layer, layer in zip(sums, layers, strict=True)]
     old_type = routers[0].settings.type
     keeps = isinstance(routers[0], LinearRouter) and way.router_type == "linear"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -26,7 +26,7 @@ from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout
 from .layers import MoELoraLayer, MoELoraLinear
 
-Adapter = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
+Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
 _PREFIX = "base_model.model."
 # Fields of a LoRA that an expert cannot have, with the value that means none of it.
 _PLAIN = {

@@ -151,7 +151,7 @@ def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
 
 
 def _check_rows(steering: Steering, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a backbone: raise if steering is for other rows than the batch's (routers see tokens alone)."""
+    """Forward pre-hook of a backbone: raise if steering is for other rows than the batch's (routers see tokens)."""
     rows = len(steering.experts if steering.experts is not None else steering.allowed)  # type: ignore[arg-type]
     call = arguments(module, args, kwargs)
     batch = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")

@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import force_experts, init_gates, lora_to_moe
-from moe_peft.combine.held_out import FirstChoices, uniform_gates
+from moe_peft.combine.held_out import first_choices, uniform_gates
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.gate_init import GATE_INITS
-from moe_peft.models.introspection import observed_routing, routed_adapters
+from moe_peft.models.introspection import routed_adapters
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 from studies.exact_match import measure
 from studies.runs import Ledger
@@ -136,13 +136,12 @@ CALIBRATION, SEEDS = 24, (0, 1, 2)  # texts of each task; of their draw
 
 def measured(model: Any, parts: dict[str, Dataset], collator: Any) -> dict[str, Any]:
     """Loss and exact answers of each task, and the share of its tokens whose first choice is its own expert."""
-    first, tasks = FirstChoices(), {}
-    with observed_routing(model, first.add):
+    tasks: dict[str, Any] = {}
+    with first_choices(model, list(parts), len(TASKS)) as statistics:
         for task, rows in parts.items():
-            first.begin(task)
+            statistics.current = task
             tasks |= measure(model, rows, collator)["tasks"]
-    shares = {task: hits / tokens for task, (hits, tokens) in first.counts.items() if tokens}
-    own = {task: float(share[i]) for i, (task, share) in enumerate(shares.items())}
+    own = {task: float(share_LN[:, i].mean()) for i, (task, share_LN) in enumerate(statistics.shares().items())}
     return {
         "loss": {t: loss for t, (loss, _) in tasks.items()},
         "exact": {t: x for t, (_, x) in tasks.items()},

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -26,6 +26,7 @@ from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout
 from .layers import MoELoraLayer, MoELoraLinear
 
+Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
 _PREFIX = "base_model.model."
 # Fields of a LoRA that an expert cannot have, with the value that means none of it.
 _PLAIN = {
@@ -65,7 +66,7 @@ class _Lora:
 
 def lora_to_moe(
     model: nn.Module,
-    adapters: Sequence[str | os.PathLike | PeftModel],
+    adapters: Sequence[Adapter],
     adapter_name: str = "default",
     **settings: Any,
 ) -> PeftModel:
@@ -79,7 +80,8 @@ def lora_to_moe(
 
     Args:
         model: the base model, without adapters.
-        adapters: folders of saved LoRA adapters, or models holding one (its active adapter is taken).
+        adapters: folders of saved LoRA adapters, models holding one (its active adapter is taken), or what
+            `expert_to_lora` returns.
         adapter_name: the new adapter's name.
         settings: further `MoELoraConfig` fields, such as `top_k`, `mixing`, `task_type`.
 
@@ -130,7 +132,7 @@ def lora_to_moe(
     return peft_model
 
 
-def determined_fields(model: nn.Module, adapters: Sequence[str | os.PathLike]) -> dict[str, Any]:
+def determined_fields(model: nn.Module, adapters: Sequence[Adapter]) -> dict[str, Any]:
     """
     The fields of `lora_to_moe`'s config that adapters determine, without `num_experts`. The base may be on the meta
     device.
@@ -302,9 +304,7 @@ def _matrices_of(
     return state, ranks, alphas
 
 
-def _read_loras(
-    model: nn.Module, adapters: Sequence[str | os.PathLike | PeftModel]
-) -> tuple[list[_Lora], dict[str, tuple[str, str]]]:
+def _read_loras(model: nn.Module, adapters: Sequence[Adapter]) -> tuple[list[_Lora], dict[str, tuple[str, str]]]:
     """Adapters that fit the base model, and the target of each of their modules: its MoE layer and projection."""
     loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
     for lora in loras:
@@ -312,13 +312,13 @@ def _read_loras(
     return loras, {module: _target(model, module) for lora in loras for module in lora.A}
 
 
-def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
+def _read_lora(source: Adapter, index: int) -> _Lora:
     """Read a LoRA adapter and check that it is a plain one."""
-    name = f"adapters[{index}]" if isinstance(source, PeftModel) else str(source)
+    name = f"adapters[{index}]" if isinstance(source, PeftModel | tuple) else str(source)
     if isinstance(source, PeftModel):
-        config = source.peft_config[source.active_adapter]
-    else:
-        config = read_adapter_config(source, f"lora_to_moe: {name}")
+        active = source.active_adapter
+        source = source.peft_config[active], get_peft_model_state_dict(source, adapter_name=active)
+    config = source[0] if isinstance(source, tuple) else read_adapter_config(source, f"lora_to_moe: {name}")
     if not isinstance(config, LoraConfig):
         raise ValueError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
     for field, plain in _PLAIN.items():
@@ -331,10 +331,7 @@ def _read_lora(source: str | os.PathLike | PeftModel, index: int) -> _Lora:
             f"lora_to_moe: {name}: init_lora_weights={config.init_lora_weights!r}: it is to be added to a base that "
             "this has changed; save it for the plain base, with path_initial_model_for_weight_conversion"
         )
-    if isinstance(source, PeftModel):
-        state = get_peft_model_state_dict(source, adapter_name=source.active_adapter)
-    else:
-        state = read_adapter_weights(source, f"lora_to_moe: {name}")
+    state = source[1] if isinstance(source, tuple) else read_adapter_weights(source, f"lora_to_moe: {name}")
     A: dict[str, torch.Tensor] = {}
     B: dict[str, torch.Tensor] = {}
     for key, tensor in state.items():

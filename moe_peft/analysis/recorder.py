@@ -317,7 +317,7 @@ def record_routing(
 
     def add(seen: RoutedPass) -> None:
         if seen.trains or not training_only:
-            statistics.update(seen.router_logits, seen.mask, seen.input_ids, seen.chosen, seen.effective)
+            statistics.update(seen.router_logits, seen.mask, seen.input_ids, seen.chosen, seen.effective())
 
     with observed_routing(model, add):
         yield statistics

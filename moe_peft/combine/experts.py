@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +15,10 @@ from ..adapter.lora_conversion import expert_to_lora, lora_to_moe
 from ..native.export import read_adapter_config
 from ..utils.loading import read_adapter_weights
 
-_KEPT = {f.name for f in fields(MoELoraConfig)} - set(EXPERT_FIELDS) - {"peft_type", "auto_mapping", "inference_mode"}
+# Without shared experts, which `expert_to_lora` folds into each of the others.
+_KEPT = {field.name for field in fields(MoELoraConfig)} - {
+    *EXPERT_FIELDS, "num_shared_experts", "peft_type", "auto_mapping", "inference_mode",
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -27,14 +29,14 @@ def put_expert(
     expert: int | None = None,
 ) -> PeftModel:
     """
-    A mixture with one more expert, or with another one in the place of one. All others keep their LoRAs and gates; the
-    new one's gate is random, see `moe_peft.init_gates` with `experts`.
+    Add an expert to a mixture, or replace one. The others keep their LoRAs (with shared experts folded in) and gates;
+    the new gate is random, see `moe_peft.init_gates` with `experts`.
 
     Args:
         base: the base model, without adapters.
         mixture: folder of a MoE-LoRA adapter.
         adapter: the new expert: a LoRA adapter of the same base, on modules that the mixture has experts in.
-        expert: the one that it replaces; None: it is a further one.
+        expert: the index of the expert to replace; None: add one.
 
     Returns:
         the base with the new mixture, trainable.
@@ -64,18 +66,16 @@ def put_expert(
         raise ValueError(f"{named}: router_type={config.router_type!r} has no parameters of single experts")
     if expert is not None and not 0 <= expert < config.num_experts:
         raise ValueError(f"replace={expert}: {named} has experts 0 to {config.num_experts - 1}")
+    if config.modules_to_save:
+        raise ValueError(
+            f"{named}: modules_to_save={config.modules_to_save}: no expert can join what they are trained for"
+        )
     read_adapter_weights(mixture, named)
     model: Any = PeftModel.from_pretrained(base, os.fspath(mixture))
     gates = _routers(model)
-    with tempfile.TemporaryDirectory() as folder:
-        loras: list[str | os.PathLike] = [os.path.join(folder, str(i)) for i in range(config.num_experts)]
-        for i, lora in enumerate(loras):
-            if i != expert:
-                expert_to_lora(model, i, lora)
-        loras = (
-            [*loras, adapter] if expert is None else [adapter if i == expert else lora for i, lora in enumerate(loras)]
-        )
-        result = lora_to_moe(model.unload(), loras, **{name: getattr(config, name) for name in _KEPT})
+    loras = [adapter if i == expert else expert_to_lora(model, i) for i in range(config.num_experts)]
+    loras += [adapter] if expert is None else []
+    result = lora_to_moe(model.unload(), loras, **{name: getattr(config, name) for name in _KEPT})
     new = _routers(result)
     if new.keys() != gates.keys():
         path = min(new.keys() ^ gates.keys())
@@ -85,7 +85,7 @@ def put_expert(
     kept = [i for i in range(config.num_experts) if i != expert]
     for path, router in new.items():
         for (name, value), old in zip(router.state_dict().items(), gates[path].state_dict().values(), strict=True):
-            rows = kept if name in config.router_class.expert_rows else slice(None)
+            rows = kept if name in (*config.router_class.expert_rows, "bias_steps") else slice(None)
             value[rows] = old[rows].to(value)
     return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,9 +11,10 @@ import torch
 from datasets import Dataset
 from transformers.utils.logging import tqdm
 
-from ..models.introspection import RoutedPass, adapter_layers, native_routers, observed_routing, routed_adapters
+from ..analysis.recorder import RoutingStatistics
+from ..models.introspection import active_routers, adapter_layers, native_routers, observed_routing, routed_adapters
 from ..models.steering import common_size, force_experts
-from ..routing.routers import LinearRouter, RouterSettings
+from ..routing.routers import LinearRouter
 from ..training.scoring import Collator, example_losses, make_scorable, mean_loss
 
 Losses = dict[str, float]
@@ -42,12 +43,13 @@ class HeldOut:
     reached: dict[str, list[float]]
 
 
-def score(model: Any, parts: Parts, before: Callable[[str], Any] = lambda label: None) -> Losses:
-    """The loss on the rows of each label; `before` is called with the label."""
+def score(model: Any, parts: Parts, statistics: RoutingStatistics | None = None) -> Losses:
+    """The loss on the rows of each label, which is the domain of `statistics` meanwhile."""
     make_scorable(model)
     losses = {}
     for label, rows in parts.rows.items():
-        before(label)
+        if statistics is not None:
+            statistics.current = label
         scored = example_losses(model, rows, parts.collator, rows=parts.batch_size)
         losses[label] = mean_loss(*scored, f"held-out rows of {label!r}")
     return {**losses, "mean": sum(losses.values()) / len(losses)}
@@ -72,10 +74,18 @@ def score_mixture(model: Any, parts: Parts, gates: str) -> HeldOut:
     for way, context in tqdm(ways.items(), desc="ways to route"):
         with context:
             losses[way] = score(model, parts)
-    first = FirstChoices()
-    with observed_routing(model, first.add):
-        losses[f"{gates} gates"] = score(model, parts, first.begin)
-    return HeldOut(losses, {label: (hits / tokens).tolist() for label, (hits, tokens) in first.counts.items()})
+    with first_choices(model, list(parts.rows), n) as statistics:
+        losses[f"{gates} gates"] = score(model, parts, statistics)
+    return HeldOut(losses, {label: share_LN.mean(0).tolist() for label, share_LN in statistics.shares().items()})
+
+
+@contextmanager
+def first_choices(model: Any, domains: Sequence[str], num_experts: int) -> Iterator[RoutingStatistics]:
+    """Statistics in which every token counts for its first choice alone, in each layer."""
+    layers = len(active_routers(model))
+    statistics = RoutingStatistics([num_experts] * layers, [1] * layers, domains)
+    with observed_routing(model, lambda seen: statistics.update(seen.router_logits, seen.mask, None)):
+        yield statistics
 
 
 @contextmanager
@@ -96,11 +106,7 @@ def uniform_gates(model: Any, mixing: Literal["output", "projection"] | None = N
             router.weight.zero_()
             layer.moe_lora_router[name] = router.to(next(layer.moe_lora_A[name].parameters()).device)
             layer.moe_lora_spec[name] = replace(
-                spec,
-                top_k=spec.num_experts,
-                normalize_top_k=True,
-                mixing=mixing or spec.mixing,
-                router=RouterSettings(),
+                spec, top_k=spec.num_experts, normalize_top_k=True, mixing=mixing or spec.mixing
             )
         for gate in gates:
             gate.weight.data, gate.top_k = torch.zeros_like(gate.weight), len(gate.weight)
@@ -110,23 +116,3 @@ def uniform_gates(model: Any, mixing: Literal["output", "projection"] | None = N
             layer.moe_lora_spec[name], layer.moe_lora_router[name] = spec, old
         for gate, (weight, top_k) in zip(gates, kept, strict=True):
             gate.weight.data, gate.top_k = weight, top_k
-
-
-class FirstChoices:
-    """Counts, by label, how often each expert is the first choice of a token in a layer."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, tuple[torch.Tensor, int]] = {}
-
-    def begin(self, label: str) -> None:
-        self.label = label
-        self.counts[label] = (torch.zeros(()), 0)
-
-    def add(self, seen: RoutedPass) -> None:
-        hits_N, total = self.counts[self.label]
-        for logits_TN in seen.router_logits:
-            real_T = seen.mask.flatten().bool().to(logits_TN.device)
-            first_T = logits_TN[real_T].argmax(-1)
-            hits_N = hits_N + torch.bincount(first_T, minlength=logits_TN.shape[1]).double().cpu()
-            total += len(first_T)
-        self.counts[self.label] = (hits_N, total)

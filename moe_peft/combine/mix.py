@@ -194,12 +194,12 @@ def _labels(settings: MixSettings) -> list[str]:
     sources = settings.adapters or settings.models or []
     labels = [Path(source).name for source in sources]
     if settings.add_to is not None:
-        report = Path(settings.add_to, REPORT)
-        told = read_json(report) if report.is_file() else {"labels": settings.labels and [], "gates": settings.gates}
-        former = told["labels"]
-        if told["gates"] != settings.gates:
+        path = Path(settings.add_to, REPORT)
+        report = read_json(path) if path.is_file() else {"labels": settings.labels and [], "gates": settings.gates}
+        former = report["labels"]
+        if report["gates"] != settings.gates:
             raise ValueError(
-                f"gates={settings.gates!r}: those of {settings.add_to!r} are {told['gates']!r}, whose logits have "
+                f"gates={settings.gates!r}: those of {settings.add_to!r} are {report['gates']!r}, whose logits have "
                 "another scale; use these"
             )
         if former is None:
@@ -209,6 +209,8 @@ def _labels(settings: MixSettings) -> list[str]:
     labels = labels if settings.labels is None else settings.labels
     if len(set(labels)) < len(labels):
         raise ValueError(f"labels={labels}: two experts have the same name; give others (--labels)")
+    if "base" in labels or "mean" in labels:
+        raise ValueError(f"labels={labels}: 'base' and 'mean' are lines of the table of losses; give others (--labels)")
     if settings.add_to is None and len(labels) != len(sources):
         raise ValueError(f"labels={labels}: {len(sources)} experts; give a name for each")
     return labels
@@ -284,7 +286,7 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
 
 
 def _report(settings: MixSettings, labels: list[str], measured: HeldOut | None, folder: Path, base: str) -> None:
-    told = {"labels": labels, **settings.model_dump(exclude={"labels", "output"})}
-    write_json(folder / REPORT, told | (asdict(measured) if measured else {}))
+    report = {"labels": labels, **settings.model_dump(exclude={"labels", "output"})}
+    write_json(folder / REPORT, report | (asdict(measured) if measured else {}))
     made = f"`moe-peft mix`: {', '.join(f'`{label}`' for label in labels)}; gates without training: `{settings.gates}`"
     write_model_card(folder, base=base, made=made)

@@ -400,28 +400,18 @@ def attention_means(
     """
     keys: list[Any] = [0.0] * len(attentions)
     inputs: list[Any] = [0.0] * len(attentions)
-    tokens: Any = 0.0
-    mask_BS1 = torch.ones(())
+    tokens: Any = [0.0] * len(attentions)
 
-    def adder(i: int) -> Any:
-        def hook(module: nn.Module, args: tuple, keys_BSK: torch.Tensor) -> None:
-            weights_BS1 = mask_BS1.to(keys_BSK.device)
-            keys[i] = keys[i] + (keys_BSK.double() * weights_BS1).sum(dim=(0, 1))
-            inputs[i] = inputs[i] + (args[0].double() * weights_BS1).sum(dim=(0, 1))
+    def add(i: int, batch: Any, mask_BS: torch.Tensor, x_BSD: torch.Tensor, keys_BSK: torch.Tensor) -> None:
+        weights_BS1 = mask_BS.unsqueeze(-1).double()
+        keys[i] = keys[i] + (keys_BSK.double() * weights_BS1).sum(dim=(0, 1))
+        inputs[i] = inputs[i] + (x_BSD.double() * weights_BS1).sum(dim=(0, 1))
+        tokens[i] = tokens[i] + weights_BS1.sum()
 
-        return hook
-
-    handles = [without_adapters(a.k_proj).register_forward_hook(adder(i)) for i, a in enumerate(attentions)]
-    try:
-        for _, mask_BS in base_passes(model, batches):
-            mask_BS1 = mask_BS.unsqueeze(-1).double()
-            tokens = tokens + mask_BS1.sum()
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not tokens:
+    base_passes(model, batches, [without_adapters(attention.k_proj) for attention in attentions], add)
+    if not tokens[0]:
         raise ValueError("init_attention_routers: batches: no tokens; give at least one batch of calibration data")
     return [
-        AttentionMeans((key / tokens.to(key.device)).float(), (total / tokens.to(total.device)).float())
-        for key, total in zip(keys, inputs, strict=True)
+        AttentionMeans((key / count).float(), (total / count).float())
+        for key, total, count in zip(keys, inputs, tokens, strict=True)
     ]

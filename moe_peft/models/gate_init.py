@@ -10,7 +10,6 @@ Legend: B texts of a batch, S positions, T real tokens, n experts, d hidden size
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -25,7 +24,6 @@ from ..routing.routers import LinearRouter
 from ..utils.messages import choice_error
 from .attention_init import adapter_with_routers, put_gates
 from .introspection import adapter_layers, base_passes
-from .steering import common_size
 
 Sums = dict[str, torch.Tensor]
 Updates = Sequence[tuple[torch.Tensor, torch.Tensor]]  # A [n, r, d] and B [n, out, r] of each projection that reads x
@@ -220,11 +218,13 @@ def init_gates(
     >>> init_gates(model, "ridge", [texts])
     ```
     """
-    n, way = common_size(model, "init_gates"), find_gate_init(gates)
-    name = adapter_with_routers(model, adapter_name, "init_gates")
+    way, name = find_gate_init(gates), adapter_with_routers(model, adapter_name, "init_gates")
     layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
     routers = [layer.router(name) for layer in layers]
-    sums = _sums(model, layers, n, way, batches)
+    sizes = sorted({router.num_experts for router in routers})
+    if len(sizes) > 1:
+        raise ValueError(f"init_gates: layers have {sizes} experts; texts for each need the same number in all")
+    sums = _sums(model, layers, sizes[0], way, batches)
     made = [way.gates(of_layer, _updates(layer, name)) for of_layer, layer in zip(sums, layers, strict=True)]
     old_type = routers[0].settings.type
     keeps = isinstance(routers[0], LinearRouter) and way.router_type == "linear"
@@ -272,35 +272,21 @@ def find_gate_init(gates: str | GateInit) -> GateInit:
 
 def _sums(model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit, batches: Any) -> list[Sums]:
     """The sums of each module's inputs over all real tokens, in one pass over the base."""
-    sums: list[Sums] = [defaultdict(lambda: torch.zeros(())) for _ in modules]  # type: ignore[arg-type]
+    sums: list[Sums] = [{} for _ in modules]
     if not way.needs_texts:
         return sums
     experts_seen: set[int] = set()
-    texts: Texts
-    mask_T: torch.Tensor
 
-    def adder(i: int) -> Any:
-        def hook(module: nn.Module, args: tuple) -> None:
-            x_TD = args[0].reshape(-1, args[0].shape[-1])
-            x_TD = x_TD[mask_T.to(x_TD.device)].double()
-            expert_B, negative_B, text_T = (t.to(x_TD.device) for t in (texts.expert_B, texts.negative_B, texts.text_T))
-            here = Texts(expert_B, negative_B, text_T, n)
-            for name, value in way.sums(x_TD, here).items():
-                sums[i][name] = sums[i][name].to(value.device) + value
+    def add(i: int, batch: Mapping[str, Any], mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
+        expert_B = torch.as_tensor(batch["expert"], device=x_BSD.device).long()
+        negative_B = torch.as_tensor(batch.get("negative", torch.zeros_like(expert_B)), device=x_BSD.device).bool()
+        if i == 0:
+            experts_seen.update(expert_B[~negative_B].tolist())
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])[mask_BS.flatten().bool()].double()
+        for name, value in way.sums(x_TD, Texts(expert_B, negative_B, mask_BS.nonzero()[:, 0], n)).items():
+            sums[i][name] = sums[i].get(name, 0) + value
 
-        return hook
-
-    handles = [module.register_forward_pre_hook(adder(i)) for i, module in enumerate(modules)]
-    try:
-        for batch, mask_BS in base_passes(model, () if batches is None else batches):
-            mask_T = mask_BS.flatten().bool()
-            expert_B = torch.as_tensor(batch["expert"]).long()
-            negative_B = torch.as_tensor(batch.get("negative", torch.zeros_like(expert_B))).bool()
-            texts = Texts(expert_B, negative_B, mask_BS.nonzero()[:, 0], n)
-            experts_seen |= {*expert_B[~negative_B].tolist()}
-    finally:
-        for handle in handles:
-            handle.remove()
+    base_passes(model, () if batches is None else batches, modules, add)
     missing = {*range(n)} - experts_seen
     if missing:
         raise ValueError(f"init_gates: batches: expert {min(missing)} has no text; give each some")

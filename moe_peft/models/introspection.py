@@ -7,9 +7,10 @@ No other module knows where router logits come from. Legend: B rows, S positions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,22 +47,37 @@ def text_config(model: Any) -> Any:
 _ADAPTED = (BaseTunerLayer, ModulesToSaveWrapper)
 
 
-def base_passes(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], torch.Tensor]]:
+def base_passes(
+    model: Any,
+    batches: Iterable[Mapping[str, Any]],
+    modules: Sequence[nn.Module],
+    observe: Callable[[int, Mapping[str, Any], torch.Tensor, torch.Tensor, torch.Tensor], None],
+) -> None:
     """
-    Run batches through the backbone, with adapters disabled. Yields each batch and its mask, 1 for real tokens [B, S],
-    before its pass, for hooks.
+    Run batches through the backbone, with adapters disabled.
+
+    Args:
+        observe: called as each of the modules runs, with its index, the batch, the batch's mask, 1 for real tokens
+            [B, S], on the module's device, and the module's input and output.
     """
+
+    def hook(module: nn.Module, args: tuple, output: torch.Tensor, index: int) -> None:
+        observe(index, batch, mask_BS.to(args[0].device), args[0], output)
+
     device = next(backbone(model).parameters()).device
     adapters = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, _ADAPTED)]
+    handles = [module.register_forward_hook(partial(hook, index=i)) for i, module in enumerate(modules)]
     try:
         for layer, _ in adapters:
             layer._disable_adapters = True
         for batch in batches:
             arguments = {k: batch[k].to(device) for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-            yield batch, arguments.get("attention_mask", torch.ones_like(arguments["input_ids"]))
+            mask_BS = arguments.get("attention_mask", torch.ones_like(arguments["input_ids"]))
             with evaluating(model):
                 backbone(model)(**arguments, use_cache=False)
     finally:
+        for handle in handles:
+            handle.remove()
         for layer, disabled in adapters:
             layer._disable_adapters = disabled
 
@@ -75,7 +91,7 @@ class RoutedPass:
         router_logits: one [T, n] per router, in the order of `router_sizes`, whatever the order in which they ran.
         chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out, and
             forced or masked routing is seen as it happened.
-        effective: the effective number of experts of each token (`effective_experts` of its gates), [T] per router.
+        gates: those of the chosen experts, [T, k] per router; None where they were not seen.
         mask: 1 for real tokens, [B, S]; longer than S if the pass continues a cache, whose tokens come first.
         input_ids: the tokens [B, S], if they were passed by keyword.
         trains: whether gradients were enabled.
@@ -83,10 +99,17 @@ class RoutedPass:
 
     router_logits: tuple[torch.Tensor, ...]
     chosen: tuple[torch.Tensor, ...]
-    effective: tuple[torch.Tensor, ...]
+    gates: tuple[torch.Tensor | None, ...]
     mask: torch.Tensor
     input_ids: torch.Tensor | None
     trains: bool
+
+    def effective(self) -> list[torch.Tensor]:
+        """The effective number of experts of each token (`effective_experts`), [T] per router."""
+        return [
+            effective_experts(logits_TN.detach().float().softmax(-1) * chosen_TN if gates_TK is None else gates_TK)
+            for logits_TN, chosen_TN, gates_TK in zip(self.router_logits, self.chosen, self.gates, strict=True)
+        ]
 
 
 @contextmanager
@@ -95,7 +118,6 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
     Call `observe` after each forward pass of the model's backbone inside the block. Outputs, losses and configs do not
     change. Passes in which no router ran (adapters may be disabled) are skipped.
     """
-    gates = {} if adapter_layers(model) else _native_gates(model)
     order: list[nn.Module] = []  # the model's active routers
 
     def on_pass(collection: Collection) -> None:
@@ -115,25 +137,19 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
             rows = collection.rows
             mask = torch.ones(rows, len(logits[0]) // rows, dtype=torch.long, device=logits[0].device)
         k = int(getattr(text_config(model), "num_experts_per_tok", 1))
-        chosen, effective = zip(*(_chosen(*each, k) for each in zip(logits, choices, strict=True)), strict=True)
-        observe(RoutedPass(tuple(logits), chosen, effective, mask, collection.token_ids, torch.is_grad_enabled()))
+        chosen, gates = zip(*(_chosen(*each, k) for each in zip(logits, choices, strict=True)), strict=True)
+        observe(RoutedPass(tuple(logits), chosen, gates, mask, collection.token_ids, torch.is_grad_enabled()))
 
-    with observing(backbone(model), on_pass, gates):
+    with observing(backbone(model), on_pass, {} if adapter_layers(model) else _native_gates(model)):
         yield
 
 
-def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    A router's choice as a mask, bool [T, n], and the effective number of experts, [T]; of the top k and their
-    probabilities if it was not seen.
-    """
+def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A router's choice as a mask, bool [T, n], the top k if it was not seen; and its gates [T, k], if they were."""
     experts_TK, gates_TK = (logits_TN.topk(k, dim=-1).indices, None) if choice is None else choice
     if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
         gates_TK = None
-    chosen_TN = chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1])
-    if gates_TK is None:
-        gates_TK = logits_TN.detach().float().softmax(-1).gather(1, experts_TK)
-    return chosen_TN, effective_experts(gates_TK)
+    return chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]), gates_TK
 
 
 def native_routers(model: nn.Module) -> list[nn.Module]:

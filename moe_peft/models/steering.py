@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..adapter.router_recorder import arguments
 from ..routing.gates import Steering, top_k_gates
-from .introspection import active_routers, adapter_layers, base_model, native_routers, router_sizes
+from .introspection import active_routers, adapter_layers, backbone, native_routers, router_sizes
 from .routed_gate import RoutedGate
 
 
@@ -138,10 +139,8 @@ def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
     for router in () if layers else steered_modules:
         _check_rule(router)
     with ExitStack() as stack:
-        inner = base_model(model)
-        inner = getattr(inner, "base_model", inner)
         check = partial(_check_rows, steering)
-        stack.callback(inner.register_forward_pre_hook(check, with_kwargs=True).remove)
+        stack.callback(backbone(model).register_forward_pre_hook(check, with_kwargs=True).remove)
         for module, outer in zip(steered_modules, before, strict=True):
             if not layers and outer is None:  # else the hook of the block around this one reads the steering
                 # First, so that whoever observes the router sees the new choice.
@@ -152,9 +151,10 @@ def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
 
 
 def _check_rows(steering: Steering, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a backbone: raise if steering is for other rows than the batch's, of which it sees tokens."""
+    """Forward pre-hook of a backbone: raise if steering is for other rows than the batch's (routers see tokens)."""
     rows = len(steering.experts if steering.experts is not None else steering.allowed)  # type: ignore[arg-type]
-    batch = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() > 1), None)
+    call = arguments(module, args, kwargs)
+    batch = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if batch is not None and rows != batch.shape[0] * batch.shape[1] and (rows == 0 or batch.shape[0] % rows):
         raise ValueError(
             f"steered routing: {rows} rows are steered, the batch has {batch.shape[0]} rows of {batch.shape[1]} "

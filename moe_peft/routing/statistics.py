@@ -146,8 +146,8 @@ def _has_rule(router: Any) -> bool:
     return getattr(router, "leaves_out", False) or getattr(router, "expert_bias", None) is not None
 
 
-# What linear gates with random weights have on the FFN inputs of a pretrained model (SmolLM2-135M-Instruct, 30 layers,
-# 4 to 64 experts, 1 to 8 of them active): their load varies by 0.27 to 0.39 of the most that it can, √(n/k - 1), in
+# Linear gates with random weights on the FFN inputs of a pretrained model (SmolLM2-135M-Instruct, 30 layers,
+# 4 to 64 experts, 1 to 8 of them active): the load varies by 0.27 to 0.39 of the most that it can, √(n/k - 1), in
 # nine of ten layers by less than 0.55; about n of 100 experts get next to nothing; up to 3 layers are monopolies.
 _UNTRAINED, _UNEVEN, _MONOPOLY = 0.35, 0.5, 0.7
 _DEAD_PER_EXPERT, _MOST_DEAD, _MOST_MONOPOLIES = 0.015, 0.5, 0.1  # shares of experts, and of layers
@@ -164,9 +164,8 @@ class LoadHealth:
 
     Args:
         variation: the coefficient of variation of the loads in a layer, averaged over layers.
-        untrained: what gates with random weights have, about.
-        by_chance: what even routing of as many assignments would have.
-        smallest, largest: shares of a layer's assignments.
+        untrained: about that of gates with random weights.
+        by_chance: that of as many assignments at random.
         dead: experts with less than 1 % of their layer's assignments (a quarter of the even load, if that is less).
         experts: of all layers.
         monopolies: layers whose load varies by more than 0.7 of the most that it can: as many experts as serve each
@@ -190,8 +189,6 @@ class LoadHealth:
     variation: float
     untrained: float
     by_chance: float
-    smallest: float
-    largest: float
     dead: int
     experts: int
     monopolies: int
@@ -246,33 +243,29 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) ->
 
     ```
     """
-    shares = [_shares(counts_N[:n]) for counts_N, n in zip(counts_LN, sizes, strict=True)]
-    assignments = [float(counts_N.sum()) for counts_N in counts_LN]
-    variations = [variation(share_N) for share_N in shares]
-    k_L = [max(count / tokens if tokens else 0.0, 1.0) for count in assignments]
-    most_L = [max(n / k - 1, 0.0) ** 0.5 for n, k in zip(sizes, k_L, strict=True)]
-    chance_L = [((n - 1) / count) ** 0.5 if count else 0.0 for n, count in zip(sizes, assignments, strict=True)]
-    layers = len(sizes)
+    size_L, assigned_L = torch.tensor(sizes).double(), counts_LN.sum(1).double()
+    loads = [counts_N[:n] for counts_N, n in zip(counts_LN, sizes, strict=True)]
+    variation_L = torch.tensor([variation(load_N) for load_N in loads], dtype=torch.float64)
+    k_L = (assigned_L / max(tokens, 1)).clamp(min=1)
+    most_L = (size_L / k_L - 1).clamp(min=0).sqrt()
+    chance_L = torch.where(assigned_L > 0, (size_L - 1) / assigned_L, 0).sqrt()
+    share_LN = counts_LN.double() / assigned_L.unsqueeze(1)  # NaN, so no expert is dead, without assignments
+    idle_LN = share_LN < (_DEAD_OF_EVEN / size_L).clamp(max=_DEAD).unsqueeze(1)
     return LoadHealth(
-        variation=sum(variations) / layers,
-        untrained=_UNTRAINED * sum(most_L) / layers,
-        by_chance=sum(chance_L) / layers,
-        smallest=min(float(share_N.min()) for share_N in shares),
-        largest=max(float(share_N.max()) for share_N in shares),
-        dead=sum(_dead(share_N) for share_N in shares if share_N.any()),
+        variation=float(variation_L.mean()),
+        untrained=float(_UNTRAINED * most_L.mean()),
+        by_chance=float(chance_L.mean()),
+        dead=sum(int(idle_N[:n].sum()) for idle_N, n in zip(idle_LN, sizes, strict=True)),
         experts=sum(sizes),
-        monopolies=sum(
-            is_clear(value, chance) and value > _MONOPOLY * most
-            for value, chance, most in zip(variations, chance_L, most_L, strict=True)
-        ),
-        layers=layers,
+        monopolies=int(((variation_L > _CLEARLY * chance_L) & (variation_L > _MONOPOLY * most_L)).sum()),
+        layers=len(sizes),
     )
 
 
-def variation(share_N: torch.Tensor) -> float:
+def variation(load_N: torch.Tensor) -> float:
     """
-    The coefficient of variation of the experts' shares of a layer's assignments, [n]: their standard deviation divided
-    by their mean. 0 is even, and `√(n/k - 1)` the most, where k experts serve every token.
+    The coefficient of variation of a layer's load, the experts' assignments or shares of them, [n]: the standard
+    deviation divided by the mean. 0 is even, and `√(n/k - 1)` the most, where k experts serve every token.
 
     Example:
 
@@ -283,22 +276,9 @@ def variation(share_N: torch.Tensor) -> float:
     1.0
     ```
     """
-    return float(share_N.std(correction=0) / share_N.mean()) if share_N.any() else 0.0
-
-
-def is_clear(value: float, by_chance: float) -> bool:
-    """Whether a load is clearly not that of even routing: it varies three times as much as that does by chance."""
-    return value > _CLEARLY * by_chance
+    load_N = load_N.double()
+    return float(load_N.std(correction=0) / load_N.mean()) if load_N.any() else 0.0
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _shares(counts_N: torch.Tensor) -> torch.Tensor:
-    return counts_N.double() / counts_N.sum().clamp(min=1)
-
-
-def _dead(share_N: torch.Tensor) -> int:
-    """How many experts get next to nothing."""
-    return int((share_N < min(_DEAD, _DEAD_OF_EVEN / len(share_N))).sum())

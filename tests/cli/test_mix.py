@@ -49,8 +49,8 @@ def test_a_file_has_the_settings_and_flags_go_before_it(case, tmp_path):
     }  # fmt: skip
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(content))
     main(["mix", "--config", str(tmp_path / "mix.yaml"), "--top-k", "1"])
-    record = json.loads((tmp_path / "out/mix.json").read_text())
-    assert (record["top_k"], record["gates"], record["prompts"]["a"]["positive"]) == (1, "prompts", ["w9"])
+    report = json.loads((tmp_path / "out/mix.json").read_text())
+    assert (report["top_k"], report["gates"], report["prompts"]["a"]["positive"]) == (1, "prompts", ["w9"])
 
 
 def test_every_setting_is_a_flag():
@@ -77,6 +77,7 @@ BAD = {
     "names": ({"labels": ["a", "b"]}, "labels=['a', 'b']: 3 experts; give a name for each"),
     "equal names": ({"labels": ["a", "b", "b"]}, "two experts have the same name"),
     "equal folders": ({"adapters": ["{case}/a", "{case}/a"]}, "two experts have the same name"),
+    "names of lines": ({"labels": ["a", "b", "mean"]}, "'base' and 'mean' are lines of the table"),
     "prompts that are no mapping": ({"prompts": "[1]"}, "prompts=[1]: must be a mapping"),
     "prompts without a positive one": ({"prompts": '{"a": {"negative": ["w3"]}}'}, "prompts.a.positive: must be given"),
     "prompts of others": ({"prompts": '{"x": {"positive": ["w3"]}}'}, "prompts: 'x': give prompts for each of"),
@@ -101,7 +102,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_ends_in_one_line(name, case, tmp_path, capsys):
+def test_bad_options_and_data_end_in_one_line(name, case, tmp_path, capsys):
     changes, message = BAD[name]
     put = {
         name: [v.format(case=case) for v in value] if isinstance(value, list) else value
@@ -113,8 +114,7 @@ def test_what_cannot_be_ends_in_one_line(name, case, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [name for name in NO_ADAPTER if "saved whole" not in name])
 def test_damaged_adapters_end_in_one_line(name, case, tmp_path, capsys):
-    damage = NO_ADAPTER[name][0]
-    bad = damaged(case, "b", damage, tmp_path)
+    bad = damaged(case, "b", NO_ADAPTER[name][0], tmp_path)
     arguments = command(case, tmp_path / "out", adapters=[str(case / "a"), str(bad)], gates="arrow", data=None)
     refused([a for a in arguments if a not in ("--label-column", "domain")], capsys, tmp_path / "out")
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from moe_peft import MoELoraConfig
+from moe_peft import MoELoraConfig, force_experts, lora_to_moe
 from moe_peft.combine.experts import put_expert
 from moe_peft.combine.mix import mix
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
@@ -58,8 +60,6 @@ def test_the_others_and_their_gates_stay(replace, case, tmp_path):
 
 
 def test_a_router_with_other_parameters_keeps_them(case, tmp_path):
-    from moe_peft import lora_to_moe
-
     base = AutoModelForCausalLM.from_pretrained(case / "base")
     mixed = lora_to_moe(
         base, [case / name for name in DOMAINS], router_type="mlp", router_jitter_noise=0.1, mixing="projection"
@@ -75,6 +75,30 @@ def test_a_router_with_other_parameters_keeps_them(case, tmp_path):
         assert torch.equal(kept, value), key
 
 
+def test_biases_and_shared_experts_are_those_of_the_mixture(case, tmp_path):
+    def base():
+        return AutoModelForCausalLM.from_pretrained(case / "base")
+
+    mixed = lora_to_moe(
+        base(), [case / name for name in DOMAINS], top_k=1, router_bias_update_rate=0.5, num_shared_experts=1
+    )
+    for name, tensor in (*mixed.named_parameters(), *mixed.named_buffers()):
+        if "shared" in name:
+            tensor.data.normal_(std=0.1)
+        if "bias_steps" in name:
+            tensor.copy_(torch.tensor([1, -2, 3]))
+    mixed.save_pretrained(tmp_path / "mixed")
+    model = put_expert(base(), tmp_path / "mixed", case / "d", 1).eval()
+    biases = [buffer.tolist() for name, buffer in model.named_buffers() if "bias_steps" in name]
+    assert biases == [[1, 0, 3]] * 2
+    ids, alone = torch.arange(3, 27).view(2, 12), PeftModel.from_pretrained(base(), case / "d").eval()
+    for i, expected in ((0, mixed.eval()), (1, alone), (2, mixed)):
+        with torch.no_grad(), force_experts(model, torch.tensor([i])):
+            output = model(ids).logits
+            with nullcontext() if expected is alone else force_experts(expected, torch.tensor([i])):
+                torch.testing.assert_close(output, expected(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_what_cannot_join(case, tmp_path):
     def base():
         return AutoModelForCausalLM.from_pretrained(case / "base")
@@ -84,8 +108,10 @@ def test_what_cannot_join(case, tmp_path):
     write_lora(tmp_path / "attention", case / "base", 9, ["q_proj", "up_proj"])
     with pytest.raises(ValueError, match="q_proj has experts and a router in only one of it and mixture"):
         put_expert(base(), case / "mixed", tmp_path / "attention")
-    from peft import get_peft_model
-
+    saved = lora_to_moe(base(), [case / name for name in DOMAINS], modules_to_save=["lm_head"])
+    saved.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"mixture .*: modules_to_save=\['lm_head'\]"):
+        put_expert(base(), tmp_path / "saved", case / "d")
     hashed = get_peft_model(tiny_llama(vocab=128), MoELoraConfig(router_type="hash", task_type="CAUSAL_LM"))
     hashed.save_pretrained(tmp_path / "hash")
     with pytest.raises(ValueError, match="router_type='hash' has no parameters of single experts"):

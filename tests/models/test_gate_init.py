@@ -227,6 +227,17 @@ def test_some_experts_only():
         init_gates(model, "arrow", experts=[1])
 
 
+def test_an_adapter_that_is_not_active_gets_its_gates():
+    model = mixture()
+    model.add_adapter("two", MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
+    rows = [row for row in texts() if row[1] < 2]
+    init_gates(model, "ridge", batches(rows), adapter_name="two")
+    other = get_peft_model(tiny_llama(), MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
+    init_gates(other, "ridge", batches(rows))
+    of_two = [p.double() for name, p in model.named_parameters() if ".moe_lora_router.two" in name]
+    assert all(map(torch.equal, of_two, routers(other)))
+
+
 @pytest.mark.parametrize(("router_type", "after"), [("sigmoid", "sigmoid"), ("soft", "soft"), ("mlp", "linear")])
 def test_routers_with_linear_logits_keep_their_kind(router_type, after):
     model = mixture(router_type=router_type)

@@ -14,7 +14,7 @@ from transformers.utils.logging import tqdm
 from ..models.introspection import RoutedPass, adapter_layers, native_routers, observed_routing, routed_adapters
 from ..models.steering import common_size, force_experts
 from ..routing.routers import LinearRouter, RouterSettings
-from ..training.scoring import Collator, example_losses, make_scorable, mean_loss
+from ..training.scoring import Collator, example_losses, mean_loss
 
 Losses = dict[str, float]
 
@@ -44,7 +44,6 @@ class HeldOut:
 
 def score(model: Any, parts: Parts, before: Callable[[str], Any] = lambda label: None) -> Losses:
     """The loss on the rows of each label; `before` is called with the label."""
-    make_scorable(model)
     losses = {}
     for label, rows in parts.rows.items():
         before(label)

@@ -39,7 +39,7 @@ from ..training.checkpointing import FiniteWeightsMixin, Trained, train
 from ..training.labels import IGNORED
 from ..training.preparation import for_one_trainer, tokenized
 from ..training.router_losses import RouterLog
-from ..training.scoring import Collator, example_losses, make_scorable
+from ..training.scoring import Collator, example_losses
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write
@@ -377,7 +377,6 @@ def _perplexities(load: Load, experts: Sequence[Path], data: Dataset, collator: 
                 return file.get_tensor("perplexity")
     columns = []
     for model in _scored_models(load, experts):
-        make_scorable(model)
         losses_S, counts_S = example_losses(model, data, collator)
         columns.append((losses_S / counts_S).exp())
         del model

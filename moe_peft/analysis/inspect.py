@@ -135,7 +135,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     specialization, effective = statistics.specialization(), statistics.effective()
     for domain, share_LN in statistics.shares().items():
         tokens = int(statistics.tokens[statistics.domains.index(domain)])
-        numbers = (f"{specialization[domain]:.0%}", f"{float(effective[domain].mean()):.2f}")
+        numbers = (f"{specialization[domain].mean():.0%}", f"{effective[domain].mean():.2f}")
         cells = [domain, f"{tokens:,}", *numbers, strongest(share_LN)]
         if has_map:
             cells += [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])]

@@ -184,12 +184,12 @@ def mix(ledger: Ledger, tokenizer: Any) -> None:
         "mean of the adapters": uniform_gates(model, "projection"), "uniform gates": uniform_gates(model),
     }  # fmt: skip
     for way, context in fixed.items():
-        if not ledger.has(way=way):
+        if not ledger.records(way=way):
             with context:
                 add(way, 0, 2)
     for seed, k in ((0, 2), (0, 1), *((seed, 2) for seed in SEEDS[1:])):
         for gates in ("arrow", "ridge", "prompts"):
-            if ledger.has(way=f"{gates} gates", seed=seed, k=k) or (gates == "arrow" and seed):
+            if ledger.records(way=f"{gates} gates", seed=seed, k=k) or (gates == "arrow" and seed):
                 continue
             drawn = [i for t in TASKS for i in sample([r for r, d in enumerate(train["domain"]) if d == t], seed)]
             texts = train.select(drawn).map(lambda row: {"expert": list(TASKS).index(row["domain"])})
@@ -209,7 +209,7 @@ def run(data: Path) -> None:
     if not (FOLDER / "test.jsonl").exists():
         write_rows(data, tokenizer)
     for task in TASKS:
-        if not ledger.has(way="train", task=task):
+        if not ledger.records(way="train", task=task):
             loss = train(task, read_rows("train"), FOLDER / task)
             ledger.add({"way": "train", "task": task, "seed": 0, "k": 0}, f"loss {loss:.3f}")
     mix(ledger, tokenizer)

@@ -6,12 +6,12 @@ Does UpIT pay on a pretrained model? SmolLM2-135M-Instruct on six short tasks of
     python -m studies.upit report                # tables and figures of the ledger, in studies/results
 
 Fixed before the first run: tasks, sizes, seeds, methods, contrasts and the rule for learning rates. A seed draws the
-training rows, too: of the quarter, seed s has rows s, s + 4, … of each task. Every method takes 4 passes over its rows;
-those that start from the same stage 1 take 2 there and 2 after it, of which UpIT's stage 3 takes 0.4. The learning rate of
-a method is the best on seed 3 and its quarter, with worse ones on both sides; UpIT's variants have UpIT's, stage 1 that of
-the LoRA of rank k·r, and all rows those of the quarter. The loss per answer token, mean of the tasks, decides, in the
-contrasts below, paired over seeds, with 95 % t intervals. Of ten, two in five such studies would show one without zero
-where there is no difference at all.
+training rows, too: of the quarter, seed s has rows s, s + 4, … of each task. Every method takes 4 passes over its
+rows; those that start from the same stage 1 take 2 there and 2 after it, of which UpIT's stage 3 takes 0.4. The
+learning rate of a method is the best on seed 3 and its quarter, with worse ones on both sides; UpIT's variants have
+UpIT's, stage 1 that of the LoRA of rank k·r, and all rows those of the quarter. The loss per answer token, mean of
+the tasks, decides, in the contrasts below, paired over seeds, with 95 % t intervals. Of ten, two in five such studies
+would show one without zero where there is no difference at all.
 """
 
 from __future__ import annotations

@@ -227,14 +227,14 @@ def report() -> None:
     ]
     ways = dict.fromkeys((r["way"], r["k"] if r["way"].split()[0] in GATE_INITS else 0) for r in records)
     for way, k in ways:
-        found = [r for r in records if r["way"] == way and (not k or r["k"] == k)]
-        cells = [spread([r["loss"][task] for r in found]) for task in TASKS]
-        cells.append(spread([sum(r["loss"].values()) / len(TASKS) for r in found]))
-        exact = [sum(r["exact"].values()) / len(TASKS) for r in found]
-        own = [sum(r["own"].values()) / len(TASKS) for r in found if r["own"]]
+        runs = [r for r in records if r["way"] == way and (not k or r["k"] == k)]
+        cells = [spread([r["loss"][task] for r in runs]) for task in TASKS]
+        cells.append(spread([sum(r["loss"].values()) / len(TASKS) for r in runs]))
+        exact = [sum(r["exact"].values()) / len(TASKS) for r in runs]
+        own = [sum(r["own"].values()) / len(TASKS) for r in runs if r["own"]]
         routed = k or way == "random gates"
         cells += [spread(exact, "{:.0%}"), spread(own, "{:.0%}") if routed else ""]
-        seeds = f" ({len(found)} draws)" if len(found) > 1 else ""
+        seeds = f" ({len(runs)} draws)" if len(runs) > 1 else ""
         lines.append(f"| {way}{f', k = {k}' if k else ''}{seeds} | {' | '.join(cells)} |")
     alone = {r["way"].removesuffix(" alone"): r for r in records if r["way"].endswith(" alone")}
     if alone.keys() == TASKS.keys():

@@ -144,7 +144,8 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     if has_map:
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
     # Whether the load is healthy.
-    warning, style = (statistics.warning(), "yellow") if statistics.warning() else (str(statistics.health()), None)
-    console.print(f"load: {warning}", style=style, highlight=False, soft_wrap=True)
+    warning = statistics.warning()
+    style = "yellow" if warning else None
+    console.print(f"load: {warning or statistics.health()}", style=style, highlight=False, soft_wrap=True)
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)

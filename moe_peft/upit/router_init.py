@@ -198,6 +198,14 @@ def _trainable(model: PreTrainedModel, expert: Path, names: Sequence[str], seed:
     return adapted
 
 
+def train_expert(model: nn.Module, ffns: bool) -> None:
+    """Train an expert's routing vectors alone, or its FFNs too: the LoRAs on them, or all their weights."""
+    part = "lora_" if isinstance(model, PeftModel) else ".mlp."
+    for name, parameter in model.named_parameters():
+        is_vector = VECTORS in name and "original_module" not in name  # PEFT keeps a frozen copy
+        parameter.requires_grad_(is_vector or (ffns and part in name))
+
+
 def _saved_name(index: int) -> str:
     """Of a routing vector in an adapter's file."""
     return f"base_model.model.{VECTORS}.vectors.{index}"
@@ -330,9 +338,7 @@ def init_routers(
         names = names or _routed_modules(model, sources)
         model = _trainable(model, source, names, expert_args.seed)
         if bucket:
-            part_of_expert = "lora_" if is_lora(source) else ".mlp."
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(VECTORS in name or (train_experts and part_of_expert in name))
+            train_expert(model, train_experts)
             trainer = RouterInitTrainer(
                 model, expert_args, train_dataset=data.select(bucket), processing_class=processing_class,
                 names=names, alpha=alpha,

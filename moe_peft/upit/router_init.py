@@ -95,7 +95,7 @@ def record_scores(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
             score = model.get_submodule(VECTORS)(args[0], index)  # a module's call, for which ZeRO-3 gathers vectors
             if len(scores) < len(names):
                 scores.append(score if torch.is_grad_enabled() else score.detach().requires_grad_())
-            elif (gradient := scores[index].grad) is not None:
+            elif scores[index].is_leaf and (gradient := scores[index].grad) is not None:
                 score.register_hook(gradient.add)
             # The same input, but tied to the score: DistributedDataParallel would take the vectors for unused if no
             # output depended on them.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
@@ -26,27 +26,22 @@ from moe_peft.upit.evaluate import evaluate
 SETTINGS = (("layer", 0.0), ("layer", 0.1), ("global", 0.01), ("layer", 0.01), ("global", 0.1))
 
 
-def adapted() -> PeftModel:
-    """The model with new experts, the same every time."""
-    base = AutoModelForCausalLM.from_pretrained(smollm2_folder())
-    torch.manual_seed(0)
-    return get_peft_model(base, MoELoraConfig(num_experts=8, top_k=2, r=8, lora_alpha=16, task_type="CAUSAL_LM"))
-
-
 def measure(scope: str, coefficient: float, steps: int) -> list[str]:
     """One row of the table."""
     train, test = (Dataset.from_list(rows) for rows in make_rows(300, 20))
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    base, tokenizer = (kind.from_pretrained(smollm2_folder()) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    torch.manual_seed(0)
+    model = get_peft_model(base, MoELoraConfig(num_experts=8, top_k=2, r=8, lora_alpha=16, task_type="CAUSAL_LM"))
     with tempfile.TemporaryDirectory() as folder:
         args = MoESFTConfig(
             folder, max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-3, bf16=False, max_length=256,
             gradient_checkpointing=False, report_to="none", save_strategy="no", logging_steps=steps, seed=0,
             router_balancing=scope, router_aux_loss_coef=coefficient,
         )  # fmt: skip
-        trainer = MoESFTTrainer(model=adapted(), args=args, train_dataset=train, processing_class=tokenizer)
-        before = evaluate(adapted(), test, args, tokenizer, "domain")
+        trainer = MoESFTTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
+        before = evaluate(model, test, args, tokenizer, "domain")
         trainer.train()
-        after = evaluate(trainer.model, test, args, tokenizer, "domain")
+        after = evaluate(model, test, args, tokenizer, "domain")
     row = [scope if coefficient else "none", f"{coefficient:g}"]
     for measured in (before, after):
         assert measured.health is not None
@@ -59,25 +54,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--output", type=Path, default=Path("studies/results/balancing.md"))
     options = parser.parse_args()
-    header = [
-        "scope",
-        "coefficient",
-        "CV before",
-        "monopolies",
-        "dead",
-        "CV after",
-        "monopolies",
-        "dead",
-        "loss",
-        "load",
-    ]
     lines = [
         f"SmolLM2-135M-Instruct, 8 LoRA experts of rank 8, 2 active, {options.steps} steps of 4 rows of the demo's "
         "requests, learning rate 1e-3, one seed; `python -m studies.balancing`. CV: the load's coefficient of "
         "variation, mean of 30 layers; monopolies: layers; dead: of 240 experts; loss: on held-out answers, per token.",
         "",
-        f"| {' | '.join(header)} |",
-        "|" + "---|" * len(header),
+        "| scope | coefficient | CV before | monopolies | dead | CV after | monopolies | dead | loss | load |",
+        "|" + "---|" * 10,
     ]
     for scope, coefficient in SETTINGS:
         lines.append(f"| {' | '.join(measure(scope, coefficient, options.steps))} |")

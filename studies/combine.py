@@ -183,12 +183,12 @@ def mix(ledger: Ledger, tokenizer: Any) -> None:
         "mean of the adapters": uniform_gates(model, "projection"), "uniform gates": uniform_gates(model),
     }  # fmt: skip
     for way, context in fixed.items():
-        if not ledger.has(way=way):
+        if not ledger.records(way=way):
             with context:
                 add(way, 0, 2)
     for seed, k in ((0, 2), (0, 1), *((seed, 2) for seed in SEEDS[1:])):
         for gates in ("arrow", "ridge", "prompts"):
-            if ledger.has(way=f"{gates} gates", seed=seed, k=k) or (gates == "arrow" and seed):
+            if ledger.records(way=f"{gates} gates", seed=seed, k=k) or (gates == "arrow" and seed):
                 continue
             drawn = [i for t in TASKS for i in sample([r for r, d in enumerate(train["domain"]) if d == t], seed)]
             texts = train.select(drawn).map(lambda row: {"expert": list(TASKS).index(row["domain"])})
@@ -208,7 +208,7 @@ def run(data: Path) -> None:
     if not (FOLDER / "test.jsonl").exists():
         write_rows(data, tokenizer)
     for task in TASKS:
-        if not ledger.has(way="train", task=task):
+        if not ledger.records(way="train", task=task):
             loss = train(task, read_rows("train"), FOLDER / task)
             ledger.add({"way": "train", "task": task, "seed": 0, "k": 0}, f"loss {loss:.3f}")
     mix(ledger, tokenizer)
@@ -226,14 +226,14 @@ def report() -> None:
     ]
     ways = dict.fromkeys((r["way"], r["k"] if r["way"].split()[0] in GATE_INITS else 0) for r in records)
     for way, k in ways:
-        found = [r for r in records if r["way"] == way and (not k or r["k"] == k)]
-        cells = [spread([r["loss"][task] for r in found]) for task in TASKS]
-        cells.append(spread([sum(r["loss"].values()) / len(TASKS) for r in found]))
-        exact = [sum(r["exact"].values()) / len(TASKS) for r in found]
-        own = [sum(r["own"].values()) / len(TASKS) for r in found if r["own"]]
+        runs = [r for r in records if r["way"] == way and (not k or r["k"] == k)]
+        cells = [spread([r["loss"][task] for r in runs]) for task in TASKS]
+        cells.append(spread([sum(r["loss"].values()) / len(TASKS) for r in runs]))
+        exact = [sum(r["exact"].values()) / len(TASKS) for r in runs]
+        own = [sum(r["own"].values()) / len(TASKS) for r in runs if r["own"]]
         routed = k or way == "random gates"
         cells += [spread(exact, "{:.0%}"), spread(own, "{:.0%}") if routed else ""]
-        seeds = f" ({len(found)} draws)" if len(found) > 1 else ""
+        seeds = f" ({len(runs)} draws)" if len(runs) > 1 else ""
         lines.append(f"| {way}{f', k = {k}' if k else ''}{seeds} | {' | '.join(cells)} |")
     alone = {r["way"].removesuffix(" alone"): r for r in records if r["way"].endswith(" alone")}
     if alone.keys() == TASKS.keys():

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from trl.trainer.utils import add_fused_lm_head
 
 from moe_peft.analysis.recorder import RoutingStatistics
-from moe_peft.models.introspection import base_model
+from moe_peft.training.scoring import fused_lm_head
 from moe_peft.utils.torch_contexts import evaluating
 
 _ROWS = 20  # of a forward pass
@@ -35,10 +34,9 @@ def measure(
     Returns:
         `loss` and `exact`, means over tasks, and `tasks`: task → [loss, exact].
     """
-    add_fused_lm_head(base_model(model), outputs=("log_probs", "is_top1"))
     losses, counts, matches = (defaultdict(list) for _ in range(3))
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
-    with evaluating(model):
+    with fused_lm_head(model, ("log_probs", "is_top1")), evaluating(model):
         for start in range(0, len(order), _ROWS):
             part = [rows[i] for i in order[start : start + _ROWS]]
             batch = {name: value for name, value in collator(part).items() if isinstance(value, torch.Tensor)}

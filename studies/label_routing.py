@@ -14,8 +14,6 @@ learn together with the balancing loss, say what it costs. Experts learn at the 
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,7 @@ from moe_peft.training.preparation import preparation, tokenized
 
 from .differences import paired_difference
 from .exact_match import measure
-from .runs import Ledger, score_answers_only
+from .runs import Ledger, parser, score_answers_only
 from .upit import RESULTS, SEEDS, Study
 
 EXPERTS = {"arithmetic": [0, 1], "banking": [2, 3], "slots": [4, 5]}
@@ -50,12 +48,12 @@ def mixture(seed: int) -> Any:
 class LabelRouting:
     """
     Args:
-        data: the folder of `train.jsonl` and `test.jsonl`.
+        data: the short tasks.
         rate: of the experts.
     """
 
-    def __init__(self, data: Study, work: Path, ledger: Ledger, rate: float) -> None:
-        self.work, self.ledger, self.rate, self.digest = work, ledger, rate, data.digest
+    def __init__(self, data: Study, ledger: Ledger, rate: float) -> None:
+        self.work, self.ledger, self.rate, self.digest = data.work, ledger, rate, data.digest
         self.tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
         self.train, self.test = (
             Dataset.from_list([row for row in rows if row["domain"] in EXPERTS]) for rows in (data.train, data.test)
@@ -73,11 +71,12 @@ class LabelRouting:
         self._train(model, seed, router_label_loss_coef=0.0, learning_rate=self.rate, num_train_epochs=2)
         self._note(STATES[3], seed, model)
 
-    def _train(self, model: Any, seed: int, **own: Any) -> None:
+    def _train(self, model: Any, seed: int, **options: Any) -> None:
         args = MoESFTConfig(
             str(self.work / "label_routing"), per_device_train_batch_size=8, max_length=64, bf16=False, use_cpu=True,
             gradient_checkpointing=False, lr_scheduler_type="constant", save_strategy="no", report_to="none",
-            disable_tqdm=True, label_column="domain", expert_map=EXPERTS, router_balancing="layer", seed=seed, **own,
+            disable_tqdm=True, label_column="domain", expert_map=EXPERTS, router_balancing="layer", seed=seed,
+            **options,
         )  # fmt: skip
         MoESFTTrainer(model, args, train_dataset=self.train, processing_class=self.tokenizer).train()
 
@@ -90,9 +89,9 @@ class LabelRouting:
         self.ledger.add({**record, "compliance": by_domain, "data": self.digest}, f"{measured['loss']:.4f}")
 
 
-def report(ledger: Ledger) -> None:
+def report(records: list[dict[str, Any]]) -> None:
     """Write the table and the figure of the runs that there are, and print the table."""
-    runs = {state: {r["seed"]: r for r in ledger.records() if r["state"] == state} for state in STATES}
+    runs = {state: {r["seed"]: r for r in records if r["state"] == state} for state in STATES}
     lines = [
         "# Label-supervised routing on SmolLM2-135M-Instruct", "",
         "`python -m studies.label_routing report` writes this page.", "",
@@ -115,7 +114,7 @@ def report(ledger: Ledger) -> None:
         lines += ["", "Loss with labels minus without: {} {}".format(*difference.cells())]
     if trained := runs[STATES[2]]:
         by_task = {t: torch.tensor([r["compliance"][t] for r in trained.values()]).mean(0) for t in EXPERTS}
-        starts = RoutingStatistics([6], 2).position_starts[:_POSITIONS]
+        starts = RoutingStatistics([6], [2]).position_starts[:_POSITIONS]
         plot_compliance(by_task, RESULTS / "label_routing_smollm2.svg", starts, dict.fromkeys(EXPERTS, 1 / 3))
         lines += ["", "![Compliance by position, mean of the seeds](label_routing_smollm2.svg)"]
     (RESULTS / "label_routing_smollm2.md").write_text("\n".join(lines) + "\n")
@@ -128,22 +127,18 @@ def _layers_positions(run: dict[str, Any]) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "report"))
-    parser.add_argument("--data", type=Path, default=Path(".cache/short_tasks"))
-    parser.add_argument("--work", type=Path, default=Path(".cache/studies"))
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
+    data = Study(args.data, args.work, Ledger(RESULTS / "upit.jsonl"))
     ledger = Ledger(RESULTS / "label_routing_smollm2.jsonl")
     if args.command == "report":
-        return report(ledger)
+        return report(ledger.records(data=data.digest))
     score_answers_only()
-    data = Study(args.data, args.work, Ledger(RESULTS / "upit.jsonl"))
     rate = data.rate("loramoe_pt")
     if rate is None:
-        raise SystemExit("the rate of LoRAMoE-PT is not known yet: python -m studies.upit run")
-    study = LabelRouting(data, args.work, ledger, rate)
+        raise SystemExit("LoRAMoE-PT has no learning rate yet: python -m studies.upit run")
+    study = LabelRouting(data, ledger, rate)
     for seed in SEEDS:
-        if not ledger.has(seed=seed, state=STATES[-1], data=study.digest):
+        if not ledger.records(seed=seed, state=STATES[-1], data=study.digest):
             study.run(seed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -18,16 +19,11 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self, **values: Any) -> list[dict[str, Any]]:
+        """The runs with these values."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def find(self, **wanted: Any) -> dict[str, Any] | None:
-        """The first run with these values."""
-        return next((r for r in self.records() if all(r[key] == value for key, value in wanted.items())), None)
-
-    def has(self, **wanted: Any) -> bool:
-        return self.find(**wanted) is not None
+        runs = map(json.loads, lines)
+        return [run for run in runs if all(run[key] == value for key, value in values.items())]
 
     def add(self, record: dict[str, Any], note: str) -> None:
         """Add a run, and print what it was and a note."""
@@ -45,6 +41,15 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(of) for of in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of a study on the short tasks."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("command", choices=("run", "report"))
+    options.add_argument("--data", type=Path, default=Path(".cache/short_tasks"))
+    options.add_argument("--work", type=Path, default=Path(".cache/studies"))
+    return options
 
 
 def score_answers_only() -> None:

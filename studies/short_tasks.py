@@ -100,11 +100,11 @@ def sql(source: Path) -> Pairs:
 
 def arithmetic(source: Path) -> Pairs:
     """A step of a solution, from its calculator annotation → its result."""
-    found = [
+    steps = [
         {tuple(step) for row in _lines(source / f"gsm8k/{name}.jsonl") for step in _steps(row["answer"])}
         for name in ("train", "test")
     ]
-    return Pairs(sorted(found[0]), sorted(found[1] - found[0]))
+    return Pairs(sorted(steps[0]), sorted(steps[1] - steps[0]))
 
 
 def _steps(answer: str) -> Iterable[tuple[str, str]]:

@@ -14,7 +14,6 @@ differences.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoESFTConfig, MoESFTTrainer
+from moe_peft.analysis.figures import plot_curves
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training.preparation import preparation, tokenized
 
 from .exact_match import measure
-from .figures import plot_curves
-from .runs import Ledger, score_answers_only
+from .runs import Ledger, parser, score_answers_only
 from .upit import RESULTS, Study
 
 HALVES = (("arithmetic", "logic", "sql"), ("banking", "kitchen", "slots"))
@@ -96,7 +95,7 @@ class Upcycling:
         return measure(model, *tokenized(self.test, self.tokenizer, preparation(max_length=64)))
 
 
-def report(ledger: Ledger) -> None:
+def report(records: list[dict[str, Any]]) -> None:
     """Write the table and the figure of the runs that there are, and print the table."""
     passes = range(PASSES + 1)
     lines = [
@@ -105,16 +104,14 @@ def report(ledger: Ledger) -> None:
     ]  # fmt: skip
     curves = {}
     for init in INITS:
-        runs = {
-            rate: {r["passes"]: r for r in ledger.records() if (r["init"], r["rate"]) == (init, rate)} for rate in RATES
-        }
+        runs = {rate: {r["passes"]: r for r in records if (r["init"], r["rate"]) == (init, rate)} for rate in RATES}
         for rate, of in runs.items():
             if of:
                 losses = [f"{of[n]['loss']:.4f}" if n in of else "" for n in passes]
                 lines.append(f"| {init} | {rate:g} | {' | '.join(losses)} | {of[PASSES]['exact']:.3f} |")
         best = min((of for of in runs.values() if of), key=lambda of: of[PASSES]["loss"], default={})
         if best:
-            curves[init] = (init, [(n, run["loss"]) for n, run in sorted(best.items())])
+            curves[init] = [(n, run["loss"]) for n, run in sorted(best.items())]
     if curves:
         plot_curves(curves, RESULTS / "upcycling_smollm2.svg", "passes over the rows", "held-out loss")
         lines += ["", "![Held-out loss, the better rate of each](upcycling_smollm2.svg)"]
@@ -123,19 +120,15 @@ def report(ledger: Ledger) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "report"))
-    parser.add_argument("--data", type=Path, default=Path(".cache/short_tasks"))
-    parser.add_argument("--work", type=Path, default=Path(".cache/studies"))
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     ledger = Ledger(RESULTS / "upcycling_smollm2.jsonl")
-    if args.command == "report":
-        return report(ledger)
-    score_answers_only()
     study = Upcycling(Study(args.data, args.work, Ledger(RESULTS / "upit.jsonl")), ledger)
+    if args.command == "report":
+        return report(ledger.records(data=study.digest))
+    score_answers_only()
     for rate in RATES:
         for init in INITS:
-            if not ledger.has(init=init, rate=rate, data=study.digest):
+            if not ledger.records(init=init, rate=rate, data=study.digest):
                 study.run(init, rate)
 
 

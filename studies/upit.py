@@ -5,8 +5,13 @@ Does UpIT pay on a pretrained model? SmolLM2-135M-Instruct on six short tasks of
     python -m studies.upit run [--workers 2]     # resumes where the ledger ends; a run takes minutes on a core
     python -m studies.upit report                # tables and figures of the ledger, in studies/results
 
-Fixed before the first run (docs/studies.md has it in words): tasks, sizes, seeds, methods, contrasts and the rule for
-learning rates. A seed draws the training rows, too: of the quarter, seed s has rows s, s + 4, … of each task.
+Fixed before the first run: tasks, sizes, seeds, methods, contrasts and the rule for learning rates. A seed draws the
+training rows, too: of the quarter, seed s has rows s, s + 4, … of each task. Every method takes 4 passes over its
+rows; those that start from the same stage 1 take 2 there and 2 after it, of which UpIT's stage 3 takes 0.4. The
+learning rate of a method is the best on seed 3 and its quarter, with worse ones on both sides; UpIT's variants have
+UpIT's, stage 1 that of the LoRA of rank k·r, and all rows those of the quarter. The loss per answer token, mean of
+the tasks, decides, in the contrasts below, paired over seeds, with 95 % t intervals. Of ten, two in five such studies
+would show one without zero where there is no difference at all.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_peft.analysis.figures import plot_curves
 from moe_peft.analysis.recorder import record_routing
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.introspection import adapter_layers
@@ -35,12 +41,12 @@ from moe_peft.training.preparation import preparation, tokenized
 from moe_peft.upit import UpIT, load_recipe
 from moe_peft.upit.files import expert_folders
 from moe_peft.upit.stage_cache import run_stage
+from moe_peft.utils.io import hash_file
 
-from .differences import Difference, paired_difference
+from .differences import Difference, paired_difference, plot_differences
 from .exact_match import measure
-from .figures import plot_curves, plot_differences
 from .rates import best_rate, next_rate
-from .runs import Ledger, score_answers_only, start_workers
+from .runs import Ledger, parser, score_answers_only, start_workers
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 RESULTS = Path(__file__).parent / "results"
@@ -100,19 +106,24 @@ class Study:
         data: the folder of `train.jsonl` and `test.jsonl`.
         work: a folder for what is made on the way.
         ledger: of the finished runs.
+
+    Attributes:
+        digest: of the rows, the model and its tokenizer. Runs with another one do not count.
     """
 
     def __init__(self, data: Path, work: Path, ledger: Ledger) -> None:
-        self.work, self.ledger = work, ledger
+        self.ledger = ledger
         self.train, self.test = (_read(data / f"{name}.jsonl") for name in ("train", "test"))
-        self.digest = hashlib.sha256(json.dumps([self.train, self.test]).encode()).hexdigest()[:12]
+        model = [hash_file(smollm2_folder() / name) for name in ("model.safetensors", "tokenizer.json")]
+        self.digest = hashlib.sha256(json.dumps([self.train, self.test, model]).encode()).hexdigest()[:12]
+        self.work = work / self.digest
+        self.work.mkdir(parents=True, exist_ok=True)
 
     # --- what is to be done ------------------------------------------------------------------------------------------
 
     def records(self, **wanted: Any) -> list[dict[str, Any]]:
-        """The finished runs on these data."""
-        wanted["data"] = self.digest
-        return [r for r in self.ledger.records() if all(r[key] == value for key, value in wanted.items())]
+        """The finished runs with this digest."""
+        return self.ledger.records(**wanted, data=self.digest)
 
     def rate(self, method: str) -> float | None:
         """A method's learning rate, once there is one with worse ones on both sides."""
@@ -127,10 +138,11 @@ class Study:
     def jobs(self) -> Iterator[Job]:
         """Runs that are missing and can be made now, the most urgent first."""
         done = {(r["method"], r["size"], r["seed"], r["rate"]) for r in self.records()}
+        rates = {name: self.rate(name) for name in METHODS}
         for size in SIZES:
             for phase in PHASES:
                 for tuned in phase:
-                    if METHODS[tuned].experts is not None and self.rate("lora_kr") is None:
+                    if METHODS[tuned].experts is not None and rates["lora_kr"] is None:
                         continue  # that of stage 1
                     losses = self.tuning_losses(tuned)
                     rate = next_rate(losses, FIRST_RATES)
@@ -139,7 +151,7 @@ class Study:
                         yield from (Job(tuned, "quarter", TUNING_SEED, rate) for rate in untried)
                 for seed in SEEDS:
                     for name, method in METHODS.items():
-                        if (method.rate_of or name) in phase and (rate := self.rate(name)) is not None:
+                        if (method.rate_of or name) in phase and (rate := rates[name]) is not None:
                             job = Job(name, size, seed, rate)
                             if job not in done:
                                 yield job
@@ -176,8 +188,8 @@ class Study:
         shutil.rmtree(folder)
 
     def _recipe(self, job: Job, folder: Path, settings: list[str]) -> UpIT:
-        own = [f"output_dir={folder}", f"model.name_or_path={smollm2_folder()}", f"seed={job.seed}"]
-        return UpIT(load_recipe(RECIPE, [*own, f"data.train={self._file_of_rows(job)}", *settings]))
+        inputs = [f"model.name_or_path={smollm2_folder()}", f"data.train={self._file_of_rows(job)}"]
+        return UpIT(load_recipe(RECIPE, [f"output_dir={folder}", f"seed={job.seed}", *inputs, *settings]))
 
     def rows(self, size: str, seed: int) -> list[dict[str, str]]:
         """The training rows of a seed."""
@@ -205,8 +217,7 @@ class Study:
 
     def measure(self, adapter: Path | None) -> dict[str, Any]:
         """
-        Loss and exact matches of an adapter, or of the base, on the held-out rows; of a mixture, `distances`: task →
-        by layer the share of its tokens' assignments that the mean of the tasks gives to other experts.
+        Loss and exact matches of an adapter, or of the base, on the held-out rows; of a mixture, its `specialization`.
         """
         base = smollm2_folder()
         tokenizer = AutoTokenizer.from_pretrained(base)
@@ -218,9 +229,7 @@ class Study:
             return measure(model, rows, collator)
         with record_routing(model, sorted(set(rows["domain"]))) as statistics:
             measured = measure(model, rows, collator, statistics)
-        shares = statistics.shares()
-        mean_LN = sum(shares.values()) / len(shares)
-        return {**measured, "distances": {t: ((of - mean_LN).abs().sum(-1) / 2).tolist() for t, of in shares.items()}}
+        return {**measured, "specialization": {t: of_L.tolist() for t, of_L in statistics.specialization().items()}}
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -259,7 +268,7 @@ def report(study: Study) -> None:
         "`python -m studies.upit report` writes this page.",
         "",
     ]
-    panels: dict[str, list[tuple[str, str, Difference]]] = {}
+    panels: dict[str, list[tuple[str, Difference]]] = {}
     for size in SIZES:
         runs = {name: _by_seed(study, name, size) for name in METHODS}
         missing = sum(len(SEEDS) - len(of) for of in runs.values())
@@ -270,13 +279,13 @@ def report(study: Study) -> None:
         lines += [*_means(study, runs), "", *_contrasts(runs), ""]
         if any(rows := _differences(runs, "loss")):
             panels[f"{size} of the rows"] = rows
-            curves = {METHODS[name].label: (name, _curve(of)) for name, of in runs.items() if of}
+            curves = {METHODS[name].label: _curve(of) for name, of in runs.items() if of}
             plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
             lines += [f"![Training loss, mean of the seeds](upit_{size}.svg)", ""]
-            if layers := {METHODS[name].label: (name, points) for name, of in runs.items() if (points := _layers(of))}:
-                plot_curves(layers, RESULTS / f"upit_{size}_routing.svg", "layer", "share routed apart")
-                what = "Share of a task's tokens that go to other experts than those of the average task"
-                lines += [f"![{what}, by layer](upit_{size}_routing.svg)", ""]
+            if layers := {METHODS[name].label: points for name, of in runs.items() if (points := _layers(of))}:
+                plot_curves(layers, RESULTS / f"upit_{size}_routing.svg", "layer", "specialization")
+                title = "Share of a task's tokens that go to other experts than those of the average task, by layer"
+                lines += [f"![{title}](upit_{size}_routing.svg)", ""]
     if panels:
         plot_differences(panels, RESULTS / "upit_differences.svg", "difference of held-out loss")
         lines += ["![Differences of held-out loss with 95 % intervals](upit_differences.svg)", ""]
@@ -309,20 +318,20 @@ def _mean(runs: list[dict[str, Any]], measure: str) -> float:
     return float(np.mean([run[measure] for run in runs])) if runs else float("inf")
 
 
-def _differences(runs: dict[str, dict[int, dict[str, Any]]], measure: str) -> list[tuple[str, str, Difference]]:
-    """The contrasts that at least two seeds have: label, method, difference."""
+def _differences(runs: dict[str, dict[int, dict[str, Any]]], measure: str) -> list[tuple[str, Difference]]:
+    """The contrasts that at least two seeds have: label, difference."""
     rows = []
     for name, other in CONTRASTS:
         seeds = sorted(runs[name].keys() & runs[other].keys())
         if len(seeds) > 1:
             pairs = [[runs[method][seed][measure] for seed in seeds] for method in (name, other)]
-            rows.append((f"{METHODS[name].label} − {METHODS[other].label}", name, paired_difference(*pairs)))
+            rows.append((f"{METHODS[name].label} − {METHODS[other].label}", paired_difference(*pairs)))
     return rows
 
 
 def _contrasts(runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     lines = ["| contrast | loss | 95 % interval | exact | 95 % interval |", "|---|---|---|---|---|"]
-    for (label, _, loss), (_, _, exact) in zip(_differences(runs, "loss"), _differences(runs, "exact"), strict=True):
+    for (label, loss), (_, exact) in zip(_differences(runs, "loss"), _differences(runs, "exact"), strict=True):
         lines.append(f"| {' | '.join([label, *loss.cells(), *exact.cells()])} |")
     return lines
 
@@ -339,8 +348,8 @@ def _curve(runs: dict[int, dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 def _layers(runs: dict[int, dict[str, Any]]) -> list[tuple[int, float]]:
-    """By layer, how far the tasks' routing is from their mean, mean of tasks and seeds; nothing without routers."""
-    layers = [layers for run in runs.values() for layers in run.get("distances", {}).values()]
+    """Specialization by layer, mean of tasks and seeds; nothing without routers."""
+    layers = [layers for run in runs.values() for layers in run.get("specialization", {}).values()]
     return list(enumerate(np.mean(layers, axis=0).tolist())) if layers else []
 
 
@@ -356,14 +365,10 @@ def _rates(study: Study) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "report"))
-    parser.add_argument("--data", type=Path, default=Path(".cache/short_tasks"))
-    parser.add_argument("--work", type=Path, default=Path(".cache/studies/upit"))
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
+    options = parser(__doc__)
+    options.add_argument("--workers", type=int, default=1)
+    options.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = options.parse_args()
     study = Study(args.data.absolute(), args.work.absolute(), Ledger(RESULTS / "upit.jsonl"))
     if args.command == "report":
         return report(study)

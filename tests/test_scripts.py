@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -55,12 +56,12 @@ def test_a_ledger_keeps_runs_as_lines(tmp_path, capsys):
     from studies.runs import Ledger
 
     ledger = Ledger(tmp_path / "results" / "runs.jsonl")
-    assert ledger.records() == [] and not ledger.has(seed=0)
+    assert ledger.records() == []
     for rate in (0.1, 0.2):
         ledger.add({"order": "iid", "seed": 0, "method": "UpIT", "rate": rate, "points": [{"loss": 1 / 3}]}, "fine")
     again = Ledger(ledger.path)
-    assert again.find(order="iid", seed=0, rate=0.2)["points"] == [{"loss": 0.333333}]
-    assert again.has(method="UpIT") and not again.has(method="UpIT", rate=0.3) and not again.has(order="blocks")
+    assert [run["points"] for run in again.records(order="iid", seed=0, rate=0.2)] == [[{"loss": 0.333333}]]
+    assert len(again.records(method="UpIT")) == 2 and again.records(order="blocks") == []
     assert "iid, 0, UpIT, 0.1: fine" in capsys.readouterr().out
     ledger.add({"seed": 1, "rate": 1e-3 / 64}, "")  # a small rate is not rounded
     assert again.records()[-1] == {"seed": 1, "rate": 1.5625e-05}
@@ -112,17 +113,22 @@ def test_rates_are_tried_until_the_best_lies_between_worse_ones(first):
         assert min(losses) < optimum < max(losses) and len(losses) <= 6
 
 
-def test_the_study_of_upit_makes_every_run_once_and_those_of_stage_1s_rate_after_it(tmp_path):
+@pytest.mark.slow
+def test_the_study_of_upit_makes_every_run_once_and_those_of_stage_1s_rate_after_it(tmp_path, monkeypatch):
     from studies import upit
     from studies.runs import Ledger
 
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("")
+    monkeypatch.setattr(upit, "smollm2_folder", lambda: tmp_path)
+    monkeypatch.setattr(upit, "RESULTS", tmp_path)
+    for name in ("train.jsonl", "test.jsonl", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("")
     study = upit.Study(tmp_path, tmp_path, Ledger(tmp_path / "runs.jsonl"))
-    jobs = []
+    jobs, layers = [], {"specialization": {"a": [0.1, 0.2]}}
     while (job := next(study.jobs(), None)) is not None:
         jobs.append(job)
-        study.ledger.add({**job._asdict(), "loss": abs(job.rate - 2e-3), "data": study.digest}, "")
+        loss = abs(job.rate - 2e-3) + (1 + job.seed) * len(job.method) / 100
+        run = {**job._asdict(), "loss": loss, "exact": 0.5, "curve": [["prepare", 1.0, 3.0], ["prepare", 2.0, 2.0]]}
+        study.ledger.add({**run, "data": study.digest, **({} if "lora_" in job.method else layers)}, "")
     assert len(jobs) == len(set(jobs))
     counted = {(job.method, job.size, job.seed) for job in jobs if job.rate == 2e-3 and job.seed != upit.TUNING_SEED}
     assert counted == {(name, size, seed) for name in upit.METHODS for size in upit.SIZES for seed in upit.SEEDS}
@@ -133,6 +139,35 @@ def test_the_study_of_upit_makes_every_run_once_and_those_of_stage_1s_rate_after
     )
     staged = [i for i, job in enumerate(jobs) if job.method != "base" and upit.METHODS[job.method].experts is not None]
     assert min(staged) > max(jobs.index(("lora_kr", "quarter", upit.TUNING_SEED, rate)) for rate in (1e-3, 2e-3, 4e-3))
+
+    upit.report(study)
+    page = (tmp_path / "upit.md").read_text()
+    assert "In progress" not in page and "| UpIT − LoRA, rank k·r | -0.0600 |" in page  # 4 letters and 7: seeds 0 to 2
+    assert all((tmp_path / name).is_file() for name in re.findall(r"\]\((upit_\w+\.svg)\)", page))
+    (tmp_path / "tokenizer.json").write_text("another")  # none of the runs counts any more
+    assert upit.Study(tmp_path, tmp_path, study.ledger).records() == []
+
+
+def test_the_smaller_studies_report_what_their_ledgers_have(tmp_path, monkeypatch):
+    from studies import label_routing, upcycling
+
+    for study in (label_routing, upcycling):
+        monkeypatch.setattr(study, "RESULTS", tmp_path)
+    compliance = {task: [[0.5, 0.6, 0.7, 0.8, 0.9]] * 2 for task in label_routing.EXPERTS}
+    run = {"mean_compliance": 0.7, "compliance": compliance, "exact": 0.5}
+    states = label_routing.STATES
+    label_routing.report([{**run, "state": s, "seed": i, "loss": 2.0 + i * len(s)} for s in states for i in range(3)])
+    page = (tmp_path / "label_routing_smollm2.md").read_text()
+    assert page.count("| 3 | 0.700 | 0.500 | 0.900 | 0.700 | 0.700 |") == len(states) and "minus without: +" in page
+    upcycling.report([
+        {"init": "drop", "rate": rate, "passes": n, "loss": 3.0 - n + 100 * rate, "exact": 0.25}
+        for rate in upcycling.RATES for n in range(4)
+    ])  # fmt: skip
+    assert (
+        "| drop | 5e-05 | 3.0050 | 2.0050 | 1.0050 | 0.0050 | 0.250 |"
+        in (tmp_path / "upcycling_smollm2.md").read_text()
+    )
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"label_routing_smollm2.svg", "upcycling_smollm2.svg"}
 
 
 def test_the_gpu_benchmark_measures_all_its_rows_on_a_tiny_case():

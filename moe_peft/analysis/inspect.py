@@ -135,7 +135,7 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     specialization, effective = statistics.specialization(), statistics.effective()
     for domain, share_LN in statistics.shares().items():
         tokens = int(statistics.tokens[statistics.domains.index(domain)])
-        numbers = (f"{specialization[domain]:.0%}", f"{float(effective[domain].mean()):.2f}")
+        numbers = (f"{specialization[domain].mean():.0%}", f"{effective[domain].mean():.2f}")
         cells = [domain, f"{tokens:,}", *numbers, strongest(share_LN)]
         if has_map:
             cells += [f"{x:.1%}" for x in (statistics.mean_compliance(domain), statistics.chance()[domain])]
@@ -144,7 +144,8 @@ def _print(statistics: RoutingStatistics, about: dict[str, Any], files: list[Pat
     if has_map:
         console.print(f"mean compliance: {statistics.mean_compliance():.1%}")
     # Whether the load is healthy.
-    warning, style = (statistics.warning(), "yellow") if statistics.warning() else (str(statistics.health()), None)
-    console.print(f"load: {warning}", style=style, highlight=False, soft_wrap=True)
+    warning = statistics.warning()
+    style = "yellow" if warning else None
+    console.print(f"load: {warning or statistics.health()}", style=style, highlight=False, soft_wrap=True)
     for path in files:
         console.print(str(path), highlight=False, soft_wrap=True)

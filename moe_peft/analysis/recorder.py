@@ -232,14 +232,14 @@ class RoutingStatistics:
         """What is wrong with the load and what to try; "" if nothing is, or an expert map asks for uneven loads."""
         return self.health().warning if self.allowed is None else ""
 
-    def specialization(self) -> dict[str, float]:
+    def specialization(self) -> dict[str, torch.Tensor]:
         """
-        Domain → the share of its assignments that go to other experts than the average domain's, averaged over layers:
-        half the sum of the differences. 0: the routers treat it as all text; 1: it has experts of its own.
+        Domain → by layer, the share of its assignments that go to other experts than the average domain's: half the sum
+        of the differences, [L]. 0: the router treats it as all text; 1: it has experts of its own.
         """
         shares = self.shares()
         mean_LN = sum(shares.values()) / max(len(shares), 1)
-        return {domain: float((share_LN - mean_LN).abs().sum(1).mean() / 2) for domain, share_LN in shares.items()}
+        return {domain: (share_LN - mean_LN).abs().sum(1) / 2 for domain, share_LN in shares.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """All statistics as plain lists, ready for JSON."""
@@ -256,7 +256,7 @@ class RoutingStatistics:
             "compliance": None,
             "mean_compliance": None,
             **({} if self.allowed is None else self._compliance_as_dict()),
-            "specialization": self.specialization(),
+            "specialization": {domain: of_layers.tolist() for domain, of_layers in self.specialization().items()},
             "warning": self.warning(),
         }
 

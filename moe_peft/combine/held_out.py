@@ -15,7 +15,7 @@ from ..analysis.recorder import RoutingStatistics
 from ..models.introspection import active_routers, adapter_layers, native_routers, observed_routing, routed_adapters
 from ..models.steering import common_size, force_experts
 from ..routing.routers import LinearRouter
-from ..training.scoring import Collator, example_losses, make_scorable, mean_loss
+from ..training.scoring import Collator, example_losses, mean_loss
 
 Losses = dict[str, float]
 
@@ -45,7 +45,6 @@ class HeldOut:
 
 def score(model: Any, parts: Parts, statistics: RoutingStatistics | None = None) -> Losses:
     """The loss on the rows of each label, which is the domain of `statistics` meanwhile."""
-    make_scorable(model)
     losses = {}
     for label, rows in parts.rows.items():
         if statistics is not None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 
+from ..training.scoring import to_device
 from ..utils.messages import one_line
 
 
@@ -101,7 +102,7 @@ class Harness:
         What `lm_eval.evaluate` returns, without single examples. The main process alone gets it; others get {}.
 
         Args:
-            model: a model of transformers or PEFT, on the device that it runs on.
+            model: a model of transformers or PEFT; it is moved to this process's device.
             tokenizer: its tokenizer.
 
         Raises:
@@ -111,6 +112,7 @@ class Harness:
         from lm_eval import evaluate
         from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
+        to_device(model)
         s = self.settings
         other = DEFAULT_OTHER_SEED if s.seed is None else s.seed
         random.seed(DEFAULT_RANDOM_SEED if s.seed is None else s.seed)

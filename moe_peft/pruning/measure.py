@@ -12,7 +12,7 @@ import torch
 from ..analysis.inputs import Rows
 from ..models.introspection import RoutedPass, observed_routing
 from ..training.data import rows_of_labels
-from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
+from ..training.scoring import example_losses, loss_name, mean_loss
 
 
 class Choices:
@@ -67,7 +67,6 @@ def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[st
     Raises:
         ValueError: the data, or a domain, have no token to score.
     """
-    make_scorable(model)
     with nullcontext() if choices is None else observed_routing(model, choices.add):
         losses_S, counts_S = example_losses(model, rows.data, rows.collator, rows=rows.batch_size)
     losses = {

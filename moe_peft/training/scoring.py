@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,13 +22,26 @@ Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 _add_fused_lm_head = private("trl.trainer.utils", "add_fused_lm_head")
 
 
-def make_scorable(model: Any) -> None:
-    """Prepare a model without a TRL trainer: add TRL's fused head and move the model to this process's device."""
-    _add_fused_lm_head(base_model(model))
-    _to_device(model)
+@contextmanager
+def fused_lm_head(model: Any, outputs: tuple[str, ...] = ("log_probs",)) -> Iterator[None]:
+    """
+    A model has TRL's fused head inside this block, and afterwards the forward that it had, as a trainer may need it.
+
+    Args:
+        outputs: see `trl.trainer.utils.add_fused_lm_head`.
+    """
+    base = base_model(model)
+    forward = base.__dict__.get("forward")  # of a trainer's head, for example
+    _add_fused_lm_head(base, outputs=outputs)
+    try:
+        yield
+    finally:
+        del base.forward
+        if forward is not None:
+            base.forward = forward
 
 
-def _to_device(model: Any) -> None:
+def to_device(model: Any) -> None:
     """Move a model to this process's device, unless its loader has placed it."""
     inner, device = base_model(model), PartialState().device
     placed = getattr(inner, "hf_device_map", None) or getattr(inner, "is_quantized", False)
@@ -43,7 +57,7 @@ def example_losses(
     Summed loss and number of scored tokens of every example. Several processes share the work.
 
     Args:
-        model: a model with TRL's fused head, see `make_scorable`.
+        model: a model of transformers or PEFT; it is moved to this process's device.
         dataset: tokenized, with `input_ids` and `labels`, as `training.preparation.tokenized` returns it.
         collator: makes batches of its rows.
         rows: of a forward pass.
@@ -55,8 +69,8 @@ def example_losses(
     state = PartialState()
     mine = starts[state.process_index :: state.num_processes]
     scored: list[tuple[int, list[float], list[int]]] = []
-    _to_device(model)  # under FSDP and DeepSpeed, `Trainer` leaves that to its `train`
-    with evaluating(model), gathered_as_it_runs(model):
+    to_device(model)
+    with fused_lm_head(model), evaluating(model), gathered_as_it_runs(model):
         for start in tqdm(mine, desc="scoring", disable=not state.is_main_process or len(mine) < 20):
             inputs = collator([dataset[i] for i in range(start, min(start + rows, len(dataset)))])
             inputs = {name: value.to(state.device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from ..routing.expert_map import label_text
 from ..routing.statistics import LoadHealth
 from ..training.data import check_domains, rows_of_labels, source_name
 from ..training.preparation import tokenized
-from ..training.scoring import example_losses, loss_name, make_scorable, mean_loss
+from ..training.scoring import example_losses, loss_name, mean_loss
 from ..utils.io import hash_file
 from ..utils.loading import chat_template, check_template
 from .recipe import EvaluateSection, Recipe
@@ -83,7 +83,6 @@ def evaluate(
     args = copy.copy(args)
     args.packing = args.padding_free = False  # examples are scored one by one
     data, collator = tokenized(dataset, processing_class, args)
-    make_scorable(model)
     labels = [label_text(label) for label in data[label_column]] if label_column else ["all"] * len(data)
     parts = {domain: data.select(indices) for domain, indices in rows_of_labels(labels).items()}
     routed = bool(adapter_layers(model) or native_routers(model))
@@ -99,26 +98,15 @@ def evaluate(
                 statistics.current = domain
             with nullcontext() if label_mask is None else allow_experts(model, label_mask[domain]):
                 score("adapted", model, domain)
-    with _base_of(model, base) as base_model:
+    with model.disable_adapter() if base is None else nullcontext():
         for domain in parts:
-            score("base", base_model, domain)
+            score("base", base or model, domain)
     if statistics is not None:
         _gather(statistics)
     shares, health = ({}, None) if statistics is None else (statistics.shares(), statistics.health())
     for result in losses.values():
         result["mean"] = sum(result.values()) / len(result)
     return Evaluation({name: losses[name] for name in ("base", "adapted")}, shares, health)
-
-
-@contextmanager
-def _base_of(model: Any, base: PreTrainedModel | None) -> Iterator[Any]:
-    """The model to compare with: `base`, or the model itself without its adapter."""
-    if base is None:
-        with model.disable_adapter():
-            yield model
-    else:
-        make_scorable(base)
-        yield base
 
 
 def _gather(statistics: RoutingStatistics) -> None:
@@ -156,10 +144,9 @@ def evaluate_tasks(
     Args:
         base: the model to compare with; None takes the model without its adapter.
     """
-    make_scorable(model)
     records = {"adapted": harness.run(model, processing_class)}
-    with _base_of(model, base) as base_model:
-        records["base"] = harness.run(base_model, processing_class)
+    with model.disable_adapter() if base is None else nullcontext():
+        records["base"] = harness.run(base or model, processing_class)
     scores = {name: read_scores(records[name]) if records[name] else {} for name in ("base", "adapted")}
     return {name: [score._asdict() for score in of.values()] for name, of in scores.items()}
 

@@ -27,7 +27,7 @@ from .evaluate import Evaluate
 from .expand import expand_checkpoints
 from .expert_similarity import of_ffns
 from .files import finish_native
-from .router_init import VECTORS, add_routing_vectors
+from .router_init import add_routing_vectors, train_expert
 from .stage_cache import Stage
 from .stages import Expand, PostTrain, Prepare, RouterInit
 
@@ -71,8 +71,7 @@ class FFNRouterInit(_OfFFNs, RouterInit):
     def planned(self, base: PreTrainedModel) -> PreTrainedModel:
         """One expert's dense model, with a routing vector for each FFN."""
         add_routing_vectors(base, [name for name, _ in base.named_modules() if name.endswith(".mlp")], self.seed)
-        trained = (VECTORS, ".mlp.") if self.recipe.router_init.train_experts else (VECTORS,)
-        train_only(base, [name for name, _ in base.named_parameters() if any(part in name for part in trained)])
+        train_expert(base, self.recipe.router_init.train_experts)
         return base
 
 

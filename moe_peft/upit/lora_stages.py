@@ -24,7 +24,7 @@ from .evaluate import Evaluate
 from .expand import expand_experts
 from .expert_similarity import of_loras
 from .recipe import FROM_EXPERTS, Recipe
-from .router_init import VECTORS, add_routing_vectors
+from .router_init import VECTORS, add_routing_vectors, train_expert
 from .stage_cache import Artefacts, Stage
 from .stages import Expand, PostTrain, Prepare, RouterInit, moe_experts
 
@@ -93,7 +93,7 @@ class LoraRouterInit(_OfLoras, RouterInit):
 
     def planned(self, base: PreTrainedModel) -> PeftModel:
         """One LoRA expert, with a routing vector for each FFN."""
-        config, section = planned_config(self.recipe, base), self.recipe.router_init
+        config = planned_config(self.recipe, base)
         names = routed_ffns(base)
         lora = LoraConfig(
             r=config.r, target_modules=ffn_projections(base, config.target_projections), modules_to_save=[VECTORS],
@@ -102,9 +102,7 @@ class LoraRouterInit(_OfLoras, RouterInit):
         add_routing_vectors(base, names, self.seed)
         with base.device:
             model = get_peft_model(base, lora)
-        if not section.train_experts:
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(parameter.requires_grad and VECTORS in name)
+        train_expert(model, self.recipe.router_init.train_experts)
         return model
 
 

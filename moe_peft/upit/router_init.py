@@ -39,7 +39,7 @@ from ..training.checkpointing import FiniteWeightsMixin, Trained, train
 from ..training.labels import IGNORED
 from ..training.preparation import for_one_trainer, tokenized
 from ..training.router_losses import RouterLog
-from ..training.scoring import Collator, example_losses, make_scorable
+from ..training.scoring import Collator, example_losses
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write
@@ -95,7 +95,7 @@ def record_scores(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
             score = model.get_submodule(VECTORS)(args[0], index)  # a module's call, for which ZeRO-3 gathers vectors
             if len(scores) < len(names):
                 scores.append(score if torch.is_grad_enabled() else score.detach().requires_grad_())
-            elif (gradient := scores[index].grad) is not None:
+            elif scores[index].is_leaf and (gradient := scores[index].grad) is not None:
                 score.register_hook(gradient.add)
             # The same input, but tied to the score: DistributedDataParallel would take the vectors for unused if no
             # output depended on them.
@@ -196,6 +196,14 @@ def _trainable(model: PreTrainedModel, expert: Path, names: Sequence[str], seed:
     adapted = get_peft_model(model, config)
     set_peft_model_state_dict(adapted, weights)
     return adapted
+
+
+def train_expert(model: nn.Module, ffns: bool) -> None:
+    """Train an expert's routing vectors alone, or its FFNs too: the LoRAs on them, or all their weights."""
+    part = "lora_" if isinstance(model, PeftModel) else ".mlp."
+    for name, parameter in model.named_parameters():
+        is_vector = VECTORS in name and "original_module" not in name  # PEFT keeps a frozen copy
+        parameter.requires_grad_(is_vector or (ffns and part in name))
 
 
 def _saved_name(index: int) -> str:
@@ -330,9 +338,7 @@ def init_routers(
         names = names or _routed_modules(model, sources)
         model = _trainable(model, source, names, expert_args.seed)
         if bucket:
-            part_of_expert = "lora_" if is_lora(source) else ".mlp."
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(VECTORS in name or (train_experts and part_of_expert in name))
+            train_expert(model, train_experts)
             trainer = RouterInitTrainer(
                 model, expert_args, train_dataset=data.select(bucket), processing_class=processing_class,
                 names=names, alpha=alpha,
@@ -377,7 +383,6 @@ def _perplexities(load: Load, experts: Sequence[Path], data: Dataset, collator: 
                 return file.get_tensor("perplexity")
     columns = []
     for model in _scored_models(load, experts):
-        make_scorable(model)
         losses_S, counts_S = example_losses(model, data, collator)
         columns.append((losses_S / counts_S).exp())
         del model

@@ -122,8 +122,9 @@ def _point(name: str, pipeline: UpIT, plans: Sequence[StagePlan]) -> Point:
     base, rows = pipeline.context.base, len(pipeline.context.train_data)
     dense, config = model_size(base.empty()).flops, base.config.get_text_config()
     tokens, flops, with_attention = 0, 0.0, 0.0
+    arguments = {stage.name: stage.sft for stage in pipeline.trainer_stages}
     for p in plans:
-        sft = next(stage.sft for stage in pipeline.trainer_stages if stage.name == p.name)
+        sft = arguments[p.name]
         length = sft["max_length"] if sft.get("packing") else p.tokens / p.epochs / rows
         per_token = metrics[p.name].get("size", {}).get("flops", dense)
         before = (tokens, flops)
@@ -145,24 +146,10 @@ def print_sweep(points: Sequence[Point]) -> None:
     """A table of the runs, from the main process."""
     if not PartialState().is_main_process:
         return
-    columns = (
-        "run",
-        "tokens",
-        "training FLOP",
-        "with attention",
-        "training loss",
-        "held-out loss",
-        "tokens to same loss",
-    )
-    table = Table(*columns, title="Sweep")
+    costs = ("tokens", "training FLOP", "with attention")
+    table = Table("run", *costs, "training loss", "held-out loss", "tokens to same loss", title="Sweep")
     for p in points:
         held_out = "" if p.held_out is None else f"{p.held_out:.3f}"
-        numbers = (
-            f"{p.tokens:,}",
-            f"{p.flops:.3g}",
-            f"{p.flops_with_attention:.3g}",
-            f"{p.curve[-1][-1]:.3f}",
-            held_out,
-        )
-        table.add_row(p.name, *numbers, f"{p.tokens_to_loss:,}")
+        numbers = (f"{p.tokens:,}", f"{p.flops:.3g}", f"{p.flops_with_attention:.3g}", f"{p.curve[-1][-1]:.3f}")
+        table.add_row(p.name, *numbers, held_out, f"{p.tokens_to_loss:,}")
     Console(markup=False, emoji=False).print(table)

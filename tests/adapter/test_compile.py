@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 from peft import get_peft_model
+from trl.trainer.utils import add_fused_lm_head
 
 from moe_peft import MoELoraConfig, pin_dispatch
 from moe_peft.adapter.router_recorder import state
-from moe_peft.training.scoring import make_scorable
 from tests.helpers.models import tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_compiled_model_follows_changes_of_its_config_and_adapters():
 @pytest.mark.parametrize("asked", [{}, {"output_router_logits": True}], ids=["by the config", "asked for"])
 def test_trls_fused_head_has_the_balancing_loss_though_it_breaks_the_graph(asked):
     plain = model("output").train()
-    make_scorable(plain)
+    add_fused_lm_head(plain.get_base_model())
     batch = {"input_ids": IDS[:, :8], "labels": IDS[:, :8], "fused_lm_head": True, **asked}
     expected = plain(**batch)
     torch._dynamo.reset()

@@ -31,7 +31,7 @@ from moe_peft.native.expert_init import FFN, INITIALISATIONS, ExpertInit, genera
 from moe_peft.native.safetensors_io import ShardedWriter
 from moe_peft.routing.gates import Steering, sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 from moe_peft.routing.losses import balancing_loss, label_losses, z_losses
-from moe_peft.training.scoring import example_losses, make_scorable, mean_loss
+from moe_peft.training.scoring import example_losses, mean_loss
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from moe_peft.upit.buckets import perplexity_buckets
 from moe_peft.utils.expert_merging import dare_merge, expand, likeness, similarities, update_gram
@@ -333,7 +333,6 @@ def test_what_has_no_answer_is_refused_on_one_line(call, message):
 
 def test_an_example_without_a_token_to_score_has_no_perplexity():
     model = adapted()
-    make_scorable(model)
     data = Dataset.from_list([{"input_ids": [5, 6, 7]}, {"input_ids": [9]}, {"input_ids": []}])
 
     def collator(examples: list[dict]) -> dict[str, torch.Tensor]:

@@ -438,14 +438,3 @@ def test_wrong_options(options, message, folder, capsys):
         inspect(folder, *options)
     last = capsys.readouterr().err.splitlines()[-1]
     assert message in last and last.startswith("error: ")
-
-
-def test_a_domain_called_mean_keeps_its_loss(tokenizer, tmp_path):
-    from moe_peft.upit.evaluate import evaluate
-
-    args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=32)
-    rows = Dataset.from_list([{"text": f"w{i + 3} w{i + 9} w5", "domain": "a" if i % 2 else "mean"} for i in range(6)])
-    losses = evaluate(make_model(), rows, args, tokenizer, "domain").losses["adapted"]
-    assert losses.keys() == {"a", "mean (domain)", "mean"}
-    assert losses["mean"] == pytest.approx((losses["a"] + losses["mean (domain)"]) / 2)
-    assert losses["a"] != losses["mean (domain)"]

@@ -112,13 +112,11 @@ def _check_launcher() -> None:
             raise ValueError(f"{name}={value!r} in the environment: must be an integer; a launcher sets it")
 
 
-# Logger → words of the lines that say nothing about what the user does: an import, a machine without a GPU, a model
-# that is looked for on the hub.
+# Logger → words of its lines that say nothing about what the user does.
 _NOISE = {
     "torchao": "Failed to load",
     "torch.utils._pytree": "is an Enum subclass",
     "DeepSpeed": "Setting accelerator to CPU",
-    "huggingface_hub.utils._http": "thrown while requesting",
 }
 
 

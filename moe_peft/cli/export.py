@@ -18,9 +18,9 @@ from ..utils.loading import read_config
 def parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog,
-        usage="%(prog)s (--adapter FOLDER | --model FOLDER) --output PATH [options]",
+        usage="%(prog)s (--adapter | --model) FOLDER --output PATH [options]",
         description="Make a native MoE from a MoE-LoRA adapter and its base, or a GGUF file from either.",
-        epilog='example:\n  moe-peft export --adapter adapter --output exported --verify "The sea is blue."',
+        epilog='example:\n  moe-peft export --adapter adapter --output exported --verify "Hello, world."',
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--adapter", metavar="FOLDER", help="a MoE-LoRA adapter")

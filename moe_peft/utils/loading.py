@@ -437,8 +437,8 @@ def read_model(
             finite.
     """
     folder = Path(name)
+    read_config(name, source, revision)
     if folder.exists():
-        read_config(folder, source)
         refuse_adapter(folder, source)
         check_weights(folder, source)
     if kwargs.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():

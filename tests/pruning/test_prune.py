@@ -465,7 +465,7 @@ def test_an_adapter_whose_base_is_gone(base: str, data: str, tmp_path: Path, cap
     settings = json.loads(path.read_text())
     commands: dict[str, list[str]] = {
         "prune": ["--drop", "[1]", "--model"], "inspect": ["--data", data, "--model"], "export": ["--adapter"],
-        "eval": ["--tasks", "arc_easy", "--model"], "mix": ["--data", data, data, "--adapters", str(folder)],
+        "mix": ["--labels", "a", "b", "--data", data, data, "--adapters", str(folder)],
     }  # fmt: skip
     for source, words in ((None, "=None: the adapter names no base; name"), ("gone", "='gone': no folder seen from ")):
         path.write_text(json.dumps({**settings, "base_model_name_or_path": source}))

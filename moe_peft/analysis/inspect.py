@@ -28,6 +28,7 @@ def inspect_model(
     data: str,
     output_dir: str | Path,
     *,
+    base: str | None = None,
     label_column: str | None = None,
     expert_map: dict[str, list[int]] | None = None,
     split: str = "train",
@@ -48,6 +49,7 @@ def inspect_model(
         model_path: the folder of an adapter or a native MoE.
         data: a .json, .jsonl, .csv or .parquet file, or a dataset's name; in a format that TRL accepts.
         output_dir: the folder for the files of `write_report`: a new one, or one with an earlier report.
+        base: an adapter's base; None takes the one that it names.
         label_column: the column that holds the domains.
         expert_map: domain → experts, for compliance.
         split: the split of the data.
@@ -67,7 +69,7 @@ def inspect_model(
     if position_width is not None and expert_map is None:
         raise ValueError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")
     with output_folder(output_dir, "output_dir", REPORT.is_in) as folder:
-        model, tokenizer = load(model_path, dtype, quantization)
+        model, tokenizer = load(model_path, dtype, quantization, base)
         rows = load_rows(
             tokenizer, data, label_column, split,
             batch_size=batch_size, max_length=max_length, max_examples=max_examples,

@@ -170,26 +170,25 @@ def _heat_maps(
         columns, rows = _grid(len(panels), 4)
         width, height = min(width, 8.0 / columns), min(height, 8.0 if rows == 1 else 10.5 / rows)
     width_of_page = max(4.4, 1.0 + columns * (width + 0.2) + (0 if numbers else 1.1))
-    share = f", {float(even.min() * 100):.3g} %" if even.min() == even.max() else ""
-    keys = [f"cells: {values_are}; white: the even share{share}"] if numbers else []
+    percent = f", {float(even.min() * 100):.3g} %" if even.min() == even.max() else ""
+    keys = [f"cells: {values_are}; white: the even share{percent}"] if numbers else []
     keys += ["outlined: the domain's experts"] if outlined else []
     text = [line for part in (title, note, *keys) for line in wrap(part, int(12 * width_of_page))]
     figure = new_figure(width_of_page, 0.9 + 0.2 * len(text) + rows * (height + 0.4))
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    top = max(2.0, *(float((share / even.reshape(-1, 1)).nan_to_num(0).max()) for share in panels.values()))
+    relative = {name: (share / even.reshape(-1, 1)).numpy() for name, share in panels.items()}
+    top = max(2.0, *(float(share[share == share].max(initial=0)) for share in relative.values()))
     norm, colors = TwoSlopeNorm(1, 0, top), _diverging()
-    for axis, (name, share) in zip(axes.flat, panels.items(), strict=False):
-        relative = (share / even.reshape(-1, 1)).numpy()
-        image = axis.imshow(relative, cmap=colors, norm=norm, aspect="auto")
+    for axis, (name, share) in zip(axes.flat, relative.items(), strict=False):
+        image = axis.imshow(share, cmap=colors, norm=norm, aspect="auto")
         axis.set_title(name, parse_math=False, fontsize=11)  # names may have dollar signs
         axis.set_xticks(_ticks(width_N, width))
         axis.set_yticks(ticks := _ticks(height_N, height), [str(names[i]) for i in ticks])
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
         if numbers:
-            _write_numbers(axis, share * 100, colors(norm(relative)))
-        for column in outlined[name] if outlined else ():
-            _outline(axis, column, outlined[name], height_N)
+            _write_numbers(axis, panels[name] * 100, colors(norm(share)))
+        _outline(axis, (outlined or {}).get(name, ()), height_N)
     _leave_out(axes, len(panels))
     figure.supxlabel(columns_are, fontsize="medium")
     figure.supylabel(rows_are, fontsize="medium")
@@ -199,12 +198,13 @@ def _heat_maps(
     save_figure(figure, path, "\n".join(text))
 
 
-def _outline(axis: Any, column: int, columns: Sequence[int], height: int) -> None:
-    """The part of an outline around `columns` that is at `column`."""
-    edges = [[(column - 0.5, column + 0.5), (y, y)] for y in (-0.5, height - 0.5)]
-    edges += [[(column + s / 2,) * 2, (-0.5, height - 0.5)] for s in (-1, 1) if column + s not in columns]
-    for xs, ys in edges:
-        axis.plot(xs, ys, color="black", linewidth=1.8, clip_on=False, solid_capstyle="projecting")
+def _outline(axis: Any, columns: Sequence[int], height: int) -> None:
+    """A frame around each run of neighboring columns."""
+    for column in columns:
+        edges = [[(column - 0.5, column + 0.5), (y, y)] for y in (-0.5, height - 0.5)]
+        edges += [[(column + s / 2,) * 2, (-0.5, height - 0.5)] for s in (-1, 1) if column + s not in columns]
+        for xs, ys in edges:
+            axis.plot(xs, ys, color="black", linewidth=1.8, clip_on=False, solid_capstyle="projecting")
 
 
 def _write_numbers(axis: Any, values: torch.Tensor, colors: Any, form: str = "{:.0f}") -> None:

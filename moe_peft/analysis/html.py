@@ -203,10 +203,8 @@ def who_serves_what(shares: Mapping[str, torch.Tensor]) -> str:
             served[list(shares)[domain]].append(str(expert))
     if not served:
         domain, expert = divmod(int(part_DN.argmax()), part_DN.shape[1])
-        return (
-            f"No expert serves mostly one domain: {float(part_DN.max()):.0%} of what the most one-sided does, expert "
-            f"{expert} of layer {layer}, is {list(shares)[domain]} (even would be {1 / len(shares):.0%})."
-        )
+        part = f"{float(part_DN.max()):.0%} of its tokens from {list(shares)[domain]} (even: {1 / len(shares):.0%})"
+        return f"No expert serves mostly one domain: the most one-sided, expert {expert} of layer {layer}, has {part}."
     parts = [
         f"{_listed(experts, 'expert')} serve{'s' * (len(experts) == 1)} mostly {d}" for d, experts in served.items()
     ]

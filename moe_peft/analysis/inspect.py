@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import tqdm
 
-from ..models.introspection import adapter_layers
+from ..models.introspection import adapter_layers, base_model
 from ..models.model_size import ModelSize, expert_similarity, model_size
+from ..routing.expert_map import in_order
 from ..utils.expert_merging import likeness
 from ..utils.io import output_folder
 from .html import EFFECTIVE, STRONGEST, strongest, write_html
@@ -91,7 +92,7 @@ def _recorded(
     labels = rows.domains or ["all"] * len(rows.data)
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     device = next(model.parameters()).device
-    with record_routing(model, sorted(set(labels)), expert_map, classes, position_width) as statistics:
+    with record_routing(model, in_order(labels, expert_map), expert_map, classes, position_width) as statistics:
         for start in tqdm(range(0, len(rows.data), rows.batch_size), desc="routing"):
             stop = min(start + rows.batch_size, len(rows.data))
             batch = rows.collator([rows.data[i] for i in range(start, stop)])
@@ -111,6 +112,7 @@ def _about(model: Any) -> dict[str, Any]:
     cosines_NN = expert_similarity(model)
     return {
         **describe(model),
+        "base": base_model(model).config._name_or_path if adapter_layers(model) else None,
         "size": asdict(model_size(model)),
         "similarity": None if cosines_NN is None else cosines_NN.tolist(),
         "similarity_of": "updates B A" if adapter_layers(model) else "weights",

@@ -42,7 +42,7 @@ class MoELoraModel(BaseTuner):
 
     Args:
         model: the model to adapt.
-        config: the adapter's configuration.
+        peft_config: the adapter's configuration.
         adapter_name: its name.
 
     Example:

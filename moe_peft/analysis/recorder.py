@@ -283,9 +283,10 @@ def record_routing(
     training_only: bool = False,
 ) -> Iterator[RoutingStatistics]:
     """
-    Collect routing statistics of every forward pass inside the block. Nothing stays on the model afterwards.
+    A context manager that collects routing statistics of every forward pass inside the block. Nothing stays on the
+    model afterwards.
 
-    Set `statistics.current` to the domain of the next batch, or to one domain per row.
+    Its value is a `RoutingStatistics`. Set its `current` to the domain of the next batch, or to one domain per row.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.

@@ -51,7 +51,13 @@ Scores = dict[tuple[str, str], Score]
 
 def read_scores(results: Mapping[str, Any]) -> Scores:
     """
-    (task, metric) → score, of what `lm_eval.evaluate` returns.
+    The scores of what `lm_eval.evaluate` returns.
+
+    Args:
+        results: the harness's results.
+
+    Returns:
+        (task, metric) → score, such as `("arc_easy", "acc")`.
 
     Example:
 

@@ -44,7 +44,7 @@ class ExpertInit:
     How an expert is made from a dense FFN.
 
     Args:
-        method: `"copy"`; `"noise"`: plus N(0, (noise_scale·std(W))²); `"random_noise"`: plus N(0, noise_std²) on a
+        method: what an expert begins as. `"copy"`; `"noise"`: plus N(0, (noise_scale·std(W))²); `"random_noise"`: plus N(0, noise_std²) on a
             random `noise_share` of the weights; `"subset"`: one n-th of the neurons, all others zero; `"permute"`: the
             neurons in another order, which computes the same and trains as `"copy"` does; `"permute_columns"`: the
             outputs of gate, of up and of down, each in an order of its own, which computes something else; `"drop"`: a

@@ -33,6 +33,9 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
         num_experts: n.
         caller: where the map was given; messages begin with it.
 
+    Returns:
+        label → indices of its experts.
+
     Raises:
         ValueError: a list has neither form, lists have different forms, the map can be read in both, or it looks like
             masks for two of more experts.

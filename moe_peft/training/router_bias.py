@@ -26,10 +26,10 @@ def has_biases(model: nn.Module) -> bool:
 @contextmanager
 def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
     """
-    Count each expert's tokens in the forward passes with gradients inside the block, without padding; the function that
-    this gives is to be called after each optimizer step. It raises an expert's bias by `router_bias_update_rate` if the
-    expert got fewer tokens than the mean of its layer, in all passes and processes since the last call, and lowers it
-    if more.
+    A context manager for training loops of your own: it counts each expert's tokens, without padding, in the forward
+    passes with gradients inside the block. Its value is a function to call after each optimizer step, which raises an
+    expert's bias by `router_bias_update_rate` if the expert got fewer tokens than the mean of its layer, in all passes
+    and processes since the last call, and lowers it if more.
 
     Called with `remaining=r`, it moves the biases towards 0 instead, which they reach after r such calls with
     r, r - 1, …, 1: then the routers fold, and the adapter can be exported.

@@ -34,6 +34,8 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
     `SFTConfig` with the fields of `RouterLossConfig` and labels.
 
     Args:
+        router_aux_loss_coef, router_z_loss_coef, …: see `RouterLossConfig`, whose fields this config has, and
+            `SFTConfig` for all others.
         label_column: the column of the data that holds the labels.
         expert_map: label → experts that may serve it: their indices, or masks with 0 or 1 for every expert (see
             `moe_peft.routing.read_expert_map`). Labels are compared as text.
@@ -64,6 +66,11 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     """
     `SFTTrainer` with router losses; see `MoESFTConfig` and `RouterLossesMixin`. A plain `SFTConfig` suffices if
     no field of `MoESFTConfig` is needed.
+
+    Args:
+        model: a model with or without an adapter, or the name of one.
+        args: how to train.
+        kwargs: the other arguments of `SFTTrainer`, such as `train_dataset` and `peft_config`.
 
     Raises:
         ValueError: the model has no routers; labels are missing or unknown; `expert_map` names experts that the model
@@ -214,6 +221,9 @@ class MoEDPOConfig(RouterLossConfig, DPOConfig):
     """
     `DPOConfig` with the fields of `RouterLossConfig`. Losses that need labels are skipped.
 
+    Args:
+        router_aux_loss_coef, router_z_loss_coef, …: see `RouterLossConfig`; all others are those of `DPOConfig`.
+
     Example:
 
     ```python
@@ -226,6 +236,10 @@ class MoEDPOConfig(RouterLossConfig, DPOConfig):
 class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
     """
     `DPOTrainer` with router losses; see `MoEDPOConfig` and `RouterLossesMixin`.
+
+    Args:
+        model: a model with or without an adapter, or the name of one.
+        kwargs: the other arguments of `DPOTrainer`, such as `args`, `train_dataset` and `peft_config`.
 
     Example:
 

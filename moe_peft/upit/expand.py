@@ -41,6 +41,12 @@ def expand_experts(
     Args:
         experts: LoRA adapter folders, all of one configuration.
         output_dir: gets `experts/0` … `experts/n-1`, the given ones first.
+        num_experts: how many there are afterwards.
+        method: `"genetic"` merges the two experts that are least alike, with values dropped at random; `"random"` draws
+            the parents; `"none"` copies.
+        similarity: what is compared to choose parents: the LoRAs' updates, or their displacements from `initial`.
+        drop_rate: the share of values that merging drops.
+        seed: of what is drawn.
         initial: the untrained adapter that they all started from, for `similarity="displacement"`.
 
     Returns:

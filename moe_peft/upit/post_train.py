@@ -56,8 +56,10 @@ def post_train(
 
     Args:
         model: a base with a MoE-LoRA adapter; or a native MoE. The balancing loss has its config's coefficient.
+        dataset: in a format that TRL accepts.
         args: how to train, a `MoESFTConfig` if other losses are wanted; its `num_train_epochs` or `max_steps` is the
             complete training of this stage.
+        processing_class: the tokenizer, which is saved beside the result.
         output_dir: for the adapter or the model.
         train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
         eval_dataset, callbacks: of the trainer.

@@ -622,6 +622,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         path: of the YAML file.
         overrides: `key=value` with a dotted key and a YAML value, e.g. `post_train.sft.learning_rate=1e-4`.
 
+    Returns:
+        the recipe, with a method's defaults where the file says nothing.
+
     Raises:
         ValueError: no such file, an unknown key or a wrong value.
 
@@ -658,6 +661,9 @@ def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
 
     Args:
         settings: as a YAML file has them.
+
+    Returns:
+        the recipe, with a method's defaults where the settings say nothing.
 
     Raises:
         ValueError: an unknown key or a wrong value; the message is one line.

@@ -280,6 +280,7 @@ def init_routers(
         dataset: the seed examples (in the paper a random 1 % of the data), in random order: rules with a capacity visit
             them in the order given.
         args: how to train each expert; `num_train_epochs` counts passes over its bucket.
+        processing_class: the tokenizer.
         output_dir: gets `experts/0`, …, adapter or model folders. The trainings' state goes to `args.output_dir`.
         buckets: how examples are assigned to experts, a name in `BUCKETS`: `"perplexity"`, `"label"` or `"random"`.
         alpha: weight of the language-modelling loss; the routing loss has 1 - alpha.

@@ -58,9 +58,13 @@ class RoutingStatistics:
     ```python
     >>> import torch
     >>> from moe_peft.analysis import RoutingStatistics
-    >>> statistics = RoutingStatistics(sizes=[4, 4], ks=[2, 2], domains=["code", "prose"])
+    >>> statistics = RoutingStatistics(
+    ...     sizes=[4, 4], ks=[2, 2], domains=["code", "prose"]
+    ... )
     >>> statistics.current = "prose"  # of the next batch
-    >>> statistics.update([torch.randn(6, 4), torch.randn(6, 4)], torch.ones(2, 3), None)
+    >>> statistics.update(
+    ...     [torch.randn(6, 4), torch.randn(6, 4)], torch.ones(2, 3), None
+    ... )
     >>> shares = statistics.shares()["prose"]  # [layers, experts]
     ```
     """
@@ -307,7 +311,9 @@ def record_routing(
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig, record_routing
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    >>> model = get_peft_model(
+    ...     base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM")
+    ... )
     >>> with record_routing(model) as statistics:
     ...     outputs = model(input_ids=torch.tensor([[3, 4, 5]]))
     >>> shares = statistics.shares()["all"]  # [layers, experts]

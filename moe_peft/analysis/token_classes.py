@@ -32,7 +32,10 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
     >>> from transformers import AutoTokenizer
     >>> from moe_peft.analysis import TOKEN_CLASSES, classify_tokens
     >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> names = [TOKEN_CLASSES[i] for i in classify_tokens(tokenizer)[tokenizer("1 + 1")["input_ids"]]]
+    >>> names = [
+    ...     TOKEN_CLASSES[i]
+    ...     for i in classify_tokens(tokenizer)[tokenizer("1 + 1")["input_ids"]]
+    ... ]
     ```
     """
     size = len(tokenizer) if size is None else size

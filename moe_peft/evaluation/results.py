@@ -33,7 +33,15 @@ class Score(NamedTuple):
 
     ```python
     >>> from moe_peft.evaluation import Score
-    >>> score = Score("arc_easy", "acc", 0.5, stderr=0.1, shots=0, higher_is_better=True, part=False)
+    >>> score = Score(
+    ...     "arc_easy",
+    ...     "acc",
+    ...     0.5,
+    ...     stderr=0.1,
+    ...     shots=0,
+    ...     higher_is_better=True,
+    ...     part=False,
+    ... )
     ```
     """
 

@@ -44,7 +44,9 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
 
     ```python
     >>> from moe_peft.routing import read_expert_map
-    >>> read_expert_map({"math": [1, 1, 0, 0], "code": [0, 0, 1, 1]}, 4, "expert_map")
+    >>> read_expert_map(
+    ...     {"math": [1, 1, 0, 0], "code": [0, 0, 1, 1]}, 4, "expert_map"
+    ... )
     {'math': [0, 1], 'code': [2, 3]}
     ```
     """

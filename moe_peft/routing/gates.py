@@ -223,7 +223,9 @@ class Steering:
     ```python
     >>> import torch
     >>> from moe_peft.routing import Steering
-    >>> gates, experts = Steering(experts=torch.tensor([2])).route(torch.randn(5, 4), 2, True)
+    >>> gates, experts = Steering(experts=torch.tensor([2])).route(
+    ...     torch.randn(5, 4), 2, True
+    ... )
     >>> experts.flatten().tolist()
     [2, 2, 2, 2, 2]
     ```

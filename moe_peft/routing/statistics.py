@@ -110,7 +110,9 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
     ```python
     >>> import torch
     >>> from moe_peft.routing import chosen_experts
-    >>> chosen_experts(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.3]]), 3).tolist()
+    >>> chosen_experts(
+    ...     torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.3]]), 3
+    ... ).tolist()
     [[True, False, True]]
     ```
     """
@@ -203,7 +205,13 @@ class LoadHealth:
     ```python
     >>> import torch
     >>> from moe_peft.routing import load_health
-    >>> health = load_health(torch.tensor([[500.0, 480.0, 510.0, 510.0], [970.0, 990.0, 25.0, 15.0]]), [4, 4], 1000)
+    >>> health = load_health(
+    ...     torch.tensor(
+    ...         [[500.0, 480.0, 510.0, 510.0], [970.0, 990.0, 25.0, 15.0]]
+    ...     ),
+    ...     [4, 4],
+    ...     1000,
+    ... )
     >>> health.monopolies, health.dead, health.status
     (1, 1, 'collapsed')
     >>> print(health)
@@ -267,7 +275,9 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) ->
     ```python
     >>> import torch
     >>> from moe_peft.routing import load_health
-    >>> load_health(torch.tensor([[500.0, 480.0, 510.0, 510.0]]), [4], tokens=1000).status
+    >>> load_health(
+    ...     torch.tensor([[500.0, 480.0, 510.0, 510.0]]), [4], tokens=1000
+    ... ).status
     'even'
 
     ```

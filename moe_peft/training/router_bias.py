@@ -48,7 +48,11 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig, router_bias_updates
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> config = MoELoraConfig(router_bias_update_rate=0.001, router_aux_loss_coef=0, task_type="CAUSAL_LM")
+    >>> config = MoELoraConfig(
+    ...     router_bias_update_rate=0.001,
+    ...     router_aux_loss_coef=0,
+    ...     task_type="CAUSAL_LM",
+    ... )
     >>> model = get_peft_model(base, config)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> ids = torch.tensor([[3, 4, 5, 6]])
@@ -108,7 +112,7 @@ class RouterBiasCallback(TrainerCallback):
 
     ```python
     >>> from moe_peft import RouterBiasCallback
-    >>> callback = RouterBiasCallback(anneal=0.1)  # SFTTrainer(..., callbacks=[callback])
+    >>> callback = RouterBiasCallback(anneal=0.1)  # for a trainer's `callbacks`
     ```
     """
 

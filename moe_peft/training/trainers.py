@@ -47,7 +47,12 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
 
     ```python
     >>> from moe_peft import MoESFTConfig
-    >>> args = MoESFTConfig("out", label_column="domain", expert_map={"a": [0, 1], "b": [2], "c": [3]}, use_cpu=True)
+    >>> args = MoESFTConfig(
+    ...     "out",
+    ...     label_column="domain",
+    ...     expert_map={"a": [0, 1], "b": [2], "c": [3]},
+    ...     use_cpu=True,
+    ... )
     ```
     """
 
@@ -83,9 +88,15 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     >>> from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
     >>> trainer = MoESFTTrainer(
     ...     "Qwen/Qwen3-0.6B",
-    ...     MoESFTConfig("out", max_steps=1, router_z_loss_coef=0.001, use_cpu=True),
-    ...     train_dataset=load_dataset("json", data_files="train.jsonl", split="train"),
-    ...     peft_config=MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8),
+    ...     MoESFTConfig(
+    ...         "out", max_steps=1, router_z_loss_coef=0.001, use_cpu=True
+    ...     ),
+    ...     train_dataset=load_dataset(
+    ...         "json", data_files="train.jsonl", split="train"
+    ...     ),
+    ...     peft_config=MoELoraConfig(
+    ...         task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8
+    ...     ),
     ... )
     >>> result = trainer.train()
     ```
@@ -228,7 +239,9 @@ class MoEDPOConfig(RouterLossConfig, DPOConfig):
 
     ```python
     >>> from moe_peft import MoEDPOConfig
-    >>> args = MoEDPOConfig("out", beta=0.1, router_aux_loss_coef=0.01, use_cpu=True)
+    >>> args = MoEDPOConfig(
+    ...     "out", beta=0.1, router_aux_loss_coef=0.01, use_cpu=True
+    ... )
     ```
     """
 
@@ -246,12 +259,20 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
     ```python
     >>> from datasets import Dataset
     >>> from moe_peft import MoEDPOConfig, MoEDPOTrainer, MoELoraConfig
-    >>> pairs = [{"prompt": "The sky is", "chosen": " blue.", "rejected": " a kind of cheese."}] * 8
+    >>> pairs = [
+    ...     {
+    ...         "prompt": "The sky is",
+    ...         "chosen": " blue.",
+    ...         "rejected": " a kind of cheese.",
+    ...     }
+    ... ] * 8
     >>> trainer = MoEDPOTrainer(
     ...     "Qwen/Qwen3-0.6B",
     ...     args=MoEDPOConfig("out", max_steps=1, use_cpu=True),
     ...     train_dataset=Dataset.from_list(pairs),
-    ...     peft_config=MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8),
+    ...     peft_config=MoELoraConfig(
+    ...         task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8
+    ...     ),
     ... )
     >>> result = trainer.train()
     ```

@@ -78,9 +78,17 @@ def post_train(
     >>> from moe_peft.upit import post_train
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, top_k=2, r=4, task_type="CAUSAL_LM"))
+    >>> model = get_peft_model(
+    ...     base, MoELoraConfig(num_experts=4, top_k=2, r=4, task_type="CAUSAL_LM")
+    ... )
     >>> data = load_dataset("json", data_files="train.jsonl", split="train")
-    >>> args = MoESFTConfig("post_train/state", max_steps=2, bf16=False, use_cpu=True, report_to="none")
+    >>> args = MoESFTConfig(
+    ...     "post_train/state",
+    ...     max_steps=2,
+    ...     bf16=False,
+    ...     use_cpu=True,
+    ...     report_to="none",
+    ... )
     >>> trained = post_train(model, data, args, tokenizer, output_dir="adapter")
     >>> trained.metrics()["steps"]
     2

@@ -318,7 +318,13 @@ class Recipe(Settings):
     ```python
     >>> from moe_peft.upit import recipe_from_dict
     >>> data = {"train": "train.jsonl", "label_column": "domain"}
-    >>> recipe = recipe_from_dict({"output_dir": "upit", "model": {"name_or_path": "Qwen/Qwen3-0.6B"}, "data": data})
+    >>> recipe = recipe_from_dict(
+    ...     {
+    ...         "output_dir": "upit",
+    ...         "model": {"name_or_path": "Qwen/Qwen3-0.6B"},
+    ...         "data": data,
+    ...     }
+    ... )
     >>> recipe.num_experts, recipe.router_init.buckets
     (8, 'perplexity')
     >>> recipe.moe_config().top_k
@@ -633,9 +639,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     ```python
     >>> from pathlib import Path
     >>> from moe_peft.upit import load_recipe
-    >>> text = "{output_dir: upit, model: {name_or_path: Qwen/Qwen3-0.6B}, data: {train: train.jsonl}}"
+    >>> model = "model: {name_or_path: Qwen/Qwen3-0.6B}"
+    >>> text = f"{{output_dir: upit, {model}, data: {{train: train.jsonl}}}}"
     >>> _ = Path("upit.yaml").write_text(text)
-    >>> load_recipe("upit.yaml", ["method=self_moe", "post_train.seed=3"]).post_train.seed
+    >>> load_recipe(
+    ...     "upit.yaml", ["method=self_moe", "post_train.seed=3"]
+    ... ).post_train.seed
     3
 
     ```

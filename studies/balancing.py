@@ -23,7 +23,7 @@ from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.demo.tasks import make_rows
 from moe_peft.upit.evaluate import evaluate
 
-SETTINGS = (("layer", 0.0), ("layer", 0.1), ("global", 0.01), ("layer", 0.01), ("global", 0.1))
+SETTINGS = (("layer", 0.0), ("layer", 0.1), ("global", 0.01), ("layer", 0.01))
 
 
 def measure(scope: str, coefficient: float, steps: int) -> list[str]:

@@ -1,6 +1,6 @@
 """
 Four LoRA adapters of SmolLM2-135M-Instruct, trained apart on four real tasks, as the experts of one MoE adapter: what
-each way to set its gates without training gives on held-out rows.
+each way to set its gates without training gives on held-out rows, and 100 steps of post-training after it.
 
     python -m studies.combine run --data FOLDER    # resumes where it was; writes .cache/combine
     python -m studies.combine report               # results/combine.md
@@ -17,6 +17,7 @@ import bz2
 import json
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -32,15 +33,15 @@ from trl import SFTConfig, SFTTrainer
 from moe_peft import force_experts, init_gates, lora_to_moe
 from moe_peft.combine.held_out import first_choices, uniform_gates
 from moe_peft.demo.smollm2 import smollm2_folder
-from moe_peft.models.gate_init import GATE_INITS
 from moe_peft.models.introspection import routed_adapters
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 from studies.exact_match import measure
 from studies.runs import Ledger
 
 FOLDER, RESULTS = Path(".cache/combine"), Path(__file__).parent / "results"
-ROWS = {"train": 320, "test": 12}  # of each task
-STEPS = {"intents": 40, "slots": 28, "queries": 12, "science": 12}  # of 5,000 to 9,000 tokens
+ROWS = {"train": 640, "test": 32}  # of each task
+STEPS = {"intents": 80, "slots": 56, "queries": 24, "science": 24}  # of 10,000 to 18,000 tokens
+POST_STEPS, POST_LEARNING_RATE = 100, 5e-4
 BATCH, LONGEST = 8, 48  # rows of a step; tokens of a row
 LEARNING_RATE, RANK = 1e-3, 8
 
@@ -106,32 +107,39 @@ def read_rows(split: str) -> Dataset:
 # --- the adapters ----------------------------------------------------------------------------------------------------
 
 
-def train(task: str, rows: Dataset, folder: Path) -> float:
-    """Train a task's LoRA on its FFNs; the last logged loss."""
+def read_base() -> Any:
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
+
+
+def train(model: Any, rows: Dataset, steps: int, learning_rate: float) -> float:
+    """Train an adapter; the last logged loss."""
     set_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
     args = SFTConfig(
-        str(FOLDER / "state"), max_steps=STEPS[task], per_device_train_batch_size=BATCH, learning_rate=LEARNING_RATE,
+        str(FOLDER / "state"), max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=learning_rate,
         lr_scheduler_type="cosine", max_length=LONGEST, gradient_checkpointing=False, bf16=False, use_cpu=True,
         logging_steps=10, save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    return next(entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry)
+
+
+def train_alone(task: str, folder: Path) -> float:
+    """Train a task's LoRA on its FFNs, and save it."""
     lora = LoraConfig(
         r=RANK, lora_alpha=2 * RANK, target_modules=["gate_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM"
     )
-    trainer = SFTTrainer(
-        get_peft_model(base, lora),
-        args,
-        train_dataset=rows.filter(lambda row: row["domain"] == task),
-        processing_class=AutoTokenizer.from_pretrained(smollm2_folder()),
-    )
-    trainer.train()
-    trainer.model.save_pretrained(str(folder))
-    return next(entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    model = get_peft_model(read_base(), lora)
+    loss = train(model, read_rows("train").filter(lambda row: row["domain"] == task), STEPS[task], LEARNING_RATE)
+    model.save_pretrained(str(folder))
+    return loss
 
 
 # --- the mixture ------------------------------------------------------------------------------------------------------
 
 CALIBRATION, SEEDS = 24, (0, 1, 2)  # texts of each task; of their draw
+GATES = ("arrow", "ridge", "prompts")
 
 
 def measured(model: Any, parts: dict[str, Dataset], collator: Any) -> dict[str, Any]:
@@ -161,22 +169,44 @@ def active(model: Any, k: int) -> Iterator[None]:
         layer.moe_lora_spec[name] = spec
 
 
-def mix(ledger: Ledger, tokenizer: Any) -> None:
-    """Every way to route that the ledger lacks."""
-    base = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
-    set_seed(0)  # of the random gates
-    model = lora_to_moe(base, [FOLDER / task for task in TASKS]).eval()
+def mixture() -> Any:
+    """The four adapters as experts, with random gates."""
+    set_seed(0)
+    return lora_to_moe(read_base(), [FOLDER / task for task in TASKS])
+
+
+def set_gates(model: Any, gates: str, seed: int, tokenizer: Any) -> None:
+    """Set the gates with the texts that a seed draws of each task."""
+    train, of_task = read_rows("train"), defaultdict(list)
+    for i, task in enumerate(train["domain"]):
+        of_task[task].append(i)
+    drawn = [i for rows in of_task.values() for i in random.Random(seed).sample(rows, CALIBRATION)]
+    texts = train.select(drawn).map(lambda row: {"expert": list(TASKS).index(row["domain"])})
+    batches = calibration_batches(texts, tokenizer, len(texts), max_length=LONGEST, columns=["expert"])
+    init_gates(model, gates, batches)
+
+
+def run(data: Path) -> None:
+    """Make what the ledger lacks: the adapters, every way to route, and post-training."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    ledger, tokenizer = Ledger(FOLDER / "runs.jsonl"), AutoTokenizer.from_pretrained(smollm2_folder())
+    if not (FOLDER / "test.jsonl").exists():
+        write_rows(data, tokenizer)
+    for task in TASKS:
+        if not ledger.records(way="train", task=task):
+            loss = train_alone(task, FOLDER / task)
+            ledger.add({"way": "train", "task": task, "seed": 0, "k": 0}, f"loss {loss:.3f}")
     rows, collator = tokenized(read_rows("test"), tokenizer, preparation(LONGEST))
     parts = {task: rows.filter(lambda row, task=task: row["domain"] == task) for task in TASKS}
-    train = read_rows("train")
 
-    def add(way: str, seed: int, k: int) -> None:
+    def add(model: Any, way: str, seed: int, k: int) -> None:
         started = time.process_time()
-        record = measured(model, parts, collator)
+        record = measured(model.eval(), parts, collator)
         loss = sum(record["loss"].values()) / len(TASKS)
         note = f"loss {loss:.3f} in {time.process_time() - started:.0f} s"
         ledger.add({"way": way, "seed": seed, "k": k, **record}, note)
 
+    model = mixture()
     fixed: dict[str, Any] = {
         "random gates": nullcontext(), "base": model.disable_adapter(),
         **{f"{task} alone": force_experts(model, torch.tensor([i])) for i, task in enumerate(TASKS)},
@@ -185,33 +215,22 @@ def mix(ledger: Ledger, tokenizer: Any) -> None:
     for way, context in fixed.items():
         if not ledger.records(way=way):
             with context:
-                add(way, 0, 2)
+                add(model, way, 0, 2)
     for seed, k in ((0, 2), (0, 1), *((seed, 2) for seed in SEEDS[1:])):
-        for gates in ("arrow", "ridge", "prompts"):
+        for gates in GATES:
             if ledger.records(way=f"{gates} gates", seed=seed, k=k) or (gates == "arrow" and seed):
                 continue
-            drawn = [i for t in TASKS for i in sample([r for r, d in enumerate(train["domain"]) if d == t], seed)]
-            texts = train.select(drawn).map(lambda row: {"expert": list(TASKS).index(row["domain"])})
-            batches = calibration_batches(texts, tokenizer, len(texts), max_length=LONGEST, columns=["expert"])
-            init_gates(model, gates, batches)
+            set_gates(model, gates, seed, tokenizer)
             with active(model, k):
-                add(f"{gates} gates", seed, k)
-
-
-def sample(rows: list[int], seed: int) -> list[int]:
-    return random.Random(seed).sample(rows, CALIBRATION)
-
-
-def run(data: Path) -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    ledger, tokenizer = Ledger(FOLDER / "runs.jsonl"), AutoTokenizer.from_pretrained(smollm2_folder())
-    if not (FOLDER / "test.jsonl").exists():
-        write_rows(data, tokenizer)
-    for task in TASKS:
-        if not ledger.records(way="train", task=task):
-            loss = train(task, read_rows("train"), FOLDER / task)
-            ledger.add({"way": "train", "task": task, "seed": 0, "k": 0}, f"loss {loss:.3f}")
-    mix(ledger, tokenizer)
+                add(model, f"{gates} gates", seed, k)
+    for gates in ("random", *GATES):
+        way = f"{gates} gates, post-trained"
+        if not ledger.records(way=way):
+            model = mixture()
+            if gates != "random":
+                set_gates(model, gates, 0, tokenizer)
+            train(model, read_rows("train"), POST_STEPS, POST_LEARNING_RATE)
+            add(model, way, 0, 2)
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -224,14 +243,14 @@ def report() -> None:
         f"| way to route | {' | '.join(TASKS)} | mean loss | exact answers | own expert first |",
         f"|---|{'---|' * (len(TASKS) + 3)}",
     ]
-    ways = dict.fromkeys((r["way"], r["k"] if r["way"].split()[0] in GATE_INITS else 0) for r in records)
+    ways = dict.fromkeys((r["way"], r["k"] if r["way"].removesuffix(" gates") in GATES else 0) for r in records)
     for way, k in ways:
         runs = [r for r in records if r["way"] == way and (not k or r["k"] == k)]
         cells = [spread([r["loss"][task] for r in runs]) for task in TASKS]
         cells.append(spread([sum(r["loss"].values()) / len(TASKS) for r in runs]))
         exact = [sum(r["exact"].values()) / len(TASKS) for r in runs]
         own = [sum(r["own"].values()) / len(TASKS) for r in runs if r["own"]]
-        routed = k or way == "random gates"
+        routed = way.split()[0] in ("random", *GATES)
         cells += [spread(exact, "{:.0%}"), spread(own, "{:.0%}") if routed else ""]
         seeds = f" ({len(runs)} draws)" if len(runs) > 1 else ""
         lines.append(f"| {way}{f', k = {k}' if k else ''}{seeds} | {' | '.join(cells)} |")
@@ -242,7 +261,7 @@ def report() -> None:
         cells = [f"{loss:.3f}" for loss in (*losses, sum(losses) / len(TASKS))]
         lines.append(f"| **each task its own adapter** | {' | '.join(cells)} | {exact:.0%} | |")
     RESULTS.joinpath("combine.md").write_text(
-        HEAD.format(test=ROWS["test"], calibration=CALIBRATION) + "\n".join(lines) + "\n"
+        HEAD.format(test=ROWS["test"], calibration=CALIBRATION, steps=POST_STEPS) + "\n".join(lines) + "\n"
     )
 
 
@@ -254,12 +273,13 @@ def spread(values: list[float], form: str = "{:.3f}") -> str:
 
 HEAD = """# Gates without training for four LoRA adapters
 
-SmolLM2-135M-Instruct and four LoRA adapters of rank 8 on all FFN projections, each trained alone, briefly (12 to 40
+SmolLM2-135M-Instruct and four LoRA adapters of rank 8 on all FFN projections, each trained alone, briefly (24 to 80
 steps of 8 rows of at most 48 tokens): the intent of an utterance (clinc150), the slots of a request (snips), a question
 as SQL (WikiSQL), the right one of four answers (ARC-Easy). The mixture mixes outputs. {calibration} training rows of
 each task calibrate the gates; {test} held-out rows of each task are scored: the loss per answer token, the answers that
 greedy decoding gives exactly, and the share of tokens whose first choice is the adapter of their own task, a mean over
-30 layers (by chance 25 %). k experts serve a token; 2 with random gates.
+30 layers (by chance 25 %). k experts serve a token, 2 where nothing is said. Post-training: {steps} steps of 8 rows of
+all four tasks, routers and experts.
 Made by `python -m studies.combine`.
 
 """

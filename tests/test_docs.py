@@ -19,7 +19,7 @@ import yaml
 
 from moe_peft.demo.tasks import write_rows as demo_rows
 from tests.helpers.chat_model import save_chat_model
-from tests.helpers.user_folder import PACKAGES, in_folder, write_adapter, write_model, write_rows
+from tests.helpers.user_folder import PACKAGES, in_folder, write_adapter, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +42,13 @@ PRINTED = {
     "upit.md": "router_init",
 }
 WRITTEN = {
-    "adapter.md": "lora-prose-again/adapter_model.safetensors",
     "combine.md": "mixed-2/mix.json",
     "evaluating.md": "evaluation/experts.png",
+    "hub.md": "lora-prose-again/adapter_model.safetensors",
+    "inspect.md": "routing/report.html",
     "native-checkpoints.md": "exported/model.safetensors",
     "pruning.md": "pruned/pruning.json",
-    "routers.md": "routing/report.html",
+    "routers.md": "stock/model.safetensors",
     "training.md": "labels/adapter_model.safetensors",
     "tutorial.md": "exported/model.safetensors",
     "upit.md": "upit/adapter/adapter_model.safetensors",
@@ -77,19 +78,25 @@ def test_files_and_make_targets_that_pages_name_exist():
         assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= targets
 
 
-def make_inputs(tokenizer) -> None:
-    """What the pages assume, see "Names used in the snippets" on the first one."""
-    for seed, name in enumerate(("my-base-model", "code-model", "prose-model", "math-model")):
-        write_model(name, tokenizer, seed)
-    rows = [
-        {"text": " ".join(f"w{3 + (7 * i + j) % 120}" for j in range(12)), "domain": ("code", "prose")[i % 2]}
-        for i in range(24)
+def make_inputs() -> None:
+    """
+    What the pages assume: models under the names of published ones, a dataset under that of one on the hub, an adapter
+    with four experts, and data: rows with a text and its domain, preference pairs, and the demo's chats.
+    """
+    names = ("Qwen/Qwen3-0.6B-Base", "HuggingFaceTB/SmolLM2-135M-Instruct", "code-model", "prose-model", "math-model")
+    for seed, name in enumerate(names):
+        save_chat_model(Path(name), seed)
+    write_adapter("my-adapter", names[0])
+    texts = {"code": "def f{0}(x):\n    return x + {0}", "prose": "Once upon a time, {0} boats lay in the harbour."}
+    rows = [{"text": text.format(i), "domain": domain} for i in range(12) for domain, text in texts.items()]
+    pairs = [{"prompt": row["text"], "chosen": " Yes, indeed.", "rejected": " No."} for row in rows]
+    chats = [
+        {"messages": [{"role": "user", "content": row["text"]}, {"role": "assistant", "content": "Yes."}]}
+        for row in rows
     ]
-    pairs = [{"prompt": row["text"], "chosen": " w3 w4", "rejected": " w5 w6"} for row in rows]
-    for name, content in (("train", rows), ("test", rows[:6]), ("pairs", pairs)):
-        write_rows(f"{name}.jsonl", content)
-    write_adapter("my-adapter", "my-base-model")
-    save_chat_model(Path("SmolLM2-135M-Instruct"))
+    Path("trl-lib/Capybara").mkdir(parents=True)
+    for file, content in (("train", rows), ("test", rows[:6]), ("pairs", pairs), ("trl-lib/Capybara/train", chats)):
+        write_rows(f"{file}.jsonl", content)
     demo_rows(Path("data"), train=16, test=4)
 
 
@@ -116,9 +123,9 @@ def run_commands(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory, tokenizer) -> Path:
+def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    in_folder(folder, make_inputs, tokenizer)
+    in_folder(folder, make_inputs)
     return folder
 
 
@@ -139,11 +146,11 @@ def test_pages_name_what_they_must_show():
 def test_annotated_recipe_has_every_field_at_its_default(tmp_path: Path):
     from moe_peft.upit import load_recipe, recipe_from_dict
 
-    (text,) = (text for _, title, text in blocks(ROOT / "docs" / "upit.md") if title == "every-field.yaml")
+    ((_, _, text),) = blocks(ROOT / "docs" / "upit-fields.md")
     (tmp_path / "recipe.yaml").write_text(text)
     written, recipe = yaml.safe_load(text), load_recipe(tmp_path / "recipe.yaml").model_dump()
     assert _keys(written) == _keys(recipe)
-    required = {"model": {"name_or_path": "my-base-model"}, "data": {"train": "train.jsonl"}}
+    required = {"model": {"name_or_path": "Qwen/Qwen3-0.6B-Base"}, "data": {"train": "train.jsonl"}}
     assert recipe == recipe_from_dict({"output_dir": written["output_dir"], **required}).model_dump()
 
 

@@ -79,3 +79,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    print(smollm2_folder())

@@ -15,7 +15,7 @@ TEMPLATE = (
 )
 
 
-def save_chat_model(folder: Path) -> Path:
+def save_chat_model(folder: Path, seed: int = 0) -> Path:
     """Its weights are random; its vocabulary is the 256 bytes, one merge and the template's marks."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate([*letters, "in"])}
@@ -27,7 +27,7 @@ def save_chat_model(folder: Path) -> Path:
     fast.add_special_tokens({"additional_special_tokens": marks[:2]})
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
-    model = tiny_llama(vocab=320)
+    model = tiny_llama(vocab=320, seed=seed)
     model.generation_config.eos_token_id = model.config.eos_token_id = fast.eos_token_id
     model.save_pretrained(folder)
     return folder

@@ -30,16 +30,18 @@ def write_model(folder: str | Path, tokenizer: Any, seed: int = 0) -> None:
 
 
 def write_adapter(folder: str | Path, base: str) -> None:
-    """An adapter with four experts, not trained, for the model that `write_model` writes, with its tokenizer."""
+    """An adapter with four experts, not trained, for a model in the same folder, with its tokenizer."""
     from peft import get_peft_model
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from moe_peft import MoELoraConfig
 
-    model = get_peft_model(tiny_llama(vocab=128), MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    path = Path(folder).parent / base
+    config = MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), config)
     model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(Path(folder).parent / base).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
 
 
 def write_rows(file: str | Path, rows: list[dict[str, str]]) -> None:

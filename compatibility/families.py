@@ -97,7 +97,7 @@ DENSE = {
 # What the adapter does with a model type, and what the table says of it.
 OUTCOMES = {
     "FFN": "experts and one router per FFN",
-    "linears": "each linear of an FFN gets experts and a router of its own, as the FFN's parts are in the decoder layer",
+    "linears": "each linear of an FFN gets experts and a router: the FFN's parts stand in the decoder layer",
     "named linears": "`target_modules=None` raises an error; linears that you name in `target_modules` get experts",
     "MoE already": "raises an error: the model has routed experts of its own",
     "no": "neither FFNs nor all linears work",
@@ -106,9 +106,9 @@ UNTRIED = "not tried"
 INTRODUCTION = """\
 # Model families
 
-The adapter finds the FFNs of Llama, Mistral, Qwen 2 and 3, Gemma 1 to 4, Phi, OLMo, Granite, Falcon, GPT-2 and many more
-by itself. Models that are MoEs already get no experts. The tables say what happens with each causal language
-model of transformers {version}.
+The adapter finds the FFNs of Llama, Mistral, Qwen 2 and 3, Gemma 1 to 4, Phi, OLMo, Granite, Falcon, GPT-2 and many
+more by itself. Models that are MoEs already get no experts. The tables say what happens with each causal language model
+of transformers {version}.
 
 The columns:
 

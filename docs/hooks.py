@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A recipe's note ends with the recipe."""
-    recipe = Path(page.file.abs_src_path or "").with_suffix(".yaml")
-    if not (page.file.src_uri.startswith("../recipes/") and recipe.exists()):
-        return markdown
-    text = recipe.read_text(encoding="utf-8")
-    return f'{markdown}\n\n## The recipe\n\n```yaml title="{recipe.name}"\n{text}```\n'
+    """Links into `docs/` lead to the site's pages (mkdocs would look for them in `docs/docs/`); recipes are shown."""
+    path = Path(page.file.abs_src_path or "")
+    if page.file.src_uri.startswith("../"):
+        to_page = r'<a href="\2\3.html\4">\1</a>'
+        markdown = re.sub(r"\[([^\]]+)\]\(((?:\.\./)+)docs/([\w/-]+)\.md(#[\w-]+)?\)", to_page, markdown)
+    if page.file.src_uri.startswith("../recipes/"):
+        recipe = path.with_suffix(".yaml")
+        text = recipe.read_text(encoding="utf-8")
+        markdown += f'\n\n## The recipe\n\n```yaml title="{recipe.name}"\n{text}```\n'
+    return markdown
 
 
 def on_template_context(context: dict[str, Any], template_name: str, config: MkDocsConfig) -> dict[str, Any]:

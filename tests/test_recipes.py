@@ -333,10 +333,10 @@ def test_attention_routers_in_python(rate, tmp_path, tokenizer, monkeypatch):
 
 def test_every_recipe_has_a_note_that_names_it_and_a_row_with_its_status():
     every = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name != "accelerate")
-    rows = (RECIPES.parent / "docs" / "recipes.md").read_text().splitlines()
+    rows = (RECIPES.parent / "docs" / "recipes" / "index.md").read_text().splitlines()
     for path in every:
         assert path.name in path.with_suffix(".md").read_text()
-        (row,) = (row for row in rows if f"(../recipes/{path.parent.name}/{path.stem}.md)" in row)
+        (row,) = (row for row in rows if f"(../../recipes/{path.parent.name}/{path.stem}.md)" in row)
         assert ("not run yet" in row) == (path.stem != "quickstart")
 
 

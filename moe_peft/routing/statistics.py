@@ -215,7 +215,8 @@ class LoadHealth:
     >>> health.monopolies, health.dead, health.status
     (1, 1, 'collapsed')
     >>> print(health)
-    2 layers, load CV 0.49 (untrained gates: 0.35): 1 layer is a monopoly of few experts, 1 of 8 experts is dead
+    2 layers, load CV 0.49 (untrained gates: 0.35):
+    1 layer is a monopoly of few experts, 1 of 8 experts is dead
 
     ```
     """

@@ -97,23 +97,29 @@ DENSE = {
 # What the adapter does with a model type, and what the table says of it.
 OUTCOMES = {
     "FFN": "experts and one router per FFN",
-    "linears": "the linears of each FFN get experts and a router of their own, because the FFN's parts stand in the "
-    "decoder layer",
-    "named linears": "`target_modules=None` raises an error; linears that you name get experts",
-    "refused: MoE": "the model has routed experts of its own",
+    "linears": "each linear of an FFN gets experts and a router: the FFN's parts stand in the decoder layer",
+    "named linears": "`target_modules=None` raises an error; linears that you name in `target_modules` get experts",
+    "MoE already": "raises an error: the model has routed experts of its own",
     "no": "neither FFNs nor all linears work",
 }
 UNTRIED = "not tried"
 INTRODUCTION = """\
 # Model families
 
-Which causal language models of transformers {version} the adapter covers.
-`python -m compatibility.families --output docs/families.md` makes this page.
+The adapter finds the FFNs of Llama, Mistral, Qwen 2 and 3, Gemma 1 to 4, Phi, OLMo, Granite, Falcon, GPT-2 and many
+more by itself. Models that are MoEs already get no experts. The tables say what happens with each causal language model
+of transformers {version}.
 
-The script builds a tiny model of every type from its default config and tries three things: plain LoRA on all linears,
-`MoELoraConfig` with `target_modules=None`, and, where that fails, `MoELoraConfig` on all linears. A trial passes
-if the loss has its balancing loss, every parameter of the adapter gets a gradient (on all linears: of those that text
-passes through), and `unload()` gives back the model's logits and config.
+The columns:
+
+- **LoRA**: whether plain PEFT LoRA on all linears works, for comparison.
+- **adapter**: what `MoELoraConfig` with `target_modules=None` does; see the first table.
+- **modules, or the reason**: which modules get experts, or why none do.
+
+`python -m compatibility.families --output docs/families.md` makes this page. It builds a tiny model of each type from
+its default config and trains each adapter for one backward pass. A trial passes if the loss includes the balancing
+loss, every adapter parameter gets a gradient (on all linears: every one that text passes through), and `unload()`
+restores the model's logits and config.
 """
 
 
@@ -228,7 +234,7 @@ def examine(name: str) -> Row:
         names = trial(model, MoELoraConfig(**experts, task_type="CAUSAL_LM"))
     except Exception as error:
         if "routed experts" in str(error):
-            return Row(name, lora, "refused: MoE")
+            return Row(name, lora, "MoE already")
         reason = _reason(error)
     else:
         linears = isinstance(model.get_submodule(names[0]), torch.nn.Linear)
@@ -257,7 +263,6 @@ def page(rows: list[Row]) -> str:
         "|---|---|---|",
         *(f"| {name} | {text} | {sum(r.adapter == name for r in tried)} |" for name, text in OUTCOMES.items()),
         "",
-        "The last column names the modules that get experts with `target_modules=None`, or says why there are none.",
         '"One expert", "dense" and "no MoE layers" are models without routed experts that have a MoE family\'s config.',
         "",
         "| model type | LoRA | adapter | modules, or the reason |",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the imports: names that are no folders are not looked for
 
@@ -46,3 +49,13 @@ def loud() -> Iterator[None]:
     transformers.logging.enable_progress_bar()
     transformers.logging.set_verbosity(verbosity)
     logging.getLogger("moe_peft").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """The documentation as mkdocs builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-3000:]
+    return folder

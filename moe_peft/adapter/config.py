@@ -111,7 +111,9 @@ class MoELoraConfig(PeftConfig):
     ```python
     >>> from moe_peft import MoELoraConfig
     >>> config = MoELoraConfig(num_experts=8, top_k=2, r=8)
-    >>> paper = MoELoraConfig(expert_type="hydra_lora", mixing="projection", router_type="soft")
+    >>> paper = MoELoraConfig(
+    ...     expert_type="hydra_lora", mixing="projection", router_type="soft"
+    ... )
     ```
     """
 

@@ -588,14 +588,16 @@ _pinned: Method = "auto"
 @contextmanager
 def pin_dispatch(method: Method) -> Iterator[None]:
     """
-    Inside the block, compute the experts by one fixed method, whatever the number of tokens.
+    A context manager: inside the block, the experts are computed by one fixed method, whatever the number of tokens.
 
-    `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks, batched
-    products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: a copy of the expert's
-    matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's input or output is
-    multiplied, blocks or sorted for the hidden activations of mixing "output". `"auto"` (the default): chosen by
-    measured crossover points. All methods agree up to rounding. Pin one for `torch.compile` with varying lengths, or to
-    compare methods.
+    All methods agree up to rounding. Pin one for `torch.compile` with varying lengths, or to compare methods.
+
+    Args:
+        method: `"dense"`: masked products with all experts' matrices. `"blocks"`: tokens sorted by expert into blocks,
+            batched products. `"sorted"`: the same without padding, by torch's grouped product. `"gather"`: a copy of
+            the expert's matrices for each pair (few tokens). `"dense-blocks"`, `"dense-sorted"`: dense where a token's
+            input or output is multiplied, blocks or sorted for the hidden activations of mixing `"output"`. `"auto"`,
+            which holds outside the block: chosen by measured crossover points.
 
     Raises:
         ValueError: there is no such method.

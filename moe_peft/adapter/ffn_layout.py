@@ -141,6 +141,9 @@ def register_ffn_layout(layout: FFNLayout) -> None:
     """
     Add a layout; it is tried before the built-in ones.
 
+    Args:
+        layout: where the parts of an FFN are.
+
     Example:
 
     ```python

@@ -100,7 +100,12 @@ def lora_to_moe(
     >>> from moe_peft import lora_to_moe
     >>> for name in ("math", "code"):
     ...     base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    ...     lora = get_peft_model(base, LoraConfig(target_modules=["up_proj", "down_proj"], task_type="CAUSAL_LM"))
+    ...     lora = get_peft_model(
+    ...         base,
+    ...         LoraConfig(
+    ...             target_modules=["up_proj", "down_proj"], task_type="CAUSAL_LM"
+    ...         ),
+    ...     )
     ...     lora.save_pretrained(name)
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     >>> model = lora_to_moe(base, ["math", "code"], top_k=1)

@@ -42,7 +42,7 @@ class MoELoraModel(BaseTuner):
 
     Args:
         model: the model to adapt.
-        config: the adapter's configuration.
+        peft_config: the adapter's configuration.
         adapter_name: its name.
 
     Example:
@@ -51,7 +51,9 @@ class MoELoraModel(BaseTuner):
     >>> from peft import get_peft_model
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig, MoELoraModel
-    >>> model = get_peft_model(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), MoELoraConfig())
+    >>> model = get_peft_model(
+    ...     AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), MoELoraConfig()
+    ... )
     >>> isinstance(model.base_model, MoELoraModel)
     True
     ```

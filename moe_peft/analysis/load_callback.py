@@ -34,7 +34,7 @@ class LoadCallback(TrainerCallback):
 
     ```python
     >>> from moe_peft import LoadCallback
-    >>> callback = LoadCallback("load", every=50)  # SFTTrainer(..., callbacks=[callback])
+    >>> callback = LoadCallback("load", every=50)  # for a trainer's `callbacks`
     ```
     """
 

@@ -58,9 +58,13 @@ class RoutingStatistics:
     ```python
     >>> import torch
     >>> from moe_peft.analysis import RoutingStatistics
-    >>> statistics = RoutingStatistics(sizes=[4, 4], ks=[2, 2], domains=["code", "prose"])
+    >>> statistics = RoutingStatistics(
+    ...     sizes=[4, 4], ks=[2, 2], domains=["code", "prose"]
+    ... )
     >>> statistics.current = "prose"  # of the next batch
-    >>> statistics.update([torch.randn(6, 4), torch.randn(6, 4)], torch.ones(2, 3), None)
+    >>> statistics.update(
+    ...     [torch.randn(6, 4), torch.randn(6, 4)], torch.ones(2, 3), None
+    ... )
     >>> shares = statistics.shares()["prose"]  # [layers, experts]
     ```
     """
@@ -284,9 +288,10 @@ def record_routing(
     training_only: bool = False,
 ) -> Iterator[RoutingStatistics]:
     """
-    Collect routing statistics of every forward pass inside the block. Nothing stays on the model afterwards.
+    A context manager that collects routing statistics of every forward pass inside the block. Nothing stays on the
+    model afterwards.
 
-    Set `statistics.current` to the domain of the next batch, or to one domain per row.
+    Its value is a `RoutingStatistics`. Set its `current` to the domain of the next batch, or to one domain per row.
 
     Args:
         model: a model with a MoE-LoRA adapter, or a native MoE.
@@ -307,7 +312,9 @@ def record_routing(
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig, record_routing
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    >>> model = get_peft_model(
+    ...     base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM")
+    ... )
     >>> with record_routing(model) as statistics:
     ...     outputs = model(input_ids=torch.tensor([[3, 4, 5]]))
     >>> shares = statistics.shares()["all"]  # [layers, experts]

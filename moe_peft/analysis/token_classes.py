@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 TOKEN_CLASSES = ("words", "capitalized", "digits", "operators", "brackets", "punctuation", "space", "other")
+"""The classes that `classify_tokens` knows."""
 _PATTERNS = (
     ("space", r"\s+"), ("digits", r"\d+"), ("brackets", r"[()\[\]{}<>]+"), ("operators", r"[-+*/=%^&|~!@]+"),
     ("punctuation", r"[.,;:?'\"`_#$\\]+"), ("words", r"\w+"),
@@ -16,11 +17,14 @@ _PATTERNS = (
 
 def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> torch.Tensor:
     """
-    The class of every token by its text without surrounding spaces: int64 [V], indices into `TOKEN_CLASSES`.
+    The class of every token by its text without surrounding spaces.
 
     Args:
         tokenizer: the tokenizer.
         size: V, if the model's vocabulary is larger than the tokenizer's; the additional tokens are "other".
+
+    Returns:
+        int64 [V], indices into `TOKEN_CLASSES`.
 
     Example:
 
@@ -28,7 +32,10 @@ def classify_tokens(tokenizer: PreTrainedTokenizerBase, size: int | None = None)
     >>> from transformers import AutoTokenizer
     >>> from moe_peft.analysis import TOKEN_CLASSES, classify_tokens
     >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> names = [TOKEN_CLASSES[i] for i in classify_tokens(tokenizer)[tokenizer("1 + 1")["input_ids"]]]
+    >>> names = [
+    ...     TOKEN_CLASSES[i]
+    ...     for i in classify_tokens(tokenizer)[tokenizer("1 + 1")["input_ids"]]
+    ... ]
     ```
     """
     size = len(tokenizer) if size is None else size

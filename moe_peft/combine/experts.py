@@ -53,7 +53,10 @@ def put_expert(
     >>> def base():
     ...     return AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     >>> for name in ("math", "code", "law"):
-    ...     lora = get_peft_model(base(), LoraConfig(target_modules=["up_proj"], task_type="CAUSAL_LM"))
+    ...     lora = get_peft_model(
+    ...         base(),
+    ...         LoraConfig(target_modules=["up_proj"], task_type="CAUSAL_LM"),
+    ...     )
     ...     lora.save_pretrained(name)
     >>> lora_to_moe(base(), ["math", "code"]).save_pretrained("mixed")
     >>> model = put_expert(base(), "mixed", "law")

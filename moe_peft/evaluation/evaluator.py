@@ -67,7 +67,11 @@ def evaluate_model(
 
     ```python
     >>> from moe_peft.evaluation import TaskSettings, evaluate_model
-    >>> scores = evaluate_model("Qwen/Qwen3-0.6B", TaskSettings(("my-task.yaml",), limit=2), "evaluation")
+    >>> scores = evaluate_model(
+    ...     "Qwen/Qwen3-0.6B",
+    ...     TaskSettings(("my-task.yaml",), limit=2),
+    ...     "evaluation",
+    ... )
     >>> accuracy = scores["model"]["my_task", "acc"].value
     ```
     """

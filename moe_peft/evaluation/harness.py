@@ -80,7 +80,10 @@ class Harness:
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
     >>> from moe_peft.evaluation import Harness, TaskSettings, read_scores
     >>> harness = Harness(TaskSettings(("my-task.yaml",), limit=2))
-    >>> model, tokenizer = (kind.from_pretrained("Qwen/Qwen3-0.6B") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    >>> model, tokenizer = (
+    ...     kind.from_pretrained("Qwen/Qwen3-0.6B")
+    ...     for kind in (AutoModelForCausalLM, AutoTokenizer)
+    ... )
     >>> scores = read_scores(harness.run(model, tokenizer))
     ```
     """

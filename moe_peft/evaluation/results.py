@@ -33,7 +33,15 @@ class Score(NamedTuple):
 
     ```python
     >>> from moe_peft.evaluation import Score
-    >>> score = Score("arc_easy", "acc", 0.5, stderr=0.1, shots=0, higher_is_better=True, part=False)
+    >>> score = Score(
+    ...     "arc_easy",
+    ...     "acc",
+    ...     0.5,
+    ...     stderr=0.1,
+    ...     shots=0,
+    ...     higher_is_better=True,
+    ...     part=False,
+    ... )
     ```
     """
 
@@ -51,7 +59,13 @@ Scores = dict[tuple[str, str], Score]
 
 def read_scores(results: Mapping[str, Any]) -> Scores:
     """
-    (task, metric) → score, of what `lm_eval.evaluate` returns.
+    The scores of what `lm_eval.evaluate` returns.
+
+    Args:
+        results: the harness's results.
+
+    Returns:
+        (task, metric) → score, such as `("arc_easy", "acc")`.
 
     Example:
 

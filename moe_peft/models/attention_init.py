@@ -71,7 +71,12 @@ def init_attention_routers(
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig, init_attention_routers
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(router_type="attention", num_experts=4, task_type="CAUSAL_LM"))
+    >>> model = get_peft_model(
+    ...     base,
+    ...     MoELoraConfig(
+    ...         router_type="attention", num_experts=4, task_type="CAUSAL_LM"
+    ...     ),
+    ... )
     >>> init_attention_routers(model, [base.dummy_inputs])
     ```
     """
@@ -200,7 +205,12 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig, fold_routers
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(router_type="attention", num_experts=4, task_type="CAUSAL_LM"))
+    >>> model = get_peft_model(
+    ...     base,
+    ...     MoELoraConfig(
+    ...         router_type="attention", num_experts=4, task_type="CAUSAL_LM"
+    ...     ),
+    ... )
     >>> fold_routers(model)
     >>> model.peft_config["default"].router_type
     'linear'

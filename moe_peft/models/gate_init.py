@@ -60,7 +60,9 @@ class GateInit:
     >>> from moe_peft.models.gate_init import GATE_INITS, GateInit
     >>> class Means(GateInit):
     ...     def sums(self, x_TD, texts):
-    ...         one_hot_TN = torch.eye(texts.num_experts).to(x_TD)[texts.expert_B[texts.text_T]]
+    ...         one_hot_TN = torch.eye(texts.num_experts).to(x_TD)[
+    ...             texts.expert_B[texts.text_T]
+    ...         ]
     ...         return {"x": one_hot_TN.T @ x_TD}
     ...
     ...     def gates(self, sums, updates):
@@ -213,8 +215,13 @@ def init_gates(
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig, init_gates
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
-    >>> texts = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]]), "expert": torch.tensor([0, 1])}
+    >>> model = get_peft_model(
+    ...     base, MoELoraConfig(num_experts=2, task_type="CAUSAL_LM")
+    ... )
+    >>> texts = {
+    ...     "input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]]),
+    ...     "expert": torch.tensor([0, 1]),
+    ... }
     >>> init_gates(model, "ridge", [texts])
     ```
     """

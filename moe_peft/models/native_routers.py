@@ -46,8 +46,15 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     ```python
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> from moe_peft import replace_routers
-    >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    >>> model = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    >>> sizes = {
+    ...     "hidden_size": 32,
+    ...     "intermediate_size": 64,
+    ...     "num_hidden_layers": 1,
+    ...     "vocab_size": 64,
+    ... }
+    >>> model = MixtralForCausalLM(
+    ...     MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    ... )
     >>> replace_routers(model, "mlp")
     ```
     """

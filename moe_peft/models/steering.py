@@ -20,7 +20,7 @@ from .routed_gate import RoutedGate
 @contextmanager
 def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
     """
-    Send every row of a batch through one expert, with gate 1, in all MoE layers.
+    A context manager: inside the block, every row of a batch goes through one expert, with gate 1, in all MoE layers.
 
     Routers still run, and `router_logits` are recorded as usual. With gradient checkpointing, run the backward pass
     inside the block too, because it runs the layers again.
@@ -57,7 +57,7 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
 @contextmanager
 def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> Iterator[None]:
     """
-    Restrict routers to some of the experts, in training and in `generate`.
+    A context manager: inside the block, routers choose among some of the experts only, in training and in `generate`.
 
     The logits of the other experts count as minus infinity; `router_logits` are recorded without the mask. With
     gradient checkpointing, run the backward pass inside the block too.

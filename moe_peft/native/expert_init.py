@@ -44,14 +44,19 @@ class ExpertInit:
     How an expert is made from a dense FFN.
 
     Args:
-        method: `"copy"`; `"noise"`: plus N(0, (noise_scale·std(W))²); `"random_noise"`: plus N(0, noise_std²) on a
-            random `noise_share` of the weights; `"subset"`: one n-th of the neurons, all others zero; `"permute"`: the
-            neurons in another order, which computes the same and trains as `"copy"` does; `"permute_columns"`: the
-            outputs of gate, of up and of down, each in an order of its own, which computes something else; `"drop"`: a
-            share `drop_rate` of the neurons, rounded down, is drawn again from N(μ, σ²), where μ and σ are those of the
-            replaced entries of each matrix (σ without Bessel's correction; Drop-Upcycling, section 3.2.1);
-            `"checkpoints"`: copies of several models' FFNs in turn; `"random"`: N(0, noise_std²), which keeps nothing
-            of the FFN; `"scratch"`: the same, in a model whose other weights are random, too (`UpcycleConfig`).
+        method: what an expert begins as. `"copy"`: a copy of the FFN; `"noise"`: plus N(0, (noise_scale·std(W))²);
+            `"random_noise"`: plus N(0, noise_std²) on a random `noise_share` of the weights; `"subset"`: one n-th of
+            the neurons, all others zero; `"permute"`: the neurons in another order, which computes the same and trains
+            as `"copy"` does; `"permute_columns"`: the outputs of gate, of up and of down, each in an order of its own,
+            which computes something else; `"drop"`: a share `drop_rate` of the neurons, rounded down, is drawn again
+            from N(μ, σ²), where μ and σ are those of the replaced entries of each matrix (σ without Bessel's
+            correction; Drop-Upcycling, section 3.2.1); `"checkpoints"`: copies of several models' FFNs in turn;
+            `"random"`: N(0, noise_std²), which keeps nothing of the FFN; `"scratch"`: the same, in a model whose other
+            weights are random, too (`UpcycleConfig`).
+        noise_scale: of `"noise"`, as a multiple of each matrix's standard deviation.
+        noise_std: the standard deviation of `"random_noise"`, `"random"` and `"scratch"`.
+        noise_share: of `"random_noise"`, the share of the weights that get noise.
+        drop_rate: of `"drop"`, the share of the neurons that are drawn again.
         shared_indices: with `"drop"`, whether the same neurons are replaced in gate, up and down (the paper), or
             others in each (the paper's released code).
 

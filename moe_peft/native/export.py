@@ -313,6 +313,17 @@ def verify_export(
 
     The models are in memory one after the other, in `dtype`.
 
+    Args:
+        adapter: the adapter's folder.
+        exported: the folder that `export_adapter` made of it.
+        texts: the texts to compare on.
+        base: the base, if it is not the one that the adapter names.
+        dtype: in which both compute: `"float32"`, `"bfloat16"` or `"float16"`.
+
+    Returns:
+        how far the logits differ, and as `passed` whether that is rounding: all tokens of a float32 export differ by
+        no more than the tolerance, nine in ten of another.
+
     Raises:
         ValueError: there is no text, no tokenizer, no such base or dtype, or `exported` is an adapter.
 

@@ -42,7 +42,9 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import replace_routers
     >>> from moe_peft.native import load_routers, upcycle
-    >>> model = AutoModelForCausalLM.from_pretrained(upcycle("Qwen/Qwen3-0.6B", "moe"))
+    >>> model = AutoModelForCausalLM.from_pretrained(
+    ...     upcycle("Qwen/Qwen3-0.6B", "moe")
+    ... )
     >>> replace_routers(model, "mlp")
     >>> model.save_pretrained("routed")
     >>> model = AutoModelForCausalLM.from_pretrained("routed")

@@ -227,7 +227,9 @@ def upcycle(
 
     ```python
     >>> from moe_peft.native import UpcycleConfig, upcycle
-    >>> folder = upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4, init="drop"))
+    >>> folder = upcycle(
+    ...     "Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4, init="drop")
+    ... )
     ```
     """
     config = config or UpcycleConfig()

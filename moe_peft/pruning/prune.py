@@ -41,7 +41,13 @@ class PrunedLayer:
 
     ```python
     >>> from moe_peft.pruning import PrunedLayer
-    >>> layer = PrunedLayer("model.layers.0.mlp", num_experts=4, groups=[[0], [1, 2]], dropped=[3], load=None)
+    >>> layer = PrunedLayer(
+    ...     "model.layers.0.mlp",
+    ...     num_experts=4,
+    ...     groups=[[0], [1, 2]],
+    ...     dropped=[3],
+    ...     load=None,
+    ... )
     >>> merged = layer.merged  # 1 and 2
     ```
     """
@@ -76,7 +82,11 @@ class Pruning:
     ```python
     >>> from moe_peft import prune_experts
     >>> from moe_peft.native import UpcycleConfig, upcycle
-    >>> pruning = prune_experts(upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4)), "pruned", drop=[3])
+    >>> pruning = prune_experts(
+    ...     upcycle("Qwen/Qwen3-0.6B", "moe", UpcycleConfig(num_experts=4)),
+    ...     "pruned",
+    ...     drop=[3],
+    ... )
     >>> parameters = [pruning.size[when].total for when in ("before", "after")]
     ```
     """

@@ -39,6 +39,9 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
         num_experts: n.
         caller: where the map was given; messages begin with it.
 
+    Returns:
+        label → indices of its experts.
+
     Raises:
         ValueError: a list has neither form, lists have different forms, the map can be read in both, or it looks like
             masks for two of more experts.
@@ -47,7 +50,9 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
 
     ```python
     >>> from moe_peft.routing import read_expert_map
-    >>> read_expert_map({"math": [1, 1, 0, 0], "code": [0, 0, 1, 1]}, 4, "expert_map")
+    >>> read_expert_map(
+    ...     {"math": [1, 1, 0, 0], "code": [0, 0, 1, 1]}, 4, "expert_map"
+    ... )
     {'math': [0, 1], 'code': [2, 3]}
     ```
     """

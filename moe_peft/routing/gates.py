@@ -91,10 +91,14 @@ def check_top_k(logits_TN: torch.Tensor, k: int) -> None:
 
 def switch_gates(logits_TN: torch.Tensor, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The best expert with its probability as gate (Fedus et al., 2021, equations 1 and 2), each [T, 1].
+    The best expert with its probability as gate (Fedus et al., 2021, equations 1 and 2).
 
     Args:
+        logits_TN: router logits, float32 [T, n].
         capacity: how many tokens an expert takes, in order; the gate of any further ones is 0. None: all.
+
+    Returns:
+        gates and expert indices, each [T, 1].
 
     Example:
 
@@ -115,10 +119,16 @@ def sigmoid_gates(
     logits_TN: torch.Tensor, k: int, normalize: bool = True, bias_N: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The k best experts with sigmoids of their logits as gates, divided by their sum if `normalize`, each [T, k].
+    The k best experts with sigmoids of their logits as gates.
 
     Args:
+        logits_TN: router logits, float32 [T, n].
+        k: experts per token.
+        normalize: whether the k gates are divided by their sum.
         bias_N: added to the sigmoids as the k experts are chosen, [n] (DeepSeek-V3, equation 16); gates are without it.
+
+    Returns:
+        gates and expert indices, each [T, k].
 
     Example:
 
@@ -143,6 +153,15 @@ def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> t
     """
     Like `top_k_gates`, with gate 0 for the experts that follow once probabilities sum to `p`.
 
+    Args:
+        logits_TN: router logits, float32 [T, n].
+        k: the most experts per token.
+        normalize: whether the gates are divided by their sum.
+        p: the sum of probabilities that suffices.
+
+    Returns:
+        gates and expert indices, each [T, k].
+
     Example:
 
     ```python
@@ -160,6 +179,15 @@ def top_p_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> t
 def threshold_gates(logits_TN: torch.Tensor, k: int, normalize: bool, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Like `top_k_gates`, with gate 0 for experts whose probability is below `p`, except the best one.
+
+    Args:
+        logits_TN: router logits, float32 [T, n].
+        k: the most experts per token.
+        normalize: whether the gates are divided by their sum.
+        p: the smallest probability that counts.
+
+    Returns:
+        gates and expert indices, each [T, k].
 
     Example:
 
@@ -195,7 +223,9 @@ class Steering:
     ```python
     >>> import torch
     >>> from moe_peft.routing import Steering
-    >>> gates, experts = Steering(experts=torch.tensor([2])).route(torch.randn(5, 4), 2, True)
+    >>> gates, experts = Steering(experts=torch.tensor([2])).route(
+    ...     torch.randn(5, 4), 2, True
+    ... )
     >>> experts.flatten().tolist()
     [2, 2, 2, 2, 2]
     ```
@@ -233,6 +263,13 @@ def _per_token(rows_B: torch.Tensor, logits_TN: torch.Tensor) -> torch.Tensor:
 def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
     """
     Logits [T, m] padded to [T, n] with the dtype's minimum: the added experts have probability 0.
+
+    Args:
+        logits_TN: router logits [T, m], for example of the layer with the fewest experts.
+        n: the number of experts afterwards, at least m.
+
+    Returns:
+        logits [T, n].
 
     Example:
 

@@ -47,6 +47,9 @@ def balancing_loss(
         sizes: each layer's n, where logits are padded; None: none are.
         chosen: the experts that f_i counts, bool [T, n] per layer (`counted_experts`); None: the k best.
 
+    Returns:
+        the loss, a scalar.
+
     Example:
 
     ```python
@@ -79,7 +82,13 @@ def balancing_loss(
 
 def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
     """
-    `logsumexp(l)²` of each token, averaged over layers, [T] (Zoph et al., 2022, equation 5).
+    `logsumexp(l)²` of each token, averaged over layers (Zoph et al., 2022, equation 5).
+
+    Args:
+        router_logits: one [T, n] per layer.
+
+    Returns:
+        one loss per token, [T].
 
     Example:
 
@@ -95,11 +104,14 @@ def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def label_losses(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
     """
-    `-log Σ_e m_e p_e` of each token, averaged over layers, [T]: label-supervised routing.
+    `-log Σ_e m_e p_e` of each token, averaged over layers: label-supervised routing.
 
     Args:
         router_logits: one [T, n] per layer.
         allowed_TN: m, bool [T, n], true for the experts of the token's label.
+
+    Returns:
+        one loss per token, [T].
 
     Example:
 

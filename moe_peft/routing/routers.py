@@ -27,6 +27,16 @@ class RouterSettings:
     """
     The settings of a router: the fields of `MoELoraConfig` without the prefix `router_`.
 
+    Args:
+        type: a name in `ROUTERS`.
+        jitter_noise: ε, which multiplies the input by noise from U(1 - ε, 1 + ε) in training.
+        threshold: of `"top_p"` and `"threshold"`, a probability.
+        capacity_factor: of `"switch"`: how many times its even share of a batch's tokens an expert takes. None: all.
+        num_heads: of `"attention"`: into how many routers the base's heads are grouped.
+        mixture: of `"attention"`: how their scores become one.
+        bias_update_rate: the step of the biases that balance the load without a loss; 0: there are none.
+        attention_size: the width of the base's queries over all heads, for `"attention"`; adapters fill it in.
+
     Example:
 
     ```python
@@ -443,11 +453,20 @@ ROUTERS: dict[str, type[Router]] = {
     "locmoe": PooledRouter,
     "hash": HashRouter,
 }
+"""The routers by their names, which configs take as `router_type`; one of your own is a line more."""
 
 
 def make_router(hidden_size: int, num_experts: int, settings: RouterSettings) -> Router:
     """
     The router that `settings.type` names.
+
+    Args:
+        hidden_size: d, the size of the router's input.
+        num_experts: n.
+        settings: its type, and what this type reads.
+
+    Returns:
+        a module from hidden states [T, d] to logits [T, n].
 
     Example:
 

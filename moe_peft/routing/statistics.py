@@ -17,7 +17,14 @@ from .gates import check_top_k
 
 def compliance(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) -> torch.Tensor:
     """
-    `Σ_e m_e p_e`, the probability that routers give to the experts of a token's label, [L, T].
+    `Σ_e m_e p_e`, the probability that routers give to the experts of a token's label.
+
+    Args:
+        router_logits: one [T, n] per layer.
+        allowed_TN: m, bool [T, n], true for the experts of the token's label.
+
+    Returns:
+        probabilities [L, T], of each layer and token.
 
     Example:
 
@@ -37,7 +44,13 @@ def compliance(router_logits: Sequence[torch.Tensor], allowed_TN: torch.Tensor) 
 
 def entropies(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
     """
-    Entropy in nats of the routers' distributions, [L, T].
+    Entropy of the routers' distributions.
+
+    Args:
+        router_logits: one [T, n] per layer.
+
+    Returns:
+        nats [L, T], of each layer and token: 0 to log n.
 
     Example:
 
@@ -53,8 +66,16 @@ def entropies(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) -> torch.Tensor:
     """
-    Number of (token, slot) assignments per expert of a top-k choice without steering, float64 [n]; they sum to k times
-    the number of real tokens. `chosen_experts` has what a router really did.
+    Number of (token, slot) assignments per expert of a top-k choice without steering. `chosen_experts` has what a
+    router really did.
+
+    Args:
+        logits_TN: router logits [T, n].
+        mask_T: 1 for tokens that count; all if None.
+        k: experts per token.
+
+    Returns:
+        float64 [n], which sum to k times the number of tokens that count.
 
     Example:
 
@@ -74,19 +95,24 @@ def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) 
 
 def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_experts: int) -> torch.Tensor:
     """
-    The experts that serve each token, bool [T, n]: those that were chosen with a gate other than 0.
+    The experts that serve each token: those that were chosen with a gate other than 0.
 
     Args:
         experts_TK: the chosen experts, int64 [T, k].
         gates_TK: their gates; None: none is 0.
         num_experts: n.
 
+    Returns:
+        bool [T, n].
+
     Example:
 
     ```python
     >>> import torch
     >>> from moe_peft.routing import chosen_experts
-    >>> chosen_experts(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.3]]), 3).tolist()
+    >>> chosen_experts(
+    ...     torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.3]]), 3
+    ... ).tolist()
     [[True, False, True]]
     ```
     """
@@ -97,11 +123,13 @@ def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_
 
 def effective_experts(gates_TK: torch.Tensor) -> torch.Tensor:
     """
-    How many experts a token's gates amount to, `(Σg)² / Σg²`, [T]: k if they are equal, near 1 if one has almost all.
-    It is 0 for a token without experts.
+    How many experts a token's gates amount to, `(Σg)² / Σg²`: k if they are equal, near 1 if one has almost all.
 
     Args:
         gates_TK: gates or probabilities [T, k]; a common factor does not matter.
+
+    Returns:
+        float [T]; 0 for a token without experts.
 
     Example:
 
@@ -177,11 +205,18 @@ class LoadHealth:
     ```python
     >>> import torch
     >>> from moe_peft.routing import load_health
-    >>> health = load_health(torch.tensor([[500.0, 480.0, 510.0, 510.0], [970.0, 990.0, 25.0, 15.0]]), [4, 4], 1000)
+    >>> health = load_health(
+    ...     torch.tensor(
+    ...         [[500.0, 480.0, 510.0, 510.0], [970.0, 990.0, 25.0, 15.0]]
+    ...     ),
+    ...     [4, 4],
+    ...     1000,
+    ... )
     >>> health.monopolies, health.dead, health.status
     (1, 1, 'collapsed')
     >>> print(health)
-    2 layers, load CV 0.49 (untrained gates: 0.35): 1 layer is a monopoly of few experts, 1 of 8 experts is dead
+    2 layers, load CV 0.49 (untrained gates: 0.35):
+    1 layer is a monopoly of few experts, 1 of 8 experts is dead
 
     ```
     """
@@ -233,12 +268,17 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) ->
         sizes: experts of each layer; the rest of a row is padding.
         tokens: how many tokens they are of.
 
+    Returns:
+        the layers' variations, and what they amount to in a word or a sentence.
+
     Example:
 
     ```python
     >>> import torch
     >>> from moe_peft.routing import load_health
-    >>> load_health(torch.tensor([[500.0, 480.0, 510.0, 510.0]]), [4], tokens=1000).status
+    >>> load_health(
+    ...     torch.tensor([[500.0, 480.0, 510.0, 510.0]]), [4], tokens=1000
+    ... ).status
     'even'
 
     ```
@@ -264,8 +304,13 @@ def load_health(counts_LN: torch.Tensor, sizes: Sequence[int], tokens: float) ->
 
 def variation(load_N: torch.Tensor) -> float:
     """
-    The coefficient of variation of a layer's load, the experts' assignments or shares of them, [n]: the standard
-    deviation divided by the mean. 0 is even, and `√(n/k - 1)` the most, where k experts serve every token.
+    The coefficient of variation of a layer's load: the standard deviation divided by the mean.
+
+    Args:
+        load_N: the experts' assignments, or shares of them, [n].
+
+    Returns:
+        0 if the load is even; at most `√(n/k - 1)`, where k experts serve every token.
 
     Example:
 

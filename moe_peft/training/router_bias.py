@@ -26,10 +26,10 @@ def has_biases(model: nn.Module) -> bool:
 @contextmanager
 def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
     """
-    Count each expert's tokens in the forward passes with gradients inside the block, without padding; the function that
-    this gives is to be called after each optimizer step. It raises an expert's bias by `router_bias_update_rate` if the
-    expert got fewer tokens than the mean of its layer, in all passes and processes since the last call, and lowers it
-    if more.
+    A context manager for training loops of your own: it counts each expert's tokens, without padding, in the forward
+    passes with gradients inside the block. Its value is a function to call after each optimizer step, which raises an
+    expert's bias by `router_bias_update_rate` if the expert got fewer tokens than the mean of its layer, in all passes
+    and processes since the last call, and lowers it if more.
 
     Called with `remaining=r`, it moves the biases towards 0 instead, which they reach after r such calls with
     r, r - 1, …, 1: then the routers fold, and the adapter can be exported.
@@ -48,7 +48,11 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig, router_bias_updates
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> config = MoELoraConfig(router_bias_update_rate=0.001, router_aux_loss_coef=0, task_type="CAUSAL_LM")
+    >>> config = MoELoraConfig(
+    ...     router_bias_update_rate=0.001,
+    ...     router_aux_loss_coef=0,
+    ...     task_type="CAUSAL_LM",
+    ... )
     >>> model = get_peft_model(base, config)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> ids = torch.tensor([[3, 4, 5, 6]])
@@ -108,7 +112,7 @@ class RouterBiasCallback(TrainerCallback):
 
     ```python
     >>> from moe_peft import RouterBiasCallback
-    >>> callback = RouterBiasCallback(anneal=0.1)  # SFTTrainer(..., callbacks=[callback])
+    >>> callback = RouterBiasCallback(anneal=0.1)  # for a trainer's `callbacks`
     ```
     """
 

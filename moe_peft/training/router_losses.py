@@ -362,6 +362,9 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     those of all processes together. If a trainer runs the model several times for one loss, only the passes with
     gradients count. What it saves has the card of `ModelCardMixin`.
 
+    Args:
+        kwargs: the trainer's arguments; put this class before the trainer's among the bases.
+
     Raises:
         ValueError: the model has no routers, nothing is left to train, or vLLM would generate with an adapter.
         RuntimeError: the trainer computes its loss without `compute_loss`, as TRL's `OnlineDPOTrainer` does.

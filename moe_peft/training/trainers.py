@@ -34,6 +34,8 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
     `SFTConfig` with the fields of `RouterLossConfig` and labels.
 
     Args:
+        router_aux_loss_coef, router_z_loss_coef, …: see `RouterLossConfig`, whose fields this config has, and
+            `SFTConfig` for all others.
         label_column: the column of the data that holds the labels.
         expert_map: label → experts that may serve it: their indices, or masks with 0 or 1 for every expert (see
             `moe_peft.routing.read_expert_map`). Labels are compared as text.
@@ -45,7 +47,12 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
 
     ```python
     >>> from moe_peft import MoESFTConfig
-    >>> args = MoESFTConfig("out", label_column="domain", expert_map={"a": [0, 1], "b": [2], "c": [3]}, use_cpu=True)
+    >>> args = MoESFTConfig(
+    ...     "out",
+    ...     label_column="domain",
+    ...     expert_map={"a": [0, 1], "b": [2], "c": [3]},
+    ...     use_cpu=True,
+    ... )
     ```
     """
 
@@ -65,6 +72,11 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     `SFTTrainer` with router losses; see `MoESFTConfig` and `RouterLossesMixin`. A plain `SFTConfig` suffices if
     no field of `MoESFTConfig` is needed.
 
+    Args:
+        model: a model with or without an adapter, or the name of one.
+        args: how to train.
+        kwargs: the other arguments of `SFTTrainer`, such as `train_dataset` and `peft_config`.
+
     Raises:
         ValueError: the model has no routers; labels are missing or unknown; `expert_map` names experts that the model
             lacks; an adapter would not fit its base with the tokens of `chat_template_path`.
@@ -76,9 +88,15 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
     >>> from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
     >>> trainer = MoESFTTrainer(
     ...     "Qwen/Qwen3-0.6B",
-    ...     MoESFTConfig("out", max_steps=1, router_z_loss_coef=0.001, use_cpu=True),
-    ...     train_dataset=load_dataset("json", data_files="train.jsonl", split="train"),
-    ...     peft_config=MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8),
+    ...     MoESFTConfig(
+    ...         "out", max_steps=1, router_z_loss_coef=0.001, use_cpu=True
+    ...     ),
+    ...     train_dataset=load_dataset(
+    ...         "json", data_files="train.jsonl", split="train"
+    ...     ),
+    ...     peft_config=MoELoraConfig(
+    ...         task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8
+    ...     ),
     ... )
     >>> result = trainer.train()
     ```
@@ -214,11 +232,16 @@ class MoEDPOConfig(RouterLossConfig, DPOConfig):
     """
     `DPOConfig` with the fields of `RouterLossConfig`. Losses that need labels are skipped.
 
+    Args:
+        router_aux_loss_coef, router_z_loss_coef, …: see `RouterLossConfig`; all others are those of `DPOConfig`.
+
     Example:
 
     ```python
     >>> from moe_peft import MoEDPOConfig
-    >>> args = MoEDPOConfig("out", beta=0.1, router_aux_loss_coef=0.01, use_cpu=True)
+    >>> args = MoEDPOConfig(
+    ...     "out", beta=0.1, router_aux_loss_coef=0.01, use_cpu=True
+    ... )
     ```
     """
 
@@ -227,17 +250,29 @@ class MoEDPOTrainer(RouterLossesMixin, NativeResumeMixin, DPOTrainer):
     """
     `DPOTrainer` with router losses; see `MoEDPOConfig` and `RouterLossesMixin`.
 
+    Args:
+        model: a model with or without an adapter, or the name of one.
+        kwargs: the other arguments of `DPOTrainer`, such as `args`, `train_dataset` and `peft_config`.
+
     Example:
 
     ```python
     >>> from datasets import Dataset
     >>> from moe_peft import MoEDPOConfig, MoEDPOTrainer, MoELoraConfig
-    >>> pairs = [{"prompt": "The sky is", "chosen": " blue.", "rejected": " a kind of cheese."}] * 8
+    >>> pairs = [
+    ...     {
+    ...         "prompt": "The sky is",
+    ...         "chosen": " blue.",
+    ...         "rejected": " a kind of cheese.",
+    ...     }
+    ... ] * 8
     >>> trainer = MoEDPOTrainer(
     ...     "Qwen/Qwen3-0.6B",
     ...     args=MoEDPOConfig("out", max_steps=1, use_cpu=True),
     ...     train_dataset=Dataset.from_list(pairs),
-    ...     peft_config=MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8),
+    ...     peft_config=MoELoraConfig(
+    ...         task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8
+    ...     ),
     ... )
     >>> result = trainer.train()
     ```

@@ -41,6 +41,13 @@ def expand_experts(
     Args:
         experts: LoRA adapter folders, all of one configuration.
         output_dir: gets `experts/0` … `experts/n-1`, the given ones first.
+        num_experts: how many there are afterwards.
+        method: how parents are chosen: `"genetic"`: the pair that is least similar; `"random"`: any; `"none"`: there is
+            no expansion, and more experts than there are raise an error.
+        similarity: what is compared for that: the LoRAs' `"update"` B A, their `"values"`, or their `"displacement"`
+            from `initial`.
+        drop_rate: the share of values that merging drops (DARE).
+        seed: of what is drawn.
         initial: the untrained adapter that they all started from, for `similarity="displacement"`.
 
     Returns:
@@ -56,12 +63,19 @@ def expand_experts(
     >>> from peft import LoraConfig, get_peft_model
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft.upit import expand_experts
-    >>> config = LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    >>> config = LoraConfig(
+    ...     r=4,
+    ...     target_modules=["up_proj"],
+    ...     init_lora_weights=False,
+    ...     task_type="CAUSAL_LM",
+    ... )
     >>> for seed in (0, 1):
     ...     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     ...     _ = torch.manual_seed(seed)
     ...     get_peft_model(model, config).save_pretrained(f"lora-{seed}")
-    >>> folders, descents = expand_experts(["lora-0", "lora-1"], output_dir="expanded", num_experts=4)
+    >>> folders, descents = expand_experts(
+    ...     ["lora-0", "lora-1"], output_dir="expanded", num_experts=4
+    ... )
     >>> len(folders), descents[0].parents
     (4, (0, 1))
 

@@ -50,15 +50,21 @@ class UpIT:
 
     ```python
     >>> from moe_peft.upit import UpIT, recipe_from_dict
-    >>> recipe = recipe_from_dict({
-    ...     "output_dir": "upit",
-    ...     "model": {"name_or_path": "Qwen/Qwen3-0.6B"},
-    ...     "data": {"train": "train.jsonl"},
-    ...     "num_experts": 2,
-    ...     "num_train_epochs": 2,
-    ...     "adapter": {"r": 4, "top_k": 1},
-    ...     "sft": {"bf16": False, "use_cpu": True, "per_device_train_batch_size": 2},
-    ... })
+    >>> recipe = recipe_from_dict(
+    ...     {
+    ...         "output_dir": "upit",
+    ...         "model": {"name_or_path": "Qwen/Qwen3-0.6B"},
+    ...         "data": {"train": "train.jsonl"},
+    ...         "num_experts": 2,
+    ...         "num_train_epochs": 2,
+    ...         "adapter": {"r": 4, "top_k": 1},
+    ...         "sft": {
+    ...             "bf16": False,
+    ...             "use_cpu": True,
+    ...             "per_device_train_batch_size": 2,
+    ...         },
+    ...     }
+    ... )
     >>> pipeline = UpIT(recipe)
     >>> [stage.name for stage in pipeline.stages]
     ['prepare', 'router_init', 'post_train']

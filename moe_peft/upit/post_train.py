@@ -56,8 +56,10 @@ def post_train(
 
     Args:
         model: a base with a MoE-LoRA adapter; or a native MoE. The balancing loss has its config's coefficient.
+        dataset: in a format that TRL accepts.
         args: how to train, a `MoESFTConfig` if other losses are wanted; its `num_train_epochs` or `max_steps` is the
             complete training of this stage.
+        processing_class: the tokenizer, which is saved beside the result.
         output_dir: for the adapter or the model.
         train_experts: False trains the routers alone (as the paper's Self-MoE baseline).
         eval_dataset, callbacks: of the trainer.
@@ -76,9 +78,17 @@ def post_train(
     >>> from moe_peft.upit import post_train
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, top_k=2, r=4, task_type="CAUSAL_LM"))
+    >>> model = get_peft_model(
+    ...     base, MoELoraConfig(num_experts=4, top_k=2, r=4, task_type="CAUSAL_LM")
+    ... )
     >>> data = load_dataset("json", data_files="train.jsonl", split="train")
-    >>> args = MoESFTConfig("post_train/state", max_steps=2, bf16=False, use_cpu=True, report_to="none")
+    >>> args = MoESFTConfig(
+    ...     "post_train/state",
+    ...     max_steps=2,
+    ...     bf16=False,
+    ...     use_cpu=True,
+    ...     report_to="none",
+    ... )
     >>> trained = post_train(model, data, args, tokenizer, output_dir="adapter")
     >>> trained.metrics()["steps"]
     2

@@ -114,11 +114,13 @@ def prepare_experts(
         dataset: in a format that TRL accepts.
         args: how to train; its `num_train_epochs` or `max_steps` is the complete training of this stage.
         lora_config: what to train, usually on the FFN projections. None trains all weights.
+        processing_class: the tokenizer.
         output_dir: gets `experts/0`, `experts/1`, …, oldest first: PEFT LoRA adapter folders, with the untrained one as
             `initial`; or model folders.
-        num_experts: m.
+        num_experts: m, how many checkpoints become experts.
         num_checkpoints: taken at equal intervals. If None: m for `"uniform"`, else 2 m.
         selection: which of them become experts, a name in `SELECTIONS`; `"back_half"` did best in the paper (Table 2).
+        eval_dataset: held-out data, if `args` evaluates.
 
     Returns:
         the experts' folders, oldest first, and the training's log.
@@ -138,9 +140,17 @@ def prepare_experts(
     >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
     >>> data = load_dataset("json", data_files="train.jsonl", split="train")
-    >>> args = SFTConfig("prepare/state", max_steps=4, bf16=False, use_cpu=True, report_to="none")
-    >>> lora = LoraConfig(r=4, target_modules=["gate_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
-    >>> prepared = prepare_experts(model, data, args, lora, tokenizer, output_dir="prepare", num_experts=2)
+    >>> args = SFTConfig(
+    ...     "prepare/state", max_steps=4, bf16=False, use_cpu=True, report_to="none"
+    ... )
+    >>> lora = LoraConfig(
+    ...     r=4,
+    ...     target_modules=["gate_proj", "up_proj", "down_proj"],
+    ...     task_type="CAUSAL_LM",
+    ... )
+    >>> prepared = prepare_experts(
+    ...     model, data, args, lora, tokenizer, output_dir="prepare", num_experts=2
+    ... )
     >>> prepared.steps
     [3, 4]
 

@@ -318,7 +318,13 @@ class Recipe(Settings):
     ```python
     >>> from moe_peft.upit import recipe_from_dict
     >>> data = {"train": "train.jsonl", "label_column": "domain"}
-    >>> recipe = recipe_from_dict({"output_dir": "upit", "model": {"name_or_path": "Qwen/Qwen3-0.6B"}, "data": data})
+    >>> recipe = recipe_from_dict(
+    ...     {
+    ...         "output_dir": "upit",
+    ...         "model": {"name_or_path": "Qwen/Qwen3-0.6B"},
+    ...         "data": data,
+    ...     }
+    ... )
     >>> recipe.num_experts, recipe.router_init.buckets
     (8, 'perplexity')
     >>> recipe.moe_config().top_k
@@ -622,6 +628,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         path: of the YAML file.
         overrides: `key=value` with a dotted key and a YAML value, e.g. `post_train.sft.learning_rate=1e-4`.
 
+    Returns:
+        the recipe, with a method's defaults where the file says nothing.
+
     Raises:
         ValueError: no such file, an unknown key or a wrong value.
 
@@ -630,9 +639,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     ```python
     >>> from pathlib import Path
     >>> from moe_peft.upit import load_recipe
-    >>> text = "{output_dir: upit, model: {name_or_path: Qwen/Qwen3-0.6B}, data: {train: train.jsonl}}"
+    >>> model = "model: {name_or_path: Qwen/Qwen3-0.6B}"
+    >>> text = f"{{output_dir: upit, {model}, data: {{train: train.jsonl}}}}"
     >>> _ = Path("upit.yaml").write_text(text)
-    >>> load_recipe("upit.yaml", ["method=self_moe", "post_train.seed=3"]).post_train.seed
+    >>> load_recipe(
+    ...     "upit.yaml", ["method=self_moe", "post_train.seed=3"]
+    ... ).post_train.seed
     3
 
     ```
@@ -658,6 +670,9 @@ def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
 
     Args:
         settings: as a YAML file has them.
+
+    Returns:
+        the recipe, with a method's defaults where the settings say nothing.
 
     Raises:
         ValueError: an unknown key or a wrong value; the message is one line.

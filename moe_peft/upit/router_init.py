@@ -280,6 +280,7 @@ def init_routers(
         dataset: the seed examples (in the paper a random 1 % of the data), in random order: rules with a capacity visit
             them in the order given.
         args: how to train each expert; `num_train_epochs` counts passes over its bucket.
+        processing_class: the tokenizer.
         output_dir: gets `experts/0`, …, adapter or model folders. The trainings' state goes to `args.output_dir`.
         buckets: how examples are assigned to experts, a name in `BUCKETS`: `"perplexity"`, `"label"` or `"random"`.
         alpha: weight of the language-modelling loss; the routing loss has 1 - alpha.
@@ -302,13 +303,28 @@ def init_routers(
     >>> from moe_peft.upit import init_routers
     >>> def base(expert=None):
     ...     return AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> config = LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    >>> config = LoraConfig(
+    ...     r=4,
+    ...     target_modules=["up_proj"],
+    ...     init_lora_weights=False,
+    ...     task_type="CAUSAL_LM",
+    ... )
     >>> for name in ("math", "code"):
     ...     get_peft_model(base(), config).save_pretrained(name)
     >>> tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
     >>> seeds = load_dataset("json", data_files="train.jsonl", split="train[:4]")
-    >>> args = SFTConfig("state", num_train_epochs=1, bf16=False, use_cpu=True, report_to="none")
-    >>> routed = init_routers(base, ["math", "code"], seeds, args, tokenizer, output_dir="routed", buckets="random")
+    >>> args = SFTConfig(
+    ...     "state", num_train_epochs=1, bf16=False, use_cpu=True, report_to="none"
+    ... )
+    >>> routed = init_routers(
+    ...     base,
+    ...     ["math", "code"],
+    ...     seeds,
+    ...     args,
+    ...     tokenizer,
+    ...     output_dir="routed",
+    ...     buckets="random",
+    ... )
     >>> [len(bucket) for bucket in routed.buckets], len(routed.routers[0])
     ([2, 2], 2)
 

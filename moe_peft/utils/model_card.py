@@ -97,9 +97,13 @@ def write_model_card(
     >>> from transformers import AutoModelForCausalLM
     >>> from moe_peft import MoELoraConfig, write_model_card
     >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM"))
+    >>> model = get_peft_model(
+    ...     base, MoELoraConfig(num_experts=4, r=4, task_type="CAUSAL_LM")
+    ... )
     >>> model.save_pretrained("adapter")
-    >>> card = write_model_card("adapter", training=["300 steps of 16 rows"], datasets=["org/data"])
+    >>> card = write_model_card(
+    ...     "adapter", training=["300 steps of 16 rows"], datasets=["org/data"]
+    ... )
     ```
     """
     folder, datasets = Path(folder), list(datasets)

@@ -115,6 +115,7 @@ def _check_launcher() -> None:
 # Logger → words of its lines that say nothing about what the user does.
 _NOISE = {
     "torchao": "Failed to load",
+    "torchao.kernel.intmm": "Detected no triton",
     "torch.utils._pytree": "is an Enum subclass",
     "DeepSpeed": "Setting accelerator to CPU",
 }

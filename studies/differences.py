@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 from scipy import stats
+
+from moe_peft.analysis.figures import method_color, new_figure, save_figure
 
 
 class Difference(NamedTuple):
@@ -33,22 +33,27 @@ def paired_difference(values: Sequence[float], others: Sequence[float]) -> Diffe
 
 def plot_differences(panels: Mapping[str, Sequence[tuple[str, Difference]]], path: Path, quantity: str) -> None:
     """
-    Dots with 95 % intervals, a line for each contrast.
+    Dots on bars of 95 % intervals around 0, one below the other from the lowest, in the color of the first method.
 
     Args:
-        panels: title → (label, difference).
-        path: of the .svg file.
+        panels: title → (label, "first − other", and difference).
+        path: the file to write.
         quantity: what differs, below the axes.
     """
-    figure = Figure(figsize=(3.2 + 3.4 * len(panels), 4), layout="constrained")
-    for axis, (title, rows) in zip(
-        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
-    ):
-        labels, differences = zip(*rows, strict=True)
+    height = sum(0.5 + 0.3 * len(rows) for rows in panels.values())
+    figure = new_figure(5.2, 0.6 + height)
+    axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=list(map(len, panels.values())))
+    for axis, (title, rows) in zip(axes.flat, panels.items(), strict=True):
+        labels, differences = zip(*sorted(rows, key=lambda row: row[1].mean), strict=True)
         mean, low, high = np.transpose(differences)
+        colors = [method_color(label.partition(" − ")[0]) for label in labels]
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.errorbar(mean, labels, xerr=[mean - low, high - mean], fmt="o")
-        axis.set_title(title)
-        axis.set_xlabel(quantity)
-    with matplotlib.rc_context({"svg.hashsalt": "studies"}):
-        figure.savefig(path, metadata={"Date": None})  # so that the same numbers make the same file
+        axis.barh(labels, high - low, 0.45, low, color=colors, alpha=0.4)
+        axis.scatter(mean, labels, 30, colors, zorder=2)
+        axis.use_sticky_edges = False
+        axis.invert_yaxis()
+        axis.tick_params(left=False)
+        axis.spines["left"].set_visible(False)
+        axis.set_title(title, fontsize=11)
+    axis.set_xlabel(f"{quantity}\n← first method better       other better →")
+    save_figure(figure, path)

@@ -2,8 +2,8 @@
 GRPO: train an adapter by rewards of its completions. The data has the columns `prompt` (a string or the messages of a
 chat) and `answer`. The reward is the share of the answer's words that a completion has: replace it by yours.
 
-    python -m examples.trainers.grpo --model_name_or_path my-base-model --dataset_name my-data --output_dir grpo \
-        --num_generations 8 --max_completion_length 256 --learning_rate 1e-5 --router_z_loss_coef 0.001
+    python -m examples.trainers.grpo --model_name_or_path Qwen/Qwen3-0.6B-Base --dataset_name my-data \
+        --output_dir grpo --num_generations 8 --max_completion_length 256 --learning_rate 1e-5 --router_z_loss_coef 0.001
 
 The flags are the fields of TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig`, and of `RouterLossConfig`;
 `flags.py` says what is read of them.

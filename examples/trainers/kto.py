@@ -2,8 +2,8 @@
 KTO: tune an adapter by single answers that were liked or not. The data has the columns `prompt`, `completion` and
 `label` (true or false).
 
-    python -m examples.trainers.kto --model_name_or_path my-base-model --dataset_name my-data --output_dir kto \
-        --per_device_train_batch_size 4 --learning_rate 5e-6 --router_z_loss_coef 0.001
+    python -m examples.trainers.kto --model_name_or_path Qwen/Qwen3-0.6B-Base --dataset_name my-data \
+        --output_dir kto --per_device_train_batch_size 4 --learning_rate 5e-6 --router_z_loss_coef 0.001
 
 The flags are the fields of TRL's `ScriptArguments`, `KTOConfig` and `ModelConfig`, and of `RouterLossConfig`;
 `flags.py` says what is read of them.

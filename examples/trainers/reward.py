@@ -2,8 +2,8 @@
 A reward model with experts: learn which of two answers is preferred. The data has the columns `chosen` and `rejected`.
 TRL's `RewardTrainer` computes its loss from rewards alone, so the balancing loss needs the mixin.
 
-    python -m examples.trainers.reward --model_name_or_path my-base-model --dataset_name my-data --output_dir reward \
-        --per_device_train_batch_size 4 --learning_rate 1e-4 --router_z_loss_coef 0.001
+    python -m examples.trainers.reward --model_name_or_path Qwen/Qwen3-0.6B-Base --dataset_name my-data \
+        --output_dir reward --per_device_train_batch_size 4 --learning_rate 1e-4 --router_z_loss_coef 0.001
 
 The flags are the fields of TRL's `ScriptArguments`, `RewardConfig` and `ModelConfig`, and of `RouterLossConfig`;
 `flags.py` says what is read of them.

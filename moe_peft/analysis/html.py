@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 
 import torch
 from jinja2 import Environment
+from markupsafe import Markup, escape
 
 from ..models.model_size import ModelSize
 from ..routing.statistics import LoadHealth
 from ..utils.expert_merging import likeness
+from .figures import DPI, plot_bars
 from .recorder import RoutingStatistics
 from .routing_report import write_figures
 from .token_classes import TOKEN_CLASSES
@@ -22,6 +26,7 @@ from .token_classes import TOKEN_CLASSES
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 EFFECTIVE = "effective experts of a token"
 STRONGEST = "layer: busiest expert (share)"
+_BUSIEST = "{expert} in layer {layer} ({share:.0%})"
 _MOST_CELLS = 16  # of a table of experts by experts
 _PAGE = """\
 <!DOCTYPE html>
@@ -31,28 +36,39 @@ _PAGE = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ title }}</title>
 <style>
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
-img { max-width: 100%; height: auto; } .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.9rem; } caption { text-align: left; color: #555; }
-th, td { border: 1px solid #ccc; padding: 0.2rem 0.6rem; text-align: right; } th { background: #f3f3f3; }
-th:first-child, td:first-child { text-align: left; } li.bad { color: #8a4b00; }
+:root { color-scheme: light dark; --ink: #222; --soft: #666; --line: #ccc; --head: #f3f3f3; --bad: #8a4b00; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #ddd; --soft: #aaa; --line: #444; --head: #2a2a2a; --bad: #f0a860; }
+  body { background: #181818; }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+       overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; } .lead { font-size: 1.15rem; } .facts, caption { color: var(--soft); font-size: 0.9rem; }
+h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
+.wide { overflow-x: auto; margin: 1rem 0; } img { max-width: 100%; height: auto; background: white; }
+table { border-collapse: collapse; font-size: 0.9rem; overflow-wrap: normal; }
+th, td { border: 1px solid var(--line); padding: 0.2rem 0.6rem; text-align: left; } th { background: var(--head); }
+.number { text-align: right; white-space: nowrap; } .note { color: var(--soft); } .bad { color: var(--bad); }
 </style>
 </head>
 <body>
 <h1>{{ title }}</h1>
-<ul>{% for line in lead %}<li>{{ line }}</li>{% endfor %}</ul>
+<ul class="lead">{% for line in lead %}<li>{{ line | coded }}</li>{% endfor %}</ul>
+{% if facts %}<ul class="facts">{% for line in facts %}<li>{{ line | coded }}</li>{% endfor %}</ul>{% endif %}
 {% for section in sections %}
 <h2>{{ section.title }}</h2>
-{% for line in section.text %}<p>{{ line }}</p>
+{% for line in section.text %}<p>{{ line | coded }}</p>
 {% endfor %}
-{% if section.points %}<ul>{% for line in section.points %}<li class="bad">{{ line }}</li>{% endfor %}</ul>{% endif %}
+{% if section.note %}<p class="{{ 'bad' if section.bad else 'note' }}">{{ section.note | coded }}</p>{% endif %}
+{% if section.figure %}<div class="wide">{{ section.figure | inlined(section.title) }}</div>
+{% endif %}
 {% if section.rows %}<div class="wide"><table>
-<thead><tr>{% for cell in section.header %}<th>{{ cell }}</th>{% endfor %}</tr></thead>
+<thead><tr>{% for cell in section.header %}<th{{ cell | aligned(section.rows, loop.index0) }}>{{ cell }}</th>
+{% endfor %}</tr></thead>
 <tbody>
-{% for row in section.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% for row in section.rows %}<tr>{% for cell in row %}<td{{ cell | aligned(section.rows, loop.index0) }}>{{ cell }}</td>
+{% endfor %}</tr>
 {% endfor %}</tbody></table></div>{% endif %}
-{% if section.figure %}<p><img src="{{ section.figure | inlined }}" alt="{{ section.title }}"></p>{% endif %}
 {% endfor %}
 </body>
 </html>
@@ -66,25 +82,35 @@ class Section:
 
     Args:
         title: its heading.
-        text: paragraphs that explain it.
-        points: what is not as it should be, one line each.
+        text: paragraphs that explain it, with code between backticks.
+        note: what is not as it should be.
+        bad: whether that harms.
         header, rows: a table.
         figure: an image file.
     """
 
     title: str
     text: Sequence[str] = ()
-    points: Sequence[str] = ()
+    note: str = ""
+    bad: bool = False
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = field(default_factory=list)
     figure: Path | None = None
 
 
-def write_page(path: Path, title: str, lead: Sequence[str], sections: Sequence[Section]) -> Path:
-    """Write a page that is complete in one file and loads nothing from elsewhere."""
+def write_page(
+    path: Path, title: str, lead: Sequence[str], sections: Sequence[Section], facts: Sequence[str] = ()
+) -> Path:
+    """
+    Write a page that is complete in one file and loads nothing from elsewhere.
+
+    Args:
+        lead: what it says, in sentences for readers who stop there.
+        facts: what was measured.
+    """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["inlined"] = _inlined
-    page = environment.from_string(_PAGE).render(title=title, lead=lead, sections=sections)
+    environment.filters.update(inlined=_inlined, coded=_coded, aligned=_aligned)
+    page = environment.from_string(_PAGE).render(title=title, lead=lead, facts=facts, sections=sections)
     path.write_text(page, encoding="utf-8")
     return path
 
@@ -100,30 +126,102 @@ def write_html(statistics: RoutingStatistics, path: Path, about: Mapping[str, An
     how = f"{about['class']}, {about['dtype']}, {about['quantization'] or 'not quantized'}"
     n, ks = max(statistics.sizes), sorted(set(statistics.ks))
     tokens = {d: f"{int(count):,}" for d, count in zip(statistics.domains, statistics.tokens.tolist(), strict=True)}
-    lead = [
-        f"Model: {about['model']} ({how})",
+    health, shares, has_map = statistics.health(), statistics.shares(), statistics.allowed is not None
+    k = " or ".join(map(str, ks))
+    choice = (
+        f"Each token goes to {k} of {n} experts, which a router chooses, in each of {len(statistics.sizes)} layers."
+    )
+    lead = [choice, load_line(health, has_map), who_serves_what(shares)]
+    facts = [
+        f"Model: `{about['model']}` ({how})",
         f"Size: {ModelSize(**about['size'])}",
-        f"Data: {about['data']}, split {about['split']}, {about['examples']:,} examples",
-        f"Routing: {len(statistics.sizes)} layers with experts, up to {n} in each; "
-        f"a router in each layer sends every token to {' or '.join(map(str, ks))} of them",
+        f"Data: `{about['data']}`, split {about['split']}, {about['examples']:,} examples",
     ]
+    if has_map:
+        chance = sum(statistics.chance()[domain] for domain in shares) / len(shares)
+        lead[0] = (
+            f"Routers give {statistics.mean_compliance():.0%} of their probability to the experts that the expert map "
+            f"names for a token's domain; chance would be {chance:.0%}."
+        )
+        facts.append(choice)
     with tempfile.TemporaryDirectory() as folder:
         figures = {file.stem: file for file in files if file.suffix in _TYPES}
         figures = figures or {file.stem: file for file in write_figures(statistics, Path(folder), ".png")}
         sections = [
-            load_section(statistics.health(), statistics.allowed is not None),
-            shares_section(statistics.shares(), figures["load"], tokens, statistics.sizes),
+            shares_section(shares, figures["load"], tokens, statistics.sizes),
+            *_compliance(statistics, figures),
+            load_section(health, has_map),
             _layers(statistics),
             *_similarity(about["similarity"], about["similarity_of"]),
-            *_compliance(statistics, figures),
             *_token_classes(statistics, figures),
-            Section(
-                "Which experts work together",
-                ["Of the tokens of the row's expert, the share that the column's expert serves, too."],
-                figure=figures["coactivation"],
-            ),
+            *_coactivation(figures),
         ]
-        return write_page(path, "Where the tokens go", lead, sections)
+        subject = f"MoE-LoRA on {model_name(about['base'])}" if about["base"] else model_name(about["model"])
+        return write_page(path, f"Where the tokens go: {subject}", list(filter(None, lead)), sections, facts)
+
+
+def model_name(path: str) -> str:
+    """The name of a model without where it is."""
+    return Path(path).name or path
+
+
+def load_line(health: LoadHealth, wanted: bool = False) -> str:
+    """
+    How evenly experts are used, in a sentence that needs no further words.
+
+    Args:
+        wanted: whether an expert map asks for uneven loads.
+    """
+    idle = f"{health.dead} of {health.experts} experts {'are' if health.dead > 1 else 'is'} idle"
+    idle = idle if health.dead else "no expert is idle"
+    if wanted and health.status in ("uneven", "collapsed"):
+        return f"Routing is uneven, as expected with an expert map; {idle}."
+    return {
+        "even": f"Routing is about as even as with untrained routers; {idle}.",
+        "uneven": f"Routing is uneven; {idle}.",
+        "collapsed": f"Routing has collapsed: few experts do nearly all the work in {health.monopolies} of "
+        f"{health.layers} layers; {idle}.",
+        "unknown": "These are too few tokens to tell whether routing is even.",
+    }[health.status]
+
+
+def who_serves_what(shares: Mapping[str, torch.Tensor]) -> str:
+    """
+    Which experts serve mostly one domain, in the layer that tells domains apart most, in a sentence; "" for one domain.
+
+    Args:
+        shares: domain → each expert's share of its layer's assignments, [L, n].
+    """
+    if len(shares) < 2:
+        return ""
+    share_DLN = torch.stack(list(shares.values()))
+    layer = int((share_DLN - share_DLN.mean(0)).abs().sum((0, 2)).argmax())
+    part_DN = share_DLN[:, layer] / share_DLN[:, layer].sum(0).clamp(min=1e-12)  # as if domains had equally many
+    served = defaultdict(list)
+    for expert, (part, domain) in enumerate(zip(*part_DN.max(0), strict=True)):
+        if part > 0.5:
+            served[list(shares)[domain]].append(str(expert))
+    if not served:
+        domain, expert = divmod(int(part_DN.argmax()), part_DN.shape[1])
+        part = f"{float(part_DN.max()):.0%} of its tokens from {list(shares)[domain]} (even: {1 / len(shares):.0%})"
+        return f"No expert serves mostly one domain: the most one-sided, expert {expert} of layer {layer}, has {part}."
+    parts = [
+        f"{_listed(experts, 'expert')} serve{'s' * (len(experts) == 1)} mostly {d}" for d, experts in served.items()
+    ]
+    return f"In layer {layer}, where domains differ most, {'; '.join(parts)}."
+
+
+def losses_line(losses: Mapping[str, Mapping[str, float]]) -> str:
+    """In how many domains the last of the models is better than the first, in a sentence."""
+    (base, before), *_, (last, after) = losses.items()
+    domains = [domain for domain in after if domain != "mean"]
+    better = sum(after[domain] < before[domain] for domain in domains)
+    share = "all" if better == len(domains) else f"{better} of"
+    where = f" in {share} {len(domains)} domains" if better and len(domains) > 1 else ""
+    others = ", ".join(f"{name} {of['mean']:.2f}" for name, of in losses.items() if name != last)
+    return (
+        f"{'B' if better else 'Not b'}etter than the {base}{where}: mean held-out loss {after['mean']:.2f} ({others})."
+    )
 
 
 def load_section(health: LoadHealth, wanted: bool = False) -> Section:
@@ -134,12 +232,12 @@ def load_section(health: LoadHealth, wanted: bool = False) -> Section:
         wanted: whether an expert map asks for uneven loads.
     """
     text = [
-        "A MoE is worth its size if all of its experts work. The load of a layer is how the work is shared out among "
-        "its experts; CV, its coefficient of variation, is the spread of their shares divided by the mean: 0 is even. "
-        "Untrained gates are not even, either: they send similar tokens the same way."
+        "The load of a layer is how its tokens are shared out among its experts. CV, the spread of their shares "
+        "divided by the mean, is 0 if all get the same. Untrained routers are uneven, too: they send similar tokens "
+        "the same way."
     ]
     if health.warning and not wanted:
-        return Section("Is the load healthy?", text, [health.warning])
+        return Section("Is the load healthy?", text, health.warning, bad=health.status == "collapsed")
     verdicts = {
         "even": f"Yes, it is no more uneven than that of untrained gates: {health}.",
         "unknown": f"There are too few tokens to tell: {health}. By chance alone, CV would be {health.by_chance:.2f}.",
@@ -164,41 +262,47 @@ def shares_section(
     """
     rows, n = [], max(share_LN.shape[1] for share_LN in shares.values())
     for domain, share_LN in shares.items():
-        rows.append([domain, *([] if tokens is None else [tokens[domain]]), strongest(share_LN)])
+        rows.append([domain, *([] if tokens is None else [tokens[domain]]), strongest(share_LN, _BUSIEST)])
     least, most = (1 / size for size in (max(sizes or [n]), min(sizes or [n])))
     even = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}, by the layer's number of experts"
     return Section(
         "Where each domain's tokens go",
         [
-            f"The share of a layer's assignments that each expert gets. Even routing gives every expert {even}. "
-            "Expert 3 of one layer has nothing to do with expert 3 of another. "
-            "Domains whose rows look alike are not told apart by the routers."
+            "A token that goes to an expert is an assignment; with two experts per token, each token makes two. "
+            f"The numbers say which share of a layer's assignments each expert gets. Even routing gives every expert "
+            f"{even}. Expert 3 of one layer has nothing to do with expert 3 of another. "
+            "Domains whose panels look alike are not told apart by the routers."
         ],
-        header=["domain", *([] if tokens is None else ["tokens"]), STRONGEST],
+        header=["domain", *([] if tokens is None else ["tokens"]), "busiest experts (share)"],
         rows=rows,
         figure=figure,
     )
 
 
-def strongest(share_LN: torch.Tensor) -> str:
-    """The experts with the largest share in the three layers where that is largest, in words; shares are [L, n]."""
+def strongest(share_LN: torch.Tensor, form: str = "{layer}: {expert} ({share:.0%})") -> str:
+    """The experts with the largest share in the three layers where that is largest; shares are [L, n]."""
     best_L, expert_L = share_LN.max(1)
     layers = best_L.topk(min(3, len(best_L))).indices.tolist()
-    return ", ".join(f"{layer}: {int(expert_L[layer])} ({float(best_L[layer]):.0%})" for layer in layers)
+    return ", ".join(form.format(layer=i, expert=int(expert_L[i]), share=float(best_L[i])) for i in layers)
 
 
-def losses_section(losses: Mapping[str, Mapping[str, float]]) -> Section:
-    """Held-out losses by model and domain, and what training has gained."""
-    base, trained = losses["base"], losses["adapted"]
-    rows = [[name, f"{base[name]:.3f}", f"{loss:.3f}", f"{loss - base[name]:+.3f}"] for name, loss in trained.items()]
+def losses_section(losses: Mapping[str, Mapping[str, float]], figure: Path) -> Section:
+    """
+    Held-out losses by model and domain, and how the last model differs from the first.
+
+    Args:
+        losses: model → domain → loss; the first is the base.
+        figure: where to draw them.
+    """
+    plot_bars(losses, figure, "Held-out loss per token (lower is better)")
+    (base, before), *_, (last, after) = losses.items()
+    rows = [[d, *(f"{of[d]:.3f}" for of in losses.values()), f"{after[d] - before[d]:+.3f}"] for d in after]
     return Section(
         "Losses on held-out data",
-        [
-            "The mean loss per token on data that were not trained on, of the base and of the trained model. Lower is "
-            "better: a negative difference is a gain."
-        ],
-        header=["domain", "base", "trained", "difference"],
+        ["The mean loss per token on data that were not trained on. Lower is better: a negative difference is a gain."],
+        header=["domain", *losses, f"{last} − {base}"],
         rows=rows,
+        figure=figure,
     )
 
 
@@ -250,22 +354,50 @@ def _compliance(statistics: RoutingStatistics, figures: Mapping[str, Path]) -> I
     )
 
 
+def _coactivation(figures: Mapping[str, Path]) -> Iterator[Section]:
+    if "coactivation" in figures:
+        text = "Of the tokens of the row's expert, the share that the column's expert serves, too."
+        yield Section("Which experts work together", [text], figure=figures["coactivation"])
+
+
 def _token_classes(statistics: RoutingStatistics, figures: Mapping[str, Path]) -> Iterator[Section]:
     if "token_classes" not in figures:
         return
     rows = []
     for name, counts_LN in zip(TOKEN_CLASSES, statistics.class_counts, strict=True):
         if counts_LN.any():
-            rows.append([name, strongest(counts_LN / counts_LN.sum(1, keepdim=True).clamp(min=1))])
+            rows.append([name, strongest(counts_LN / counts_LN.sum(1, keepdim=True).clamp(min=1), _BUSIEST)])
     yield Section(
         "Kinds of tokens",
         ["Which experts get each kind of token."],
-        header=["kind", STRONGEST],
+        header=["kind", "busiest experts (share)"],
         rows=rows,
         figure=figures["token_classes"],
     )
 
 
-def _inlined(path: Path) -> str:
-    """The file as a URL that holds it."""
-    return f"data:{_TYPES[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+def _inlined(path: Path, title: str) -> Markup:
+    """The file inside the page, its text as large as the page's, and not much smaller on a phone."""
+    data, size = path.read_bytes(), ""
+    if path.suffix == ".png":
+        width = int.from_bytes(data[16:20]) * 96 // DPI
+        size = f' width="{width}" style="min-width: {width * 0.64:.0f}px"'
+    url = f"data:{_TYPES[path.suffix]};base64,{base64.b64encode(data).decode()}"
+    return Markup('<img src="{}" alt="{}"{}>').format(url, title, Markup(size))
+
+
+def _coded(text: str) -> Markup:
+    """Text whose parts between backticks are in the font of code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _aligned(cell: str, rows: Sequence[Sequence[str]], column: int) -> Markup:
+    """The class of a table's cell: columns of numbers are aligned at the right."""
+    is_number = all(re.fullmatch(r"[-+]?[\d.,]+%?|", row[column]) for row in rows)
+    return Markup(' class="number"' if is_number else "")
+
+
+def _listed(items: Sequence[str], noun: str) -> str:
+    """E.g. "experts 2, 3 and 5"."""
+    first, last = items[:-1], items[-1]
+    return f"{noun}s {', '.join(first)} and {last}" if first else f"{noun} {last}"

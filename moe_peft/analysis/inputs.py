@@ -22,6 +22,7 @@ from ..training.scoring import Collator
 from ..utils.io import reading
 from ..utils.loading import (
     ADAPTER_CONFIG,
+    adapter_base,
     check_tokenizer,
     quantization_config,
     read_adapter_config,
@@ -147,11 +148,8 @@ def _quantization_of(config: Any) -> str | None:
 def _load_adapter(path: str, base: str | None, source: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """An adapter on its base, and the tokenizer that it was saved with, else the base's."""
     config = read_adapter_config(path, source)
-    name = base or config.base_model_name_or_path
+    name, revision = adapter_base(config, source, base)
     base_source = f"{source}: base_model_name_or_path={name!r}" if base is None else f"--base {base!r}"
-    if not name:
-        raise ValueError(f"{base_source}: it names no base; set it in {ADAPTER_CONFIG}")
-    revision = config.revision if base is None else None
     model: Any = read_model(name, base_source, revision=revision, **options)
     if (Path(path) / "tokenizer_config.json").is_file():
         tokenizer = read_tokenizer(path, source)

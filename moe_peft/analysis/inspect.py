@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import tqdm
 
-from ..models.introspection import adapter_layers
+from ..models.introspection import adapter_layers, base_model
 from ..models.model_size import ModelSize, expert_similarity, model_size
+from ..routing.expert_map import in_order
 from ..utils.expert_merging import likeness
 from ..utils.io import output_folder
 from .html import EFFECTIVE, STRONGEST, strongest, write_html
@@ -28,6 +29,7 @@ def inspect_model(
     data: str,
     output_dir: str | Path,
     *,
+    base: str | None = None,
     label_column: str | None = None,
     expert_map: dict[str, list[int]] | None = None,
     split: str = "train",
@@ -48,6 +50,7 @@ def inspect_model(
         model_path: the folder of an adapter or a native MoE.
         data: a .json, .jsonl, .csv or .parquet file, or a dataset's name; in a format that TRL accepts.
         output_dir: the folder for the files of `write_report`: a new one, or one with an earlier report.
+        base: an adapter's base; None takes the one that it names.
         label_column: the column that holds the domains.
         expert_map: domain → experts, for compliance.
         split: the split of the data.
@@ -67,7 +70,7 @@ def inspect_model(
     if position_width is not None and expert_map is None:
         raise ValueError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")
     with output_folder(output_dir, "output_dir", REPORT.is_in) as folder:
-        model, tokenizer = load(model_path, dtype, quantization)
+        model, tokenizer = load(model_path, dtype, quantization, base)
         rows = load_rows(
             tokenizer, data, label_column, split,
             batch_size=batch_size, max_length=max_length, max_examples=max_examples,
@@ -89,7 +92,7 @@ def _recorded(
     labels = rows.domains or ["all"] * len(rows.data)
     classes = classify_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     device = next(model.parameters()).device
-    with record_routing(model, sorted(set(labels)), expert_map, classes, position_width) as statistics:
+    with record_routing(model, in_order(labels, expert_map), expert_map, classes, position_width) as statistics:
         for start in tqdm(range(0, len(rows.data), rows.batch_size), desc="routing"):
             stop = min(start + rows.batch_size, len(rows.data))
             batch = rows.collator([rows.data[i] for i in range(start, stop)])
@@ -109,6 +112,7 @@ def _about(model: Any) -> dict[str, Any]:
     cosines_NN = expert_similarity(model)
     return {
         **describe(model),
+        "base": base_model(model).config._name_or_path if adapter_layers(model) else None,
         "size": asdict(model_size(model)),
         "similarity": None if cosines_NN is None else cosines_NN.tolist(),
         "similarity_of": "updates B A" if adapter_layers(model) else "weights",

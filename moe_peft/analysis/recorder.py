@@ -83,13 +83,14 @@ class RoutingStatistics:
         self.token_classes = token_classes
         self.position_width = position_width
         P = LINEAR_BUCKETS if position_width else POSITION_BUCKETS
-        self.allowed = None
+        self.expert_map, self.allowed = None, None
         if expert_map is not None:
             experts = read_expert_map(expert_map, n, "expert_map")
             missing = [domain for domain in self.domains if domain not in experts]
             if missing:
                 raise ValueError(f"expert_map: no experts for the domains {missing}; add them")
-            self.allowed = expert_masks({domain: experts[domain] for domain in self.domains}, n)
+            self.expert_map = {domain: experts[domain] for domain in self.domains}
+            self.allowed = expert_masks(self.expert_map, n)
         self.counts = torch.zeros(D, L, n, dtype=torch.float64)
         self.tokens = torch.zeros(D, dtype=torch.float64)
         self.effective_sums = torch.zeros(D, L, dtype=torch.float64)

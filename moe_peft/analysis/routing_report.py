@@ -126,9 +126,12 @@ def write_files(
 def write_figures(statistics: RoutingStatistics, folder: Path, suffix: str) -> list[Path]:
     """The figures of `write_report`; returns their paths."""
     written, largest, shares = [folder / f"load{suffix}"], _largest(statistics), statistics.shares()
-    plot_shares({domain: shares[domain] for domain in largest}, written[-1], "Where each domain's tokens go")
-    written.append(folder / f"coactivation{suffix}")
-    plot_coactivation(statistics.coactivation, written[-1])
+    title = "Where each domain's tokens go" if len(shares) > 1 else "Where the tokens go"
+    shown = {domain: shares[domain] for domain in largest}
+    plot_shares(shown, written[-1], title, statistics.expert_map, statistics.sizes)
+    if max(statistics.ks) > 1:
+        written.append(folder / f"coactivation{suffix}")
+        plot_coactivation(statistics.coactivation, written[-1])
     if statistics.class_counts.any():  # there are token classes, and ids were seen
         written.append(folder / f"token_classes{suffix}")
         plot_token_classes(statistics.class_counts, written[-1])

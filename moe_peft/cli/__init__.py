@@ -1,6 +1,7 @@
 """
-`moe-peft COMMAND …`. Each command is a module with `parser(prog)` and `run(options)`. It is imported only when it runs,
-so that `--help` and `--version` answer at once. A user's module adds one by a line in `COMMANDS`.
+`moe-peft COMMAND …`. Each command is a module with `parser(prog)` and `run(options)`, and with `USUAL`, the options of
+its short help, if it has many. It is imported only when it runs, so that `--help` and `--version` answer at once. A
+user's module adds one by a line in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
+from ..utils.lazy_imports import when_imported
 from ..utils.messages import choice_error
 from ..utils.plugins import load_plugins
 from .errors import ends_in_one_line
+from .help import ASKED, prepare_help
 
 # Name → the command's module, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -27,12 +30,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "upit": (".upit", "run a recipe: UpIT or one of its baselines"),
     "inspect": (".inspect", "report where a model's tokens go"),
     "eval": (".eval", "evaluate a model on tasks of lm-evaluation-harness"),
-    "mix": (".mix", "make one mixture of LoRA adapters or dense models, with gates that need no training"),
+    "mix": (".mix", "make one mixture of LoRA adapters or dense models, without training"),
     "upcycle": (".upcycle", "make a native MoE from dense models"),
     "prune": (".prune", "drop and merge experts of an adapter or a native MoE"),
     "export": (".export", "make a native MoE from a MoE-LoRA adapter and its base"),
     "demo": (".demo", "see it work in ten minutes: SmolLM2-135M learns, and is exported"),
-    "exec": (".exec", "run another Python program, such as lm_eval, that can then load the adapters"),
+    "exec": (".exec", "run another program, such as lm_eval, that can then load adapters"),
+    "env": (".env", "print the versions that a bug report needs"),
 }
 ONCE = ("inspect", "mix", "upcycle", "prune", "export")  # of a launcher's processes, the first alone does the work
 
@@ -41,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; see `ends_in_one_line` for how it ends that does not finish."""
     options, rest = _parser().parse_known_args(arguments)
     rest = [*options.arguments, *rest]
+    if options.command is None and rest in ([], ["--help-all"]):
+        _parser().print_help()
+        return
     if options.command != "exec":  # shells leave that of --output=~/folder
         rest = [re.sub(r"^(--[\w-]+=)?~(?=/)", lambda flag: (flag[1] or "") + os.path.expanduser("~"), a) for a in rest]
     rank = os.environ.get("RANK", "")
@@ -54,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.command != "exec":  # whose options and environment are another program's
                 os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
                 _check_launcher()
+                _hide_noise()
                 common, rest = _common().parse_known_args(rest)
                 quiet = quiet or common.quiet
                 load_plugins(common.plugins)
@@ -63,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     # Before the command is imported: what the modules register may become fields of its options.
                     load_plugins(read_settings(common.config).get("plugins", []))
                     rest += ["--config", common.config]
+            if options.command is None:
+                raise ValueError(f"{' '.join(rest)}: name a command first; `moe-peft --help` lists them")
             if options.command not in COMMANDS:
                 raise ValueError(choice_error("command", options.command, COMMANDS))
             command = import_module(COMMANDS[options.command][0], __name__)
@@ -74,6 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.getLogger("moe_peft").setLevel(logging.WARNING if quiet else logging.INFO)
         parser = command.parser(f"moe-peft {options.command}")
         parser.error = _raise  # in one line, without the usage
+        if options.command != "exec":
+            parser.add_argument("--help-all", action="help")
+            if ASKED & {*rest}:
+                prepare_help(parser, getattr(command, "USUAL", ()), "--help-all" in rest)
         command.run(parser.parse_args(rest))
 
 
@@ -98,14 +112,47 @@ def _check_launcher() -> None:
             raise ValueError(f"{name}={value!r} in the environment: must be an integer; a launcher sets it")
 
 
+# Logger → words of its lines that say nothing about what the user does.
+_NOISE = {
+    "torchao": "Failed to load",
+    "torchao.kernel.intmm": "Detected no triton",
+    "torch.utils._pytree": "is an Enum subclass",
+    "DeepSpeed": "Setting accelerator to CPU",
+}
+
+
+def _hide_noise() -> None:
+    """
+    Hide what other packages tell their developers, and their bars of a second; what a user has set by `PYTHONWARNINGS`
+    and the packages' own variables stays. Their errors, and all other warnings, are shown.
+    """
+    for name in _NOISE:
+        logging.getLogger(name).addFilter(_is_news)
+    if not sys.warnoptions:
+        for category in (FutureWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", category)
+        warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator")
+    if "HF_DATASETS_DISABLE_PROGRESS_BARS" not in os.environ:
+        when_imported("datasets", lambda datasets: datasets.disable_progress_bars())
+    if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:  # of transformers too; downloads keep theirs
+        when_imported("transformers.utils.logging", lambda module: module.set_tqdm_hook(_bar))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _NOISE[record.name] not in record.getMessage()
+
+
+def _bar(kind: Any, args: Any, kwargs: Any) -> Any:
+    """A bar of transformers', which ours are made by, too."""
+    if kwargs.get("desc") in ("Loading weights", "Writing model shards"):
+        kwargs = {**kwargs, "disable": True}
+    return kind(*args, **kwargs)
+
+
 def _hide_progress() -> None:
     """No bars, of ours or of other packages, and of these no warnings."""
     import transformers
 
-    with suppress(ImportError):
-        import datasets
-
-        datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # with which `Trainer` has no bar by default
 
@@ -115,12 +162,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moe-peft",
         description="Mixture-of-Experts from dense language models.",
-        epilog=f"commands:\n{listed}\n\n`moe-peft COMMAND --help` lists a command's options. Each also takes\n"
-        "  --plugins MODULE …  modules to import first, also of the current folder, which add routers, say",
+        usage="%(prog)s COMMAND [options]",
+        epilog=f"commands:\n{listed}\n\n`moe-peft COMMAND --help` shows a command's options and an example.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moe-peft {__version__}")
     parser.add_argument("--quiet", action="store_true", help="no progress: results, our warnings and errors alone")
-    parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="the command's options")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help=argparse.SUPPRESS)
     return parser

@@ -27,10 +27,11 @@ from ..adapter.config import MoELoraConfig
 from ..analysis.figures import FORMATS
 from ..native.export import read_adapter_config
 from ..training.checkpointing import names_checkpoint
-from ..training.router_losses import Stage
-from ..utils.loading import Base, check_tokenizer, read_tokenizer
+from ..training.router_losses import RouterLossConfig, Stage
+from ..utils.loading import Base, adapter_base, check_tokenizer, read_tokenizer
 from ..utils.messages import arguments_error, choice_error, one_line, unknown_key
 from ..utils.validation import Count, check_range, prefixed, read_settings, read_yaml, validate
+from .help import GroupedParser
 
 # --- flags of several commands ---------------------------------------------------------------------------------------
 
@@ -51,27 +52,27 @@ def reads(kind: Any, example: str = "") -> Callable[[str], Any]:
     return read
 
 
-def add_data_options(parser: argparse.ArgumentParser) -> None:
+def add_data_options(options: argparse._ActionsContainer) -> None:
     """Which examples run through a model, and how."""
-    add = parser.add_argument
-    add("--split", default="train", help="split of the data; a file has only train, also train[:100]")
-    add("--batch-size", type=reads(Count), default=8)
-    add("--max-length", type=reads(Count), default=1024, help="maximum tokens per example")
-    add("--max-examples", type=reads(Count), help="use the first so many examples; shuffle a sorted file first")
+    add = options.add_argument
+    add("--split", default="train", metavar="NAME", help="split of the data; a file has only train, also train[:100]")
+    add("--batch-size", type=reads(Count), default=8, metavar="N", help="examples per forward pass")
+    add("--max-length", type=reads(Count), default=1024, metavar="N", help="maximum tokens per example")
+    add("--max-examples", type=reads(Count), metavar="N", help="use only the first N; shuffle a sorted file first")
 
 
-def add_weights_options(parser: argparse.ArgumentParser) -> None:
+def add_weights_options(options: argparse._ActionsContainer) -> None:
     """How the weights are held in memory."""
-    add, example = parser.add_argument, '{"load_in_4bit": true}'
-    add("--dtype", default="auto", help="of the weights: auto, float32, bfloat16 or float16")
+    add, example = options.add_argument, '{"load_in_4bit": true}'
+    add("--dtype", default="auto", metavar="NAME", help="of the weights: auto, float32, bfloat16 or float16")
     add(
         "--quantization", metavar="JSON", type=reads(dict[str, Any], f"give JSON like {example}"),
         help=f"fields of BitsAndBytesConfig, e.g. {example}",
     )  # fmt: skip
 
 
-def add_figures_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--figures", default="png", choices=FORMATS, help="format of the figures")
+def add_figures_option(options: argparse._ActionsContainer) -> None:
+    options.add_argument("--figures", default="png", choices=FORMATS, help="format of the figures")
 
 
 # --- options of training ---------------------------------------------------------------------------------------------
@@ -154,10 +155,9 @@ class Options:
     def base(self) -> Base:
         """The model to train, or to train an adapter for."""
         name, revision = self.model.model_name_or_path, self.model.model_revision
-        if name is None and self.trained_adapter is not None:
-            name, revision = self.trained_adapter.base_model_name_or_path, self.trained_adapter.revision
         if name is None:
-            raise ValueError("model_name_or_path=None: name a model folder or a model of the hub")
+            source, config = f"adapter={self.run.adapter!r}", self.trained_adapter
+            name, revision = adapter_base(config, source, remedy="name it with model_name_or_path")
         return Base(
             name, revision, self.model.dtype or "auto", self.model.attn_implementation,
             get_quantization_config(self.model),
@@ -202,7 +202,18 @@ class Options:
         return MoELoraConfig(task_type="CAUSAL_LM", revision=self.model.model_revision, **fields)
 
 
-class TrainingParser(TrlParser):
+# What the short help lists.
+USUAL = (
+    "model_name_or_path", "dataset_name", "load_in_4bit",
+    "num_experts", "top_k", "r", "lora_alpha", "router_type",
+    "router_aux_loss_coef", "router_z_loss_coef", "label_column", "expert_map",
+    "output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate", "max_length", "bf16",
+    "resume_from_checkpoint",
+    "config", "adapter", "dry_run",
+)  # fmt: skip
+
+
+class TrainingParser(GroupedParser, TrlParser):
     """
     TRL's parser, with a YAML file whose keys and values are checked.
 
@@ -211,10 +222,18 @@ class TrainingParser(TrlParser):
     """
 
     def __init__(self, config: type, **kwargs: Any) -> None:
+        parts = {
+            "Model and data": (ScriptArguments, ModelOptions),
+            "MoE adapter": (AdapterOptions,),
+            "Router losses": (RouterLossConfig,),
+            "Training": (config,),
+        }
+        groups = {title: {f.name for kind in kinds for f in dataclasses.fields(kind)} for title, kinds in parts.items()}
+        groups["Router losses"] |= {"label_column", "expert_map"}
         # The classes whose fields are read, and the ones whose types the values in a file must have.
-        kinds: list[Any] = [ScriptArguments, config, ModelOptions, AdapterOptions, RunOptions]
-        self.kinds: list[Any] = [ScriptArguments, config, ModelConfig, MoELoraConfig, RunOptions]
-        super().__init__(kinds, allow_abbrev=False, **kwargs)
+        kinds: list[Any] = [ModelOptions, ScriptArguments, AdapterOptions, config, RunOptions]
+        self.kinds: list[Any] = [ModelConfig, ScriptArguments, MoELoraConfig, config, RunOptions]
+        super().__init__(kinds, groups=groups, allow_abbrev=False, usage="%(prog)s [--config FILE] [options]", **kwargs)
         self.actions: dict[str, argparse.Action] = {}  # by key; of a flag and its `--no_…`, the flag
         for action in self._actions:
             self.actions.setdefault(action.dest, action)
@@ -231,14 +250,20 @@ class TrainingParser(TrlParser):
         file = self.parse_known_args(arguments)[0].config
         self.set_defaults_with_config(**({} if file is None else self._read(file)))
         options, unknown = self.parse_known_args(arguments)
+        for flag in unknown:
+            raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help-all`"))
+        if options.model_name_or_path is None and options.adapter is None:
+            raise ValueError("model_name_or_path=None: name a model folder or a model of the hub; or a file, --config")
+        if options.dataset_name is None:
+            raise ValueError("dataset_name=None: name a file, a folder or a dataset")
         if options.dry_run and not torch.accelerator.is_available():
             self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
-        for flag in unknown:
-            raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help`"))
         try:
-            data, training, model, adapter, run, _ = self.parse_args_into_dataclasses(arguments)
+            model, data, adapter, training, run, _ = self.parse_args_into_dataclasses(arguments)
         except ValueError as error:
-            raise ValueError(arguments_error(error) if "use_cpu" in str(error) else str(error)) from error
+            raise ValueError(
+                arguments_error(error, "--bf16 false") if "use_cpu" in str(error) else str(error)
+            ) from error
         except (TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:  # of a library's own checks
             raise ValueError(f"{self.prog}: {one_line(error)}") from error
         for part in (data, training, model):
@@ -254,7 +279,7 @@ class TrainingParser(TrlParser):
             settings.pop("plugins", None)  # `main` has imported them
             for key, value in settings.items():
                 if key not in self.actions or key in ("help", "config"):
-                    raise ValueError(unknown_key(str(key), self.actions, f"`{self.prog} --help`"))
+                    raise ValueError(unknown_key(str(key), self.actions, f"`{self.prog} --help-all`"))
                 if self.actions[key].nargs == "+" and isinstance(value, str):
                     settings[key] = [value]
             for kind in self.kinds:

@@ -12,18 +12,37 @@ from ..utils.distributed import leave_processes
 from ..utils.validation import Seed
 from .arguments import add_figures_option, add_weights_options, reads
 
+EXAMPLE = r"""
+example:
+  moe-peft eval --model HuggingFaceTB/SmolLM2-135M-Instruct \
+    --tasks arc_easy --limit 100
+"""
+
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog, description="Evaluate a model on tasks of lm-evaluation-harness.")
-    add = parser.add_argument
-    add("--model", required=True, help="folder of an adapter, a native MoE or a dense model")
+    parser = argparse.ArgumentParser(
+        prog, description="Evaluate a model on tasks of lm-evaluation-harness.", epilog=EXAMPLE
+    )
+    model, tasks, report = map(parser.add_argument_group, ("Model", "Tasks", "Report"))
+    add = model.add_argument
+    add("--model", required=True, metavar="FOLDER", help="an adapter, a native MoE or a dense model")
     add("--base", help="an adapter's base, by default the one that it names; else a model to compare with")
     add("--no-base", action="store_true", help="do not evaluate an adapter's base beside it")
+    add(
+        "--experts",
+        metavar="N,N,…",
+        type=_experts,
+        help="let routers choose among these only; a single one gets all tokens",
+    )
+    add("--each-expert", action="store_true", help="evaluate each expert alone, too (of --experts, if given)")
+    add_weights_options(model)
+    add = tasks.add_argument
     add(
         "--tasks",
         required=True,
         nargs="+",
         action="extend",
+        metavar="NAME",
         help="tasks, groups, tags, patterns or YAML files, also with commas",
     )
     add("--include-path", "--include_path", metavar="FOLDER", help="a folder with further tasks")
@@ -43,19 +62,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     add(
         "--apply-chat-template", "--apply_chat_template", nargs="?", const=True, default=False, metavar="NAME",
-        help="put prompts into the chat template",
+        help="put prompts into the chat template; by default not",
     )  # fmt: skip
-    add("--seed", type=reads(Seed), help="of random numbers, example choice included; default: the harness's seeds")
-    add(
-        "--experts",
-        metavar="N,N,…",
-        type=_experts,
-        help="let routers choose among these only; a single one gets all tokens",
+    add("--seed", type=reads(Seed), metavar="N", help="of all that is drawn; default: the harness's seeds")
+    report.add_argument(
+        "--output", default="evaluation", metavar="FOLDER", help="folder for results.json, results.md and the figure"
     )
-    add("--each-expert", action="store_true", help="evaluate each expert alone, too (of --experts, if given)")
-    add_weights_options(parser)
-    add("--output", default="evaluation", metavar="FOLDER", help="folder for results.json, results.md and the figure")
-    add_figures_option(parser)
+    add_figures_option(report)
     parser.set_defaults(figures=None)
     return parser
 

@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import on_start
+from .help import ASKED
 
 
 class ProgramParser(argparse.ArgumentParser):
     """A parser that leaves all to the program, `-m` included; only a help option in the first place is its own."""
 
     def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        if arguments and arguments[0] in ("-h", "--help"):
-            return super().parse_args(arguments)
+        if arguments and arguments[0] in ASKED:
+            return super().parse_args(["--help"])
         return argparse.Namespace(program=list(arguments[arguments[:1] == ["--"] :]))
 
 
@@ -32,7 +33,10 @@ def parser(prog: str) -> ProgramParser:
         prog,
         usage=f"{prog} -- PROGRAM …",
         description="Run another Python program that can then load MoE-LoRA adapters.",
-        epilog="PROGRAM is a command (lm_eval, accelerate launch, …), a .py file, or -m and a module.",
+        epilog="PROGRAM is a command (lm_eval, accelerate launch, …), a .py file, or -m and a\nmodule.\n\nexample:\n"
+        "  moe-peft exec -- lm_eval --tasks arc_easy --limit 100 --model hf \\\n"
+        "    --model_args pretrained=HuggingFaceTB/SmolLM2-135M-Instruct,peft=adapter",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 

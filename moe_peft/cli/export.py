@@ -17,21 +17,30 @@ from ..utils.loading import read_config
 
 def parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog, description="Make a native MoE from a MoE-LoRA adapter and its base, or a GGUF file from either."
+        prog,
+        usage="%(prog)s (--adapter | --model) FOLDER --output PATH [options]",
+        description="Make a native MoE from a MoE-LoRA adapter and its base, or a GGUF file from either.",
+        epilog='example:\n  moe-peft export --adapter adapter --output exported --verify "Hello, world."',
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--adapter", metavar="FOLDER")
+    source.add_argument("--adapter", metavar="FOLDER", help="a MoE-LoRA adapter")
     source.add_argument("--model", metavar="FOLDER", help="a native MoE (upcycled, exported, pruned) for --format gguf")
     parser.add_argument("--base", help="the base in full precision; default: the one that the adapter names")
     parser.add_argument(
         "--output", required=True, metavar="PATH", help="folder for the MoE, new or empty; or GGUF file"
     )
     parser.add_argument("--format", choices=("safetensors", "gguf"), default="safetensors", help="gguf: for llama.cpp")
-    parser.add_argument("--family", help="model type of the MoE, e.g. mixtral; default: the one that fits")
     parser.add_argument(
-        "--dtype", help="float32, bfloat16 or float16; with gguf float32, bfloat16 or q8_0; default: the base's"
+        "--family", metavar="NAME", help="model type of the MoE, e.g. mixtral; default: the one that fits"
     )
-    parser.add_argument("--max-shard-size", default="5GB", help="largest size of an output file, not of gguf")
+    parser.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="float32, bfloat16 or float16; with gguf float32, bfloat16 or q8_0; default: the base's",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of an output file, not of gguf"
+    )
     parser.add_argument("--verify", metavar="TEXT", help="compare logits on this text, or on each line of a text file")
     return parser
 

@@ -11,19 +11,34 @@ from rich.table import Table
 from ..combine.held_out import HeldOut
 from ..combine.mix import MixSettings, mix
 from ..utils.validation import plain_types, read_settings, read_yaml, validate
+from .help import GroupedParser
+
+_GROUPS = {
+    "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "add_to", "replace"),
+    "Gates": ("gates", "prompts", "data", "label_column", "test_data", "calibration_examples", "test_examples",
+              "max_length", "batch_size"),
+}  # fmt: skip
+EXAMPLE = r"""
+example, of two LoRA adapters and a file with a few texts for each:
+  moe-peft mix --adapters lora-math lora-prose --data math.jsonl prose.jsonl \
+    --base HuggingFaceTB/SmolLM2-135M-Instruct --output mixed
+"""
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = GroupedParser(
         prog,
+        usage="%(prog)s (--adapters A B | --models A B) --output FOLDER [options]",
         description="Make one mixture of LoRA adapters, or of dense models, with gates that need no training.",
+        epilog=EXAMPLE,
+        groups=_GROUPS,
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
     for name, field in MixSettings.model_fields.items():
         kinds = list(plain_types(field.annotation))
         options: dict[str, Any] = {"nargs": "+"} if list in kinds and dict not in kinds else {}
-        default = "" if field.default is None or field.is_required() else f" ({field.default})"
+        default = "" if field.default is None or field.is_required() else f" (default: {field.default})"
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=_read_flag if {int, dict} & {*kinds} else str,
             default=argparse.SUPPRESS, help=f"{field.description}{default}", **options,

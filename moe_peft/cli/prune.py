@@ -12,36 +12,46 @@ from ..pruning.prune import MIN_LOAD
 from ..utils.validation import Count, Share
 from .arguments import add_data_options, reads
 
+EXAMPLE = r"""
+example:
+  moe-peft prune --model adapter --output pruned --data trl-lib/Capybara \
+    --max-examples 64 --experts-per-layer 3
+"""
+
 
 def parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog, description="Drop experts that get next to nothing, and merge experts that are nearly the same."
+        prog,
+        description="Drop experts that get next to nothing, and merge experts that are nearly the same.",
+        epilog=EXAMPLE,
     )
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="an adapter or a native MoE")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the result; new or empty")
-    parser.add_argument("--data", help="a .jsonl, .json, .csv or .parquet file, or a dataset's name")
-    parser.add_argument("--label-column", help="column that holds the domains, for losses by domain")
-    parser.add_argument(
+    folders, rules, data = map(parser.add_argument_group, ("Model", "Which experts go", "Data"))
+    folders.add_argument("--model", required=True, metavar="FOLDER", help="an adapter or a native MoE")
+    folders.add_argument("--base", help="an adapter's base; default: the one that it names")
+    folders.add_argument("--output", required=True, metavar="FOLDER", help="folder for the result; new or empty")
+    data.add_argument("--data", metavar="FILE", help="a .jsonl, .json, .csv or .parquet file, or a dataset's name")
+    data.add_argument("--label-column", metavar="NAME", help="column that holds the domains, for losses by domain")
+    rules.add_argument(
         "--min-load",
         type=reads(Share),
         metavar="SHARE",
-        help=f"with --data, drop experts with a smaller share of their layer's assignments ({MIN_LOAD})",
+        help=f"with --data, drop experts with a smaller share of their layer's assignments (default: {MIN_LOAD})",
     )
-    parser.add_argument(
+    rules.add_argument(
         "--merge-twins",
         type=reads(Share),
         metavar="COSINE",
         help="merge experts that are at least this much alike, e.g. 0.99",
     )
-    parser.add_argument("--experts-per-layer", type=reads(Count), metavar="N", help="keep this many in every layer")
-    parser.add_argument(
+    rules.add_argument("--experts-per-layer", type=reads(Count), metavar="N", help="keep this many in every layer")
+    rules.add_argument(
         "--drop",
         metavar="JSON",
         type=reads(list[int] | dict[str | int, list[int]], 'give JSON like [1, 3] or {"0": [1], "5": [2]}'),
         help='experts to drop: [1, 3] in every layer, or by layer, {"0": [1], "5": [2]}',
     )
-    parser.add_argument("--dtype", default="auto", help="of the weights while data run through them")
-    add_data_options(parser)
+    data.add_argument("--dtype", default="auto", metavar="NAME", help="of the weights while data run through them")
+    add_data_options(data)
     return parser
 
 

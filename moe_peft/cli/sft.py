@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from ..training.trainers import MoESFTConfig, MoESFTTrainer
+from .arguments import USUAL as USUAL
 from .arguments import Options, TrainingParser
 from .training import train_or_plan
 
+EXAMPLE = r"""
+example:
+  moe-peft sft --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \
+    --dataset_name trl-lib/Capybara --num_experts 4 --top_k 2 \
+    --learning_rate 2e-4 --max_steps 100 --output_dir adapter
+"""
+
 
 def parser(prog: str) -> TrainingParser:
-    return TrainingParser(MoESFTConfig, prog=prog, description="Fine-tune a MoE-LoRA adapter, or a native MoE.")
+    description = "Fine-tune a MoE-LoRA adapter, or a native MoE. All options may be keys of a YAML file (--config)."
+    return TrainingParser(MoESFTConfig, prog=prog, description=description, epilog=EXAMPLE)
 
 
 def run(options: Options) -> None:

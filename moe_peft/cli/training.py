@@ -156,8 +156,6 @@ def _load_splits(options: Options, stages: Mapping[str, Any], tokenizer: Any) ->
     data = options.data
     if data.dataset_streaming:
         raise ValueError("dataset_streaming=True: rows are counted and checked before training; leave it out")
-    if data.dataset_name is None:
-        raise ValueError("dataset_name=None: name a file, a folder or a dataset")
     source: Any = data.dataset_name
     if data.dataset_config is not None:
         source = {"path": data.dataset_name, "name": data.dataset_config}

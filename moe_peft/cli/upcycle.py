@@ -11,22 +11,41 @@ from transformers import HfArgumentParser
 from ..models.gate_init import GATE_INITS
 from ..native import UpcycleConfig, upcycle
 from ..utils.loading import read_tokenizer
+from .help import GroupedParser
+
+# What the short help lists.
+USUAL = (
+    "num_experts", "top_k", "init", "granularity", "num_shared_experts", "router_init", "calibration", "model",
+    "output", "family", "dtype", "seed",
+)  # fmt: skip
+EXAMPLE = r"""
+example:
+  moe-peft upcycle --model Qwen/Qwen3-0.6B-Base --output moe \
+    --num-experts 4 --init drop
+"""
+
+
+_GROUPS = {
+    "Model": ("model", "output", "family", "dtype", "max_shard_size"),
+    "Router": ("top_k", "router_init", "router_init_std", "router_num_heads", "router_weights", "router_aux_loss_coef",
+               "calibration", "calibration_examples"),
+    "Experts": {field.name for field in dataclasses.fields(UpcycleConfig)} - {"seed"},
+}  # fmt: skip
+
+
+class _Parser(GroupedParser, HfArgumentParser):
+    pass
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    parser = HfArgumentParser(UpcycleConfig, prog=prog, description="Make a native MoE from dense models.")
-    parser.add_argument(
-        "--model", required=True, nargs="+", action="extend", help="folders or names of one or more dense models"
+    parser = _Parser(
+        UpcycleConfig, groups=_GROUPS, prog=prog, description="Make a native MoE from dense models.", epilog=EXAMPLE
     )
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the MoE; new or empty")
-    parser.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help="data for --router-init attention: a .jsonl, .json, .csv or .parquet file, or a dataset's name",
-    )
-    parser.add_argument(
-        "--calibration-examples", type=int, metavar="N", help="examples of it to draw, with --seed; default: 256"
-    )
+    add = parser.add_argument
+    add("--model", required=True, nargs="+", action="extend", metavar="NAME", help="Folders or names of dense models.")
+    add("--output", required=True, metavar="FOLDER", help="Folder for the MoE; new or empty.")
+    add("--calibration", metavar="FILE", help="Data for --router-init attention: a file, or a dataset's name.")
+    add("--calibration-examples", type=int, metavar="N", help="Examples of it to draw, with --seed; default: 256.")
     return parser
 
 

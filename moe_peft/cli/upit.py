@@ -5,15 +5,28 @@ from __future__ import annotations
 import argparse
 
 from ..training.estimate import STRATEGIES, planned_launch
+from ..upit.methods import METHODS
 from ..upit.pipeline import UpIT
 from ..upit.recipe import load_recipe
 from ..upit.summary import print_plan, print_summary
 from ..upit.sweep import print_sweep, sweep
 from ..utils.distributed import leave_processes
 
+EXAMPLE = r"""
+example:
+  echo '{output_dir: upit, num_experts: 4, data: {train: trl-lib/Capybara},
+    model: {name_or_path: Qwen/Qwen3-0.6B-Base}}' > upit.yaml
+  moe-peft upit --config upit.yaml --dry-run
+"""
+
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog, description="Run a recipe: UpIT or one of its baselines.")
+    methods = "\n".join(f"  mode: {mode:5} {', '.join(names)}" for mode, names in METHODS.items())
+    parser = argparse.ArgumentParser(
+        prog,
+        description="Run a recipe: UpIT or one of its baselines.",
+        epilog=f"methods (in the recipe, or --set method=NAME):\n{methods}\n{EXAMPLE}",
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. post_train.seed=1"
@@ -24,7 +37,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--time", action="store_true", help="with --dry-run: time a few steps of each stage")
-    parser.add_argument("--processes", type=int, help="with --dry-run: plan for this many processes")
+    parser.add_argument("--processes", type=int, metavar="N", help="with --dry-run: plan for this many processes")
     parser.add_argument("--strategy", choices=STRATEGIES, help="with --dry-run: what shards the state among them")
     parser.add_argument(
         "--redo",

@@ -27,7 +27,7 @@ from ..routing.expert_map import label_text
 from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels
 from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import read_json, write_json
-from ..utils.loading import read_adapter_config, read_tokenizer
+from ..utils.loading import adapter_base, read_adapter_config, read_tokenizer
 from ..utils.messages import choice_error
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
@@ -237,9 +237,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     adapters = settings.adapters or []
     with new_folder(settings.output) as folder:
         named = [read_adapter_config(name, f"adapters: {name!r}") for name in adapters]
-        base_name = settings.base or named[0].base_model_name_or_path
-        if not base_name:
-            raise ValueError(f"base=None: {adapters[0]!r} names no base; give it")
+        base_name, _ = adapter_base(named[0], f"adapters: {adapters[0]!r}", settings.base)
         base, tokenizer = load(base_name, settings.dtype, option="base")
         if Path(adapters[0], "tokenizer_config.json").is_file():
             tokenizer = read_tokenizer(adapters[0], f"adapters: {adapters[0]!r}")

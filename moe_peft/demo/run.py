@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from trl import SFTConfig, SFTTrainer
 
 from ..adapter.config import MoELoraConfig
-from ..analysis.figures import plot_shares
+from ..analysis.figures import method_name, plot_bars, plot_shares
+from ..analysis.html import (
+    Section,
+    load_line,
+    losses_line,
+    losses_section,
+    model_name,
+    shares_section,
+    who_serves_what,
+    write_page,
+)
 from ..models.introspection import adapter_layers
 from ..native import export_adapter, export_gguf
 from ..upit.evaluate import evaluate
@@ -115,9 +124,10 @@ def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[st
             for name, texts in answers.items()
         }
         console.print(_score_table(results))
-        console.print(f"4. Who serves what? {_who(evaluation.shares)}")
-        plot_shares(evaluation.shares, folder / "routing.png", "Where each domain's tokens go")
-        console.print(f"   The picture of it: {folder / 'routing.png'}")
+        shares = {domain: evaluation.shares[domain] for domain in TASKS}
+        console.print(f"4. Who serves what? {who_serves_what(shares)}")
+        page = _write_page(folder, model_name(model or NAME), results, shares, evaluation.health)
+        console.print(f"   With pictures: {page}")
 
         console.print(f"\n5. {_exported(folder, base, test, shown, results['experts'], tokenizer)}")
         console.print(
@@ -237,19 +247,23 @@ def _score_table(results: Mapping[str, Result]) -> Table:
     return table
 
 
-def _who(shares: Mapping[str, torch.Tensor]) -> str:
-    """The layer that tells the domains apart most, in a sentence."""
-    share_DLN = torch.stack(list(shares.values()))
-    layer = int((share_DLN - share_DLN.mean(0)).abs().sum((0, 2)).argmax())
-    share_DN = share_DLN[:, layer]
-    served = defaultdict(list)
-    for domain, share_N in zip(shares, share_DN, strict=True):
-        served[int(share_N.argmax())].append(f"{domain} ({share_N.max():.0%})")
-    parts = [f"expert {expert} for {' and '.join(domains)}" for expert, domains in sorted(served.items())]
-    return (
-        f"Layer {layer} tells the domains apart most. Its busiest experts: {', '.join(parts)}. "
-        f"Even would be {1 / len(share_DN[0]):.0%}."
-    )
+def _write_page(
+    folder: Path, model: str, results: Mapping[str, Result], shares: Mapping[str, torch.Tensor], health: Any
+) -> Path:
+    """`report.html`, with its pictures: `answers.png`, `losses.png` and `routing.png`."""
+    names = {name: method_name(name) for name in results}
+    exact = {names[name]: result.exact for name, result in results.items()}
+    losses = {names[name]: {d: result.losses[d] for d in [*TASKS, "mean"]} for name, result in results.items()}
+    title = f"{model}: right answers to {_TEST} new requests of each kind"
+    plot_bars(exact, folder / "answers.png", title, "{:.0f}")
+    plot_shares(shares, folder / "routing.png", "Where each domain's tokens go")
+    sections = [
+        Section("Right answers", [f"To {_TEST} held-out requests of each kind."], figure=folder / "answers.png"),
+        losses_section(losses, folder / "losses.png"),
+        shares_section(shares, folder / "routing.png"),
+    ]
+    lead = [losses_line(losses), load_line(health), who_serves_what(shares)]
+    return write_page(folder / "report.html", f"MoE-LoRA on {model}", lead, sections)
 
 
 def _exported(

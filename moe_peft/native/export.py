@@ -23,7 +23,7 @@ from ..adapter.experts import EXPERTS, Experts
 from ..routing.routers import make_router
 from ..utils import loading
 from ..utils.io import reading
-from ..utils.loading import Base, check_tokenizer, read_adapter_weights, read_tokenizer
+from ..utils.loading import Base, adapter_base, check_tokenizer, read_adapter_weights, read_tokenizer
 from .expert_init import FFN, zero_ffn
 from .families import DENSE_BLOCK
 from .model_folder import EMBEDDINGS, DenseModel, open_dense, parse_dtype, parse_size, write_moe
@@ -86,7 +86,7 @@ def export_adapter(
         copied=[content.dense.folder, Path(adapter)],
         dtype=content.dense.dtype if dtype is None else parse_dtype(dtype),
         max_shard_size=parse_size(max_shard_size),
-        bases=[base_name(read_adapter_config(adapter), base)],
+        bases=[_base_of(adapter, base)[0]],
         made="`moe-peft export` from a MoE-LoRA adapter on the base; expert i is the FFN with LoRA i merged",
         eos_token_id=read_tokenizer(adapter, f"adapter {str(adapter)!r}").eos_token_id if has_tokenizer else None,
     )
@@ -102,7 +102,8 @@ def adapted_moe(
         ValueError: as `export_adapter`.
     """
     config = read_adapter_config(adapter)
-    dense = open_dense(base_name(config, base), family, None if base else config.revision)
+    name, revision = _base_of(adapter, base)
+    dense = open_dense(name, family, revision)
     weights = read_adapter_weights(adapter, f"adapter {str(adapter)!r}")
     content = adapted_content({key.removeprefix(_PREFIX): w for key, w in weights.items()}, config, dense)
     _check_complete(content.state, config, dense)
@@ -129,17 +130,8 @@ def read_adapter_config(adapter: str | os.PathLike) -> MoELoraConfig:
     return config
 
 
-def base_name(config: MoELoraConfig, base: str | os.PathLike | None) -> str:
-    """
-    `base`, or the base model that the adapter names.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    name = config.base_model_name_or_path if base is None else base
-    if not name:
-        raise ValueError("base=None: the adapter names no base model; give it")
-    return os.fspath(name)
+def _base_of(adapter: str | os.PathLike, base: str | os.PathLike | None) -> tuple[str, str | None]:
+    return adapter_base(read_adapter_config(adapter), f"adapter {str(adapter)!r}", base)
 
 
 def _check_complete(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseModel) -> None:
@@ -343,11 +335,10 @@ def verify_export(
     >>> comparison = verify_export("my-adapter", folder, ["The sea is blue."])
     ```
     """
-    config = read_adapter_config(adapter)
     if (Path(exported) / "adapter_config.json").is_file():
         raise ValueError(f"exported={os.fspath(exported)!r}: this is an adapter; give the export")
     read_adapter_weights(adapter, f"adapter {os.fspath(adapter)!r}")  # PEFT would take a pickled file
-    dense = Base(base_name(config, base), None if base else config.revision, dtype, field="base")
+    dense = Base(*_base_of(adapter, base), dtype, field="base")
     native = Base(os.fspath(exported), dtype=dtype, field="exported")
     tokenizer = native.tokenizer
     ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
@@ -373,8 +364,7 @@ def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None 
     Raises:
         ValueError: neither the adapter nor its base has one, or it has more tokens than the base has embeddings.
     """
-    config = read_adapter_config(adapter)
-    dense = Base(base_name(config, base), None if base else config.revision, field="base")
+    dense = Base(*_base_of(adapter, base), field="base")
     if (Path(adapter) / "tokenizer_config.json").is_file():
         source = f"adapter {str(adapter)!r}"
         check_tokenizer(read_tokenizer(adapter, source), dense.config, source)

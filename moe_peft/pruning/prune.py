@@ -102,6 +102,7 @@ def prune_experts(
     model: str | os.PathLike,
     output_dir: str | os.PathLike,
     *,
+    base: str | None = None,
     data: str | None = None,
     label_column: str | None = None,
     split: str = "train",
@@ -127,6 +128,7 @@ def prune_experts(
         model: the folder of an adapter with routers that can lose experts, or of a native MoE of a family that
             `export` writes. All layers of a native MoE keep as many experts, those of an adapter what they need.
         output_dir: a new or empty folder. A killed run leaves nothing in it.
+        base: an adapter's base, which the result then names; None takes the one that it names.
         data: a file or a dataset's name, in a format that TRL accepts; for loads, and for the loss before and after.
         label_column: the column that holds the domains, for losses by domain.
         split: the split of the data.
@@ -161,10 +163,10 @@ def prune_experts(
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
     rules = Rules(lowest, merge_twins, experts_per_layer)
     with new_folder(output_dir) as partial:
-        folder = open_folder(model)
+        folder = open_folder(model, base)
         choices, loss, rows = Choices([layer.num_experts for layer in folder.layers]), {}, None
         if data is not None:
-            loaded, tokenizer = load(os.fspath(model), dtype, None)
+            loaded, tokenizer = load(os.fspath(model), dtype, None, base)
             rows = load_rows(
                 tokenizer, data, label_column, split,
                 batch_size=batch_size, max_length=max_length, max_examples=max_examples,

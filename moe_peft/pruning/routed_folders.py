@@ -30,7 +30,7 @@ from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..routing.routers import make_router
 from ..utils.expert_merging import mean_rows, mean_tensor, similarities, value_gram
 from ..utils.io import read_json
-from ..utils.loading import empty_model, read_adapter_weights, read_config
+from ..utils.loading import adapter_base, empty_model, read_adapter_weights, read_config
 from ..utils.messages import one_line
 from .expert_groups import Groups
 
@@ -90,15 +90,20 @@ class Folder(ABC):
         """
 
 
-def open_folder(path: str | os.PathLike) -> Folder:
+def open_folder(path: str | os.PathLike, base: str | None = None) -> Folder:
     """
+    Args:
+        base: an adapter's base; None: the one that it names.
+
     Raises:
         ValueError: it is neither a MoE-LoRA adapter nor a native MoE of `FAMILIES`; or its base cannot be found.
     """
     path = Path(path)
     companions(path)  # which will be copied
     if (path / "adapter_config.json").is_file():
-        return AdapterFolder(path)
+        return AdapterFolder(path, base)
+    if base is not None:
+        raise ValueError(f"base={base!r}: is of an adapter, and {path} holds none; leave it out")
     if (path / "config.json").is_file():
         return NativeFolder(path)
     raise ValueError(f"model={str(path)!r}: no adapter_config.json and no config.json; name a model's folder")
@@ -107,18 +112,17 @@ def open_folder(path: str | os.PathLike) -> Folder:
 class AdapterFolder(Folder):
     """A MoE-LoRA adapter. Its layers may keep different numbers of experts."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, base: str | None) -> None:
         super().__init__(path)
         self.config = read_adapter_config(path)
-        self.made_from = self.config.base_model_name_or_path
-        named = f"{path}: base_model_name_or_path={self.made_from!r}"
-        if not self.made_from:
-            raise ValueError(f"{named}: it names no base; set it in adapter_config.json")
-        base = read_config(self.made_from, named, self.config.revision)
-        empty = empty_model(base, named)
+        self.made_from, self.config.revision = adapter_base(self.config, path, base)
+        self.config.base_model_name_or_path = self.made_from
+        named = f"{path}: base {self.made_from!r}"
+        base_config = read_config(self.made_from, named, self.config.revision)
+        empty = empty_model(base_config, named)
         with torch.device("meta"):
             model = get_peft_model(empty, copy.deepcopy(self.config))
-        self.size, self.text_config = model_size(model), base.get_text_config()
+        self.size, self.text_config = model_size(model), base_config.get_text_config()
         self.expected = {
             key: tensor.shape for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
         }

@@ -5,7 +5,7 @@ Which experts may serve which label. A map names a label's experts by index, or 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,12 @@ def label_text(label: Any) -> str:
     stores as floats are written without a decimal point.
     """
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
+
+
+def in_order(labels: Iterable[str], expert_map: Mapping[Any, Any] | None) -> list[str]:
+    """The different labels, in the order of a map, then in that in which they come."""
+    labels = dict.fromkeys(labels)
+    return [label for label in dict.fromkeys([*map(label_text, expert_map or ()), *labels]) if label in labels]
 
 
 def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, caller: str) -> dict[str, list[int]]:

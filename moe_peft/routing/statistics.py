@@ -182,7 +182,7 @@ _DEAD_PER_EXPERT, _MOST_DEAD, _MOST_MONOPOLIES = 0.015, 0.5, 0.1  # shares of ex
 _DEAD, _DEAD_OF_EVEN = 0.01, 0.25
 # A load is judged only if it varies by more than this many times what even routing gives by chance.
 _CLEARLY = 3.0
-REMEDY = "raise router_aux_loss_coef to 0.1, with router_balancing='layer'"
+REMEDY = "raise `router_aux_loss_coef` to 0.1, with `router_balancing='layer'`"
 
 
 @dataclass(frozen=True)

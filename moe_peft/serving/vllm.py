@@ -55,15 +55,13 @@ def use_base(engine: Any) -> None:
     Raises:
         ValueError: the adapter cannot be read, or vLLM has no such architecture with experts.
     """
-    from ..utils.loading import read_adapter_config, read_config
+    from ..utils.loading import adapter_base, read_adapter_config, read_config
 
     adapter = engine.model
     source = f"adapter {adapter!r}"
     config = read_adapter_config(adapter, source)
-    base = config.base_model_name_or_path
-    if not base:
-        raise ValueError(f"{source}: names no base model; set base_model_name_or_path in adapter_config.json")
-    (architecture,) = read_config(base, f"{source}: base {base!r}", config.revision).architectures or [None]
+    base, revision = adapter_base(config, source, remedy="set it in adapter_config.json")
+    (architecture,) = read_config(base, f"{source}: base {base!r}", revision).architectures or [None]
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"{source}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
@@ -79,4 +77,4 @@ def use_base(engine: Any) -> None:
     if engine.tokenizer is None and Path(adapter, "tokenizer_config.json").is_file():
         engine.tokenizer = adapter  # training may have changed its chat template and EOS token
     engine.served_model_name = engine.served_model_name or adapter
-    engine.model, engine.revision = base, config.revision
+    engine.model, engine.revision = base, revision

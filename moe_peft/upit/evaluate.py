@@ -22,14 +22,23 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from ..analysis.figures import plot_shares
-from ..analysis.html import load_section, losses_section, shares_section, write_page
+from ..analysis.figures import method_name, plot_shares
+from ..analysis.html import (
+    load_line,
+    load_section,
+    losses_line,
+    losses_section,
+    model_name,
+    shares_section,
+    who_serves_what,
+    write_page,
+)
 from ..analysis.recorder import RoutingStatistics, record_routing
 from ..evaluation.harness import Harness
 from ..evaluation.results import Score, Scores, read_scores
 from ..models.introspection import adapter_layers, native_routers
 from ..models.steering import allow_experts
-from ..routing.expert_map import label_text
+from ..routing.expert_map import in_order, label_text
 from ..routing.statistics import LoadHealth
 from ..training.data import check_domains, rows_of_labels, source_name
 from ..training.preparation import tokenized
@@ -84,7 +93,8 @@ def evaluate(
     args.packing = args.padding_free = False  # examples are scored one by one
     data, collator = tokenized(dataset, processing_class, args)
     labels = [label_text(label) for label in data[label_column]] if label_column else ["all"] * len(data)
-    parts = {domain: data.select(indices) for domain, indices in rows_of_labels(labels).items()}
+    rows = rows_of_labels(labels)
+    parts = {domain: data.select(rows[domain]) for domain in in_order(labels, label_mask)}
     routed = bool(adapter_layers(model) or native_routers(model))
     losses: dict[str, dict[str, float]] = defaultdict(dict)
 
@@ -282,19 +292,17 @@ class Evaluate(TrainerStage):
         return self.recipe.expert_map is not None
 
     def _write_page(self, measured: Evaluation, folder: Path) -> None:
-        """`routing.png` and `report.html`: losses beside the base's, and routing."""
-        r, sections = self.recipe, [losses_section(measured.losses)]
-        if measured.health is not None:
-            plot_shares(measured.shares, folder / "routing.png", f"{r.method}: where each domain's tokens go")
-            sections += [
-                load_section(measured.health, self._labels_route),
-                shares_section(measured.shares, folder / "routing.png"),
-            ]
-        lead = [
-            f"Base: {Path(r.model.name_or_path).name}",
-            f"Held-out data: {Path(str(source_name(r.data.eval))).name}",
-        ]
-        write_page(folder / "report.html", f"Result of the method {r.method}", lead, sections)
+        """`losses.png`, `routing.png` and `report.html`: losses beside the base's, and routing."""
+        r, base = self.recipe, model_name(self.recipe.model.name_or_path)
+        title, shares, health = f"{method_name(r.method)} on {base}", measured.shares, measured.health
+        losses = dict(zip(("base", method_name(r.method)), measured.losses.values(), strict=True))
+        lead, sections = [losses_line(losses)], [losses_section(losses, folder / "losses.png")]
+        if health is not None:
+            plot_shares(shares, folder / "routing.png", f"{title}: where each domain's tokens go", r.expert_map)
+            lead += [load_line(health, self._labels_route), who_serves_what(shares)]
+            sections += [shares_section(shares, folder / "routing.png"), load_section(health, self._labels_route)]
+        facts = [f"Base: `{r.model.name_or_path}`", f"Held-out data: `{source_name(r.data.eval)}`"]
+        write_page(folder / "report.html", title, list(filter(None, lead)), sections, facts)
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return "routing.png, report.html" if metrics.get("shares") else "report.html" if "loss" in metrics else ""

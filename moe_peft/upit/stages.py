@@ -88,7 +88,7 @@ class TrainerStage(Stage):
         try:
             return self.config(**settings)
         except (ValueError, TypeError, ImportError) as error:
-            raise ValueError(f"{self.name}.sft: {arguments_error(error)}") from error
+            raise ValueError(f"{self.name}.sft: {arguments_error(error, '--set sft.bf16=false')}") from error
 
     def settings(self) -> dict[str, Any]:
         return {

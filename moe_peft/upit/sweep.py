@@ -15,7 +15,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 
-from ..analysis.figures import plot_curves
+from ..analysis.figures import method_name, plot_curves
 from ..models.model_size import attention_flops, model_size
 from ..training.checkpointing import fingerprint_of, is_complete, link_folder
 from ..utils.distributed import on_main_process
@@ -82,7 +82,8 @@ def sweep(path: str | Path, overrides: Sequence[str], swept: Sequence[str], redo
     if PartialState().is_main_process:
         parent = pipeline.root.parent
         write_json(parent / "sweep.json", [asdict(point) for point in points])
-        curves = {point.name: [(flops, loss) for _, flops, loss in point.curve] for point in points}
+        names = [re.sub(r"\bmethod=(\w+)", lambda match: method_name(match[1]), point.name) for point in points]
+        curves = {name: [(flops, loss) for _, flops, loss in p.curve] for name, p in zip(names, points, strict=True)}
         plot_curves(curves, parent / "sweep.png", "training FLOP", "training loss")
     return points
 

@@ -47,8 +47,9 @@ class _Watcher(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != self.name:
             return None
-        others = (finder for finder in list(sys.meta_path) if finder is not self and hasattr(finder, "find_spec"))
-        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # the ones before have been asked
+        finders = (finder for finder in later if hasattr(finder, "find_spec"))
+        spec = next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
         loader: Any = None if spec is None else spec.loader
         if loader is None:
             return spec

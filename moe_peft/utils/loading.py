@@ -168,6 +168,34 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
     return config
 
 
+def adapter_base(
+    config: PeftConfig, source: object, base: str | os.PathLike | None = None, remedy: str = "name it with --base"
+) -> tuple[str, str | None]:
+    """
+    The name and the revision of an adapter's base: `base`, or what its config names, which may be relative to another
+    folder than the current one.
+
+    Raises:
+        ValueError: the config names none, or one that is not there.
+    """
+    if base is not None:
+        return os.fspath(base), None
+    name = config.base_model_name_or_path
+    field = f"{source}: base_model_name_or_path={name!r}"
+    if not name:
+        raise ValueError(f"{field}: the adapter names no base; {remedy}")
+    if not Path(name).exists():
+        try:
+            read_config(name, field, config.revision)
+        except ValueError as error:
+            if "gated" in str(error):
+                raise
+            raise ValueError(
+                f"{field}: no folder seen from {Path.cwd()}, and no model of a reachable hub; {remedy}"
+            ) from error
+    return name, config.revision
+
+
 def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -> PreTrainedModel:
     """
     A model without weights, on the meta device.
@@ -409,8 +437,8 @@ def read_model(
             finite.
     """
     folder = Path(name)
+    read_config(name, source, revision)
     if folder.exists():
-        read_config(folder, source)
         refuse_adapter(folder, source)
         check_weights(folder, source)
     if kwargs.get("quantization_config") is not None and not is_deepspeed_zero3_enabled():

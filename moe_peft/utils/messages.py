@@ -25,12 +25,12 @@ def one_line(error: object, limit: int = 500) -> str:
     return "…" if "://" in text.split()[0] else f"{text[: limit - 1]}…"
 
 
-def arguments_error(error: object) -> str:
-    """What transformers says of training arguments, on one line."""
+def arguments_error(error: object, flag: str) -> str:
+    """What transformers says of training arguments, on one line; `flag` sets `bf16` to false."""
     if "assign use_cpu" in str(error):
         return (
-            "bf16=True (TRL's default): no GPU here computes in bfloat16; set use_cpu=true to train on the CPU, and "
-            "bf16=false to do so in float32"
+            f"bf16=True (TRL's default): no GPU here computes in bfloat16; add {flag} to train in float32 on the CPU, "
+            "or set use_cpu=true to do so in bfloat16"
         )
     return one_line(error)
 

@@ -283,8 +283,8 @@ def test_load_over_a_training_is_that_of_the_training(tokenizer, tmp_path):
 
 def test_figures_of_many_experts_and_layers(tmp_path):
     share = torch.distributions.Dirichlet(torch.ones(64)).sample((32,))
-    plot_shares({"a": share, "b": share}, tmp_path / "one.png")
-    plot_shares({"a": share, "b": share}, tmp_path / "two.png")
+    plot_shares({"a": share, "b": share}, tmp_path / "one.png", "Load")
+    plot_shares({"a": share, "b": share}, tmp_path / "two.png", "Load")
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     plot_load_over_time(list(range(40)), torch.rand(40, 64).tolist(), 0.6, tmp_path / "time.png")
 
@@ -300,7 +300,7 @@ def test_what_is_said_of_a_domain_names_layer_and_expert():
     share_LN = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.1, 0.6]])
     assert strongest(share_LN) == "1: 3 (60%), 0: 0 (50%)"
     section = shares_section({"a": share_LN}, Path("load.png"), None, [3, 4])
-    assert "gives every expert 25.0% to 33.3%, by" in section.text[0] and "1: 3 (60%)" in section.rows[0][1]
+    assert "gives every expert 25.0% to 33.3%, by" in section.text[0] and "3 in layer 1 (60%)" in section.rows[0][1]
     assert "gives every expert 25.0%. " in shares_section({"a": share_LN}, Path("load.png")).text[0]
 
 

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft.analysis import TOKEN_CLASSES, LoadCallback, RoutingStatistics, figures, record_routing
 from moe_peft.analysis import routing_report as report
-from moe_peft.analysis.html import Section, load_section, write_page
+from moe_peft.analysis.html import Section, load_line, load_section, losses_line, who_serves_what, write_page
 from moe_peft.analysis.routing_report import write_report
 from moe_peft.cli import main
 from moe_peft.native import UpcycleConfig, upcycle
@@ -110,8 +110,8 @@ def test_positions_past_the_last_bucket_stay_in_it():
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that are made."""
-    made, original = [], figures._figure
-    monkeypatch.setattr(figures, "_figure", lambda *size: made.append(original(*size)) or made[-1])
+    made, original = [], figures.new_figure
+    monkeypatch.setattr(figures, "new_figure", lambda *size: made.append(original(*size)) or made[-1])
     return made
 
 
@@ -137,39 +137,72 @@ def test_figures_by_domain_stay_small(domains, layers, n, drawn, tmp_path, monke
         assert ("12 of 40 domains" in figure.get_suptitle()) == (domains == 40)
 
 
-def test_a_compliance_panel_has_few_lines_and_chance(drawn, tmp_path):
+def test_a_compliance_panel_has_its_layers_their_mean_and_chance(drawn, tmp_path):
     compliance = torch.rand(32, 16)
     compliance[:, 10:] = float("nan")
     starts = [2**p - 1 for p in range(16)]
     figures.plot_compliance({"a": compliance, "b": compliance / 2}, tmp_path / "c.png", starts, {"a": 0.25, "b": 0.5})
     for axis, scale, chance in zip(drawn[0].axes, (1, 0.5), (25, 50), strict=True):
         lines = {line.get_label(): line for line in axis.lines}
-        assert set(lines) == {"first layer", "last layer", "mean of the layers", "chance"}
-        assert list(lines["chance"].get_ydata()) == [chance, chance]
-        torch.testing.assert_close(
-            torch.tensor(lines["mean of the layers"].get_ydata()), compliance[:, :10].mean(0) * scale * 100
-        )
-        assert lines["last layer"].get_xdata().tolist() == [2**p for p in range(10)] and axis.get_xscale() == "log"
+        assert lines.keys() == {"mean", "chance", *(f"layer {layer}" for layer in range(32))}
+        assert set(lines["chance"].get_ydata()) == {chance}
+        torch.testing.assert_close(torch.tensor(lines["mean"].get_ydata()), compliance[:, :10].mean(0) * scale * 100)
+        assert lines["layer 31"].get_xdata().tolist() == [2**p for p in range(10)] and axis.get_xscale() == "log"
+        assert {text.get_text() for text in axis.texts} == {"layer 0", "layer 31", "mean", f"chance {chance}%"}
+        assert [tick.get_text() for tick in axis.get_xticklabels()][:4] == ["1", "2", "4", "8"]
     figures.plot_compliance({"a": compliance}, tmp_path / "d.png", [4 * p for p in range(16)], {"a": 0.25})
     assert drawn[1].axes[0].get_xscale() == "linear"
 
 
 @pytest.mark.slow
 def test_heat_maps_have_numbers(drawn, tmp_path):
-    figures.plot_shares(shares(5, 4, 8), tmp_path / "a.png")
+    figures.plot_shares(shares(5, 4, 8), tmp_path / "a.png", "Load")
     figures.plot_coactivation(torch.tensor([[[4.0, 1.0], [1.0, 2.0]]]), tmp_path / "b.png")
     counts = torch.zeros(len(TOKEN_CLASSES), 1, 4)
     counts[0, 0], counts[3, 0] = torch.tensor([1.0, 3, 0, 0]), torch.ones(4)
     figures.plot_token_classes(counts, tmp_path / "c.png")
     figures.plot_coactivation(torch.rand(30, 64, 64), tmp_path / "d.png")
-    texts = [[text.get_text() for axis in figure.axes for text in axis.texts] for figure in drawn]
-    assert len(texts[0]) == 5 * 4 * 8
-    assert texts[1] == ["25", "50"]  # nothing on the diagonal
-    assert texts[2] == ["25", "75", "0", "0", "25", "25", "25", "25"]
+    texts = [[text for axis in figure.axes for text in axis.texts] for figure in drawn]
+    assert len(texts[0]) == 5 * 4 * 8 and all(text.get_fontsize() >= 9 for text in texts[0])
+    assert [text.get_text() for text in texts[1]] == ["25", "50"]  # nothing on the diagonal
+    assert [text.get_text() for text in texts[2]] == ["25", "75", "0", "0", "25", "25", "25", "25"]
     assert texts[3] == []
     names = [axis.get_title() for axis in drawn[3].axes if axis.get_title()]
-    assert len(names) == 12 and names[0] == "layer 0" and names[-1] == "layer 29"  # no two layers are mixed
-    assert "12 of 30 layers" in drawn[3].get_suptitle()
+    assert len(names) == 12 and all(name.startswith("layer ") for name in names)  # no two layers are mixed
+    assert "12 most uneven of 30 layers" in drawn[3].get_suptitle()
+
+
+def test_a_load_map_shows_the_worst_layers_around_an_even_share(drawn, tmp_path):
+    """White is 1/n; the experts that a map names are outlined; experts that a layer lacks are blank."""
+    share = torch.full((20, 4), 0.25)
+    share[13], share[7] = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.tensor([0.4, 0.2, 0.2, 0.2])
+    figures.plot_shares({"a": share}, tmp_path / "a.png", "Load")
+    image = drawn[0].axes[0].images[0]
+    assert [tick.get_text() for tick in drawn[0].axes[0].get_yticklabels()][:2] == ["13", "7"]
+    assert image.norm(1.0) == 0.5 and image.get_array()[0].tolist() == pytest.approx([2.8, 0.4, 0.4, 0.4])
+    assert "12 most uneven of 20 layers" in drawn[0].get_suptitle() and len(drawn[0].axes) == 1  # no color bar
+    figures.plot_shares({"a": share, "b": share}, tmp_path / "b.png", "Load", {"a": [1, 2], "b": [0]})
+    first, second = ({(*line.get_xdata(), *line.get_ydata()) for line in axis.lines} for axis in drawn[1].axes)
+    assert (0.5, 0.5, -0.5, 11.5) in first and (2.5, 2.5, -0.5, 11.5) in first and (1.5, 1.5, -0.5, 11.5) not in first
+    assert (-0.5, -0.5, -0.5, 11.5) in second and (0.5, 0.5, -0.5, 11.5) in second
+    assert drawn[1].axes[0].get_yticklabels()[0].get_text() != "13"  # half of it goes to experts that the map names
+    figures.plot_shares({"a": torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])}, tmp_path / "c.png", "", sizes=[2, 3])
+    assert drawn[2].axes[0].images[0].get_array().mask.tolist() == [[False, False, True], [False] * 3]
+
+
+def test_a_method_has_one_color_and_its_variants_dashes(drawn, tmp_path):
+    names = ["UpIT", "LoRA, rank 8", "LoRA, rank 64", "k=1", "k=2"]
+    figures.plot_curves({name: [(0, 1.0), (1, i / 9)] for i, name in enumerate(names)}, tmp_path / "a.png", "x", "y")
+    lines = dict(zip(names, drawn[0].axes[0].lines, strict=True))
+    colors = {name: line.get_color() for name, line in lines.items()}
+    assert colors["UpIT"] == figures.method_color(figures.method_name("upit"))
+    assert colors["LoRA, rank 8"] == colors["LoRA, rank 64"] == figures.method_color("LoRA")
+    assert lines["LoRA, rank 8"].get_linestyle() != lines["LoRA, rank 64"].get_linestyle()
+    assert len(set(map(str, colors.values()))) == 4
+    labels = {text.get_text(): text.xyann[1] for text in drawn[0].axes[0].texts}
+    assert labels.keys() == set(names) and sorted(labels, key=labels.get) == names  # each at the height of its end
+    figures.plot_bars({"base": {"a": 0}, "LoRA": {"a": 3}}, tmp_path / "b.png", "Right answers", "{:.0f}")
+    assert [text.get_text() for text in drawn[1].axes[0].texts] == ["0  base", "3  LoRA"]
 
 
 @pytest.mark.slow
@@ -201,7 +234,7 @@ def test_the_callback_warns_of_a_collapse_once(tokenizer, tmp_path, caplog):
         trainer.train()
     told = [record.getMessage() for record in caplog.records if record.name == "moe_peft"]
     (line,) = [line for line in told if line.startswith("load of the experts until step 2: collapsed: 2 layers")]
-    assert "1 layer is a monopoly" in line and "raise router_aux_loss_coef" in line and "\n" not in line
+    assert "1 layer is a monopoly" in line and "raise `router_aux_loss_coef`" in line and "\n" not in line
     points = json.loads((tmp_path / "load" / "load.json").read_text())["points"]
     assert len(points) == 3 and all(point["warning"].startswith("collapsed") for point in points)
     assert (tmp_path / "load" / "load.svg").exists()
@@ -356,7 +389,7 @@ def test_inspect_writes_one_page_that_holds_everything(folder, capsys):
     assert not page.loaded and "http" not in page.text.replace("https://", "http://")  # loads and links to nothing
     assert len(page.images) == 4 and all(image.startswith(b"\x89PNG") for image in page.images)
     assert not list((folder / "report").glob("*.png"))
-    assert page.headings[0] == "Where the tokens go" and "Is the load healthy?" in page.headings
+    assert page.headings[0] == "Where the tokens go: MoE-LoRA on base" and "Is the load healthy?" in page.headings
     domains = next(rows for rows in page.tables if rows[0][1:2] == ["tokens"])
     assert {row[0]: row[1] for row in domains[1:]} == {name: f"{int(n):,}" for name, n in report["tokens"].items()}
     compliance = next(rows for rows in page.tables if rows[0][1:2] == ["compliance"])
@@ -372,10 +405,10 @@ def test_inspect_writes_one_page_that_holds_everything(folder, capsys):
 
 
 def test_pages_escape_what_data_say(tmp_path):
-    section = Section("A <b>", ["x < y"], ["& so"], ["<td>"], [["<script>alert(1)</script>"]])
+    section = Section("A <b>", ["x < y"], "& `<i>`", header=["<td>"], rows=[["<script>alert(1)</script>"]])
     page = Page(write_page(tmp_path / "page.html", "<i>title", ["a & b"], [section]))
     assert page.headings == ["<i>title", "A <b>"] and page.tables == [[["<td>"], ["<script>alert(1)</script>"]]]
-    assert "<script" not in page.text and "a &amp; b" in page.text
+    assert "<script" not in page.text and "a &amp; b" in page.text and "&amp; <code>&lt;i&gt;</code>" in page.text
 
 
 def test_the_load_of_a_page_is_in_words():
@@ -383,10 +416,26 @@ def test_the_load_of_a_page_is_in_words():
         load_health(torch.tensor([counts]).double(), [4], tokens)
         for counts, tokens in (([250] * 4, 1000.0), ([990, 4, 3, 3], 1000.0), ([2, 1, 1, 1], 5.0))
     )
-    assert load_section(even).text[-1].startswith("Yes") and not load_section(even).points
-    assert load_section(bad).points == [bad.warning]
+    assert load_section(even).text[-1].startswith("Yes") and not load_section(even).note
+    assert load_section(bad).note == bad.warning and load_section(bad).bad
+    assert load_line(even) == "Routing is about as even as with untrained routers; no expert is idle."
+    assert load_line(bad).endswith("nearly all the work in 1 of 1 layers; 3 of 4 experts are idle.")
+    assert load_line(bad, wanted=True).startswith("Routing is uneven, as expected with an expert map;")
     assert load_section(bad, wanted=True).text[-1].startswith("It is as the labels ask")
     assert "too few tokens" in load_section(few).text[-1]
+
+
+def test_what_a_page_begins_with_needs_no_other_words():
+    apart = {"code": [[0.25] * 4, [0.4, 0.1, 0.1, 0.4]], "prose": [[0.25] * 4, [0.1, 0.4, 0.1, 0.4]]}
+    shares = {domain: torch.tensor(share) for domain, share in apart.items()}
+    served = "expert 0 serves mostly code; expert 1 serves mostly prose"
+    assert who_serves_what(shares) == f"In layer 1, where domains differ most, {served}."
+    assert who_serves_what({"all": shares["code"]}) == ""
+    assert who_serves_what({"code": shares["code"], "prose": shares["code"]}).startswith("No expert serves mostly one")
+    losses = {"base": {"a": 2.0, "b": 3.0, "mean": 2.5}, "LoRA": {"mean": 1.5}, "UpIT": {"a": 1.0, "b": 3.5, "mean": 2}}
+    expected = "Better than the base in 1 of 2 domains: mean held-out loss 2.00 (base 2.50, LoRA 1.50)."
+    assert losses_line(losses) == expected
+    assert losses_line({"base": {"all": 1.0, "mean": 1.0}, "SFT": {"all": 2.0, "mean": 2.0}}).startswith("Not better")
 
 
 @pytest.mark.parametrize("n", [1, 3])

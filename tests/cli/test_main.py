@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
+import torch
 
 import moe_peft
 from moe_peft.cli import COMMANDS, ONCE, main
 from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.upit.methods import METHODS
 from tests.helpers.models import tiny_llama
 
 LIGHT = """
@@ -35,18 +39,101 @@ def test_help_and_version_load_nothing_heavy(argument):
         assert all(f"  {name} " in result.stdout for name in COMMANDS)
 
 
+def test_the_program_alone_prints_its_help(capsys):
+    main([])
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in COMMANDS)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_of_its_own(command, capsys):
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
-    assert end.value.code == 0
-    assert f"usage: moe-peft {command}" in capsys.readouterr().out
+def test_help_fits_a_terminal_and_ends_with_an_example(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag, longest in (("--help", 70), ("--help-all", 900)):
+        with pytest.raises(SystemExit) as end:
+            main([command, flag])
+        text = capsys.readouterr().out
+        lines = text.splitlines()
+        assert end.value.code == 0 and text.startswith(f"usage: moe-peft {command}")
+        assert len(lines) <= longest and max(map(len, lines)) <= 80 and "(default: None)" not in text
+        example = text.partition("\nexample")[2].partition(":\n")[2]
+        assert f"  moe-peft {command}" in example
+    if command != "exec":  # which leaves the rest to its program
+        options = import_module(COMMANDS[command][0], "moe_peft.cli").parser(f"moe-peft {command}")
+        words = shlex.split(example[example.rindex("moe-peft") :].replace("\\\n", " "))
+        assert options.parse_known_args(words[2:])[1] == []
+
+
+def test_help_has_the_usual_options_and_help_all_has_the_others(capsys):
+    texts = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main(["sft", flag])
+        texts[flag] = " ".join(capsys.readouterr().out.split())
+    for title in ("Model and data", "MoE adapter", "Router losses", "Training", "Other"):
+        assert all(f" {title}: " in text for text in texts.values())
+    for text in texts.values():
+        assert "--top_k N Experts per token. (default: 2)" in text and "--top-k" not in text
+    rare = "--no_normalize_top_k Turn --normalize_top_k off."
+    assert rare in texts["--help-all"] and "normalize_top_k" not in texts["--help"]
+
+
+def test_upit_lists_its_methods(capsys):
+    with pytest.raises(SystemExit):
+        main(["upit", "--help"])
+    text = capsys.readouterr().out
+    assert all(", ".join(names) in text for names in METHODS.values())
+
+
+def test_env_is_a_list_of_versions(capsys):
+    main(["env"])
+    lines = capsys.readouterr().out.splitlines()
+    assert {f"- moe_peft: {moe_peft.__version__}", f"- torch: {torch.__version__}"} <= {*lines}
+    assert all(line.startswith("- ") for line in lines)
+
+
+NOISY = """
+import logging, os, sys, warnings
+from moe_peft.cli import main
+try:
+    main(["env", "--help"])
+except SystemExit:
+    pass
+logging.getLogger("torchao").warning("Failed to load a library")
+logging.getLogger("torchao").warning("something else")
+warnings.warn("will be removed in v6", FutureWarning)
+warnings.warn("your data are odd")
+import datasets
+from transformers.utils.logging import tqdm
+for _ in tqdm(range(2), desc="Loading weights"): pass
+for _ in tqdm(range(2), desc="routing"): pass
+datasets.Dataset.from_dict({"a": [1, 2]}).map(lambda row: row, desc="Tokenizing train dataset")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loud", [False, True])
+def test_noise_of_other_packages_is_hidden_unless_the_user_wants_it(loud):
+    wanted = {
+        "PYTHONWARNINGS": "default",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "0",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "0",
+    }
+    environment = {name: value for name, value in os.environ.items() if name not in wanted} | (wanted if loud else {})
+    done = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    for text in ("something else", "your data are odd", "routing: 100%"):
+        assert text in done.stderr
+    for text in ("will be removed", "Loading weights", "Tokenizing train dataset"):
+        assert (text in done.stderr) == loud, done.stderr
+    assert "Failed to load a library" not in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND"),
+        (["--foo"], "--foo: name a command first"),
+        (["sft"], "model_name_or_path=None: name a model folder"),
+        (["sft", "--model_name_or_path", "nowhere"], "dataset_name=None: name a file"),
         (["upcicle"], "command='upcicle': must be one of sft, dpo"),
         (["upit", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["upit"], "--config"),

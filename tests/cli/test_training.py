@@ -305,7 +305,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"stages": {"rest": None, "joint": {"chat_template_path": "no"}}}, "chat_template_path='no'"),
     ({"stages": {"rest": None, "joint": {"eval_strategy": "steps", "eval_steps": 1}}}, 'Unknown split "test"'),
     ({"strategy": "fsdp2"}, "strategy='fsdp2': is for --dry-run"),
-    ({"zzz": 1}, "zzz: unknown key; see `moe-peft sft --help`"),
+    ({"zzz": 1}, "zzz: unknown key; see `moe-peft sft --help-all`"),
     ({"stages": {"rest": {"learning_rat": 1}}}, "stages.rest.learning_rat: unknown key; did you mean 'learning_rate'?"),
     ({"stages": {"joint": {"training_stage": "rest"}}}, "stages.joint.training_stage: the stage's name says this"),
     ({"dataset_name": None}, "dataset_name=None: name a file"),

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from datasets import Dataset
 
@@ -39,11 +38,14 @@ def shown(tmp_path_factory):
 def test_it_goes_from_before_to_yours_in_six_steps(shown):
     folder, done = shown
     text = " ".join(done.stdout.split())
-    places = [text.index(mark) for mark in ("1. Before:", "2. Training", "3. After:", "4. Who serves what? Layer ",
+    places = [text.index(mark) for mark in ("1. Before:", "2. Training", "3. After:", "4. Who serves what? ",
                                             "5. Exported as a native MoE", "6. Now yours")]  # fmt: skip
     assert places == sorted(places)
-    assert "of the 4 above: 4 in plain transformers" in text and "even would be" not in text
-    assert (folder / "out" / "routing.png").read_bytes().startswith(b"\x89PNG")
+    assert "of the 4 above: 4 in plain transformers" in text and "With pictures: out/report.html" in text
+    for name in ("answers", "losses", "routing"):
+        assert (folder / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "out" / "report.html").read_text()
+    assert "MoE-LoRA on chat" in page and page.count("<img") == 3
     assert {"lora", "experts", "exported", "train.jsonl", "test.jsonl", "demo.yaml"} <= set(os.listdir(folder / "out"))
 
 
@@ -74,17 +76,6 @@ def test_exact_answers_are_counted():
     _, rows = make_rows(2, 20)
     right = [r["completion"][0]["content"] if r["domain"] in ("json", "dates") else "no" for r in rows]
     assert demo._exact(Dataset.from_list(rows), right) == {"numbers": 0, "dates": 20, "json": 20, "sorting": 0}
-
-
-def test_who_serves_what_is_of_one_layer():
-    even = torch.full((2, 4), 0.25)
-    apart = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1]])
-    other = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.1, 0.1, 0.2, 0.6]])
-    text = demo._who({"dates": apart, "json": other, "numbers": apart, "sorting": even})
-    assert text == (
-        "Layer 1 tells the domains apart most. Its busiest experts: expert 0 for dates (70%) and numbers (70%) and "
-        "sorting (25%), expert 3 for json (60%). Even would be 25%."
-    )
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path, tokenizer, capsys):

@@ -270,7 +270,7 @@ def test_no_tensor_is_trusted(tmp_path):
             export_adapter(folder, tmp_path / "moe")
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
-    with pytest.raises(ValueError, match="the adapter names no base model; give it"):
+    with pytest.raises(ValueError, match="the adapter names no base; name it with --base"):
         export_adapter(folder, tmp_path / "moe")
     assert not list(tmp_path.glob("*moe*"))
 

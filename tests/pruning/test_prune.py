@@ -463,14 +463,20 @@ def test_an_adapter_whose_base_is_gone(base: str, data: str, tmp_path: Path, cap
     folder = make_adapter(base, tmp_path / "adapter")
     path = folder / "adapter_config.json"
     settings = json.loads(path.read_text())
-    for source, words in ((None, "=None: it names no base; set it in adapter_config.json"), ("gone", "='gone': ")):
+    commands: dict[str, list[str]] = {
+        "prune": ["--drop", "[1]", "--model"], "inspect": ["--data", data, "--model"], "export": ["--adapter"],
+        "mix": ["--labels", "a", "b", "--data", data, data, "--adapters", str(folder)],
+    }  # fmt: skip
+    for source, words in ((None, "=None: the adapter names no base; name"), ("gone", "='gone': no folder seen from ")):
         path.write_text(json.dumps({**settings, "base_model_name_or_path": source}))
-        for command in (["prune", "--drop", "[1]"], ["inspect", "--data", data]):
+        for command, options in commands.items():
             with pytest.raises(SystemExit) as end:
-                main([*command, "--model", str(folder), "--output", str(tmp_path / "out")])
+                main([command, "--output", str(tmp_path / "out"), *options, str(folder)])
             line = capsys.readouterr().err.splitlines()[-1]
-            assert end.value.code == 2 and str(folder) in line and "--base" not in line
+            assert end.value.code == 2 and str(folder) in line and line.endswith("name it with --base"), line
             assert f": base_model_name_or_path{words}" in line
+    main(["prune", *commands["prune"], str(folder), "--output", str(tmp_path / "out"), "--base", base])
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == base
 
 
 def test_other_folders_are_refused(base: str, tmp_path: Path):

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from moe_peft.analysis import record_routing
-from moe_peft.routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
+from moe_peft.routing.expert_map import check_allowed, expert_masks, in_order, label_text, read_expert_map
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.buckets import label_buckets
@@ -177,3 +177,8 @@ def test_numbers_as_domains_of_recorded_passes():
         statistics.current = [1, "0"]
         statistics.update([torch.zeros(4, 6)] * 2, torch.ones(2, 2), None)
     assert list(statistics.shares()) == ["0", "1"] and statistics.tokens.tolist() == [2, 2]
+
+
+def test_labels_come_in_the_order_of_the_map_then_of_the_data():
+    assert in_order(["c", "b", "1", "a", "b"], {"a": [0], "x": [1], 1: [2], "b": [3]}) == ["a", "1", "b", "c"]
+    assert in_order(["c", "b", "c"], None) == ["c", "b"]

@@ -77,9 +77,9 @@ def test_result_is_an_adapter_like_any_other(upit):
     page = (upit.root / "evaluate" / "report.html").read_text()
     losses = upit.records["evaluate"]["metrics"]["loss"]
     for name, own in losses["adapted"].items():
-        cells = (name, f"{losses['base'][name]:.3f}", f"{own:.3f}", f"{own - losses['base'][name]:+.3f}")
-        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
-    assert page.count("data:image/png;base64,") == 1 and "Is the load healthy?" in page
+        cells = (f"{losses['base'][name]:.3f}", f"{own:.3f}", f"{own - losses['base'][name]:+.3f}")
+        assert "".join([f"<td>{name}</td>\n", *(f'<td class="number">{cell}</td>\n' for cell in cells)]) in page
+    assert page.count("data:image/png;base64,") == 2 and "Is the load healthy?" in page and "<h1>UpIT on base" in page
     card = (upit.root / "adapter" / "README.md").read_text()
     assert "import moe_peft" in card and "[More Information Needed]" not in card and str(upit.root) not in card
     assert "`moe-peft upit`, method `upit`" in card and "- Training data: `train.jsonl`" in card

@@ -1,0 +1,36 @@
+"""`moe-peft env`: a list to paste into a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from .. import __version__
+
+PACKAGES = (
+    "torch", "transformers", "peft", "trl", "accelerate", "datasets", "bitsandbytes", "deepspeed",
+    "liger-kernel", "vllm", "lm_eval",
+)  # fmt: skip
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog, description="Print versions and devices, for a bug report.", epilog="example:\n  moe-peft env"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "none"
+    print(f"- moe_peft: {__version__}")
+    print(f"- Platform: {platform.platform()}")
+    print(f"- Python: {platform.python_version()}")
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            print(f"- {name}: {version(name)}")
+    print(f"- CUDA of torch: {torch.version.cuda or 'none'}")
+    print(f"- Accelerators: {', '.join(devices) or other}")

@@ -1,0 +1,92 @@
+"""What `--help` of a command prints: its usual options in groups, and an example; `--help-all` lists every option."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Collection, Mapping
+from typing import Any
+
+ASKED = {"-h", "--help", "--help-all"}
+_METAVARS = {"int": "N", "float": "X", "string_to_bool": "true|false"}  # by what reads the value
+_LISTED = 4  # choices that are shown in the place of a value
+
+
+class GroupedParser(argparse.ArgumentParser):
+    """
+    A parser whose options go to the group that names them, also those that a dataclass or a loop adds.
+
+    Args:
+        groups: title → names of options.
+    """
+
+    def __init__(self, *args: Any, groups: Mapping[str, Collection[str]], **kwargs: Any) -> None:
+        self.groups = groups
+        super().__init__(*args, **kwargs)
+
+    def add_argument(self, *flags: Any, **kwargs: Any) -> argparse.Action:
+        name = kwargs.get("dest") or flags[-1].lstrip("-").replace("-", "_")
+        title = next((title for title, names in self.groups.items() if name in names), None)
+        if title is None:
+            return super().add_argument(*flags, **kwargs)
+        if not any(group.title == title for group in self._action_groups):
+            for each in self.groups:  # in their order, as fields come in another
+                self.add_argument_group(each)
+        group = next(group for group in self._action_groups if group.title == title)
+        return group.add_argument(*flags, **kwargs)
+
+
+def prepare_help(parser: argparse.ArgumentParser, usual: Collection[str], everything: bool) -> None:
+    """
+    Change how a parser describes itself, before it prints its help and ends.
+
+    Args:
+        usual: the options, without their dashes, that the short help has; if there are none, all.
+        everything: every option, and all of their texts rather than the first sentence.
+    """
+    parser.add_argument("--quiet", action="store_true", help="no progress: results, our warnings and errors alone")
+    parser.add_argument("--plugins", nargs="+", metavar="MODULE", help="modules to import first, e.g. with a router")
+    in_yaml = any(action.dest == "config" for action in parser._actions)  # whose keys have underscores
+    names = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings}
+    shown = names if everything else {*usual, "help", "help-all", "quiet", "plugins"} if usual else names - {"help-all"}
+    for action in parser._actions:
+        if any(flag.lstrip("-") in shown for flag in action.option_strings):
+            _describe(action, in_yaml, everything)
+        elif action.option_strings:
+            action.help = argparse.SUPPRESS
+    # What belongs to no group goes last.
+    groups = parser._action_groups
+    if len(groups) > 2:
+        groups[1].title = "Other"
+        groups.append(groups.pop(1))
+    if parser.usage is None:
+        required = [f"{a.option_strings[0]} {a.metavar or a.dest.upper()}" for a in parser._actions if a.required]
+        parser.usage = " ".join(["%(prog)s", *required, "[options]"])
+    parser.description = textwrap.fill(parser.description or "", shutil.get_terminal_size().columns - 2)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # examples keep their lines
+
+
+def _describe(action: argparse.Action, in_yaml: bool, everything: bool) -> None:
+    """One spelling of a flag, a short name of its value, and its default."""
+    flags = action.option_strings
+    if any("_" in flag for flag in flags) and any("-" in flag[2:] for flag in flags):
+        flags = action.option_strings = [flag for flag in flags if ("_" in flag) == in_yaml]
+    if isinstance(action, argparse._HelpAction):
+        action.help = "list every option" if "--help-all" in flags else "show this and stop"
+    text = action.help or ""
+    if isinstance(action, argparse._StoreFalseAction):
+        text = f"Turn {flags[0].replace('no_', '', 1).replace('no-', '', 1)} off."
+    if not everything:
+        text = re.split(r"(?<=\.)\s+(?=[A-Z`])", text)[0]
+    choices = None if action.choices is None else list(map(str, action.choices))
+    if choices is not None and len(choices) > _LISTED and action.metavar is None:
+        action.metavar = "NAME"
+        text += f" One of {', '.join(choices)}." if everything else ""
+    elif choices is None and action.metavar is None and action.nargs != 0:
+        action.metavar = _METAVARS.get(getattr(action.type, "__name__", ""), "VALUE")
+    default = getattr(action.default, "value", action.default)
+    if default not in (None, argparse.SUPPRESS, "", [], {}) and action.nargs != 0 and "default" not in text.lower():
+        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})".replace("%", "%%")
+    action.help = text

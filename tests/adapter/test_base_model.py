@@ -260,7 +260,7 @@ def test_the_table_of_families_has_every_model_type():
 def test_the_readme_counts_the_rows_whose_ffns_the_adapter_finds():
     rows = [line.split("|")[3].strip() for line in TABLE.read_text().splitlines() if line.count("|") == 5]
     readme = (TABLE.parents[1] / "README.md").read_text()
-    (count,) = re.findall(r"\[(\d+) model types\]\(docs/families\.md\)", readme)
+    (count,) = re.findall(r"(\d+) model types", readme)
     assert int(count) == rows.count("FFN") + rows.count("linears") > 0
 
 

@@ -378,8 +378,8 @@ def test_without_the_harness_the_extra_is_named(folder, monkeypatch, capsys):
     assert "pip install 'moe-peft-hf[eval]'" in capsys.readouterr().err
 
 
-def test_figure_goes_from_worst_to_best_within_a_task(tmp_path, monkeypatch):
-    """Lower perplexities and higher accuracies are both the best."""
+def test_figure_shows_what_is_better_and_worse_than_the_model_within_a_task(tmp_path, monkeypatch):
+    """Lower perplexities and higher accuracies are both better; colors go from 1, worse, to -1."""
     from matplotlib.axes import Axes
 
     from moe_peft.analysis.figures import plot_expert_scores
@@ -390,7 +390,7 @@ def test_figure_goes_from_worst_to_best_within_a_task(tmp_path, monkeypatch):
     values = {"model": [0.5, 20.0, 1.0], "expert 0": [0.25, 10.0, 1.0], "expert 1": [0.75, 30.0, 1.0]}
     plot_expert_scores(values, ["a", "b", "c"], [True, False, None], tmp_path / "x.svg")
     torch.testing.assert_close(
-        torch.tensor(drawn[0]), torch.tensor([[0.5, 0.5, 0], [0, 1, 0], [1, 0, 0]], dtype=torch.float64)
+        torch.tensor(drawn[0]), torch.tensor([[0, 0, 0], [1, -1, 0], [-1, 1, 0]], dtype=torch.float64)
     )
     assert "0.75" in (tmp_path / "x.svg").read_text()
 

@@ -288,7 +288,7 @@ def test_predictions_of_the_plain_trainer_are_those_with_lora(tmp_path):
 
 def test_the_page_shows_the_table():
     """A cell of the page stands for all adapters of the results."""
-    shown = (TABLE.parents[2] / "docs" / "training.md").read_text()
+    shown = (TABLE.parents[2] / "docs" / "losses.md").read_text()
     results = {}
     for line in TABLE.read_text().splitlines():
         trainer, setting, *adapters = (text.strip() for text in line.strip("|").split("|")) if "|" in line else ("", "")

@@ -23,6 +23,10 @@ ROOT = Path(moe_peft.__file__).parent
 LISTED = {name for names in PRIVATE.values() for name in names}
 # Of torch and the standard library, which are not this list's business.
 ELSEWHERE = {
+    "_ActionsContainer",
+    "_HelpAction",
+    "_StoreFalseAction",
+    "_action_groups",
     "_forward_hooks",
     "_ConvNd",
     "_fields",

@@ -1,7 +1,8 @@
 """
 The memory that `--dry-run` plans, against what the training then takes, on SmolLM2-135M-Instruct on a CPU.
 
-    python -m benchmarks.plan    # writes benchmarks/results/plan.md
+    python -m benchmarks.plan            # writes benchmarks/results/plan.md
+    python -m benchmarks.plan --sizes    # what is planned for larger models, as docs/memory.md shows it
 
 Each case runs a command in a new process, once as a plan and once for a few steps of 8 chats of 59 tokens. The measured
 figure is the peak of resident memory minus that before the model is loaded (Python and its libraries), which the plan
@@ -21,6 +22,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from moe_peft.demo.smollm2 import NAME, smollm2_folder
 
@@ -51,6 +54,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "`sft`, 4-bit base": ("sft", {**SFT, "load_in_4bit": True}),
     "`upit`": ("upit", UPIT),
 }
+
+
+LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+QWEN = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+TIED = {"tie_word_embeddings": True}
+SIZES: dict[str, PreTrainedConfig] = {
+    "Qwen3 0.6B": Qwen3Config(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, **QWEN, **TIED
+    ),
+    "Llama 3.2 1B": LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, **{**LLAMA, "num_hidden_layers": 16}, **TIED
+    ),
+    "Llama 3.2 3B": LlamaConfig(
+        hidden_size=3072, intermediate_size=8192, **{**LLAMA, "num_hidden_layers": 28, "num_attention_heads": 24},
+        **TIED,
+    ),
+    "Llama 3.1 8B": LlamaConfig(hidden_size=4096, intermediate_size=14336, **LLAMA),
+    "Qwen3 32B": Qwen3Config(
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, **QWEN
+    ),
+}  # fmt: skip
 
 
 def chats(count: int) -> list[dict[str, Any]]:
@@ -112,14 +136,39 @@ def row(name: str) -> str:
     return f"| {' | '.join([name, *cells, f'{before / GIB:.2f}'])} |"
 
 
+def planned_sizes() -> None:
+    """Print the memory planned for larger models, from their configs alone: 4 rows of 1,024 tokens a step."""
+    cases = [(bits, n, r) for bits in (4, 16) for n, r in ((8, 8), (8, 16), (32, 8))]
+    print("| model |" + "".join(f" {bits} bits, n = {n}, r = {r} |" for bits, n, r in cases))
+    print("|---" * (len(cases) + 1) + "|")
+    fields = {**TRAINING, "top_k": 2, "max_steps": 8, "per_device_train_batch_size": 4, "max_length": 1024}
+    for name, config in SIZES.items():
+        cells = []
+        with tempfile.TemporaryDirectory() as folder:
+            config.dtype = "bfloat16"
+            config.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(smollm2_folder()).save_pretrained(folder)
+            data = Path(folder, "train.jsonl")
+            data.write_text((json.dumps({"text": "the sea " * 1100}) + "\n") * 32)
+            names = {"model_name_or_path": folder, "dataset_name": str(data), "dtype": "bfloat16"}
+            for bits, n, r in cases:
+                case = {"num_experts": n, "r": r, "load_in_4bit": bits == 4, "output_dir": f"{folder}/out"}
+                Path(folder, "sft.yaml").write_text(json.dumps({**fields, **names, **case}))
+                plan = child("sft", "--config", f"{folder}/sft.yaml", "--dry-run")
+                cells.append(re.findall(r"([\d.]+) GiB +│", plan)[0])
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, default=Path("benchmarks/results/plan.md"))
     parser.add_argument("--measure", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", action="store_true", help="print what is planned for larger models")
     args = parser.parse_args()
     if args.measure:
-        measure(args.measure)
-        return
+        return measure(args.measure)
+    if args.sizes:
+        return planned_sizes()
     columns = ["", "planned", "measured", "error", "Python, planned", "Python, measured"]
     lines = [
         "# Planned and measured memory",

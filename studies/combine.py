@@ -261,22 +261,16 @@ def report() -> None:
         exact = sum(alone[task]["exact"][task] for task in TASKS) / len(TASKS)
         cells = [f"{loss:.3f}" for loss in (*losses, sum(losses) / len(TASKS))]
         lines.append(f"| **each task its own adapter** | {' | '.join(cells)} | {exact:.0%} | |")
-        losses = {
-            "base": _by_task(records, "base", 2),
-            "mean of the adapters": _by_task(records, "mean of the adapters", 2),
-            "mixture, ridge gates": _by_task(records, "ridge gates", 1),
-            "the task's own adapter": {task: alone[task]["loss"][task] for task in TASKS},
-        }
+        of_way = {(r["way"], r["k"]): r["loss"] for r in reversed(records)}
+        shown = {"base": ("base", 2), "mean of the adapters": ("mean of the adapters", 2),
+                 "mixture, ridge gates": ("ridge gates", 1)}  # fmt: skip
+        losses = {name: of_way[way] for name, way in shown.items() if way in of_way}
+        losses["the task's own adapter"] = {task: alone[task]["loss"][task] for task in TASKS}
         title = "Four LoRA adapters of SmolLM2-135M as one model, not trained further:\nheld-out loss per answer token"
         plot_bars(losses, RESULTS / "combine.png", title)
     RESULTS.joinpath("combine.md").write_text(
         HEAD.format(test=ROWS["test"], calibration=CALIBRATION, steps=POST_STEPS) + "\n".join(lines) + "\n"
     )
-
-
-def _by_task(records: list[dict[str, Any]], way: str, k: int) -> dict[str, float]:
-    """The losses of the first run of a way to route."""
-    return next(r["loss"] for r in records if (r["way"], r["k"]) == (way, k))
 
 
 def spread(values: list[float], form: str = "{:.3f}") -> str:

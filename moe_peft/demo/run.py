@@ -187,8 +187,10 @@ def _train(
     steps: int,
     callback: TrainerCallback,
 ) -> Any:
+    # The rows are short, so they need no truncation, and without padding take a sixth less time.
+    options = {**_TRAINING, "max_length": None, "padding_free": True}
     args = SFTConfig(
-        str(folder), max_steps=steps, logging_steps=5, save_strategy="no", disable_tqdm=True, seed=0, **_TRAINING
+        str(folder), max_steps=steps, logging_steps=5, save_strategy="no", disable_tqdm=True, seed=0, **options
     )
     trainer = SFTTrainer(
         model=_load(base), args=args, train_dataset=train.remove_columns("domain"), processing_class=tokenizer,

@@ -395,7 +395,7 @@ def heading() -> str:
     import trl
 
     return (
-        "# Trainers × adapters\n\n"
+        f"# Trainers × adapters{', SmolLM2' * REAL}\n\n"
         f"Made by `python -m compatibility.trainers{' --real' * REAL}` on a CPU: torch {torch.__version__}, "
         f"transformers {transformers.__version__}, peft {peft.__version__}, trl {trl.__version__}. "
         f"{f'{NAME} with chats' if REAL else 'A tiny Llama'}, {STEPS} steps (compiled: 1).\n"

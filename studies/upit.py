@@ -13,8 +13,9 @@ UpIT's, stage 1 that of the LoRA of rank k·r, and all rows those of the quarter
 the tasks, decides, in the contrasts below, paired over seeds, with 95 % t intervals. Of ten, two in five such studies
 would show one without zero where there is no difference at all.
 
-Added after the first results: the two methods without stages with a rate that decays linearly, as Trainer's does by
-default. UpIT's last stages have a smaller rate than its first one, which alone might be what helps.
+Added after the first results, for what else might explain them: the two methods without stages with a rate that decays
+linearly, as Trainer's does by default (UpIT's last stages have a smaller rate than its first one); and stage 1's eight
+checkpoints as one LoRA, their mean, which takes no training after it.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ METHODS = {
     "upit_expanded": Method("UpIT, 4 + 4 experts", ("method=upit",), (1, 3, 5, 7), "upit"),
     "loramoe_sft": Method("LoRAMoE-SFT", ("method=loramoe_sft",), _ALL),
     "self_moe": Method("Self-MoE", ("method=self_moe",), _ALL),
+    "mean": Method("mean of the checkpoints", (), _ALL, "lora_kr"),
 }
 _DECAY = ("sft.lr_scheduler_type=linear",)
 METHODS |= {
@@ -101,6 +103,7 @@ CONTRASTS = (
     ("upit", "self_moe"), ("pesc", "loramoe_pt"),
     # added after the first results
     ("upit", "lora_kr_decay"), ("upit", "loramoe_pt_decay"), ("loramoe_pt_decay", "lora_kr_decay"),
+    ("upit", "mean"), ("self_moe", "mean"),
 )  # fmt: skip
 
 
@@ -182,6 +185,11 @@ class Study:
             record = {**job._asdict(), **self.measure(None), "data": self.digest}
             return self.ledger.add(record, f"{record['loss']:.4f}")
         method, folder = METHODS[job.method], self.work / "-".join(map(str, job))
+        if job.method == "mean":
+            adapter = self._mean(job, folder)
+            record = {**job._asdict(), **self.measure(adapter), "parameters": _parameters(adapter)}
+            self.ledger.add({**record, "curve": [], "seconds": 0.0, "data": self.digest}, f"{record['loss']:.4f}")
+            return shutil.rmtree(folder)
         settings = [*method.settings, f"sft.learning_rate={job.rate}"]
         if method.experts is not None:
             experts = self._stage_1(job)
@@ -227,6 +235,16 @@ class Study:
             folder.mkdir(exist_ok=True)
             run_stage(pipeline.stages[0])
         return expert_folders(pipeline.stages[0].folder, 8)
+
+    def _mean(self, job: Job, folder: Path) -> Path:
+        """One LoRA whose update is the mean of those of stage 1's checkpoints."""
+        experts = {str(i): path for i, path in enumerate(self._stage_1(job))}
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2_folder()), experts["0"], "0")
+        for name, path in list(experts.items())[1:]:
+            model.load_adapter(path, name)
+        model.add_weighted_adapter(list(experts), [1 / len(experts)] * len(experts), "mean", combination_type="cat")
+        model.save_pretrained(str(folder), selected_adapters=["mean"])
+        return folder / "mean"
 
     def measure(self, adapter: Path | None) -> dict[str, Any]:
         """

@@ -115,9 +115,9 @@ def report(records: list[dict[str, Any]]) -> None:
     if trained := runs[STATES[2]]:
         by_task = {t: torch.tensor([r["compliance"][t] for r in trained.values()]).mean(0) for t in EXPERTS}
         starts = RoutingStatistics([6], [2]).position_starts[:_POSITIONS]
-        plot_compliance(by_task, RESULTS / "label_routing_smollm2.svg", starts, dict.fromkeys(EXPERTS, 1 / 3))
-        lines += ["", "![Compliance by position, mean of the seeds](label_routing_smollm2.svg)"]
-    (RESULTS / "label_routing_smollm2.md").write_text("\n".join(lines) + "\n")
+        plot_compliance(by_task, RESULTS / "label_routing.svg", starts, dict.fromkeys(EXPERTS, 1 / 3))
+        lines += ["", "![Compliance by position, mean of the seeds](label_routing.svg)"]
+    (RESULTS / "label_routing.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
@@ -129,7 +129,7 @@ def _layers_positions(run: dict[str, Any]) -> np.ndarray:
 def main() -> None:
     args = parser(__doc__).parse_args()
     data = Study(args.data, args.work, Ledger(RESULTS / "upit.jsonl"))
-    ledger = Ledger(RESULTS / "label_routing_smollm2.jsonl")
+    ledger = Ledger(RESULTS / "label_routing.jsonl")
     if args.command == "report":
         return report(ledger.records(data=data.digest))
     score_answers_only()

@@ -113,15 +113,15 @@ def report(records: list[dict[str, Any]]) -> None:
         if best:
             curves[init] = [(n, run["loss"]) for n, run in sorted(best.items())]
     if curves:
-        plot_curves(curves, RESULTS / "upcycling_smollm2.svg", "passes over the rows", "held-out loss")
-        lines += ["", "![Held-out loss, the better rate of each](upcycling_smollm2.svg)"]
-    (RESULTS / "upcycling_smollm2.md").write_text("\n".join(lines) + "\n")
+        plot_curves(curves, RESULTS / "upcycling.svg", "passes over the rows", "held-out loss")
+        lines += ["", "![Held-out loss, the better rate of each](upcycling.svg)"]
+    (RESULTS / "upcycling.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
 def main() -> None:
     args = parser(__doc__).parse_args()
-    ledger = Ledger(RESULTS / "upcycling_smollm2.jsonl")
+    ledger = Ledger(RESULTS / "upcycling.jsonl")
     study = Upcycling(Study(args.data, args.work, Ledger(RESULTS / "upit.jsonl")), ledger)
     if args.command == "report":
         return report(ledger.records(data=study.digest))

@@ -310,7 +310,7 @@ def report(study: Study) -> None:
         lines += [*_means(study, runs), "", *_contrasts(runs), ""]
         if any(rows := _differences(runs, "loss")):
             panels[f"{size} of the rows"] = rows
-            curves = {METHODS[name].label: _curve(of) for name, of in runs.items() if of}
+            curves = {METHODS[name].label: points for name, of in runs.items() if (points := _curve(of))}
             plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
             lines += [f"![Training loss, mean of the seeds](upit_{size}.svg)", ""]
             if layers := {METHODS[name].label: points for name, of in runs.items() if (points := _layers(of))}:

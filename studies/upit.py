@@ -37,7 +37,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_peft.analysis.figures import plot_curves
+from moe_peft.analysis.figures import plot_bars, plot_curves
 from moe_peft.analysis.recorder import record_routing
 from moe_peft.demo.smollm2 import smollm2_folder
 from moe_peft.models.introspection import adapter_layers
@@ -105,6 +105,7 @@ CONTRASTS = (
     ("upit", "lora_kr_decay"), ("upit", "loramoe_pt_decay"), ("loramoe_pt_decay", "lora_kr_decay"),
     ("upit", "mean"), ("self_moe", "mean"),
 )  # fmt: skip
+ROUTED = ("loramoe_pt", "loramoe_sft", "upit", "self_moe")  # whose routing a figure shows
 
 
 class Job(NamedTuple):
@@ -313,10 +314,10 @@ def report(study: Study) -> None:
             curves = {METHODS[name].label: points for name, of in runs.items() if (points := _curve(of))}
             plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
             lines += [f"![Training loss, mean of the seeds](upit_{size}.svg)", ""]
-            if layers := {METHODS[name].label: points for name, of in runs.items() if (points := _layers(of))}:
-                plot_curves(layers, RESULTS / f"upit_{size}_routing.svg", "layer", "specialization")
-                title = "Share of a task's tokens that go to other experts than those of the average task, by layer"
-                lines += [f"![{title}](upit_{size}_routing.svg)", ""]
+            if shares := {METHODS[name].label: of for name in ROUTED if (of := _specialization(runs[name]))}:
+                title = "Share of a task's tokens that go to other experts than the average task's"
+                plot_bars(shares, RESULTS / f"upit_{size}_routing.svg", title, "{:.0%}")
+                lines += [f"![{title}, mean of layers and seeds](upit_{size}_routing.svg)", ""]
     if panels:
         plot_differences(panels, RESULTS / "upit_differences.svg", "difference of held-out loss")
         lines += ["![Differences of held-out loss with 95 % intervals](upit_differences.svg)", ""]
@@ -378,10 +379,10 @@ def _curve(runs: dict[int, dict[str, Any]]) -> list[tuple[float, float]]:
     return [(epoch, float(np.mean(losses))) for epoch, losses in sorted(points.items())]
 
 
-def _layers(runs: dict[int, dict[str, Any]]) -> list[tuple[int, float]]:
-    """Specialization by layer, mean of tasks and seeds; nothing without routers."""
-    layers = [layers for run in runs.values() for layers in run.get("specialization", {}).values()]
-    return list(enumerate(np.mean(layers, axis=0).tolist())) if layers else []
+def _specialization(runs: dict[int, dict[str, Any]]) -> dict[str, float]:
+    """By task, mean of layers and seeds; nothing without runs."""
+    tasks = next(iter(runs.values()))["specialization"] if runs else ()
+    return {task: float(np.mean([run["specialization"][task] for run in runs.values()])) for task in tasks}
 
 
 def _rates(study: Study) -> list[str]:

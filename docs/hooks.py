@@ -16,6 +16,7 @@ LINKED = (
     "benchmarks/results/*.md",
     "studies/results/*.md",
     "studies/results/*.png",
+    "studies/results/*.svg",
     "compatibility/results/*.md",
     "recipes/*/*.md",
 )

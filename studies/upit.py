@@ -297,7 +297,9 @@ def report(study: Study) -> None:
     lines = [
         "# UpIT and its rivals on SmolLM2-135M-Instruct",
         "",
-        "`python -m studies.upit report` writes this page.",
+        "`python -m studies.upit report` writes this page; the script's head says what was fixed before the first run. "
+        f'"{METHODS["lora_kr_decay"].label}", "{METHODS["loramoe_pt_decay"].label}" and "{METHODS["mean"].label}" were '
+        "added after the first results.",
         "",
     ]
     panels: dict[str, list[tuple[str, Difference]]] = {}

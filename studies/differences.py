@@ -41,7 +41,7 @@ def plot_differences(panels: Mapping[str, Sequence[tuple[str, Difference]]], pat
         quantity: what differs, below the axes.
     """
     height = sum(0.5 + 0.3 * len(rows) for rows in panels.values())
-    figure = new_figure(5.2, 0.6 + height)
+    figure = new_figure(7, 0.6 + height)
     axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=list(map(len, panels.values())))
     for axis, (title, rows) in zip(axes.flat, panels.items(), strict=True):
         labels, differences = zip(*sorted(rows, key=lambda row: row[1].mean), strict=True)

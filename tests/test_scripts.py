@@ -157,7 +157,7 @@ def test_the_smaller_studies_report_what_their_ledgers_have(tmp_path, monkeypatc
     run = {"mean_compliance": 0.7, "compliance": compliance, "exact": 0.5}
     states = label_routing.STATES
     label_routing.report([{**run, "state": s, "seed": i, "loss": 2.0 + i * len(s)} for s in states for i in range(3)])
-    page = (tmp_path / "label_routing_smollm2.md").read_text()
+    page = (tmp_path / "label_routing.md").read_text()
     assert page.count("| 3 | 0.700 | 0.500 | 0.900 | 0.700 | 0.700 |") == len(states) and "minus without: +" in page
     upcycling.report([
         {"init": "drop", "rate": rate, "passes": n, "loss": 3.0 - n + 100 * rate, "exact": 0.25}
@@ -165,9 +165,9 @@ def test_the_smaller_studies_report_what_their_ledgers_have(tmp_path, monkeypatc
     ])  # fmt: skip
     assert (
         "| drop | 5e-05 | 3.0050 | 2.0050 | 1.0050 | 0.0050 | 0.250 |"
-        in (tmp_path / "upcycling_smollm2.md").read_text()
+        in (tmp_path / "upcycling.md").read_text()
     )
-    assert {path.name for path in tmp_path.glob("*.svg")} == {"label_routing_smollm2.svg", "upcycling_smollm2.svg"}
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"label_routing.svg", "upcycling.svg"}
 
 
 def test_the_gpu_benchmark_measures_all_its_rows_on_a_tiny_case():

@@ -163,10 +163,7 @@ def test_the_smaller_studies_report_what_their_ledgers_have(tmp_path, monkeypatc
         {"init": "drop", "rate": rate, "passes": n, "loss": 3.0 - n + 100 * rate, "exact": 0.25}
         for rate in upcycling.RATES for n in range(4)
     ])  # fmt: skip
-    assert (
-        "| drop | 5e-05 | 3.0050 | 2.0050 | 1.0050 | 0.0050 | 0.250 |"
-        in (tmp_path / "upcycling.md").read_text()
-    )
+    assert "| drop | 5e-05 | 3.0050 | 2.0050 | 1.0050 | 0.0050 | 0.250 |" in (tmp_path / "upcycling.md").read_text()
     assert {path.name for path in tmp_path.glob("*.svg")} == {"label_routing.svg", "upcycling.svg"}
 
 

@@ -182,32 +182,33 @@ class Study:
 
     def run(self, job: Job) -> None:
         """Make a run, measure its result and write it down."""
-        if job.method == "base":
-            record = {**job._asdict(), **self.measure(None), "data": self.digest}
-            return self.ledger.add(record, f"{record['loss']:.4f}")
-        method, folder = METHODS[job.method], self.work / "-".join(map(str, job))
+        folder, adapter, curve = self.work / "-".join(map(str, job)), None, []
         if job.method == "mean":
             adapter = self._mean(job, folder)
-            record = {**job._asdict(), **self.measure(adapter), "parameters": _parameters(adapter)}
-            self.ledger.add({**record, "curve": [], "seconds": 0.0, "data": self.digest}, f"{record['loss']:.4f}")
-            return shutil.rmtree(folder)
+        elif job.method != "base":
+            adapter, curve = self._trained(job, folder)
+        record = {**job._asdict(), **self.measure(adapter), "curve": curve, "data": self.digest}
+        if adapter is not None:
+            record["parameters"] = _parameters(adapter)
+        self.ledger.add(record, f"{record['loss']:.4f}")
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _trained(self, job: Job, folder: Path) -> tuple[Path, list[list[Any]]]:
+        """A recipe's adapter, and its training losses: stage, passes, loss."""
+        method = METHODS[job.method]
         settings = [*method.settings, f"sft.learning_rate={job.rate}"]
         if method.experts is not None:
             experts = self._stage_1(job)
             settings += [f"prepare.adapters={[str(experts[i]) for i in method.experts]}", "num_train_epochs=2"]
         pipeline = self._recipe(job, folder, settings)
-        start = time.time()
         adapter = pipeline.run()
-        seconds = time.time() - start
-        record = {**job._asdict(), **self.measure(adapter), "parameters": _parameters(adapter)}
         curve = [
             [stage, round(step["epoch"], 2), step["loss"]]
             for stage, of in pipeline.records.items()
             for step in of["metrics"].get("history", ())
             if "loss" in step
         ]
-        self.ledger.add({**record, "curve": curve, "seconds": seconds, "data": self.digest}, f"{record['loss']:.4f}")
-        shutil.rmtree(folder)
+        return adapter, curve
 
     def _recipe(self, job: Job, folder: Path, settings: list[str]) -> UpIT:
         inputs = [f"model.name_or_path={smollm2_folder()}", f"data.train={self._file_of_rows(job)}"]

@@ -68,6 +68,17 @@ def test_the_routers_are_counted():
     assert f"**{word} routers**" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_the_page_of_studies_has_the_numbers_of_their_ledger():
+    results = (ROOT / "studies/results/upit.md").read_text(encoding="utf-8").partition("## All")[0]
+    page = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .+? \| [\d.]+M \| 3 \| ([\d.]+) \| ([\d.]+) \|", results, re.MULTILINE)
+    shown = re.findall(r"\| [\d.]+M \| ([\d.]+) \| ([\d.]+) % \|", page)
+    assert len(rows) == len(shown) > 0
+    pairs = [(sorted(float(row[i]) for row in rows), sorted(float(row[i]) for row in shown)) for i in (0, 1)]
+    assert pairs[0][1] == pytest.approx(pairs[0][0], abs=6e-4)
+    assert pairs[1][1] == pytest.approx([100 * share for share in pairs[1][0]], abs=0.06)
+
+
 def test_files_and_make_targets_that_pages_name_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     folders = "moe_peft|tests|benchmarks|studies|compatibility|recipes|examples|adapter|routing|native|utils"

@@ -33,7 +33,7 @@ def paired_difference(values: Sequence[float], others: Sequence[float]) -> Diffe
 
 def plot_differences(panels: Mapping[str, Sequence[tuple[str, Difference]]], path: Path, quantity: str) -> None:
     """
-    Dots on bars of 95 % intervals around 0, one below the other from the lowest, in the color of the first method.
+    Dots on bars of 95 % intervals around 0, one below the other from the lowest, in the first method's color or gray.
 
     Args:
         panels: title → (label, "first − other", and difference).
@@ -46,7 +46,7 @@ def plot_differences(panels: Mapping[str, Sequence[tuple[str, Difference]]], pat
     for axis, (title, rows) in zip(axes.flat, panels.items(), strict=True):
         labels, differences = zip(*sorted(rows, key=lambda row: row[1].mean), strict=True)
         mean, low, high = np.transpose(differences)
-        colors = [method_color(label.partition(" − ")[0]) for label in labels]
+        colors = [method_color(label.partition(" − ")[0]) or "gray" for label in labels]
         axis.axvline(0, color="black", linewidth=0.8)
         axis.barh(labels, high - low, 0.45, low, color=colors, alpha=0.4)
         axis.scatter(mean, labels, 30, colors, zorder=2)

@@ -13,9 +13,9 @@ UpIT's, stage 1 that of the LoRA of rank k·r, and all rows those of the quarter
 the tasks, decides, in the contrasts below, paired over seeds, with 95 % t intervals. Of ten, two in five such studies
 would show one without zero where there is no difference at all.
 
-Added after the first results, for what else might explain them: the two methods without stages with a rate that decays
-linearly, as Trainer's does by default (UpIT's last stages have a smaller rate than its first one); and stage 1's eight
-checkpoints as one LoRA, their mean, which takes no training after it.
+Added after the first results, for what else might explain them: three methods with a rate that decays linearly, as
+Trainer's does by default (UpIT's after stage 1); and stage 1's eight checkpoints as one LoRA, their mean, which is not
+trained further.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ METHODS = {
 }
 _DECAY = ("sft.lr_scheduler_type=linear",)
 METHODS |= {
-    f"{name}_decay": Method(f"{METHODS[name].label}, decay", METHODS[name].settings + _DECAY)
-    for name in ("lora_kr", "loramoe_pt")
+    f"{name}_decay": Method(f"{METHODS[name].label}, decay", METHODS[name].settings + _DECAY, METHODS[name].experts)
+    for name in ("lora_kr", "loramoe_pt", "upit")
 }
 # In the order in which their runs are made: the first contrasts are there first.
 PHASES = (
-    ("lora_kr", "loramoe_pt"), ("upit", "loramoe_sft"), ("lora_nr", "self_moe", "pesc"),
-    ("lora_kr_decay", "loramoe_pt_decay"),
+    ("lora_kr", "loramoe_pt"), ("upit", "loramoe_sft"), ("lora_kr_decay", "loramoe_pt_decay", "upit_decay"),
+    ("lora_nr", "self_moe", "pesc"),
 )  # fmt: skip
 CONTRASTS = (
     ("loramoe_pt", "lora_kr"), ("loramoe_pt", "lora_nr"), ("upit", "lora_kr"), ("upit", "lora_nr"),
@@ -103,7 +103,8 @@ CONTRASTS = (
     ("upit", "self_moe"), ("pesc", "loramoe_pt"),
     # added after the first results
     ("upit", "lora_kr_decay"), ("upit", "loramoe_pt_decay"), ("loramoe_pt_decay", "lora_kr_decay"),
-    ("upit", "mean"), ("self_moe", "mean"),
+    ("upit_decay", "lora_kr_decay"), ("upit_decay", "loramoe_pt_decay"), ("upit_decay", "upit"),
+    ("upit", "mean"), ("self_moe", "mean"), ("mean", "lora_kr"), ("upit", "pesc"), ("lora_nr", "lora_kr"),
 )  # fmt: skip
 ROUTED = ("loramoe_pt", "loramoe_sft", "upit", "self_moe")  # whose routing a figure shows
 
@@ -240,11 +241,13 @@ class Study:
 
     def _mean(self, job: Job, folder: Path) -> Path:
         """One LoRA whose update is the mean of those of stage 1's checkpoints."""
-        experts = {str(i): path for i, path in enumerate(self._stage_1(job))}
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2_folder()), experts["0"], "0")
-        for name, path in list(experts.items())[1:]:
+        # an adapter named "0" would keep PEFT from saving layer 0 of the others
+        (first, path), *others = {f"expert_{path.name}": path for path in self._stage_1(job)}.items()
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(smollm2_folder()), path, first)
+        for name, path in others:
             model.load_adapter(path, name)
-        model.add_weighted_adapter(list(experts), [1 / len(experts)] * len(experts), "mean", combination_type="cat")
+        experts = list(model.peft_config)
+        model.add_weighted_adapter(experts, [1 / len(experts)] * len(experts), "mean", combination_type="cat")
         model.save_pretrained(str(folder), selected_adapters=["mean"])
         return folder / "mean"
 
@@ -299,8 +302,7 @@ def report(study: Study) -> None:
         "# UpIT and its rivals on SmolLM2-135M-Instruct",
         "",
         "`python -m studies.upit report` writes this page; the script's head says what was fixed before the first run. "
-        f'"{METHODS["lora_kr_decay"].label}", "{METHODS["loramoe_pt_decay"].label}" and "{METHODS["mean"].label}" were '
-        "added after the first results.",
+        f'Methods with "decay", and "{METHODS["mean"].label}", were added after the first results.',
         "",
     ]
     panels: dict[str, list[tuple[str, Difference]]] = {}
@@ -335,7 +337,7 @@ def _by_seed(study: Study, name: str, size: str) -> dict[int, dict[str, Any]]:
 
 
 def _means(study: Study, runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
-    """Each method's means over its seeds, the lowest loss first, and those of the base."""
+    """Each method's means over its seeds, the lowest loss first, and those of the base; by task, loss and exact."""
     tasks = sorted({row["domain"] for row in study.test})
     lines = [f"| method | parameters | seeds | loss | exact | {' | '.join(tasks)} |", f"|{'---|' * (5 + len(tasks))}"]
     made = {METHODS[name].label: list(of.values()) for name, of in runs.items() if of}
@@ -343,7 +345,7 @@ def _means(study: Study, runs: dict[str, dict[int, dict[str, Any]]]) -> list[str
     for label, of in sorted(made.items(), key=lambda item: _mean(item[1], "loss")):
         if of:
             size = f"{of[0]['parameters'] / 1e6:.2f}M" if "parameters" in of[0] else ""
-            by_task = [f"{np.mean([r['tasks'][t][0] for r in of]):.3f}" for t in tasks]
+            by_task = ["{:.3f}, {:.0%}".format(*np.mean([r["tasks"][t] for r in of], axis=0)) for t in tasks]
             cells = [label, size, str(len(of)), f"{_mean(of, 'loss'):.4f}", f"{_mean(of, 'exact'):.3f}", *by_task]
             lines.append(f"| {' | '.join(cells)} |")
     return lines

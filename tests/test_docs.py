@@ -68,15 +68,35 @@ def test_the_routers_are_counted():
     assert f"**{word} routers**" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_the_page_of_studies_has_the_numbers_of_their_ledger():
-    results = (ROOT / "studies/results/upit.md").read_text(encoding="utf-8").partition("## All")[0]
+def differences(text: str) -> list[tuple[float, ...]]:
+    """Differences in a text and their intervals."""
+    number = r"([+-]?\d+\.\d+)"
+    found = re.findall(rf"{number}(?: points)?(?: \|)? \[{number}, {number}\]", text.replace("−", "-"))
+    return [tuple(map(float, each)) for each in found]
+
+
+def test_pages_have_the_numbers_of_the_study():
+    """The table's and, of either sign and in points or not, all differences."""
+    results = (ROOT / "studies/results/upit.md").read_text(encoding="utf-8")
     page = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
+    section = page[page.index("## Does UpIT pay?") : page.index("## Can routers learn domains?")]
     rows = re.findall(r"^\| .+? \| [\d.]+M \| 3 \| ([\d.]+) \| ([\d.]+) \|", results, re.MULTILINE)
-    shown = re.findall(r"\| [\d.]+M \| ([\d.]+) \| ([\d.]+) % \|", page)
-    assert len(rows) == len(shown) > 0
-    pairs = [(sorted(float(row[i]) for row in rows), sorted(float(row[i]) for row in shown)) for i in (0, 1)]
-    assert pairs[0][1] == pytest.approx(pairs[0][0], abs=6e-4)
-    assert pairs[1][1] == pytest.approx([100 * share for share in pairs[1][0]], abs=0.06)
+    known = {(round(float(loss), 3), round(100 * float(exact), 1)) for loss, exact in rows}
+    shown = re.findall(r"\| ([\d.]+) \| ([\d.]+) % (?=\|)", section)
+    assert shown
+    for row in shown:
+        assert any(pytest.approx(each, abs=6e-4) == tuple(map(float, row)) for each in known), row
+
+    results = differences(results)
+    results += [(-mean, -high, -low) for mean, low, high in results]
+    results += [tuple(100 * value for value in each) for each in results]
+    texts = [section]
+    for other in (README, *(ROOT / "docs" / f"{name}.md" for name in ("upit", "which-tool", "choosing"))):
+        paragraphs = re.split(r"\n\n|\n(?=\|)", other.read_text(encoding="utf-8"))
+        texts += [text for text in paragraphs if "studies.md#does-upit-pay" in text]
+    for difference in differences("\n".join(texts)):
+        in_points = all(round(value, 1) == value for value in difference)
+        assert any(pytest.approx(each, abs=0.06 if in_points else 6e-4) == difference for each in results), difference
 
 
 def test_files_and_make_targets_that_pages_name_exist():

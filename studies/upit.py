@@ -94,8 +94,8 @@ METHODS |= {
 }
 # In the order in which their runs are made: the first contrasts are there first.
 PHASES = (
-    ("lora_kr", "loramoe_pt"), ("upit", "loramoe_sft"), ("lora_kr_decay", "loramoe_pt_decay", "upit_decay"),
-    ("lora_nr", "self_moe", "pesc"),
+    ("lora_kr", "loramoe_pt"), ("upit", "loramoe_sft", "lora_kr_decay", "loramoe_pt_decay"),
+    ("mean", "upit_no_init", "upit_expanded", "self_moe"), ("lora_nr", "pesc", "upit_decay"),
 )  # fmt: skip
 CONTRASTS = (
     ("loramoe_pt", "lora_kr"), ("loramoe_pt", "lora_nr"), ("upit", "lora_kr"), ("upit", "lora_nr"),
@@ -159,7 +159,7 @@ class Study:
         rates = {name: self.rate(name) for name in METHODS}
         for size in SIZES:
             for phase in PHASES:
-                for tuned in phase:
+                for tuned in (name for name in phase if METHODS[name].rate_of is None):
                     if METHODS[tuned].experts is not None and rates["lora_kr"] is None:
                         continue  # that of stage 1
                     losses = self.tuning_losses(tuned)
@@ -168,11 +168,8 @@ class Study:
                         untried = [first for first in FIRST_RATES if first not in losses] or [rate]
                         yield from (Job(tuned, "quarter", TUNING_SEED, rate) for rate in untried)
                 for seed in SEEDS:
-                    for name, method in METHODS.items():
-                        if (method.rate_of or name) in phase and (rate := rates[name]) is not None:
-                            job = Job(name, size, seed, rate)
-                            if job not in done:
-                                yield job
+                    of_seed = (Job(name, size, seed, rate) for name in phase if (rate := rates[name]) is not None)
+                    yield from (job for job in of_seed if job not in done)
         if (base := Job("base", "none", 0, 0.0)) not in done:
             yield base
 

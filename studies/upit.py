@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections import defaultdict
@@ -107,6 +108,7 @@ CONTRASTS = (
     ("upit", "mean"), ("self_moe", "mean"), ("mean", "lora_kr"), ("upit", "pesc"), ("lora_nr", "lora_kr"),
 )  # fmt: skip
 ROUTED = ("loramoe_pt", "loramoe_sft", "upit", "self_moe")  # whose routing a figure shows
+CURVES = ("lora_kr", "lora_kr_decay", "pesc", *ROUTED)  # and whose training loss
 
 
 class Job(NamedTuple):
@@ -313,9 +315,10 @@ def report(study: Study) -> None:
         lines += [*_means(study, runs), "", *_contrasts(runs), ""]
         if any(rows := _differences(runs, "loss")):
             panels[f"{size} of the rows"] = rows
-            curves = {METHODS[name].label: points for name, of in runs.items() if (points := _curve(of))}
+            curves = {METHODS[name].label: points for name in CURVES if (points := _curve(runs[name]))}
             plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
-            lines += [f"![Training loss, mean of the seeds](upit_{size}.svg)", ""]
+            title = "Training loss by half passes, mean of the seeds; methods with stages after the first one"
+            lines += [f"![{title}](upit_{size}.svg)", ""]
             if shares := {METHODS[name].label: of for name in ROUTED if (of := _specialization(runs[name]))}:
                 title = "Share of a task's tokens that go to other experts than the average task's"
                 plot_bars(shares, RESULTS / f"upit_{size}_routing.svg", title, "{:.0%}")
@@ -371,14 +374,14 @@ def _contrasts(runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
 
 
 def _curve(runs: dict[int, dict[str, Any]]) -> list[tuple[float, float]]:
-    """Training loss of stages 1 and 4 over passes, mean of the seeds."""
-    points: dict[float, list[float]] = defaultdict(list)
+    """Training loss of stages 1 and 4, mean of the seeds, by half passes."""
+    halves: dict[int, list[float]] = defaultdict(list)
     for run in runs.values():
-        start = 2.0 if METHODS[run["method"]].experts is not None else 0.0
+        start = 2 if METHODS[run["method"]].experts is not None else 0
         for stage, epoch, loss in run["curve"]:
             if stage != "router_init":
-                points[start + epoch].append(float(loss))
-    return [(epoch, float(np.mean(losses))) for epoch, losses in sorted(points.items())]
+                halves[math.ceil(2 * (start + epoch))].append(float(loss))
+    return [(half / 2, float(np.mean(losses))) for half, losses in sorted(halves.items())]
 
 
 def _specialization(runs: dict[int, dict[str, Any]]) -> dict[str, float]:

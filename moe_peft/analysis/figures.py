@@ -277,12 +277,14 @@ def plot_compliance(
 
 def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, x: str, y: str) -> None:
     """
-    Lines through points (x, y), one for each name, which stands at its end. Methods have their colors, variants of one
-    method differ by dashes, and other names get shades in their order.
+    Lines through points (x, y > 0; y on a logarithmic axis), one for each name, which stands at its end. Methods have
+    their colors, variants of one method differ by dashes, and other names get shades in their order.
 
     Args:
         x, y: names of the axes.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure = new_figure(6.4, 4.2)
     axis = figure.subplots()
     others = iter(_shades(sum(method_color(name) is None for name in curves)))
@@ -292,6 +294,10 @@ def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str |
         style = "-" if color is None else next(styles[color])
         axis.plot(*zip(*points, strict=True), color=color or next(others), linestyle=style)
     axis.margins(x=0)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     _label_ends(axis, dict(zip(curves, axis.lines, strict=True)))

@@ -192,7 +192,9 @@ def test_a_load_map_shows_the_worst_layers_around_an_even_share(drawn, tmp_path)
 
 def test_a_method_has_one_color_and_its_variants_dashes(drawn, tmp_path):
     names = ["UpIT", "LoRA, rank 8", "LoRA, rank 64", "k=1", "k=2"]
-    figures.plot_curves({name: [(0, 1.0), (1, i / 9)] for i, name in enumerate(names)}, tmp_path / "a.png", "x", "y")
+    figures.plot_curves(
+        {name: [(0, 1.0), (1, i / 9)] for i, name in enumerate(names, start=1)}, tmp_path / "a.png", "x", "y"
+    )
     lines = dict(zip(names, drawn[0].axes[0].lines, strict=True))
     colors = {name: line.get_color() for name, line in lines.items()}
     assert colors["UpIT"] == figures.method_color(figures.method_name("upit"))

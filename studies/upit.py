@@ -14,8 +14,8 @@ the tasks, decides, in the contrasts below, paired over seeds, with 95 % t inter
 would show one without zero where there is no difference at all.
 
 Added after the first results, for what else might explain them: three methods with a rate that decays linearly, as
-Trainer's does by default (UpIT's after stage 1); and stage 1's eight checkpoints as one LoRA, their mean, which is not
-trained further.
+Trainer's does by default (UpIT's after stage 1); and, neither trained further, the mean of stage 1's eight checkpoints
+as one LoRA, and the last of them. Their contrasts are further ones, marked with a star.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ METHODS = {
     "loramoe_sft": Method("LoRAMoE-SFT", ("method=loramoe_sft",), _ALL),
     "self_moe": Method("Self-MoE", ("method=self_moe",), _ALL),
     "mean": Method("mean of the checkpoints", (), _ALL, "lora_kr"),
+    "last": Method("last checkpoint", (), _ALL, "lora_kr"),
 }
 _DECAY = ("sft.lr_scheduler_type=linear",)
 METHODS |= {
@@ -96,16 +97,17 @@ METHODS |= {
 # In the order in which their runs are made: the first contrasts are there first.
 PHASES = (
     ("lora_kr", "loramoe_pt"), ("upit", "loramoe_sft", "lora_kr_decay", "loramoe_pt_decay"),
-    ("mean", "upit_no_init", "upit_expanded", "self_moe"), ("lora_nr", "pesc", "upit_decay"),
+    ("mean", "last", "upit_no_init", "upit_expanded", "self_moe"), ("lora_nr", "pesc", "upit_decay"),
 )  # fmt: skip
 CONTRASTS = (
     ("loramoe_pt", "lora_kr"), ("loramoe_pt", "lora_nr"), ("upit", "lora_kr"), ("upit", "lora_nr"),
     ("upit", "loramoe_pt"), ("upit", "loramoe_sft"), ("upit", "upit_no_init"), ("upit", "upit_expanded"),
     ("upit", "self_moe"), ("pesc", "loramoe_pt"),
-    # added after the first results
+)  # fmt: skip
+ADDED = (  # after the first results
     ("upit", "lora_kr_decay"), ("upit", "loramoe_pt_decay"), ("loramoe_pt_decay", "lora_kr_decay"),
-    ("upit_decay", "lora_kr_decay"), ("upit_decay", "loramoe_pt_decay"), ("upit_decay", "upit"),
-    ("upit", "mean"), ("self_moe", "mean"), ("mean", "lora_kr"), ("upit", "pesc"), ("lora_nr", "lora_kr"),
+    ("upit_decay", "lora_kr_decay"), ("upit_decay", "loramoe_pt_decay"), ("upit_decay", "upit"), ("upit", "mean"),
+    ("self_moe", "mean"), ("mean", "last"), ("upit", "pesc"),
 )  # fmt: skip
 ROUTED = ("loramoe_pt", "loramoe_sft", "upit", "self_moe")  # whose routing a figure shows
 CURVES = ("lora_kr", "lora_kr_decay", "pesc", *ROUTED)  # and whose training loss
@@ -185,6 +187,8 @@ class Study:
         folder, adapter, curve = self.work / "-".join(map(str, job)), None, []
         if job.method == "mean":
             adapter = self._mean(job, folder)
+        elif job.method == "last":
+            adapter = self._stage_1(job)[-1]
         elif job.method != "base":
             adapter, curve = self._trained(job, folder)
         record = {**job._asdict(), **self.measure(adapter), "curve": curve, "data": self.digest}
@@ -301,7 +305,8 @@ def report(study: Study) -> None:
         "# UpIT and its rivals on SmolLM2-135M-Instruct",
         "",
         "`python -m studies.upit report` writes this page; the script's head says what was fixed before the first run. "
-        f'Methods with "decay", and "{METHODS["mean"].label}", were added after the first results.',
+        f'Methods with "decay", "{METHODS["mean"].label}", "{METHODS["last"].label}" and contrasts with * were added '
+        "after the first results.",
         "",
     ]
     panels: dict[str, list[tuple[str, Difference]]] = {}
@@ -358,11 +363,12 @@ def _mean(runs: list[dict[str, Any]], measure: str) -> float:
 def _differences(runs: dict[str, dict[int, dict[str, Any]]], measure: str) -> list[tuple[str, Difference]]:
     """The contrasts that at least two seeds have: label, difference."""
     rows = []
-    for name, other in CONTRASTS:
+    for name, other in (*CONTRASTS, *ADDED):
         seeds = sorted(runs[name].keys() & runs[other].keys())
         if len(seeds) > 1:
             pairs = [[runs[method][seed][measure] for seed in seeds] for method in (name, other)]
-            rows.append((f"{METHODS[name].label} − {METHODS[other].label}", paired_difference(*pairs)))
+            star = " *" if (name, other) in ADDED else ""
+            rows.append((f"{METHODS[name].label} − {METHODS[other].label}{star}", paired_difference(*pairs)))
     return rows
 
 

@@ -107,7 +107,7 @@ CONTRASTS = (
 ADDED = (  # after the first results
     ("upit", "lora_kr_decay"), ("upit", "loramoe_pt_decay"), ("loramoe_pt_decay", "lora_kr_decay"),
     ("upit_decay", "lora_kr_decay"), ("upit_decay", "loramoe_pt_decay"), ("upit_decay", "upit"), ("upit", "mean"),
-    ("self_moe", "mean"), ("mean", "last"), ("upit", "pesc"),
+    ("upit_decay", "mean"), ("self_moe", "mean"), ("mean", "last"), ("upit", "pesc"),
 )  # fmt: skip
 ROUTED = ("loramoe_pt", "loramoe_sft", "upit", "self_moe")  # whose routing a figure shows
 CURVES = ("lora_kr", "lora_kr_decay", "pesc", *ROUTED)  # and whose training loss

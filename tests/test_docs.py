@@ -94,6 +94,10 @@ def test_pages_have_the_numbers_of_the_study():
     for other in (README, *(ROOT / "docs" / f"{name}.md" for name in ("upit", "which-tool", "choosing"))):
         paragraphs = re.split(r"\n\n|\n(?=\|)", other.read_text(encoding="utf-8"))
         texts += [text for text in paragraphs if "studies.md#does-upit-pay" in text]
+    # The other pages also give losses, without an interval.
+    losses = [loss for loss, _ in known] + [abs(value) for each in results for value in each]
+    for loss in re.findall(r"(?<![\d.])\d\.\d{3}(?!\d)", "\n".join(texts[1:])):
+        assert any(pytest.approx(each, abs=6e-4) == float(loss) for each in losses), loss
     for difference in differences("\n".join(texts)):
         in_points = all(round(value, 1) == value for value in difference)
         assert any(pytest.approx(each, abs=0.06 if in_points else 6e-4) == difference for each in results), difference

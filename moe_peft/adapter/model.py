@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from ..routing.routers import make_router
@@ -124,11 +124,11 @@ class MoELoraModel(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if "." in adapter_name:  # PEFT finds an adapter's tensors by the parts of their names
             raise ValueError(f"MoELoraConfig: adapter_name={adapter_name!r}: use a name without dots")
-        path = next((n for n in _base_names(model) if adapter_name in n.split(".")), None)
+        path = next((name for name, _ in model.named_modules() if adapter_name in name.split(".")), None)
         if path is not None:  # github.com/huggingface/peft/issues/3584
             warnings.warn(
-                f"adapter_name={adapter_name!r} is a part of {path!r}: when PEFT saves another adapter of this model, "
-                "it leaves out what has this part in its name; choose another name if there will be several",
+                f"adapter_name={adapter_name!r} is a part of {path!r}: PEFT leaves the tensors there out when it saves "
+                "another adapter of this model; choose another name if there will be several",
                 stacklevel=2,
             )
         super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -235,12 +235,6 @@ class MoELoraModel(BaseTuner):
             if not saved[key].isfinite().all():
                 raise ValueError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
         return remapped
-
-
-def _base_names(model: nn.Module) -> list[str]:
-    """Names of the model's modules, but for those inside adapters' layers."""
-    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
-    return [name for name, _ in model.named_modules() if not name.startswith(inside)]
 
 
 def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:

@@ -283,7 +283,7 @@ def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str |
     Args:
         x, y: names of the axes.
     """
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     figure = new_figure(6.4, 4.2)
     axis = figure.subplots()
@@ -297,7 +297,7 @@ def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: str |
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.minorticks_off()
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     _label_ends(axis, dict(zip(curves, axis.lines, strict=True)))

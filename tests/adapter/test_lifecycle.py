@@ -296,13 +296,15 @@ def test_status_names_the_adapter_type():
 
 def test_a_name_that_keeps_peft_from_saving_other_adapters_is_warned_of(tmp_path):
     model = adapted()
-    with pytest.warns(UserWarning, match=r"adapter_name='1' is a part of 'model\.layers\.1'.*choose another name"):
-        model.add_adapter("1", model.peft_config["default"])
+    for name in ("1", "down_proj"):
+        with pytest.warns(UserWarning, match=rf"adapter_name='{name}'.*choose another name"):
+            model.add_adapter(name, model.peft_config["default"])
     with warnings.catch_warnings(action="error"):
         model.add_adapter("other", model.peft_config["default"])
     model.save_pretrained(tmp_path, selected_adapters=["default"])
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert not any("layers.1" in name for name in saved)  # if it has them, PEFT is mended, and the warning can go
+    # If they are there, PEFT is mended, and the warning can go.
+    assert not any("layers.1." in name or "down_proj" in name for name in saved)
 
 
 FIRST = {"target_modules": ["mlp", "q_proj"], "num_experts_pattern": {"q_proj": 1}}

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..utils.messages import InputError
 from .ffn_layout import FFNLayout, find_layout, layout_in_layer
 from .layers import MoELoraFFN
 
@@ -25,14 +26,14 @@ def find_ffns(model: nn.Module) -> set[str]:
         ValueError: there is neither, or the model is an encoder-decoder.
     """
     if is_encoder_decoder(model):
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: target_modules=None: {type(model).__name__} is an encoder-decoder, and this finds "
             "the FFNs of causal language models; name linears, or start from a decoder-only model"
         )
     ffns = [name for name, module in _language_modules(model) if layout_of(module) is not None]
     targets = ffns or _linears_of_ffns(model)
     if not targets:
-        raise ValueError(
+        raise InputError(
             "MoELoraConfig: target_modules=None: no FFN block of a known layout in "
             f"{type(model).__name__}; name the modules, or call moe_peft.register_ffn_layout first"
         )

@@ -11,7 +11,7 @@ from peft import PeftConfig, PeftType
 
 from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
 from ..utils.compat import private
-from ..utils.messages import choice_error
+from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from .experts import EXPERTS, Experts
 
@@ -190,7 +190,7 @@ class MoELoraConfig(PeftConfig):
         """Values that would compute something else than asked, or NaN."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"MoELoraConfig: {choice_error(name, getattr(self, name), map(str, allowed))}")
+                raise InputError(f"MoELoraConfig: {choice_error(name, getattr(self, name), map(str, allowed))}")
         for names, (allows, interval) in _RANGES.items():
             for name in names.split():
                 value = getattr(self, name)
@@ -250,7 +250,7 @@ class MoELoraConfig(PeftConfig):
     def _fail(self, name: str, remedy: str) -> None:
         value = getattr(self, name)
         value = sorted(value) if isinstance(value, set) else value
-        raise ValueError(f"MoELoraConfig: {name}={value!r}: {remedy}")
+        raise InputError(f"MoELoraConfig: {name}={value!r}: {remedy}")
 
     def expert_spec(self, module_name: str, model_config: Any = None) -> Experts:
         """
@@ -315,7 +315,7 @@ def _attention_size(config: Any) -> int:
     """Total width of a layer's queries over all heads, from the model's text config."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
-        raise ValueError(
+        raise InputError(
             "MoELoraConfig: router_type='attention': the model's config has no num_attention_heads; use another router"
         )
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)

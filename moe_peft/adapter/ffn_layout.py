@@ -11,6 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..utils.distributed import gathered
+from ..utils.messages import InputError
 from ..utils.torch_contexts import evaluating
 from .liger import plain_forward
 
@@ -50,7 +51,7 @@ class FFNLayout:
 
     def __post_init__(self) -> None:
         if self.act.startswith("F.") and not hasattr(F, self.act[2:]):
-            raise ValueError(f"FFNLayout: act={self.act!r}: torch.nn.functional has no such function")
+            raise InputError(f"FFNLayout: act={self.act!r}: torch.nn.functional has no such function")
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
+from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from .base_model import short_names
 from .config import EXPERT_FIELDS, MoELoraConfig, by_pattern
@@ -114,9 +115,9 @@ def lora_to_moe(
     ```
     """
     for name in settings.keys() & set(EXPERT_FIELDS):
-        raise ValueError(f"lora_to_moe: {name}: the adapters determine this; leave it out")
+        raise InputError(f"lora_to_moe: {name}: the adapters determine this; leave it out")
     if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
-        raise ValueError(
+        raise InputError(
             "lora_to_moe: model holds an adapter, whose update would count, too; give a base without, or unload() it"
         )
     loras, targets = _read_loras(model, adapters)
@@ -186,8 +187,8 @@ def _stacked(
             B.append(pad(lora.B[module] if factor == 1 else lora.B[module] * factor, (0, missing)))
         try:
             stacked[module] = experts.from_loras(A, B)
-        except ValueError as error:
-            raise ValueError(f"lora_to_moe: {module}: {error}") from error
+        except InputError as error:
+            raise InputError(f"lora_to_moe: {module}: {error}") from error
     return stacked
 
 
@@ -235,12 +236,12 @@ def expert_to_lora(
     source = model.peft_config.get(adapter_name)
     if not isinstance(source, MoELoraConfig):
         names = [name for name, config in model.peft_config.items() if isinstance(config, MoELoraConfig)]
-        raise ValueError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {names}")
+        raise InputError(f"expert_to_lora: adapter_name={adapter_name!r}: no such MoE adapter; there is {names}")
     if reason := EXPERTS[source.expert_type].no_lora:
-        raise ValueError(f"expert_to_lora: expert_type={source.expert_type!r}: {reason}")
+        raise InputError(f"expert_to_lora: expert_type={source.expert_type!r}: {reason}")
     most = max([source.num_experts, *source.num_experts_pattern.values()])
     if not 0 <= expert < most:
-        raise ValueError(f"expert_to_lora: expert={expert}: the adapter has experts 0 to {most - 1}")
+        raise InputError(f"expert_to_lora: expert={expert}: the adapter has experts 0 to {most - 1}")
     state, ranks, alphas = _matrices_of(model, expert, adapter_name)
     every = [n.replace(".base_layer", "") for n, _ in model.get_base_model().named_modules() if "moe_lora" not in n]
     r, lora_alpha = _lora_size(source)
@@ -291,7 +292,7 @@ def _matrices_of(
             continue
         spec = layer.moe_lora_spec[adapter_name]
         if not 0 <= expert < spec.num_experts and spec.num_experts > 1:
-            raise ValueError(f"expert_to_lora: expert={expert}: {owner} has experts 0 to {spec.num_experts - 1}")
+            raise InputError(f"expert_to_lora: expert={expert}: {owner} has experts 0 to {spec.num_experts - 1}")
         index = expert if spec.num_experts > 1 else 0
         A_all, B_all = layer.expert_parameters(adapter_name)
         for projection, A in A_all.items():
@@ -325,14 +326,14 @@ def _read_lora(source: Adapter, index: int) -> _Lora:
         source = source.peft_config[active], get_peft_model_state_dict(source, adapter_name=active)
     config = source[0] if isinstance(source, tuple) else read_adapter_config(source, f"lora_to_moe: {name}")
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
+        raise InputError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
     for field, plain in _PLAIN.items():
         if getattr(config, field, plain) != plain:
-            raise ValueError(
+            raise InputError(
                 f"lora_to_moe: {name}: {field}={getattr(config, field)!r}: an expert cannot have this; leave it out"
             )
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in _KEEP_THE_BASE:
-        raise ValueError(
+        raise InputError(
             f"lora_to_moe: {name}: init_lora_weights={config.init_lora_weights!r}: it is to be added to a base that "
             "this has changed; save it for the plain base, with path_initial_model_for_weight_conversion"
         )
@@ -342,18 +343,18 @@ def _read_lora(source: Adapter, index: int) -> _Lora:
     for key, tensor in state.items():
         module, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
         if kind not in ("A.weight", "B.weight"):
-            raise ValueError(f"lora_to_moe: {name}: {key}: not a weight of a plain LoRA on a linear layer")
+            raise InputError(f"lora_to_moe: {name}: {key}: not a weight of a plain LoRA on a linear layer")
         if not tensor.isfinite().all():
-            raise ValueError(f"lora_to_moe: {name}: {key} holds NaN or infinity; train the adapter again")
+            raise InputError(f"lora_to_moe: {name}: {key} holds NaN or infinity; train the adapter again")
         (A if kind == "A.weight" else B)[module] = tensor
     lora = _Lora(name, config, A, B)
     if not A or A.keys() != B.keys():
         module = next(iter(A.keys() ^ B.keys()), "any module")
-        raise ValueError(f"lora_to_moe: {name}: lacks a matrix of {module}; save the adapter again")
+        raise InputError(f"lora_to_moe: {name}: lacks a matrix of {module}; save the adapter again")
     for module in A:
         ranks, stated = (A[module].shape[0], B[module].shape[-1]), lora_rank(config, module)
         if ranks != (stated, stated):
-            raise ValueError(
+            raise InputError(
                 f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {stated}; save the adapter again"
             )
     return lora
@@ -363,14 +364,14 @@ def _check_fits(lora: _Lora, model: nn.Module) -> None:
     modules = dict(model.named_modules())
     for name, A in lora.A.items():
         if name not in modules:
-            raise ValueError(
+            raise InputError(
                 f"lora_to_moe: {lora.name}: the base model has no module {name!r}; was it trained on a different base?"
             )
         module = modules[name]
         features = (getattr(module, "in_features", A.shape[1]), getattr(module, "out_features", lora.B[name].shape[0]))
         if features != (A.shape[1], lora.B[name].shape[0]):
             shape = (A.shape[1], lora.B[name].shape[0])
-            raise ValueError(
+            raise InputError(
                 f"lora_to_moe: {lora.name}: {name} has in and out features {shape}, the base model's has {features}; "
                 "was it trained on a different base?"
             )

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..routing.routers import make_router
 from ..utils.compat import private
+from ..utils.messages import InputError
 from ..utils.model_card import TAGS
 from . import liger, router_outputs
 from .base_model import find_ffns, is_encoder_decoder, layout_of, name_endings
@@ -65,11 +66,11 @@ class MoELoraModel(BaseTuner):
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(m, MoELoraLayer) and adapter_name in m.moe_lora_spec for m in model.modules()):
-            raise ValueError(
+            raise InputError(
                 f"MoELoraConfig: adapter_name={adapter_name!r}: the model has an adapter of this name; choose another"
             )
         if isinstance(model, PeftModel):
-            raise ValueError(
+            raise InputError(
                 "MoELoraConfig: the model is a PeftModel; give its base, merge its adapter first (merge_and_unload), "
                 "or use add_adapter for a second adapter of this type"
             )
@@ -96,11 +97,11 @@ class MoELoraModel(BaseTuner):
         for name, module in targets.items():
             outer = next((n for n in names if name.startswith(f"{n}.")), None)
             if outer is not None:
-                raise ValueError(
+                raise InputError(
                     f"MoELoraConfig: target_modules matches both {outer!r} and {name!r} inside it; name one of them"
                 )
             if ".base_layer." in name:
-                raise ValueError(
+                raise InputError(
                     f"MoELoraConfig: target_modules: {name.replace('.base_layer', '')!r} lies inside an FFN that "
                     "another adapter wraps; target the FFN, or add this adapter first"
                 )
@@ -111,7 +112,7 @@ class MoELoraModel(BaseTuner):
             if EXPERTS[peft_config.expert_type].needs_ffn:
                 wrong = f"expert_type={peft_config.expert_type!r}"
             if wrong:
-                raise ValueError(
+                raise InputError(
                     f"MoELoraConfig: {wrong}: target_modules matches no FFN, only "
                     f"{', '.join(sorted(name_endings(names)))}; name FFNs too, or leave it out"
                 )
@@ -123,7 +124,7 @@ class MoELoraModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if "." in adapter_name:  # PEFT finds an adapter's tensors by the parts of their names
-            raise ValueError(f"MoELoraConfig: adapter_name={adapter_name!r}: use a name without dots")
+            raise InputError(f"MoELoraConfig: adapter_name={adapter_name!r}: use a name without dots")
         path = next((name for name, _ in model.named_modules() if adapter_name in name.split(".")), None)
         if path is not None:  # github.com/huggingface/peft/issues/3584
             warnings.warn(
@@ -189,10 +190,10 @@ class MoELoraModel(BaseTuner):
         raise ValueError(MERGE_REFUSAL)
 
     def unmerge_adapter(self) -> None:
-        raise ValueError(f"There is nothing to unmerge. {MERGE_REFUSAL}")
+        raise InputError(f"There is nothing to unmerge. {MERGE_REFUSAL}")
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(
+        raise InputError(
             "MoE-LoRA cannot add weighted adapters: the routers of two adapters choose differently. Activate both with "
             "`model.base_model.set_adapter([...])`, or build one adapter from their experts with `moe_peft.lora_to_moe`"
         )
@@ -200,7 +201,7 @@ class MoELoraModel(BaseTuner):
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.pop("adapter_names", None) is not None:
-            raise ValueError("MoE-LoRA cannot mix adapters within a batch: run one batch per adapter (adapter_names)")
+            raise InputError("MoE-LoRA cannot mix adapters within a batch: run one batch per adapter (adapter_names)")
         yield
 
     # --- the state dict ---------------------------------------------------------------------------------------------
@@ -226,27 +227,27 @@ class MoELoraModel(BaseTuner):
         for key in sorted(expected.keys() | saved.keys()):
             shapes = [str(list(of[key].shape)) if key in of else "no such weight" for of in (saved, expected)]
             if shapes[0] != shapes[1]:
-                raise ValueError(
+                raise InputError(
                     f"{key}: the adapter has {shapes[0]}, this model has {shapes[1]}; load it on the base that it was "
                     "trained on"
                 )
             if saved[key].is_floating_point() != expected[key].is_floating_point():
-                raise ValueError(f"{key}: the adapter has {saved[key].dtype}; save it in float32, bfloat16 or float16")
+                raise InputError(f"{key}: the adapter has {saved[key].dtype}; save it in float32, bfloat16 or float16")
             if not saved[key].isfinite().all():
-                raise ValueError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
+                raise InputError(f"{key}: the adapter's weights hold NaN or infinity; save or download it again")
         return remapped
 
 
 def _refuse_placement(model: nn.Module, targets: dict[str, nn.Module]) -> None:
     """Raise where experts would compute with a part of a projection, or be made on the meta device."""
     if (getattr(model, "tp_size", None) or 1) > 1:
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: tp_size={model.tp_size}: experts need complete projections, not those of tensor "
             "parallelism; load the base without tp_plan, and shard it by FSDP2 or DeepSpeed"
         )
     for name, module in targets.items():
         if any(getattr(getattr(part, "_hf_hook", None), "offload", False) for part in module.modules()):
-            raise ValueError(
+            raise InputError(
                 f"MoELoraConfig: target module {name!r} is offloaded to the CPU or to disk; load the base with a "
                 "device_map of GPUs alone, quantize it, or shard it by FSDP2 or DeepSpeed"
             )
@@ -257,7 +258,7 @@ def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]
     if not is_encoder_decoder(model) or config.inference_mode or not config.router_aux_loss_coef:
         return
     if any(_spec(config, name, model).num_experts > 1 for name in names):
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: router_aux_loss_coef={config.router_aux_loss_coef}: {type(model).__name__} is an "
             "encoder-decoder, which gets no balancing loss; set it to 0, or use num_experts=1"
         )
@@ -268,17 +269,17 @@ def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module)
     for field in ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"):
         for key in getattr(config, field):
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
-                raise ValueError(f"MoELoraConfig: {field}: {key!r} matches no targeted module; leave it out")
+                raise InputError(f"MoELoraConfig: {field}: {key!r} matches no targeted module; leave it out")
     every = [name for name, _ in model.named_modules()]
     _refuse_layers(config.layers_to_transform, names)
     _refuse_names(config, names, every)
     for saved in set(config.modules_to_save or ()) - _OF_PEFT:
         if not any(name == saved or name.endswith(f".{saved}") for name in every):
-            raise ValueError(f"MoELoraConfig: modules_to_save: {saved!r} is no module of the model; leave it out")
+            raise InputError(f"MoELoraConfig: modules_to_save: {saved!r} is no module of the model; leave it out")
     of_model = next((task for ending, task in _TASKS.items() if type(model).__name__.endswith(ending)), None)
     task = getattr(config.task_type, "value", config.task_type)
     if of_model is not None and task not in (None, "FEATURE_EXTRACTION", of_model):
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: task_type={task!r}: the model is a {type(model).__name__}; use task_type={of_model!r}"
         )
 
@@ -288,13 +289,13 @@ def _refuse_layers(indices: list[int] | int | None, names: list[str]) -> None:
     layers = [indices] if isinstance(indices, int) else indices or []
     for layer in layers:
         if not any(f".{layer}." in f".{name}." for name in names):
-            raise ValueError(
+            raise InputError(
                 f"MoELoraConfig: layers_to_transform={indices}: layer {layer} has no targeted module; name layers that "
                 "do"
             )
     for name in names if layers else ():
         if not any(f".{layer}." in f".{name}." for layer in layers):
-            raise ValueError(
+            raise InputError(
                 f"MoELoraConfig: layers_to_transform={indices}: target_modules names {name!r} of another layer; name "
                 "modules by their last part, or leave one of the two out"
             )
@@ -304,13 +305,13 @@ def _refuse_names(config: MoELoraConfig, names: list[str], every: list[str]) -> 
     """Raise if a name of `target_modules` is no module's, or one of `exclude_modules` is that of a target's parts."""
     for target in () if isinstance(config.target_modules, str) else config.target_modules or ():
         if not any(name == target or name.endswith(f".{target}") for name in every):
-            raise ValueError(f"MoELoraConfig: target_modules: {target!r} is no module of the model; leave it out")
+            raise InputError(f"MoELoraConfig: target_modules: {target!r} is no module of the model; leave it out")
     excluded = config.exclude_modules
     for entry in [excluded] if isinstance(excluded, str) else excluded or ():
         pattern = entry if isinstance(excluded, str) else rf"(.*\.)?{re.escape(entry)}"
         matched = [name for name in every if re.fullmatch(pattern, name)]
         if matched and all(any(name.startswith(f"{target}.") for target in names) for name in matched):
-            raise ValueError(
+            raise InputError(
                 f"MoELoraConfig: exclude_modules: {entry!r} is a part of the target {matched[0].rpartition('.')[0]!r}, "
                 "which has experts as a whole; choose its projections with target_projections"
             )
@@ -334,7 +335,7 @@ def _refuse_kernels(name: str, model: nn.Module) -> None:
     parent, _, ending = name.rpartition(".")
     mixer = model.get_submodule(parent.replace(".base_layer", ""))
     if ending == "out_proj" and hasattr(mixer, "A_log") and "self.out_proj.weight" in inspect.getsource(type(mixer)):
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: target module {name!r}: a state-space mixer's kernel takes its weight and does not run "
             "it; choose another, such as in_proj"
         )
@@ -346,7 +347,7 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
     layout = layout_of(module)
     if config.router_class.needs_attention and spec.num_experts > 1:
         if layout is None:
-            raise ValueError(
+            raise InputError(
                 f"MoELoraConfig: router_type={config.router_type!r}: {name!r} is a single linear, and such routers "
                 "need an FFN; target FFNs, or give that linear one expert with num_experts_pattern"
             )
@@ -359,19 +360,19 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
             warnings.simplefilter("ignore")
             is_linear = isinstance(base, nn.Module) and None not in linear_features(base)
         if not is_linear or isinstance(base, (nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)):
-            raise ValueError(
+            raise InputError(
                 f"MoELoraConfig: target module {name!r} ({type(base).__name__}) is neither an FFN of a known layout "
                 "nor a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"
             )
         return
     if spec.needs_ffn and (spec.r, spec.lora_alpha) != (config.r, config.lora_alpha):
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: rank_pattern or alpha_pattern matches {name!r}, which gets {config.expert_type} experts; "
             "leave it out of the pattern"
         )
     unknown = set(spec.target_projections or ()) - set(layout.projections)
     if unknown:
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: target_projections={sorted(unknown)}: {name!r} has only {list(layout.projections)}"
         )
     if isinstance(module, MoELoraFFN):
@@ -380,7 +381,7 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())
     features, dtype = linear_features(getattr(module, layout.up))[0], next(floating, torch.float32)
     if not probe_ffn(layout, module, features, weight.device, dtype):
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: target module {name!r}: the forward of {type(module).__name__} does not compute what "
             f"{layout} does; name its linears instead, target_modules={list(layout.projections)}, or describe it with "
             "moe_peft.register_ffn_layout"

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ..routing.gates import pad_logits
 from ..routing.losses import balancing_loss
 from ..routing.statistics import counted_experts
+from ..utils.messages import InputError
 from .base_model import has_routed_experts, is_encoder_decoder
 from .layers import MoELoraLayer
 from .router_recorder import Collection, arguments, begin, notify, outer_collection, state
@@ -39,7 +40,7 @@ def refuse_native_moe(model: nn.Module) -> None:
     """Raise if the model already has routed experts: the adapter would overwrite their config fields."""
     if not _is_installed(model) and has_routed_experts(model):
         kind = getattr(text_config(model), "model_type", type(model).__name__)
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: the base model {kind!r} already has routed experts; adapt it with a plain LoraConfig, or "
             "start from a dense model"
         )
@@ -281,7 +282,7 @@ def _with_aux_loss(
     if loss is None and not (is_dict and collection.explicit):
         return output
     if len(lengths := {len(logits) for logits in router_logits}) > 1:
-        raise ValueError(
+        raise InputError(
             f"MoELoraConfig: router_aux_loss_coef: routers saw different numbers of tokens ({sorted(lengths)}), which "
             "make no balancing loss; set it to 0, or target modules that read every token once"
         )

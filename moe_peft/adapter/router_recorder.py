@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ..utils.compat import private
+from ..utils.messages import InputError
 
 _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
@@ -231,7 +232,7 @@ def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
     ids = None if collection is None else collection.token_ids
     if ids is None or ids.numel() != count:
         has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"
-        raise ValueError(
+        raise InputError(
             f"router_type='hash': {has} for {count} hidden states; call the model itself with "
             "input_ids, on a decoder-only model, or use another router_type"
         )
@@ -261,7 +262,7 @@ def _ids_of_first_run(past: deque[_Pass], x_TD: torch.Tensor) -> torch.Tensor:
     ratios = [((past[i].input_TC.float() - x_TC).norm(dim=1) / limit_T).max() for i in alike]
     nearest, index = min(zip(torch.stack(ratios).tolist(), alike, strict=True)) if ratios else (2.0, 0)
     if nearest > 1:
-        raise ValueError(
+        raise InputError(
             f"router_type='hash': a layer runs again on {len(x_TD)} hidden states of none of the "
             f"{len(past)} forward passes whose input_ids are kept; under gradient checkpointing, go backward once "
             f"through a forward pass (no retain_graph) and through at most {_MOST_PASSES} together"

@@ -30,7 +30,7 @@ from ..utils.loading import (
     read_model,
     read_tokenizer,
 )
-from ..utils.messages import choice_error
+from ..utils.messages import InputError, choice_error
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -57,7 +57,7 @@ def load(
         ValueError: there is no model, or a setting is not what `from_pretrained` takes.
     """
     if dtype not in DTYPES:
-        raise ValueError(choice_error("--dtype", dtype, DTYPES))
+        raise InputError(choice_error("--dtype", dtype, DTYPES))
     options: dict[str, Any] = {"dtype": dtype}
     if torch.accelerator.is_available():
         options["device_map"] = {"": PartialState().device}

@@ -16,6 +16,7 @@ from ..models.model_size import ModelSize, expert_similarity, model_size
 from ..routing.expert_map import in_order
 from ..utils.expert_merging import likeness
 from ..utils.io import output_folder
+from ..utils.messages import InputError
 from .html import EFFECTIVE, STRONGEST, strongest, write_html
 from .inputs import Rows, describe, load, load_rows
 from .recorder import RoutingStatistics, record_routing
@@ -68,7 +69,7 @@ def inspect_model(
             finite, or the folder holds something else.
     """
     if position_width is not None and expert_map is None:
-        raise ValueError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")
+        raise InputError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")
     with output_folder(output_dir, "output_dir", REPORT.is_in) as folder:
         model, tokenizer = load(model_path, dtype, quantization, base)
         rows = load_rows(
@@ -101,7 +102,7 @@ def _recorded(
             model(**inputs, logits_to_keep=1)
     if statistics.broken.any():
         layer = int(statistics.broken.nonzero()[0])
-        raise ValueError(
+        raise InputError(
             f"dtype={dtype!r}: logits of router {layer} are not finite; use bfloat16 or float32, or another model"
         )
     return statistics

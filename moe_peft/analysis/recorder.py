@@ -17,6 +17,7 @@ from ..models.introspection import RoutedPass, observed_routing, router_sizes
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
 from ..routing.statistics import LoadHealth, chosen_experts, effective_experts, load_health, variation
+from ..utils.messages import InputError
 from .token_classes import TOKEN_CLASSES
 
 POSITION_BUCKETS = 16  # of doubling width: 0, 1–2, 3–6, …
@@ -88,7 +89,7 @@ class RoutingStatistics:
             experts = read_expert_map(expert_map, n, "expert_map")
             missing = [domain for domain in self.domains if domain not in experts]
             if missing:
-                raise ValueError(f"expert_map: no experts for the domains {missing}; add them")
+                raise InputError(f"expert_map: no experts for the domains {missing}; add them")
             self.expert_map = {domain: experts[domain] for domain in self.domains}
             self.allowed = expert_masks(self.expert_map, n)
         self.counts = torch.zeros(D, L, n, dtype=torch.float64)
@@ -162,7 +163,7 @@ class RoutingStatistics:
     def _index(self, domain: Any) -> int:
         """The index of a domain, by its name."""
         if label_text(domain) not in self.domains:
-            raise ValueError(f"domain {domain!r}: no such domain; there is {self.domains}")
+            raise InputError(f"domain {domain!r}: no such domain; there is {self.domains}")
         return self.domains.index(label_text(domain))
 
     def _buckets_of(self, positions: torch.Tensor) -> torch.Tensor:
@@ -223,7 +224,7 @@ class RoutingStatistics:
 
     def _needs_map(self) -> None:
         if self.allowed is None:
-            raise ValueError("compliance needs an expert_map")
+            raise InputError("compliance needs an expert_map")
 
     def health(self) -> LoadHealth:
         """How evenly the experts are used."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..utils.io import output_folder, read_json, remove, write_json
+from ..utils.messages import InputError
 from .figures import (
     MOST_PANELS,
     SUFFIXES,
@@ -99,7 +100,7 @@ def write_report(
         ValueError: nothing was recorded, or the folder holds something else; no file is written.
     """
     if not statistics.tokens.any():
-        raise ValueError("statistics: no token was seen; run a model in record_routing, not on padding alone")
+        raise InputError("statistics: no token was seen; run a model in record_routing, not on padding alone")
     with output_folder(folder, "folder", REPORT.is_in) as output, REPORT.replaced(output) as partial:
         files = write_files(statistics, partial, suffix, about)
     return [output / path.name for path in files]

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..utils.lazy_imports import when_imported
-from ..utils.messages import choice_error
+from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_plugins
 from .errors import ends_in_one_line
 from .help import ASKED, prepare_help
@@ -72,12 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     load_plugins(read_settings(common.config).get("plugins", []))
                     rest += ["--config", common.config]
             if options.command is None:
-                raise ValueError(f"{' '.join(rest)}: name a command first; `moe-peft --help` lists them")
+                raise InputError(f"{' '.join(rest)}: name a command first; `moe-peft --help` lists them")
             if options.command not in COMMANDS:
-                raise ValueError(choice_error("command", options.command, COMMANDS))
+                raise InputError(choice_error("command", options.command, COMMANDS))
             command = import_module(COMMANDS[options.command][0], __name__)
         except ImportError as error:
-            raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
+            raise InputError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
         if quiet:
             _hide_progress()  # before training arguments are made, which look
         logging.basicConfig(format="%(message)s")
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _raise(message: str) -> NoReturn:
-    raise ValueError(message)
+    raise InputError(message)
 
 
 def _common() -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def _check_launcher() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         value = os.environ.get(name, "0")
         if not re.fullmatch(r"-?\d+", value):
-            raise ValueError(f"{name}={value!r} in the environment: must be an integer; a launcher sets it")
+            raise InputError(f"{name}={value!r} in the environment: must be an integer; a launcher sets it")
 
 
 # Logger → words of its lines that say nothing about what the user does.

@@ -29,7 +29,7 @@ from ..native.export import read_adapter_config
 from ..training.checkpointing import names_checkpoint
 from ..training.router_losses import RouterLossConfig, Stage
 from ..utils.loading import Base, adapter_base, check_tokenizer, read_tokenizer
-from ..utils.messages import arguments_error, choice_error, one_line, unknown_key
+from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_key
 from ..utils.validation import Count, check_range, prefixed, read_settings, read_yaml, validate
 from .help import GroupedParser
 
@@ -46,7 +46,7 @@ def reads(kind: Any, example: str = "") -> Callable[[str], Any]:
         except ValidationError as error:
             allowed = example or error.errors()[0]["msg"].replace("Input should be", "must be")
             raise argparse.ArgumentTypeError(f"{one_line(repr(text), 60)}: {allowed}") from None
-        except ValueError as error:
+        except InputError as error:
             raise argparse.ArgumentTypeError(example or str(error)) from None
 
     return read
@@ -158,10 +158,9 @@ class Options:
         if name is None:
             source, config = f"adapter={self.run.adapter!r}", self.trained_adapter
             name, revision = adapter_base(config, source, remedy="name it with model_name_or_path")
-        return Base(
-            name, revision, self.model.dtype or "auto", self.model.attn_implementation,
-            get_quantization_config(self.model),
-        )  # fmt: skip
+        with refused_settings():
+            quantization = get_quantization_config(self.model)
+        return Base(name, revision, self.model.dtype or "auto", self.model.attn_implementation, quantization)
 
     @cached_property
     def trained_adapter(self) -> MoELoraConfig | None:
@@ -173,7 +172,7 @@ class Options:
             return None
         for name, default in vars(AdapterOptions()).items():
             if (value := self.adapter[name]) != default:
-                raise ValueError(f"{name}={value!r}: is for a new adapter, and adapter names one; leave it out")
+                raise InputError(f"{name}={value!r}: is for a new adapter, and adapter names one; leave it out")
         config = read_adapter_config(self.run.adapter)
         config.inference_mode = False
         if self.training.router_aux_loss_coef is not None:
@@ -251,25 +250,25 @@ class TrainingParser(GroupedParser, TrlParser):
         self.set_defaults_with_config(**({} if file is None else self._read(file)))
         options, unknown = self.parse_known_args(arguments)
         for flag in unknown:
-            raise ValueError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help-all`"))
+            raise InputError(unknown_key(flag, [f"--{name}" for name in self.actions], f"`{self.prog} --help-all`"))
         if options.model_name_or_path is None and options.adapter is None:
-            raise ValueError("model_name_or_path=None: name a model folder or a model of the hub; or a file, --config")
+            raise InputError("model_name_or_path=None: name a model folder or a model of the hub; or a file, --config")
         if options.dataset_name is None:
-            raise ValueError("dataset_name=None: name a file, a folder or a dataset")
+            raise InputError("dataset_name=None: name a file, a folder or a dataset")
         if options.dry_run and not torch.accelerator.is_available():
             self.actions["use_cpu"].default = True  # a plan may be for a machine that has what this one lacks
         try:
             model, data, adapter, training, run, _ = self.parse_args_into_dataclasses(arguments)
         except ValueError as error:
-            raise ValueError(
+            raise InputError(
                 arguments_error(error, "--bf16 false") if "use_cpu" in str(error) else str(error)
             ) from error
         except (TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:  # of a library's own checks
-            raise ValueError(f"{self.prog}: {one_line(error)}") from error
+            raise InputError(f"{self.prog}: {one_line(error)}") from error
         for part in (data, training, model):
             for name, value in vars(part).items():
                 if name in _UNREAD and value:
-                    raise ValueError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
+                    raise InputError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
         return Options(data, training, ModelConfig(**vars(model)), vars(adapter), run)
 
     def _read(self, path: str) -> dict[str, Any]:
@@ -279,7 +278,7 @@ class TrainingParser(GroupedParser, TrlParser):
             settings.pop("plugins", None)  # `main` has imported them
             for key, value in settings.items():
                 if key not in self.actions or key in ("help", "config"):
-                    raise ValueError(unknown_key(str(key), self.actions, f"`{self.prog} --help-all`"))
+                    raise InputError(unknown_key(str(key), self.actions, f"`{self.prog} --help-all`"))
                 if self.actions[key].nargs == "+" and isinstance(value, str):
                     settings[key] = [value]
             for kind in self.kinds:
@@ -317,11 +316,11 @@ def training_stages(options: Options) -> dict[str, Any]:
     if stages is None:
         return {"": training}
     if not isinstance(stages, (list, dict)) or not stages or len(set(stages)) < len(stages):
-        raise ValueError(f"stages={stages!r}: name some of {', '.join(_STAGES)}, each once")
+        raise InputError(f"stages={stages!r}: name some of {', '.join(_STAGES)}, each once")
     if training.training_stage != "joint":
-        raise ValueError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
+        raise InputError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
     if len(stages) > 1 and names_checkpoint(training):
-        raise ValueError(
+        raise InputError(
             f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: is of one of the stages "
             f"{', '.join(stages)}; use true, or stages.<name>.resume_from_checkpoint"
         )
@@ -329,11 +328,11 @@ def training_stages(options: Options) -> dict[str, Any]:
     for name, settings in (stages if isinstance(stages, dict) else dict.fromkeys(stages)).items():
         path, settings = f"stages.{name}", {} if settings is None else settings
         if name not in _STAGES:
-            raise ValueError(choice_error("stages", name, _STAGES))
+            raise InputError(choice_error("stages", name, _STAGES))
         if not isinstance(settings, dict):
-            raise ValueError(f"{path}={settings!r}: must be a mapping of settings")
+            raise InputError(f"{path}={settings!r}: must be a mapping of settings")
         for key in _OF_ALL_STAGES.keys() & settings.keys():
-            raise ValueError(f"{path}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
+            raise InputError(f"{path}.{key}: {_OF_ALL_STAGES[key]}; leave it out")
         validate(type(training), settings, path)
         common = {key: getattr(training, key) for key in names}
         folder = str(Path(training.output_dir, name))

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from ..utils.messages import InputError
+
 
 def parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -23,7 +25,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
     if options.steps < 1:
-        raise ValueError(f"--steps {options.steps}: must be at least 1")
+        raise InputError(f"--steps {options.steps}: must be at least 1")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "20")
     from ..demo.run import run_demo  # only now: these imports take seconds

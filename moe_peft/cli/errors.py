@@ -1,4 +1,7 @@
-"""How a command ends that does not finish: with one line on stderr and an exit code, as shells know them."""
+"""
+How commands end when they do not finish. What a user can mend is one line on stderr; a bug keeps its traceback. Exit
+codes are those that shells know.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..utils.messages import out_of_memory
+from ..utils.messages import InputError, out_of_memory
 
 INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -36,6 +40,12 @@ _NEEDS_LESS = {
 }
 
 
+_BUG = (
+    "This is a bug, in moe_peft or in a module that --plugins names. Please report it where you have moe_peft from, "
+    "with the lines above and what `moe-peft env` prints."
+)
+
+
 class _Terminated(BaseException):
     """SIGTERM."""
 
@@ -43,20 +53,26 @@ class _Terminated(BaseException):
 @contextmanager
 def ends_in_one_line(command: str) -> Iterator[None]:
     """
-    Invalid input ends a command with exit code 2, a file that cannot be read or written and a lack of memory with 1,
-    SIGINT with 130 and SIGTERM with 143. Anything else is a bug and keeps its traceback.
+    An `InputError` ends a command with exit code 2, a file that cannot be read or written and a lack of memory with 1,
+    SIGINT with 130 and SIGTERM with 143. Anything else is a bug: it keeps its traceback, and a line says where to
+    report it. With MOE_PEFT_TRACEBACK=1 in the environment, all errors keep theirs.
     """
     remedy = _RESUMES.get(command, "nothing half-written is left")
+    shows_all = os.environ.get("MOE_PEFT_TRACEBACK") == "1"
     try:
         with _terminable():
             yield
-    except (ValueError, FileNotFoundError) as error:
+    except (InputError, FileNotFoundError) as error:
+        if shows_all:
+            raise
         _end(f"error: {error}", INVALID)
     except KeyboardInterrupt:
         _end(f"stopped: {remedy}", 128 + signal.SIGINT)
     except _Terminated:
         _end(f"terminated: {remedy}", 128 + signal.SIGTERM)
     except Exception as error:
+        if shows_all:
+            raise
         if any(map(_is_full_disk, _chain(error))):
             then = f"make room, then {remedy}" if command in _RESUMES else f"make room and start again; {remedy}"
             _end(f"error: the disk is full; {then}", 1)
@@ -66,7 +82,9 @@ def ends_in_one_line(command: str) -> Iterator[None]:
             _end(f"error: out of memory; {less}; {more}", 1)
         if isinstance(error, OSError) and error.filename is not None:
             _end(f"error: {error.filename}: {error.strerror}", 1)
-        raise
+        traceback.print_exc()
+        print(_BUG, file=sys.stderr)
+        sys.exit(1)
 
 
 def _end(line: str, code: int) -> NoReturn:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ..evaluation import TaskSettings, evaluate_model
 from ..utils.distributed import leave_processes
+from ..utils.messages import InputError
 from ..utils.validation import Seed
 from .arguments import add_figures_option, add_weights_options, reads
 
@@ -81,7 +82,7 @@ def _experts(text: str) -> list[int]:
 
 def run(options: argparse.Namespace) -> None:
     if options.figures is not None and not options.each_expert:
-        raise ValueError(f"--figures {options.figures}: the figure shows --each-expert; add that, or leave it out")
+        raise InputError(f"--figures {options.figures}: the figure shows --each-expert; add that, or leave it out")
     settings = TaskSettings(
         tuple(task for names in options.tasks for task in names.split(",") if task),
         include_path=options.include_path,

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..utils.messages import InputError
 from . import on_start
 from .help import ASKED
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         os.execve(command[0], command, {**os.environ, "PYTHONPATH": os.pathsep.join(path)})
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"exec: {command[0]!r}: {error.strerror}; does its first line name a program (#!…)?"
         ) from error
 
@@ -55,12 +56,12 @@ def run(options: argparse.Namespace) -> None:
 def _command(program: list[str]) -> list[str]:
     """The program's file and its arguments. Programs of this Python's environment go before others."""
     if not program:
-        raise ValueError("exec: name a program, e.g. moe-peft exec -- lm_eval --help")
+        raise InputError("exec: name a program, e.g. moe-peft exec -- lm_eval --help")
     name = program[0]
     if name == "-m" or (name.endswith(".py") and Path(name).is_file()):
         return [sys.executable, *program]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     executable = shutil.which(name, path=path)
     if executable is None:
-        raise ValueError(f"exec: {name!r}: no such program; give a command, a .py file, or -m and a module")
+        raise InputError(f"exec: {name!r}: no such program; give a command, a .py file, or -m and a module")
     return [executable, *program[1:]]

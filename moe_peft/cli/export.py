@@ -13,6 +13,7 @@ from ..native.engines import inexact
 from ..native.export import check_verifiable
 from ..utils.io import read_text
 from ..utils.loading import read_config
+from ..utils.messages import InputError
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -47,15 +48,15 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
     if options.model is not None and (options.base or options.family):
-        raise ValueError(f"--model {options.model}: --base and --family go with --adapter")
+        raise InputError(f"--model {options.model}: --base and --family go with --adapter")
     if options.format == "gguf":
         if options.verify is not None:
-            raise ValueError("--verify: goes with --format safetensors, which transformers loads")
+            raise InputError("--verify: goes with --format safetensors, which transformers loads")
         source = options.adapter or options.model
         print(export_gguf(source, options.output, options.base, family=options.family, dtype=options.dtype))
         return
     if options.model is not None:
-        raise ValueError(f"--model {options.model}: is no adapter; give --format gguf, or --adapter FOLDER")
+        raise InputError(f"--model {options.model}: is no adapter; give --format gguf, or --adapter FOLDER")
     texts = None if options.verify is None else _texts(options.verify)
     if texts is not None:
         check_verifiable(options.adapter, options.base)
@@ -81,9 +82,9 @@ def _texts(text_or_file: str) -> list[str]:
     """The text, or the lines of a file, which is read before anything is written."""
     is_file = len(os.fsencode(text_or_file)) < 256 and Path(text_or_file).exists()
     if not is_file and re.fullmatch(r"\S+\.(txt|md|jsonl?|csv)", text_or_file):
-        raise ValueError(f"--verify {text_or_file!r}: no such file; give text, or a text file")
+        raise InputError(f"--verify {text_or_file!r}: no such file; give text, or a text file")
     text = read_text(text_or_file, f"--verify {text_or_file!r}") if is_file else text_or_file
     texts = [line for line in text.splitlines() if line.strip()]
     if not texts:
-        raise ValueError(f"--verify {text_or_file!r}: give text, or a text file")
+        raise InputError(f"--verify {text_or_file!r}: give text, or a text file")
     return texts

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..combine.held_out import HeldOut
 from ..combine.mix import MixSettings, mix
+from ..utils.messages import InputError
 from ..utils.validation import plain_types, read_settings, read_yaml, validate
 from .help import GroupedParser
 
@@ -49,7 +50,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 def _read_flag(text: str) -> Any:
     try:
         return read_yaml(text, repr(text))
-    except ValueError as error:
+    except InputError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 

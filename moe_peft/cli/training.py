@@ -33,7 +33,7 @@ from ..utils.loading import (
     read_adapter_weights,
     without_zero3,
 )
-from ..utils.messages import one_line
+from ..utils.messages import InputError, one_line, refused_settings
 from ..utils.model_card import write_model_card
 from ..utils.validation import prefixed
 from .arguments import AdapterOptions, Options, training_stages
@@ -56,7 +56,7 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
     for path in dict.fromkeys(getattr(args, "chat_template_path", None) for args in stages.values()):
         change = config and changed_embeddings(path, "chat_template_path", tokenizer, base.config)
         if change:
-            raise ValueError(change)
+            raise InputError(change)
     data, eval_data = _load_splits(options, stages, tokenizer)
     for path, args in stages.items():
         preflight(args, data, tokenizer, path, on_this_machine=not options.run.dry_run)
@@ -70,7 +70,7 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
         print_estimates(base, model, stages, data, tokenizer, launch, seconds)
         return
     if len(stages) > 1 and options.training.deepspeed_plugin is not None:
-        raise ValueError(
+        raise InputError(
             f"stages={[args.training_stage for args in stages.values()]}: DeepSpeed prepares a model for one training; "
             "use DDP, FSDP2, stages=[joint], or one run for each with training_stage"
         )
@@ -78,7 +78,7 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
         with reading("push_to_hub=True", "log in (hf auth login), or push the result later (hf upload)"):
             on_main_process(HfApi(token=options.training.hub_token).whoami)
     if Path(output_dir).exists() and Path(output_dir).resolve() == Path(base.name_or_path).resolve():
-        raise ValueError(f"output_dir={output_dir!r}: is the model's folder; choose another")
+        raise InputError(f"output_dir={output_dir!r}: is the model's folder; choose another")
 
     def is_ours(folder: Path) -> bool:
         """Several stages have checkpoints in folders of their own; others there are of a training of all at once."""
@@ -121,10 +121,11 @@ def _train(
     for args in stages.values():
         set_seed(args.seed)  # of the adapter's initial values
         with _trainer_errors(args):
-            trainer = trainer_class(
-                model=model, args=args, train_dataset=data, eval_dataset=eval_data,
-                processing_class=options.tokenizer, peft_config=config,
-            )  # fmt: skip
+            with refused_settings():
+                trainer = trainer_class(
+                    model=model, args=args, train_dataset=data, eval_dataset=eval_data,
+                    processing_class=options.tokenizer, peft_config=config,
+                )  # fmt: skip
             trainer.earlier_training = facts
             train_or_resume(trainer, **start)
         facts = trainer.training_facts()
@@ -144,18 +145,18 @@ def _trainer_errors(args: Any) -> Iterator[None]:
     try:
         yield
     except (ImportError, NotImplementedError) as error:  # a package, or what TRL does not do with an adapter
-        raise ValueError(one_line(error)) from error
+        raise InputError(one_line(error)) from error
     except KeyError as error:  # of the first evaluation
         if "metric_for_best_model" not in str(error):
             raise
-        raise ValueError(f"metric_for_best_model={args.metric_for_best_model!r}: {one_line(error)}") from error
+        raise InputError(f"metric_for_best_model={args.metric_for_best_model!r}: {one_line(error)}") from error
 
 
 def _load_splits(options: Options, stages: Mapping[str, Any], tokenizer: Any) -> tuple[Dataset, Dataset | None]:
     """The training split, and the test split if one of the stages evaluates, with their rows checked."""
     data = options.data
     if data.dataset_streaming:
-        raise ValueError("dataset_streaming=True: rows are counted and checked before training; leave it out")
+        raise InputError("dataset_streaming=True: rows are counted and checked before training; leave it out")
     source: Any = data.dataset_name
     if data.dataset_config is not None:
         source = {"path": data.dataset_name, "name": data.dataset_config}
@@ -204,7 +205,7 @@ def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     router_sizes(model, "use_peft=False")
     for name, default in vars(AdapterOptions()).items():
         if (value := options.adapter[name]) != default:
-            raise ValueError(
+            raise InputError(
                 f"{name}={value!r}: is for a MoE-LoRA adapter, and this model is trained itself; leave it out"
             )
     return model, None

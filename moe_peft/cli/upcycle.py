@@ -11,6 +11,7 @@ from transformers import HfArgumentParser
 from ..models.gate_init import GATE_INITS
 from ..native import UpcycleConfig, upcycle
 from ..utils.loading import read_tokenizer
+from ..utils.messages import InputError
 from .help import GroupedParser
 
 # What the short help lists.
@@ -53,14 +54,14 @@ def run(options: argparse.Namespace) -> None:
     settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(UpcycleConfig)}
     config = UpcycleConfig(**settings)
     if config.router_init in GATE_INITS:
-        raise ValueError(f"--router-init {config.router_init}: needs texts for each expert; use moe-peft mix --models")
+        raise InputError(f"--router-init {config.router_init}: needs texts for each expert; use moe-peft mix --models")
     if (options.calibration is None) == (config.router_init == "attention"):
-        raise ValueError(f"--calibration {options.calibration}: goes with --router-init attention")
+        raise InputError(f"--calibration {options.calibration}: goes with --router-init attention")
     count = options.calibration_examples
     if count is not None and options.calibration is None:
-        raise ValueError(f"--calibration-examples {count}: goes with --calibration")
+        raise InputError(f"--calibration-examples {count}: goes with --calibration")
     if count is not None and count < 1:
-        raise ValueError(f"--calibration-examples {count}: use 1 or more")
+        raise InputError(f"--calibration-examples {count}: use 1 or more")
     batches = None if options.calibration is None else _batches(options)
     print(upcycle(options.model, options.output, config, calibration=batches))
 
@@ -70,7 +71,7 @@ def _batches(options: argparse.Namespace) -> list[dict[str, Any]]:
         from ..training.data import check_rows, load_data
         from ..training.preparation import calibration_batches
     except ImportError as error:
-        raise ValueError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
+        raise InputError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
     data = load_data(options.calibration, "--calibration", None)
     tokenizer = read_tokenizer(options.model[0], f"--calibration: {options.model[0]!r}")
     check_rows(data, "--calibration", tokenizer)

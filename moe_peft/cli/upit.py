@@ -11,6 +11,7 @@ from ..upit.recipe import load_recipe
 from ..upit.summary import print_plan, print_summary
 from ..upit.sweep import print_sweep, sweep
 from ..utils.distributed import leave_processes
+from ..utils.messages import InputError
 
 EXAMPLE = r"""
 example:
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     launch = planned_launch(options.processes, options.strategy, options.dry_run, options.time)
     if options.sweep:
         if options.dry_run:
-            raise ValueError("--dry-run: prints the plan of one run; give --set instead of --sweep")
+            raise InputError("--dry-run: prints the plan of one run; give --set instead of --sweep")
         print_sweep(sweep(options.config, options.set, options.sweep, options.redo))
         leave_processes()
         return

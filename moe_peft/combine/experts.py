@@ -14,6 +14,7 @@ from ..adapter.layers import MoELoraLayer
 from ..adapter.lora_conversion import expert_to_lora, lora_to_moe
 from ..native.export import read_adapter_config
 from ..utils.loading import read_adapter_weights
+from ..utils.messages import InputError
 
 # Without shared experts, which `expert_to_lora` folds into each of the others.
 _KEPT = {field.name for field in fields(MoELoraConfig)} - {
@@ -66,11 +67,11 @@ def put_expert(
     """
     config, named = read_adapter_config(mixture), f"mixture {os.fspath(mixture)!r}"
     if not config.router_class.expert_rows:
-        raise ValueError(f"{named}: router_type={config.router_type!r} has no parameters of single experts")
+        raise InputError(f"{named}: router_type={config.router_type!r} has no parameters of single experts")
     if expert is not None and not 0 <= expert < config.num_experts:
-        raise ValueError(f"replace={expert}: {named} has experts 0 to {config.num_experts - 1}")
+        raise InputError(f"replace={expert}: {named} has experts 0 to {config.num_experts - 1}")
     if config.modules_to_save:
-        raise ValueError(
+        raise InputError(
             f"{named}: modules_to_save={config.modules_to_save}: no expert can join what they are trained for"
         )
     read_adapter_weights(mixture, named)
@@ -82,7 +83,7 @@ def put_expert(
     new = _routers(result)
     if new.keys() != gates.keys():
         path = min(new.keys() ^ gates.keys())
-        raise ValueError(
+        raise InputError(
             f"adapter {os.fspath(adapter)!r}: {path} has experts and a router in only one of it and {named}"
         )
     kept = [i for i in range(config.num_experts) if i != expert]

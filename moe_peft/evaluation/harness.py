@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator, PartialState
 
 from ..training.scoring import to_device
-from ..utils.messages import one_line
+from ..utils.messages import InputError, one_line
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise ValueError("tasks: name at least one")
+            raise InputError("tasks: name at least one")
         if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise ValueError(f"include_path={self.include_path!r}: no such folder")
+            raise InputError(f"include_path={self.include_path!r}: no such folder")
         if self.limit is not None and not (0 < self.limit < 1 or (self.limit >= 1 and self.limit % 1 == 0)):
-            raise ValueError(f"limit={self.limit}: must be a whole number of at least 1, or a share below 1")
+            raise InputError(f"limit={self.limit}: must be a whole number of at least 1, or a share below 1")
         if not re.fullmatch(r"0*[1-9]\d{0,5}|auto(:[1-9]\d*)?", str(self.batch_size)):
-            raise ValueError(f"batch_size={self.batch_size!r}: must be a whole number from 1 to 999999, auto or auto:N")
+            raise InputError(f"batch_size={self.batch_size!r}: must be a whole number from 1 to 999999, auto or auto:N")
 
 
 class Harness:
@@ -95,7 +95,7 @@ class Harness:
         for task in self.loaded["tasks"].values():
             shots = task.get_config("num_fewshot")
             if not (shots is None or (isinstance(shots, int) and shots >= 0)):
-                raise ValueError(f"num_fewshot={shots!r}: task {task.config.task!r}: must be a whole number from 0 on")
+                raise InputError(f"num_fewshot={shots!r}: task {task.config.task!r}: must be a whole number from 0 on")
             if shots != 0:  # a task that says 0 wants none
                 task.set_config("num_fewshot", (shots or 0) if settings.num_fewshot is None else settings.num_fewshot)
             _check_shots(task)
@@ -130,7 +130,7 @@ class Harness:
                 apply_chat_template=s.apply_chat_template, fewshot_as_multiturn=bool(s.apply_chat_template),
             )  # fmt: skip
         if language_model.broken:
-            raise ValueError("dtype: the model's logits are NaN; use bfloat16 or float32, or another model")
+            raise InputError("dtype: the model's logits are NaN; use bfloat16 or float32, or another model")
         return results or {}
 
 
@@ -144,7 +144,7 @@ def _load_tasks(settings: TaskSettings) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ValueError(f"{error}; install the evaluation extra: pip install 'moe-peft-hf[eval]'") from error
+        raise InputError(f"{error}; install the evaluation extra: pip install 'moe-peft-hf[eval]'") from error
     names = list(settings.tasks)
     if all(Path(name).is_file() or not set("*?[") & set(name) for name in names):
         manager = TaskManager(include_path=settings.include_path, include_defaults=False)
@@ -155,7 +155,7 @@ def _load_tasks(settings: TaskSettings) -> Any:
     for name in _unknown(names, manager):
         near = difflib.get_close_matches(name, manager.all_tasks, n=3)
         remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm_eval ls tasks` lists all"
-        raise ValueError(f"tasks={name!r}: no such task; {remedy}")
+        raise InputError(f"tasks={name!r}: no such task; {remedy}")
     with _explained(settings):
         return _loaded(names, manager)
 
@@ -176,7 +176,7 @@ def _check_shots(task: Any) -> None:
     config, wanted = task.config, task.config.num_fewshot or 0
     most = len(task.sampler.df) - (task.fewshot_cfg.split == config.test_split)  # not the example itself
     if wanted > most:
-        raise ValueError(f"num_fewshot={wanted}: task {config.task!r} has no more than {most} examples for the context")
+        raise InputError(f"num_fewshot={wanted}: task {config.task!r} has no more than {most} examples for the context")
 
 
 def _unknown(names: list[str], manager: Any) -> list[str]:
@@ -218,7 +218,7 @@ def _explained(settings: TaskSettings) -> Iterator[None]:
             text += "; is there a split, a metric or a field that does not exist?"
         elif isinstance(error, TypeError) and "NoneType" in str(error):
             text += "; is there a task without dataset_path, or in a group one that does not exist?"
-        raise ValueError(text) from error
+        raise InputError(text) from error
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch import nn
 from ..adapter.layers import MoELoraFFN, without_adapters
 from ..routing.attention_heads import attention_weights, check_heads, fitting_heads
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings, folded_weight
+from ..utils.messages import InputError
 from ..utils.torch_contexts import evaluating
 from .introspection import adapter_layers, base_model, base_passes, router_sizes, text_config
 from .native_routers import fold_native_routers, native_gates, replace_routers
@@ -83,7 +84,7 @@ def init_attention_routers(
     router_sizes(model, "init_attention_routers")
     adapted = bool(adapter_layers(model))
     if not adapted and adapter_name is not None:
-        raise ValueError(f"init_attention_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
+        raise InputError(f"init_attention_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
     targets = _adapter_targets(model, adapter_name) if adapted else _native_targets(model)
     paths = [attention_before(model, path) for path in targets]
     source = model if dense is None else dense
@@ -174,7 +175,7 @@ def _counterpart(model: nn.Module, path: str, source: nn.Module) -> Any:
         raise no_attention(source) from None
     shape = cast(Any, attention).q_proj.weight.shape
     if not is_attention(counterpart) or counterpart.q_proj.weight.shape != shape:
-        raise ValueError(
+        raise InputError(
             f"init_attention_routers: dense: {type(source).__name__} has no attention like that at {path!r}; give the "
             "dense model that the MoE was made from"
         )
@@ -219,7 +220,7 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
     router_sizes(model, "fold_routers")
     if not adapter_layers(model):
         if adapter_name is not None:
-            raise ValueError(f"fold_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
+            raise InputError(f"fold_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
         fold_native_routers(model)
         return
     name = adapter_with_routers(model, adapter_name, "fold_routers")
@@ -268,7 +269,7 @@ def adapter_with_routers(model: nn.Module, adapter_name: str | None, caller: str
     if adapter_name is None:
         adapter_name = next((name for layer in layers for name in layer.active_adapters if name in names), None)
     if adapter_name not in names:
-        raise ValueError(
+        raise InputError(
             f"{caller}: adapter_name={adapter_name!r}: no such adapter with routers; there is {sorted(names)}"
         )
     return adapter_name
@@ -287,7 +288,7 @@ class _Target(NamedTuple):
         if self.router.needs_attention:
             m = self.router.settings.num_heads or self.num_experts
             if num_heads not in (None, m):
-                raise ValueError(
+                raise InputError(
                     f"init_attention_routers: num_heads={num_heads}: these attention routers have {m}; leave it out, "
                     "or set router_num_heads when they are made"
                 )
@@ -297,7 +298,7 @@ class _Target(NamedTuple):
 
 def _linear_heads(num_heads: int | None, n: int) -> int:
     if (num_heads or n) > n:
-        raise ValueError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most num_experts={n}")
+        raise InputError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most num_experts={n}")
     return num_heads or n
 
 
@@ -306,7 +307,7 @@ def _adapter_targets(model: nn.Module, adapter_name: str | None) -> dict[str, _T
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, MoELoraFFN)}
     routers = {path: layer.router(name) for path, layer in layers.items() if name in layer.moe_lora_router}
     if not routers:
-        raise ValueError(f"init_attention_routers: adapter {name!r} has no routers on FFNs; target FFN blocks")
+        raise InputError(f"init_attention_routers: adapter {name!r} has no routers on FFNs; target FFN blocks")
     return {path: _checked(path, _Target(router, router.num_experts)) for path, router in routers.items()}
 
 
@@ -321,7 +322,7 @@ def _native_targets(model: nn.Module) -> dict[str, _Target]:
 
 def _checked(path: str, target: _Target) -> _Target:
     if target.router is not None and not target.router.takes_attention:
-        raise ValueError(
+        raise InputError(
             f"init_attention_routers: {path}: router_type={target.router.settings.type!r} cannot be initialised from "
             "an attention; use 'attention', or a router with a linear gate"
         )
@@ -364,8 +365,8 @@ def attention_before(model: nn.Module, path: str) -> str:
     raise no_attention(model)
 
 
-def no_attention(model: nn.Module) -> ValueError:
-    return ValueError(
+def no_attention(model: nn.Module) -> InputError:
+    return InputError(
         f"init_attention_routers: {type(model).__name__} has no attention with q_proj, k_proj and head_dim before each "
         "of its FFNs; use random routers"
     )
@@ -381,7 +382,7 @@ def query_weight(attention: Any) -> torch.Tensor:
     linear: Any = without_adapters(attention.q_proj)
     weight_HD = _weight(linear)
     if weight_HD.shape[0] != attention.config.num_attention_heads * int(attention.head_dim):
-        raise ValueError(
+        raise InputError(
             f"init_attention_routers: q_proj of {type(attention).__name__} returns more than queries; use random "
             "routers"
         )
@@ -420,7 +421,7 @@ def attention_means(
 
     base_passes(model, batches, [without_adapters(attention.k_proj) for attention in attentions], add)
     if not tokens[0]:
-        raise ValueError("init_attention_routers: batches: no tokens; give at least one batch of calibration data")
+        raise InputError("init_attention_routers: batches: no tokens; give at least one batch of calibration data")
     return [
         AttentionMeans((key / count).float(), (total / count).float())
         for key, total, count in zip(keys, inputs, tokens, strict=True)

@@ -21,7 +21,7 @@ from torch import nn
 from ..adapter.ffn_layout import find_layout
 from ..adapter.layers import MoELoraFFN, MoELoraLayer
 from ..routing.routers import LinearRouter
-from ..utils.messages import choice_error
+from ..utils.messages import InputError, choice_error
 from .attention_init import adapter_with_routers, put_gates
 from .introspection import adapter_layers, base_passes
 
@@ -162,7 +162,7 @@ class ArrowGates(GateInit):
 
     def gates(self, sums: Sums, updates: Updates) -> torch.Tensor:
         if not updates:
-            raise ValueError(
+            raise InputError(
                 "gates='arrow': no LoRA expert reads the input of a routed layer; use 'ridge' or 'prompts'"
             )
         factors = [(A.double(), B.double().mT @ B.double()) for A, B in updates]  # B only counts as BᵀB [n, r, r]
@@ -230,7 +230,7 @@ def init_gates(
     routers = [layer.router(name) for layer in layers]
     sizes = sorted({router.num_experts for router in routers})
     if len(sizes) > 1:
-        raise ValueError(f"init_gates: layers have {sizes} experts; texts for each need the same number in all")
+        raise InputError(f"init_gates: layers have {sizes} experts; texts for each need the same number in all")
     sums = _sums(model, layers, sizes[0], way, batches)
     made = [way.gates(of_layer, _updates(layer, name)) for of_layer, layer in zip(sums, layers, strict=True)]
     old_type = routers[0].settings.type
@@ -238,7 +238,7 @@ def init_gates(
     router_type = old_type if keeps else way.router_type
     if experts is not None:
         if router_type != old_type:
-            raise ValueError(
+            raise InputError(
                 f"init_gates: the routers are {old_type!r}, so gates of some experts cannot be "
                 f"{way.router_type!r}; set those of all"
             )
@@ -273,7 +273,7 @@ def find_gate_init(gates: str | GateInit) -> GateInit:
     if isinstance(gates, GateInit):
         return gates
     if gates not in GATE_INITS:
-        raise ValueError(choice_error("gates", gates, GATE_INITS))
+        raise InputError(choice_error("gates", gates, GATE_INITS))
     return GATE_INITS[gates]()
 
 
@@ -296,7 +296,7 @@ def _sums(model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit,
     base_passes(model, () if batches is None else batches, modules, add)
     missing = {*range(n)} - experts_seen
     if missing:
-        raise ValueError(f"init_gates: batches: expert {min(missing)} has no text; give each some")
+        raise InputError(f"init_gates: batches: expert {min(missing)} has no text; give each some")
     return sums
 
 

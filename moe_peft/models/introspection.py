@@ -25,6 +25,7 @@ from ..adapter.router_recorder import Choice, Collection, observing
 from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts, effective_experts
 from ..utils.distributed import shape_of
+from ..utils.messages import InputError
 from ..utils.torch_contexts import evaluating
 from .routed_gate import RoutedGate
 
@@ -193,11 +194,11 @@ def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
     """
     layers = adapter_layers(model)
     if layers and all(layer.disable_adapters for layer in layers):
-        raise ValueError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")
+        raise InputError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")
     specs = [layer.moe_lora_spec[name] for layer, name in routed_adapters(model)]
     sizes = [(spec.num_experts, spec.top_k) for spec in specs] or list(map(gate_size, native_routers(model)))
     if not sizes:
-        raise ValueError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
+        raise InputError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
     return sizes
 
 
@@ -226,7 +227,7 @@ def gate_size(gate: Any) -> tuple[int, int]:
         return int(gate.num_experts), int(gate.top_k)
     weight, k = getattr(gate, "weight", None), getattr(gate, "top_k", None)
     if not isinstance(weight, torch.Tensor) or k is None:
-        raise ValueError(
+        raise InputError(
             f"{type(gate).__name__}: a router without `weight` and `top_k`, whose size is not known; use a family such "
             "as Mixtral, Qwen-MoE or OLMoE"
         )

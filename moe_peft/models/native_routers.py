@@ -11,6 +11,7 @@ from torch import nn
 from ..adapter.config import MoELoraConfig, unread_settings
 from ..adapter.router_recorder import keep_token_ids
 from ..routing.routers import ROUTERS, RouterSettings, make_router
+from ..utils.messages import InputError
 from .introspection import backbone, base_model, native_routers, router_sizes, text_config
 from .routed_gate import RoutedGate, gate_rule, put_router, take_router
 
@@ -63,8 +64,8 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     _check_settings(settings, top_k, max(n for n, _ in sizes))
     try:
         rules = [gate_rule(gate) for gate in gates.values()]
-    except ValueError as error:
-        raise ValueError(f"replace_routers: {error}") from error
+    except InputError as error:
+        raise InputError(f"replace_routers: {error}") from error
     config = text_config(model)
     stock = getattr(config, STOCK_FIELD, None) or {"top_k": sizes[0][1], "normalizes": rules[0]}
     made = []
@@ -103,18 +104,18 @@ def _check_settings(settings: RouterSettings, top_k: int | None, num_experts: in
         return  # `MoELoraConfig` raises
     router = ROUTERS[settings.type]
     if settings.bias_update_rate:
-        raise ValueError(
+        raise InputError(
             f"replace_routers: bias_update_rate={settings.bias_update_rate}: a native MoE keeps no biases; use a "
             "balancing loss"
         )
     for setting in unread_settings(router):
         if (value := getattr(settings, setting.name)) != setting.default:
-            raise ValueError(
+            raise InputError(
                 f"replace_routers: {setting.name}={value!r}: router={settings.type!r} has no use for it; leave it out"
             )
     fixed = num_experts if router.all_experts else router.only_top_k
     if fixed is not None and top_k not in (None, fixed):
-        raise ValueError(f"replace_routers: top_k={top_k}: router={settings.type!r} has top_k={fixed}; leave it out")
+        raise InputError(f"replace_routers: top_k={top_k}: router={settings.type!r} has top_k={fixed}; leave it out")
 
 
 def fold_native_routers(model: nn.Module) -> None:
@@ -127,8 +128,8 @@ def fold_native_routers(model: nn.Module) -> None:
     gates = {path: gate for path, gate in native_gates(model, "fold_routers").items() if isinstance(gate, RoutedGate)}
     try:
         weights = [gate.fold() for gate in gates.values()]
-    except ValueError as error:
-        raise ValueError(f"fold_routers: {error}") from error
+    except InputError as error:
+        raise InputError(f"fold_routers: {error}") from error
     for (path, gate), weight_ND in zip(gates.items(), weights, strict=True):
         take_router(gate, weight_ND, _like(model, path))
     for name in (CONFIG_FIELD, STOCK_FIELD):
@@ -145,7 +146,7 @@ def native_gates(model: nn.Module, caller: str) -> dict[str, Any]:
     """
     routers = {id(router) for router in native_routers(model)}
     if not routers:
-        raise ValueError(f"{caller}: {type(model).__name__} has no router; give a native MoE of transformers")
+        raise InputError(f"{caller}: {type(model).__name__} has no router; give a native MoE of transformers")
     return {path: gate for path, gate in model.named_modules() if id(gate) in routers}
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..adapter.router_recorder import token_ids_for
 from ..routing.gates import top_k_gates
 from ..routing.routers import Router
+from ..utils.messages import InputError
 
 
 class RoutedGate:
@@ -45,7 +46,7 @@ class RoutedGate:
         """
         settings = self.moe_router.settings
         if self.moe_router.only_top_k is not None and self.normalizes:
-            raise ValueError(
+            raise InputError(
                 f"router_type={settings.type!r} does not fold into a linear gate: {type(self).__bases__[1].__name__} "
                 "divides gates by their sum, so a single one would be 1; use a family with norm_topk_prob"
             )
@@ -57,7 +58,7 @@ class RoutedGate:
             return  # FSDP2 knows no weights that are not the model's
         try:
             weight_ND = self.fold()
-        except ValueError:
+        except InputError:
             return
         like = next(self.moe_router.parameters(), None)
         destination[f"{prefix}weight"] = weight_ND.float() if like is None else weight_ND.to(like.device, like.dtype)
@@ -102,7 +103,7 @@ def gate_rule(gate: Any) -> bool:
             expected = (logits_TN, *top_k_gates(logits_TN, gate.top_k, normalize))
             if isinstance(output, tuple) and len(output) == 3 and all(map(_alike, output, expected)):
                 return normalize
-    raise ValueError(
+    raise InputError(
         f"{type(gate).__name__} is not a linear gate with a softmax over the top k, so no other router can take its "
         "place; use a family such as Mixtral, Qwen-MoE or OLMoE"
     )

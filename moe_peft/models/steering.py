@@ -13,6 +13,7 @@ from torch import nn
 
 from ..adapter.router_recorder import arguments
 from ..routing.gates import Steering, top_k_gates
+from ..utils.messages import InputError
 from .introspection import active_routers, adapter_layers, backbone, native_routers, router_sizes
 from .routed_gate import RoutedGate
 
@@ -49,7 +50,7 @@ def force_experts(model: nn.Module, experts_B: torch.Tensor) -> Iterator[None]:
     """
     smallest = min(n for n, _ in router_sizes(model, "force_experts"))
     if experts_B.numel() and not 0 <= int(experts_B.min()) <= int(experts_B.max()) < smallest:
-        raise ValueError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
+        raise InputError(f"force_experts: experts {experts_B.unique().tolist()}: every layer has 0 to {smallest - 1}")
     with steered(model, Steering(experts=experts_B.long())):
         yield
 
@@ -86,15 +87,15 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
     n = common_size(model, "allow_experts")
     if not isinstance(allowed, torch.Tensor):
         if not all(0 <= i < n for i in allowed):
-            raise ValueError(f"allow_experts: allowed={list(allowed)}: the model has experts 0 to {n - 1}")
+            raise InputError(f"allow_experts: allowed={list(allowed)}: the model has experts 0 to {n - 1}")
         mask = torch.zeros(1, n, dtype=torch.bool)
         mask[0, list(allowed)] = True
         allowed = mask
     if allowed.dim() != 2 or allowed.shape[1] != n or allowed.dtype != torch.bool:
-        raise ValueError(f"allow_experts: a mask {allowed.dtype} {tuple(allowed.shape)}; give bool [rows, {n}]")
+        raise InputError(f"allow_experts: a mask {allowed.dtype} {tuple(allowed.shape)}; give bool [rows, {n}]")
     allowed_B, k = allowed.sum(1), fewest_allowed(model)
     if (allowed_B < k).any():
-        raise ValueError(
+        raise InputError(
             f"allow_experts: some row allows only {int(allowed_B.min())} of the experts; allow at least top_k={k}"
         )
     with steered(model, Steering(allowed=allowed)):
@@ -110,7 +111,7 @@ def common_size(model: nn.Module, caller: str) -> int:
     """
     sizes = sorted({n for n, _ in router_sizes(model, caller)})
     if len(sizes) > 1:
-        raise ValueError(f"{caller}: layers have {sizes} experts; one mask needs the same number in all")
+        raise InputError(f"{caller}: layers have {sizes} experts; one mask needs the same number in all")
     return sizes[0]
 
 
@@ -156,7 +157,7 @@ def _check_rows(steering: Steering, module: nn.Module, args: tuple, kwargs: dict
     call = arguments(module, args, kwargs)
     batch = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if batch is not None and rows != batch.shape[0] * batch.shape[1] and (rows == 0 or batch.shape[0] % rows):
-        raise ValueError(
+        raise InputError(
             f"steered routing: {rows} rows are steered, the batch has {batch.shape[0]} rows of {batch.shape[1]} "
             "tokens; give one for each row, or for each token"
         )
@@ -201,7 +202,7 @@ def _check_rule(router: Any) -> None:
     except (TypeError, ValueError, RuntimeError, AttributeError):  # other arguments, or other outputs
         exact = False
     if not exact:
-        raise ValueError(
+        raise InputError(
             f"{type(router).__name__} does not choose by a softmax over its logits and the top k alone, so its choice "
             "cannot be recomputed; use a family such as Mixtral, Qwen-MoE or OLMoE"
         )

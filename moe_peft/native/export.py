@@ -24,6 +24,7 @@ from ..routing.routers import make_router
 from ..utils import loading
 from ..utils.io import reading
 from ..utils.loading import Base, adapter_base, check_tokenizer, read_adapter_weights, read_tokenizer
+from ..utils.messages import InputError
 from .expert_init import FFN, zero_ffn
 from .families import DENSE_BLOCK
 from .model_folder import EMBEDDINGS, DenseModel, open_dense, parse_dtype, parse_size, write_moe
@@ -126,7 +127,7 @@ def read_adapter_config(adapter: str | os.PathLike) -> MoELoraConfig:
     """
     config = loading.read_adapter_config(adapter, f"adapter {str(adapter)!r}")
     if not isinstance(config, MoELoraConfig):
-        raise ValueError(f"adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
+        raise InputError(f"adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
     return config
 
 
@@ -142,7 +143,7 @@ def _check_complete(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
     for key in get_peft_model_state_dict(model, save_embedding_layers=False):
         name = key.removeprefix(_PREFIX)
         if name not in state and ".moe_lora_router." not in name:  # which are read by now
-            raise ValueError(f"the adapter lacks {name}, which its config asks for; save it again")
+            raise InputError(f"the adapter lacks {name}, which its config asks for; save it again")
 
 
 # --- the MoE's tensors -----------------------------------------------------------------------------------------------
@@ -210,13 +211,13 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
         ValueError: a tensor is not finite or does not fit the base, or the adapter computes what no native MoE does.
     """
     if reason := EXPERTS[config.expert_type].no_lora:
-        raise ValueError(f"expert_type={config.expert_type!r}: no native MoE computes this: {reason}")
+        raise InputError(f"expert_type={config.expert_type!r}: no native MoE computes this: {reason}")
     content = Adapted(dense, state)
     layers = {DENSE_BLOCK.format(layer=layer): layer for layer in range(dense.config.num_hidden_layers)}
     shapes = dense.shapes()
     for key, tensor in state.items():
         if not tensor.isfinite().all():
-            raise ValueError(f"{key} holds NaN or infinity; save the adapter again")
+            raise InputError(f"{key} holds NaN or infinity; save the adapter again")
         module, _, kind = key.partition(".moe_lora_")
         matrix, _, projection = kind.partition(".")
         if not kind:  # a module that was itself trained and saved
@@ -234,14 +235,14 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
             _check_size(key, tuple(tensor.shape), expected, "its config and the base say")
             other = f"{module}.moe_lora_{matrix[:-1]}{'A' if is_second else 'B'}.{projection}"
             if other not in state:
-                raise ValueError(f"the adapter has {key}, but no {other}; save it again")
+                raise InputError(f"the adapter has {key}, but no {other}; save it again")
             if not is_second:
                 updates = content.shared_updates if is_shared else content.updates
                 updates[weight] = _Update(tensor, state[other], spec)
         if module in layers:
             content.specs[layers[module]] = spec
         elif spec.num_experts > 1:
-            raise ValueError(
+            raise InputError(
                 f"{module} is a single linear with {spec.num_experts} experts, which no native MoE has; train "
                 "it with one (num_experts_pattern)"
             )
@@ -252,24 +253,24 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
 def _check_size(key: str, shape: tuple[int, ...], expected: tuple[int, ...], says: str = "the base has") -> None:
     if shape != expected:
         wants = f"{says} {list(expected)}" if expected else "the base has no such tensor"
-        raise ValueError(f"{key} has {list(shape)}, {wants}; give the adapter's own base")
+        raise InputError(f"{key} has {list(shape)}, {wants}; give the adapter's own base")
 
 
 def _read_routers(content: Adapted) -> None:
     routed = {layer: spec for layer, spec in sorted(content.specs.items()) if spec.num_experts > 1}
     if not routed:
-        raise ValueError("the adapter has no FFN with more than one expert; merge it as a LoRA instead")
+        raise InputError("the adapter has no FFN with more than one expert; merge it as a LoRA instead")
     first = content.spec = next(iter(routed.values()))
     d = content.dense.config.hidden_size
     for layer, spec in routed.items():
         if spec.mixing != "output":
-            raise ValueError(
+            raise InputError(
                 f"mixing={spec.mixing!r}: the FFN's non-linearity stands between the experts' updates, so no "
                 "native MoE computes this; train with mixing='output'"
             )
         for name in ("num_experts", "top_k"):
             if (here := getattr(spec, name)) != (other := getattr(first, name)):
-                raise ValueError(
+                raise InputError(
                     f"{name}: layer {layer} has {here}, another {other}; a native MoE has as many in every layer"
                 )
         prefix = f"{DENSE_BLOCK.format(layer=layer)}.moe_lora_router."
@@ -336,14 +337,14 @@ def verify_export(
     ```
     """
     if (Path(exported) / "adapter_config.json").is_file():
-        raise ValueError(f"exported={os.fspath(exported)!r}: this is an adapter; give the export")
+        raise InputError(f"exported={os.fspath(exported)!r}: this is an adapter; give the export")
     read_adapter_weights(adapter, f"adapter {os.fspath(adapter)!r}")  # PEFT would take a pickled file
     dense = Base(*_base_of(adapter, base), dtype, field="base")
     native = Base(os.fspath(exported), dtype=dtype, field="exported")
     tokenizer = native.tokenizer
     ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
     if not ids:
-        raise ValueError("texts: no token; give at least one text")
+        raise InputError("texts: no token; give at least one text")
     adapted = _logits(PeftModel.from_pretrained(dense.load(), os.fspath(adapter)), ids)
     expected = _logits(native.load(), ids)
     pairs = list(zip(adapted, expected, strict=True))

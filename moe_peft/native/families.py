@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import PreTrainedConfig
 
+from ..utils.messages import InputError
 from .expert_init import FFN
 
 # The FFN block of a layer, in every dense family of the table.
@@ -134,12 +135,12 @@ class Phi3Family(DenseFamily):
         values = super().settings(config)
         rope = values["rope_parameters"] = dict(values["rope_parameters"])
         if rope["rope_type"] != "default":
-            raise ValueError(
+            raise InputError(
                 f"rope_type={rope['rope_type']!r} of the dense model: no MoE has Phi-3's; use a model with plain RoPE"
             )
         factor = rope.pop("partial_rotary_factor", 1.0)
         if factor != 1:
-            raise ValueError(f"partial_rotary_factor={factor} of the dense model: a MoE rotates all of a head")
+            raise InputError(f"partial_rotary_factor={factor} of the dense model: a MoE rotates all of a head")
         del values["original_max_position_embeddings"]  # read by longrope alone
         return values
 
@@ -328,6 +329,6 @@ def find_families(dense_type: str, moe_type: str | None = None) -> tuple[DenseFa
     choices = ", ".join(f"{dense.model_type} → {moe.model_type}" for dense, moe in pairs)
     why = f" ({_NO_MOE[dense_type]})" if dense_type in _NO_MOE else ""
     field = f"family={moe_type!r}: " if moe_type is not None else ""
-    raise ValueError(
+    raise InputError(
         f"{field}a {dense_type!r} model does not become {moe_type or 'a native MoE'}{why}; choose from: {choices}"
     )

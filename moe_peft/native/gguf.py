@@ -25,7 +25,7 @@ from transformers.utils.logging import tqdm
 from ..models.native_routers import CONFIG_FIELD
 from ..utils.io import atomic_write, read_json
 from ..utils.loading import check_tokenizer, read_config, read_tokenizer
-from ..utils.messages import choice_error
+from ..utils.messages import InputError, choice_error
 from .engines import INTERLEAVED, architecture, inexact, sliding_window
 from .expert_init import FFN
 from .export import adapted_moe
@@ -76,12 +76,12 @@ def export_gguf(
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
         from gguf.quants import quantize
     except ImportError as error:
-        raise ValueError(f"{error}; install the extra: pip install 'moe-peft-hf[gguf]'") from error
+        raise InputError(f"{error}; install the extra: pip install 'moe-peft-hf[gguf]'") from error
     if dtype is not None and dtype not in TYPES:
-        raise ValueError(choice_error("dtype", dtype, TYPES))
+        raise InputError(choice_error("dtype", dtype, TYPES))
     output, source = Path(output).expanduser(), Path(source)
     if output.exists():
-        raise ValueError(f"output={str(output)!r}: is there already; choose another")
+        raise InputError(f"output={str(output)!r}: is there already; choose another")
     # The tensors, and the folders of the tokenizer and generation config.
     content: Content
     if (source / "adapter_config.json").is_file():
@@ -92,7 +92,7 @@ def export_gguf(
         config = read_config(source, f"model={str(source)!r}")
         if config.model_type not in FAMILIES or hasattr(config, CONFIG_FIELD):
             kind = "one with other routers than gates" if hasattr(config, CONFIG_FIELD) else config.model_type
-            raise ValueError(f"model={str(source)!r}: give a native MoE ({', '.join(FAMILIES)}); this is {kind}")
+            raise InputError(f"model={str(source)!r}: give a native MoE ({', '.join(FAMILIES)}); this is {kind}")
         content = _Stored(Checkpoint(source), FAMILIES[config.model_type], config)
         folder, stored, tokenizer_folder = source, content.checkpoint.dtype(EMBEDDINGS), source
     moe = _MoE(FAMILIES[config.model_type], config, content, str(source))
@@ -122,7 +122,7 @@ def export_gguf(
         for tensor, kind in zip(tqdm(tensors, desc="tensors"), kinds, strict=True):
             data = tensor.read().float()
             if data.shape != tensor.shape:
-                raise ValueError(f"{source}: {tensor.name} is {list(data.shape)}, its config says {list(tensor.shape)}")
+                raise InputError(f"{source}: {tensor.name} is {list(data.shape)}, its config says {list(tensor.shape)}")
             writer.write_tensor_data(quantize(data.contiguous().numpy(), kind))
         writer.close()
     return output
@@ -185,7 +185,7 @@ class _MoE:
         self._experts = lru_cache(1)(self._stacked)  # its three tensors are written one after the other
         has_shared = family.shared is not None and any(content.shared(layer).down.any() for layer in self.layers)
         if reason := inexact(config, has_shared).get("llama.cpp"):
-            raise ValueError(f"{name}: llama.cpp does not compute this: {reason}")
+            raise InputError(f"{name}: llama.cpp does not compute this: {reason}")
 
     def add_settings(self, writer: Any) -> None:
         """The settings that llama.cpp reads."""
@@ -298,7 +298,7 @@ def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrain
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if hasattr(tokenizer, "backend_tokenizer") else {}
     model = backend.get("model", {})
     if model.get("type") != "BPE":
-        raise ValueError(f"{name}: its tokenizer is no BPE ({model.get('type')}); llama.cpp needs one")
+        raise InputError(f"{name}: its tokenizer is no BPE ({model.get('type')}); llama.cpp needs one")
     added = {token["id"]: token for token in backend["added_tokens"]}
     vocab = {index: token for token, index in tokenizer.get_vocab().items()}
     tokens = [vocab.get(i, f"[PAD{i}]") for i in range(config.vocab_size)]
@@ -365,7 +365,7 @@ def _pre_tokenizer(backend: dict[str, Any], name: str) -> str:
             steps.append(None)
     pre_tokenizer = _PRE_TOKENIZERS.get((tuple(steps), bool(backend["model"]["ignore_merges"])))
     if pre_tokenizer is None or (backend["normalizer"] or {"type": "NFC"})["type"] != "NFC":
-        raise ValueError(f"{name}: llama.cpp has no name for how its tokenizer splits text ({json.dumps(pre)[:120]})")
+        raise InputError(f"{name}: llama.cpp has no name for how its tokenizer splits text ({json.dumps(pre)[:120]})")
     return pre_tokenizer
 
 
@@ -384,4 +384,4 @@ def _adds_space(backend: dict[str, Any], name: str) -> bool:
         if pre["prepend_scheme"] == "first":
             logger.warning("llama.cpp puts a space before the text after a special token, which the tokenizer does not")
         return pre["prepend_scheme"] != "never"
-    raise ValueError(f"{name}: llama.cpp has no name for how its tokenizer splits text ({json.dumps(pre)[:120]})")
+    raise InputError(f"{name}: llama.cpp has no name for how its tokenizer splits text ({json.dumps(pre)[:120]})")

@@ -18,7 +18,7 @@ from transformers.utils.logging import tqdm
 
 from ..utils.io import read_json, reading
 from ..utils.loading import read_config, refuse_adapter
-from ..utils.messages import choice_error
+from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from .expert_init import FFN
 from .families import Content, DenseFamily, MoEFamily, find_families
@@ -99,7 +99,7 @@ def open_dense(model: str, family: str | None = None, revision: str | None = Non
         with reading(source):
             folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{model} is quantized; give the full-precision model it was made from")
+        raise InputError(f"{model} is quantized; give the full-precision model it was made from")
     refuse_adapter(folder, source)
     families = find_families(config.model_type, family)
     carried_settings(families, config)  # names the setting of which a tensor that fits nowhere would be a symptom
@@ -118,12 +118,12 @@ def _check_tensors(dense: DenseModel) -> None:
     for name, shape in shapes.items():
         dense.tensors.stored_name(name)
         if dense.tensors.shape(name) != shape:
-            raise ValueError(
+            raise InputError(
                 f"{dense.folder}: {name} is {list(dense.tensors.shape(name))}, its config says {list(shape)}"
             )
     unknown = [name for name in dense.tensors if name not in shapes and not name.endswith(NOT_WEIGHTS)]
     if unknown:
-        raise ValueError(f"{dense.folder}: tensors that a native MoE does not have: {sorted(unknown)[:3]}")
+        raise InputError(f"{dense.folder}: tensors that a native MoE does not have: {sorted(unknown)[:3]}")
 
 
 def write_moe(
@@ -213,7 +213,7 @@ def companions(source: Path, patterns: Sequence[str] = COMPANIONS) -> list[Path]
         roots.append(roots[0].parents[1] / "blobs")
     for path in files:
         if not any(path.resolve().is_relative_to(root) for root in roots):
-            raise ValueError(
+            raise InputError(
                 f"{path}: is a link to {path.resolve()}, out of the folder; copy that file here, or remove it"
             )
     return files
@@ -240,12 +240,12 @@ def parse_size(size: str) -> int:
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([KMG]B|)", size.upper())
     count = int(float(match[1]) * _UNITS[match[2]]) if match and len(size) < 20 else 0
     if count < (1 if match and match[2] else 10**6):
-        raise ValueError(f"max_shard_size={size!r}: give a number above 0 with KB, MB or GB")
+        raise InputError(f"max_shard_size={size!r}: give a number above 0 with KB, MB or GB")
     return count
 
 
 def parse_dtype(name: str) -> torch.dtype:
     """The dtype of that name."""
     if name not in _DTYPES:
-        raise ValueError(choice_error("dtype", name, _DTYPES))
+        raise InputError(choice_error("dtype", name, _DTYPES))
     return _DTYPES[name]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..utils.loading import empty_model
+from ..utils.messages import InputError
 from .families import DenseFamily, MoEFamily
 
 # Qwen2-MoE always has a shared expert. Where none is wanted, it has this width and computes zero.
@@ -48,12 +49,12 @@ def moe_config(
     """
     family = families[1]
     if not normalises and family.normalises is None:
-        raise ValueError(
+        raise InputError(
             f"normalize_top_k=False: {family.model_type} always has gates that sum to 1; train with "
             "normalize_top_k=True"
         )
     if dense_layers and family.dense_layers is None:
-        raise ValueError(
+        raise InputError(
             f"layers {dense_layers} without experts: {family.model_type} has experts in every layer; give all layers "
             "as many experts"
         )
@@ -91,13 +92,13 @@ def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrained
     for key, value in values.items():
         # The dense model does not read fields that its config class does not declare.
         if key in defaults and key not in moe_fields | _NOT_CARRIED and value != defaults[key]:
-            raise ValueError(f"{key}={value!r} of the dense model: {moe.model_type} has no such setting")
+            raise InputError(f"{key}={value!r} of the dense model: {moe.model_type} has no such setting")
     carried = {key: value for key, value in values.items() if key in (moe_fields & defaults.keys()) - _NOT_CARRIED}
     layer_types = values.get("layer_types")
     if layer_types and "layer_types" in moe_fields:
         carried["layer_types"], carried["max_window_layers"] = layer_types, values.get("max_window_layers")
     elif layer_types and set(layer_types) != {"full_attention"}:
-        raise ValueError(f"layer_types of the dense model: {moe.model_type} has full attention in every layer")
+        raise InputError(f"layer_types of the dense model: {moe.model_type} has full attention in every layer")
     elif layer_types:  # the dense model looks at nothing else
         off = {"use_sliding_window": False, "sliding_window": None}
         carried |= {key: value for key, value in off.items() if key in moe_fields}

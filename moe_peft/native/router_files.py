@@ -16,6 +16,7 @@ from ..models.routed_gate import RoutedGate
 from ..routing.routers import RouterSettings
 from ..utils.io import check_weights, open_safetensors, reading
 from ..utils.loading import read_config, read_model
+from ..utils.messages import InputError
 from .safetensors_io import Checkpoint
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -54,7 +55,7 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
     sizes = router_sizes(model, "load_routers")
     settings = getattr(text_config(model), CONFIG_FIELD, None)
     if settings is None:
-        raise ValueError(f"{os.fspath(folder)!r}: its config names no routers; use the model as it is")
+        raise InputError(f"{os.fspath(folder)!r}: its config names no routers; use the model as it is")
     with reading(f"{os.fspath(folder)!r}: {CONFIG_FIELD} in its config", "save the model again"):
         replace_routers(model, RouterSettings(**settings), top_k=sizes[0][1])
     state = router_tensors(model, folder)
@@ -62,7 +63,7 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
         of_gate = {name.removeprefix(f"{path}."): w for name, w in state.items() if name.startswith(f"{path}.")}
         missing = gate.load_state_dict(of_gate, strict=False).missing_keys
         if missing:
-            raise ValueError(f"{os.fspath(folder)!r} has no {path}.{missing[0]}; is it complete?")
+            raise InputError(f"{os.fspath(folder)!r} has no {path}.{missing[0]}; is it complete?")
 
 
 def read_routed_model(name: str | os.PathLike, source: object, **options: Any) -> Any:

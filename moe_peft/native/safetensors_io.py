@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from ..utils.io import INDEX, atomic_write, open_safetensors, output_folder, weight_files
+from ..utils.messages import InputError
 
 # Safetensors' names of dtypes.
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -51,7 +52,7 @@ class Checkpoint:
         """
         stored = next((key for key in (name, other) if key in self.files), None)
         if stored is None:
-            raise ValueError(f"{self.folder} has no tensor {name}; is the checkpoint complete?")
+            raise InputError(f"{self.folder} has no tensor {name}; is the checkpoint complete?")
         return stored
 
     def shape(self, name: str) -> torch.Size:
@@ -60,7 +61,7 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         stored = self._header(name)[1]
         if stored not in _DTYPES:
-            raise ValueError(f"{self.folder}: {name} is {stored}; use a checkpoint of {', '.join(_DTYPES)}")
+            raise InputError(f"{self.folder}: {name} is {stored}; use a checkpoint of {', '.join(_DTYPES)}")
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -73,7 +74,7 @@ class Checkpoint:
         self.dtype(name)  # raises an error if it is not one of `_DTYPES`
         tensor = open_safetensors(self.folder / self.files[name], self.folder).get_tensor(name)
         if not tensor.sum(dtype=torch.float64).isfinite():
-            raise ValueError(f"{self.folder}: {name} holds NaN or infinity; use another checkpoint")
+            raise InputError(f"{self.folder}: {name} holds NaN or infinity; use another checkpoint")
         return tensor
 
     def _header(self, name: str) -> tuple[torch.Size, str]:
@@ -84,7 +85,7 @@ class Checkpoint:
             slices = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118
             self._headers[file] = {key: (torch.Size(x.get_shape()), x.get_dtype()) for key, x in slices.items()}
         if name not in self._headers[file]:
-            raise ValueError(f"{self.folder / file} lacks {name}, which its index names; save the model again")
+            raise InputError(f"{self.folder / file} lacks {name}, which its index names; save the model again")
         return self._headers[file][name]
 
 
@@ -141,10 +142,10 @@ class ShardedWriter:
         dtype = self._tensors[name][0]
         data = tensor.detach().to("cpu", dtype).contiguous().flatten()
         if dtype == torch.float16 and tensor.dtype != torch.float16 and data.isinf().any():
-            raise ValueError(f"{name}: values up to {tensor.abs().max():.3g} overflow dtype float16; use bfloat16")
+            raise InputError(f"{name}: values up to {tensor.abs().max():.3g} overflow dtype float16; use bfloat16")
         size = data.numel() * dtype.itemsize
         if size > self._left[name]:
-            raise ValueError(
+            raise InputError(
                 f"{name}: {tuple(tensor.shape)} is more than what is left of {tuple(self._tensors[name][1])}"
             )
         with path.open("r+b") as file:  # one at a time: a process may have few open, a model many

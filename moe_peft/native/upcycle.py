@@ -26,7 +26,7 @@ from ..models.attention_init import attention_gates
 from ..models.gate_init import GATE_INITS, dense_gates
 from ..utils.io import reading
 from ..utils.loading import read_model
-from ..utils.messages import choice_error
+from ..utils.messages import InputError, choice_error
 from .expert_init import (
     FFN,
     INITIALISATION_READS,
@@ -148,7 +148,7 @@ class UpcycleConfig:
         choices = {"init": INITIALISATIONS, "router_init": _router_inits(), "fine_grained_split": get_args(Split)}
         for name, options in choices.items():
             if getattr(self, name) not in options:
-                raise ValueError(choice_error(name, getattr(self, name), options))
+                raise InputError(choice_error(name, getattr(self, name), options))
         for name, (least, most) in _LIMITS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -179,8 +179,8 @@ class UpcycleConfig:
         """Initial gates of a layer, before shared experts are left out: the parts of a partition have one together."""
         return self.num_experts * (1 if self.fine_grained_split == "partition" else self.granularity)
 
-    def _error(self, name: str, remedy: str) -> ValueError:
-        return ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
+    def _error(self, name: str, remedy: str) -> InputError:
+        return InputError(f"{name}={getattr(self, name)!r}: {remedy}")
 
 
 # What models must have in common for their average to make sense.
@@ -236,11 +236,11 @@ def upcycle(
     paths: Any = models if isinstance(models, (list, tuple)) else [models]
     names = [os.fspath(path) for path in paths]
     if config.init == "checkpoints" and len(names) < 2:
-        raise ValueError("init='checkpoints': give two models or more, or use init='copy'")
+        raise InputError("init='checkpoints': give two models or more, or use init='copy'")
     if not 1 <= len(names) <= config.num_experts:
-        raise ValueError(f"num_experts={config.num_experts}: there are {len(names)} models; ask for as many or more")
+        raise InputError(f"num_experts={config.num_experts}: there are {len(names)} models; ask for as many or more")
     if (calibration is not None) != needs_calibration(config.router_init):
-        raise ValueError(
+        raise InputError(
             f"router_init={config.router_init!r}: calibration data (calibration=…, --calibration FILE) go with "
             f"router_init={', '.join(map(repr, filter(needs_calibration, _router_inits())))}; give both or none"
         )
@@ -277,16 +277,16 @@ def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoE
     families = find_families(dense.model_type, config.family)
     m, f = config.granularity, dense.intermediate_size
     if f % m:
-        raise ValueError(f"granularity={m}: must divide the dense model's intermediate_size {f}")
+        raise InputError(f"granularity={m}: must divide the dense model's intermediate_size {f}")
     dtype = parse_dtype(config.dtype) if config.dtype else dense.dtype or torch.float32
     if (size := f // m * dtype.itemsize) % 16:
-        raise ValueError(
+        raise InputError(
             f"granularity={m}: an expert's {f // m} neurons in {str(dtype).removeprefix('torch.')} are rows of {size} "
             "bytes, and transformers' grouped products take multiples of 16; use another granularity or dtype"
         )
     for name in ("num_shared_experts", "num_added_shared_experts"):
         if getattr(config, name) and families[1].shared is None:
-            raise ValueError(
+            raise InputError(
                 f"{name}={getattr(config, name)}: {families[1].model_type} has no shared experts; use 0, or a "
                 "Qwen2 model"
             )
@@ -313,7 +313,7 @@ def check_same_architecture(model: DenseModel, other: DenseModel) -> None:
     fields, others = model.config.to_dict(), other.config.to_dict()
     for name in _SAME:
         if fields.get(name) != others.get(name):
-            raise ValueError(
+            raise InputError(
                 f"{model.folder} has another architecture than {other.folder}: {name}={fields.get(name)!r} and "
                 f"{others.get(name)!r}; give models of one architecture"
             )
@@ -325,7 +325,7 @@ def _calibrated_gates(
     """The gates that data through the dense model give, by layer."""
     attention = config.router_init == "attention"
     if attention and len(sources) > 1:
-        raise ValueError("router_init='attention': takes one dense model; use another with several")
+        raise InputError("router_init='attention': takes one dense model; use another with several")
     dense: Any = mean_model([source.folder for source in sources])
     if torch.accelerator.is_available():
         dense.to(torch.accelerator.current_accelerator())
@@ -334,9 +334,9 @@ def _calibrated_gates(
             gates = attention_gates(dense, calibration, config.num_gates, config.router_num_heads)
         else:
             gates = dense_gates(dense, config.router_init, calibration, config.num_experts)
-    except ValueError as error:
+    except InputError as error:
         settings = f", router_num_heads={config.router_num_heads}" if attention else ""
-        raise ValueError(f"router_init={config.router_init!r}{settings}: {error}") from error
+        raise InputError(f"router_init={config.router_init!r}{settings}: {error}") from error
     return dict(enumerate(gates))
 
 
@@ -354,7 +354,7 @@ def mean_model(folders: Sequence[str | os.PathLike]) -> PreTrainedModel:
 def _read_routers(path: str) -> dict[int, torch.Tensor]:
     source = f"router_weights={path!r}"
     if not Path(path).is_file():
-        raise ValueError(f"{source}: no such file")
+        raise InputError(f"{source}: no such file")
     with reading(source, "give a safetensors file with tensors named by their layer"):
         return {int(name): tensor for name, tensor in load_file(path).items()}
 
@@ -396,16 +396,16 @@ class Upcycled:
         dense, config = self.sources[0].config, self.config
         shapes = [(n, dense.hidden_size) for n in sorted({config.num_gates, config.num_experts * config.granularity})]
         if not routers.keys() <= set(range(dense.num_hidden_layers)):
-            raise ValueError(f"router_weights: layers {sorted(routers)}; there are 0 to {dense.num_hidden_layers - 1}")
+            raise InputError(f"router_weights: layers {sorted(routers)}; there are 0 to {dense.num_hidden_layers - 1}")
         for layer in range(dense.num_hidden_layers):
             shape = tuple(routers[layer].shape) if layer in routers else None
             if shape not in shapes:
-                raise ValueError(
+                raise InputError(
                     f"router_weights: layer {layer} has {'no tensor' if shape is None else f'shape {shape}'}; give "
                     f"{' or '.join(map(str, shapes))} for every layer"
                 )
             if not routers[layer].isfinite().all():
-                raise ValueError(f"router_weights: layer {layer} holds NaN or infinity; give other ones")
+                raise InputError(f"router_weights: layer {layer} holds NaN or infinity; give other ones")
 
     def backbone(self, name: str) -> torch.Tensor:
         if self.config.init == "scratch":

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..utils.messages import InputError
+
 Groups = list[list[int]]
 
 
@@ -64,14 +66,14 @@ def plan_layers(layers: Sequence[LayerFacts], rules: Rules, same_size: bool) -> 
     for layer in layers:
         count = rules.experts_per_layer
         if count is not None and not layer.smallest <= count <= layer.num_experts:
-            raise ValueError(
+            raise InputError(
                 f"experts_per_layer={count}: {layer.name} has {layer.num_experts} experts and must keep "
                 f"{layer.smallest}; use a number from {layer.smallest} to {layer.num_experts}"
             )
         left = layer.num_experts - len(set(layer.dropped))
         wanted = max(layer.smallest, rules.experts_per_layer or 0)
         if left < wanted:
-            raise ValueError(
+            raise InputError(
                 f"{layer.name}: drop={sorted(set(layer.dropped))} leaves {left} of {layer.num_experts} experts; "
                 f"keep at least {wanted}"
             )
@@ -82,7 +84,7 @@ def plan_layers(layers: Sequence[LayerFacts], rules: Rules, same_size: bool) -> 
     plan = [plan_layer(layer, rules, most) for layer in layers]
     for layer, groups in zip(layers, plan, strict=True):
         if len(groups) != most:
-            raise ValueError(
+            raise InputError(
                 f"{layer.name} keeps {len(groups)} experts, another layer {most}: a native MoE has as many in "
                 f"every layer; drop fewer here or more there, or give experts_per_layer={len(groups)}"
             )
@@ -102,7 +104,7 @@ def plan_layer(layer: LayerFacts, rules: Rules, least: int = 0) -> Groups:
             _join(groups, a, b, layer, rules)
     if rules.experts_per_layer is not None:
         if len(groups) > stop and layer.load is None:
-            raise ValueError(
+            raise InputError(
                 f"{layer.name}: experts_per_layer={rules.experts_per_layer}: {len(groups)} are left, and only "
                 "data say which are used least; give data"
             )

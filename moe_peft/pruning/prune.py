@@ -15,6 +15,7 @@ from ..models.model_size import ModelSize
 from ..native.safetensors_io import new_folder
 from ..utils.expert_merging import likeness
 from ..utils.io import write_json
+from ..utils.messages import InputError
 from ..utils.model_card import plain, write_model_card
 from ..utils.torch_contexts import free_memory
 from .expert_groups import Groups, LayerFacts, Rules, plan_layers, weights_of
@@ -157,9 +158,9 @@ def prune_experts(
     ```
     """
     if data is None and not (min_load is None and label_column is None):
-        raise ValueError("min_load and label_column say something of data; give data, or leave them out")
+        raise InputError("min_load and label_column say something of data; give data, or leave them out")
     if data is None and merge_twins is None and drop is None:
-        raise ValueError("data=None: nothing says which experts go; give data, merge_twins or drop")
+        raise InputError("data=None: nothing says which experts go; give data, merge_twins or drop")
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
     rules = Rules(lowest, merge_twins, experts_per_layer)
     with new_folder(output_dir) as partial:
@@ -227,12 +228,12 @@ def _facts(
         per_layer = dict.fromkeys(names, drop or [])
     for name in per_layer:
         if name not in names:
-            raise ValueError(f"drop: layer {name}: the model has layers 0 to {names[-1]} with routers")
+            raise InputError(f"drop: layer {name}: the model has layers 0 to {names[-1]} with routers")
     facts = []
     for i, layer in enumerate(folder.layers):
         gone = sorted(set(per_layer.get(names[i], [])))
         if not set(gone) <= set(range(layer.num_experts)):
-            raise ValueError(f"drop={gone}: {layer.name} has experts 0 to {layer.num_experts - 1}")
+            raise InputError(f"drop={gone}: {layer.name} has experts 0 to {layer.num_experts - 1}")
         similarity = None if rules.merge_twins is None else folder.similarity(i)
         load = None if loads is None else loads[i]
         facts.append(LayerFacts(layer.name, layer.num_experts, layer.smallest, load, similarity, gone))
@@ -247,6 +248,6 @@ def _check_changes(layers: Sequence[PrunedLayer], facts: Sequence[LayerFacts]) -
     smallest = f"; the smallest load is {min(loads):.1%}" if loads else ""
     cosines = [alike.largest for layer in facts if (alike := likeness(layer.similarity)) is not None]
     twins = f"; the largest cosine of two experts is {max(cosines):.3f}" if cosines else ""
-    raise ValueError(
+    raise InputError(
         f"every expert stays{smallest}{twins}; raise min_load, lower merge_twins, or give experts_per_layer"
     )

@@ -31,7 +31,7 @@ from ..routing.routers import make_router
 from ..utils.expert_merging import mean_rows, mean_tensor, similarities, value_gram
 from ..utils.io import read_json
 from ..utils.loading import adapter_base, empty_model, read_adapter_weights, read_config
-from ..utils.messages import one_line
+from ..utils.messages import InputError, one_line
 from .expert_groups import Groups
 
 _PREFIX, _ROUTER = "base_model.model.", "moe_lora_router."
@@ -103,10 +103,10 @@ def open_folder(path: str | os.PathLike, base: str | None = None) -> Folder:
     if (path / "adapter_config.json").is_file():
         return AdapterFolder(path, base)
     if base is not None:
-        raise ValueError(f"base={base!r}: is of an adapter, and {path} holds none; leave it out")
+        raise InputError(f"base={base!r}: is of an adapter, and {path} holds none; leave it out")
     if (path / "config.json").is_file():
         return NativeFolder(path)
-    raise ValueError(f"model={str(path)!r}: no adapter_config.json and no config.json; name a model's folder")
+    raise InputError(f"model={str(path)!r}: no adapter_config.json and no config.json; name a model's folder")
 
 
 class AdapterFolder(Folder):
@@ -141,9 +141,9 @@ class AdapterFolder(Folder):
             for name, spec in self.specs.items()
         ]
         if not self.layers:
-            raise ValueError(f"model={str(path)!r}: the adapter has no routers; there is nothing to prune")
+            raise InputError(f"model={str(path)!r}: the adapter has no routers; there is nothing to prune")
         if not self.config.router_class.expert_rows:
-            raise ValueError(
+            raise InputError(
                 f"router_type={self.config.router_type!r}: such a router has no parameters of single experts "
                 "that could go (expert_rows of its class)"
             )
@@ -151,7 +151,7 @@ class AdapterFolder(Folder):
         self.check()
         for key, tensor in self.state.items():
             if not tensor.isfinite().all():
-                raise ValueError(f"{path}: {key} holds NaN or infinity; save the adapter again")
+                raise InputError(f"{path}: {key} holds NaN or infinity; save the adapter again")
 
     def similarity(self, layer: int) -> torch.Tensor:
         name = self.layers[layer].name
@@ -192,7 +192,7 @@ class AdapterFolder(Folder):
         for name, of_size in config.router_class.sized.items():
             fixed = {getattr(spec.router, name) or of_size(spec.num_experts) for spec in self.specs.values()}
             if len(fixed) > 1:
-                raise ValueError(
+                raise InputError(
                     f"router_{name}=None: it follows from the number of experts, in which layers differ; set it "
                     "in adapter_config.json first"
                 )
@@ -216,7 +216,7 @@ class AdapterFolder(Folder):
         except (ValueError, KeyError) as error:
             wrong = [one_line(error)]
         if wrong:
-            raise ValueError(
+            raise InputError(
                 f"{name}: router_type={config.router_type!r} cannot have {spec.num_experts} experts instead of "
                 f"{self.specs[name].num_experts} ({wrong[0]}); keep another number, or fold it first (fold_routers)"
             )
@@ -233,20 +233,20 @@ class NativeFolder(Folder):
         self.values: dict[str, Any] = read_json(path / "config.json")
         kind = self.values.get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
-            raise ValueError(f"model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be")
+            raise InputError(f"model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be")
         if CONFIG_FIELD in self.values:
-            raise ValueError(f"model={str(path)!r}: other routers have replaced its gates; fold them first")
+            raise InputError(f"model={str(path)!r}: other routers have replaced its gates; fold them first")
         self.family, self.config = FAMILIES[kind], read_config(path, f"model={str(path)!r}")
         self.tensors = Checkpoint(path)
         if getattr(self.config, self.family.count) < 1:
-            raise ValueError(f"model={str(path)!r}: {self.family.count}: the config says there are no experts")
+            raise InputError(f"model={str(path)!r}: {self.family.count}: the config says there are no experts")
         self.size = model_size(empty_model(self.config, f"model={str(path)!r}"))
         n, k = getattr(self.config, self.family.count), self.config.num_experts_per_tok
         self.indices = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
         self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.indices]
         self.check()
         if not self.layers:
-            raise ValueError(f"model={str(path)!r}: no layer has experts; there is nothing to prune")
+            raise InputError(f"model={str(path)!r}: no layer has experts; there is nothing to prune")
 
     def similarity(self, layer: int) -> torch.Tensor:
         parts = range(len(self._names(layer, 0)))
@@ -310,7 +310,7 @@ def _check_shapes(path: Path, shapes: Mapping[str, torch.Size], expected: Mappin
     for name in {**expected, **shapes}:
         if shapes.get(name) != expected.get(name):
             has, wants = (list(of[name]) if name in of else "nothing" for of in (shapes, expected))
-            raise ValueError(
+            raise InputError(
                 f"{path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
                 "it was saved with"
             )

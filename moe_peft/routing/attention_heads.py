@@ -12,6 +12,8 @@ import math
 import torch
 from torch import nn
 
+from ..utils.messages import InputError
+
 
 def attention_weights(
     weight_HD: torch.Tensor, mean_keys_K: torch.Tensor, mean_input_D: torch.Tensor, head_dim: int, m: int, n: int
@@ -56,7 +58,7 @@ def attention_weights(
 def check_heads(heads: int, head_dim: int, m: int, n: int) -> None:
     """Raise ValueError if `heads` heads of width `head_dim` do not give m routers of n experts."""
     if head_dim % _parts_of_a_head(heads, m) or max(m, n) % min(m, n):
-        raise ValueError(
+        raise InputError(
             f"init_attention_routers: num_heads={m}: must divide the attention's size {heads * head_dim}, and divide, "
             f"or be a multiple of, num_experts={n}; try {fitting_heads(heads, head_dim, n)}"
         )
@@ -145,7 +147,7 @@ def _even_shares(gains_SW: torch.Tensor) -> torch.Tensor:
     """
     rows, width = gains_SW.shape
     if width < rows:
-        raise ValueError(
+        raise InputError(
             f"init_attention_routers: {rows} experts share a key of {width} entries; use fewer routers (num_heads) or "
             "fewer experts"
         )

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..utils.messages import InputError
+
 
 def label_text(label: Any) -> str:
     """
@@ -57,25 +59,25 @@ def read_expert_map(expert_map: Mapping[Any, Sequence[int]], num_experts: int, c
     ```
     """
     if not isinstance(expert_map, Mapping) or not expert_map:
-        raise ValueError(f"{caller}: {expert_map!r}: give a map of labels to experts, e.g. {{'math': [0, 1]}}")
+        raise InputError(f"{caller}: {expert_map!r}: give a map of labels to experts, e.g. {{'math': [0, 1]}}")
     read: dict[str, dict[str, list[int]]] = {}
     for label, entries in expert_map.items():
         if label_text(label) in read:
-            raise ValueError(f"{caller}: the label {label_text(label)!r} occurs twice, as number and text; keep one")
+            raise InputError(f"{caller}: the label {label_text(label)!r} occurs twice, as number and text; keep one")
         read[label_text(label)] = _readings(entries, num_experts, f"{caller}: {label!r}: {_shown(entries)}")
     forms = [form for form in ("indices", "mask") if all(form in readings for readings in read.values())]
     if not forms:
         masked, listed = (next(label for label in read if form not in read[label]) for form in ("indices", "mask"))
-        raise ValueError(f"{caller}: {masked!r} has a mask, {listed!r} a list of indices; write all in one form")
+        raise InputError(f"{caller}: {masked!r} has a mask, {listed!r} a list of indices; write all in one form")
     if len(forms) == 2:
-        raise ValueError(
+        raise InputError(
             f"{caller}: {_shown(expert_map)}: with two experts these may be indices or masks; write masks as "
             "[true, false], both experts as [true, true]"
         )
     experts = {label: readings[forms[0]] for label, readings in read.items()}
     looks_masked = len(experts) > 1 and all(sorted(indices) == [0, 1] for indices in experts.values())
     if forms == ["indices"] and num_experts > 2 and looks_masked:
-        raise ValueError(
+        raise InputError(
             f"{caller}: {_shown(expert_map)}: these look like masks for two experts, but there are {num_experts}; "
             f"write masks of {num_experts} entries"
         )
@@ -95,7 +97,7 @@ def check_allowed(expert_map: Mapping[str, Sequence[int]], fewest: int, caller: 
     """
     for label, experts in expert_map.items():
         if len(experts) < fewest:
-            raise ValueError(
+            raise InputError(
                 f"{caller}: {label!r} has {len(experts)} of the experts, a token gets top_k={fewest}; give it at least "
                 "as many, or lower top_k"
             )
@@ -113,21 +115,21 @@ def _readings(entries: Any, n: int, source: str) -> dict[str, list[int]]:
     """The indices that a label's list means, by the form in which it can be read: one or both."""
     entries = entries.tolist() if hasattr(entries, "tolist") else entries
     if isinstance(entries, str | bytes) or not isinstance(entries, Sequence):
-        raise ValueError(f"{source}: give a list of experts from 0 to {n - 1}, or a mask of {n} entries")
+        raise InputError(f"{source}: give a list of experts from 0 to {n - 1}, or a mask of {n} entries")
     booleans = any(isinstance(entry, bool) for entry in entries)
     if booleans and not all(isinstance(entry, bool) for entry in entries):
-        raise ValueError(f"{source}: true and false among numbers; write indices, or a mask of 0 and 1")
+        raise InputError(f"{source}: true and false among numbers; write indices, or a mask of 0 and 1")
     try:
         numbers = [operator.index(entry) for entry in entries]
     except TypeError:
-        raise ValueError(f"{source}: name experts by integers") from None
+        raise InputError(f"{source}: name experts by integers") from None
     readings = {"mask": _as_mask(numbers, n)}
     if not booleans:
         readings["indices"] = _as_indices(numbers, n)
     valid = {form: reading for form, reading in readings.items() if isinstance(reading, list)}
     if not valid:
         form = "mask" if booleans or numbers == [0] * n else "indices"
-        raise ValueError(f"{source}: {readings[form]}")
+        raise InputError(f"{source}: {readings[form]}")
     return valid
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..utils.messages import InputError
 from ..utils.torch_contexts import evaluating, without_autocast
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
@@ -154,9 +155,9 @@ class Router(nn.Module):
             ValueError: no linear gate with a softmax over the top k is equivalent; the message says why.
         """
         if self.no_fold:
-            raise ValueError(f"router_type={self.settings.type!r} does not fold into a linear gate: {self.no_fold}")
+            raise InputError(f"router_type={self.settings.type!r} does not fold into a linear gate: {self.no_fold}")
         if (bias_N := self.expert_bias) is not None and bias_N.any():
-            raise ValueError(
+            raise InputError(
                 f"router_bias_update_rate={self.settings.bias_update_rate}: a linear gate has no biases, and those of "
                 "this router are not 0; anneal them at the end of the training (router_bias_anneal)"
             )
@@ -169,7 +170,7 @@ class Router(nn.Module):
         if not (torch.allclose(logits_TN, folded_TN, atol=tolerance) and torch.allclose(
             gates_TK, top_k_gates(logits_TN, k, normalize)[0], atol=1e-6
         )):  # fmt: skip
-            raise ValueError(
+            raise InputError(
                 f"router_type={self.settings.type!r} does not fold into a linear gate: the gate routes differently; "
                 "say why in the class attribute no_fold"
             )
@@ -329,7 +330,7 @@ class AttentionRouter(Router):
         m = s.num_heads or self.num_experts
         keys = max(m, self.num_experts)
         if keys % m or keys % self.num_experts or s.attention_size % m:
-            raise ValueError(
+            raise InputError(
                 f"router_num_heads={m}: must divide the base's attention size {s.attention_size} and divide, or be a "
                 f"multiple of, the {self.num_experts} experts"
             )
@@ -416,7 +417,7 @@ class HashRouter(Router):
 
     def forward(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         if token_ids is None:
-            raise ValueError(
+            raise InputError(
                 "router_type='hash': token_ids=None: it routes by token ids; call the model itself with input_ids"
             )
         # The finalizer of splitmix64, whose last step leaves these bits alone; products of int64 wrap around.

@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..utils.messages import InputError
+
 ADAPTER_FIELD = "moe_lora_adapter"  # of the model's config, the adapter's folder
 PREFIX = "MoELora"  # of our architectures' names
 # Architectures of bases that are served, each with its class in `vllm_models`.
@@ -63,12 +65,12 @@ def use_base(engine: Any) -> None:
     base, revision = adapter_base(config, source, remedy="set it in adapter_config.json")
     (architecture,) = read_config(base, f"{source}: base {base!r}", revision).architectures or [None]
     if architecture not in ARCHITECTURES:
-        raise ValueError(
+        raise InputError(
             f"{source}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
             "it with `moe-peft export`"
         )
     if not isinstance(engine.hf_overrides, dict):
-        raise ValueError("hf_overrides: a function; with an adapter's folder as the model, give a dictionary")
+        raise InputError("hf_overrides: a function; with an adapter's folder as the model, give a dictionary")
     engine.hf_overrides = {
         **engine.hf_overrides,
         "architectures": [PREFIX + architecture],

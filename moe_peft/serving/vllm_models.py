@@ -32,6 +32,7 @@ from ..adapter.experts.base import Shapes
 from ..adapter.ffn_layout import FFNLayout
 from ..routing.routers import Router, make_router
 from ..utils.loading import ADAPTER_WEIGHTS, read_adapter_config, read_adapter_weights
+from ..utils.messages import InputError
 from .vllm import ADAPTER_FIELD
 
 _PREFIX = "base_model.model."  # of the names in an adapter's file
@@ -85,7 +86,7 @@ class MoELoraFFN(nn.Module):
         self.reduces = self.down_proj.tp_size > 1 and not spec.needs_ffn
         self.down_proj.reduce_results = not self.reduces
         if self.reduces and self.down_proj.bias is not None:
-            raise ValueError("tensor_parallel_size: experts on FFNs with biases need 1")
+            raise InputError("tensor_parallel_size: experts on FFNs with biases need 1")
         self.moe_lora_A, self.moe_lora_B = _empty(spec.shapes(local))
         self.moe_lora_shared_A, self.moe_lora_shared_B = _empty(spec.shared_shapes(local))
         self.moe_lora_router: Router | None = None
@@ -168,10 +169,10 @@ class _MoELora(nn.Module):
         self.adapter, self.tied = getattr(hf_config, ADAPTER_FIELD), hf_config.tie_word_embeddings
         self.source = f"adapter {self.adapter!r}"
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise ValueError("pipeline_parallel_size: a MoE-LoRA adapter needs 1; use tensor_parallel_size")
+            raise InputError("pipeline_parallel_size: a MoE-LoRA adapter needs 1; use tensor_parallel_size")
         config = cast(MoELoraConfig, read_adapter_config(self.adapter, self.source))
         if config.router_class.by_token_id:
-            raise ValueError(f"{self.source}: router_type={config.router_type!r}: vLLM's FFNs do not see token ids")
+            raise InputError(f"{self.source}: router_type={config.router_type!r}: vLLM's FFNs do not see token ids")
 
         # The modules that the adapter's file has experts for; all are FFNs of layers.
         with safe_open(Path(self.adapter, ADAPTER_WEIGHTS), "pt") as file:
@@ -184,21 +185,21 @@ class _MoELora(nn.Module):
                 vllm_config.compilation_config.static_forward_context[name] = layer.mlp
                 modules.remove(name)
         if modules:
-            raise ValueError(f"{self.source}: {min(modules)} has experts, and only FFNs get them in vLLM")
+            raise InputError(f"{self.source}: {min(modules)} has experts, and only FFNs get them in vLLM")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         state = read_adapter_weights(self.adapter, self.source)
         state = {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
         trained = {key for key in state if _EXPERTS not in key}
         if self.tied and (key := next((k for k in trained if "embed_tokens" in k or "lm_head" in k), None)):
-            raise ValueError(f"{self.source}: {key} was trained, and the base ties it to another")
+            raise InputError(f"{self.source}: {key} was trained, and the base ties it to another")
         of_base = ((name, state.pop(name, tensor)) for name, tensor in weights)
         loaded = super().load_weights(of_base)  # type: ignore[misc]
         for ffn in self.modules():
             if isinstance(ffn, MoELoraFFN):
                 loaded |= self._load_experts(ffn, state)
         if state:
-            raise ValueError(f"{self.source}: {min(state)}: the base has no such tensor; is it the adapter's base?")
+            raise InputError(f"{self.source}: {min(state)}: the base has no such tensor; is it the adapter's base?")
         return loaded
 
     def _load_experts(self, ffn: MoELoraFFN, state: dict[str, torch.Tensor]) -> set[str]:
@@ -215,7 +216,7 @@ class _MoELora(nn.Module):
                 shape = shapes_of(ffn.features)[projection][matrix.endswith("B")]
             tensor = state.pop(name, None)
             if tensor is None or tensor.shape != shape:
-                raise ValueError(
+                raise InputError(
                     f"{self.source}: {name} is {tensor if tensor is None else list(tensor.shape)}, its config and the "
                     f"base say {list(shape)}"
                 )

@@ -34,7 +34,7 @@ from ..models.introspection import native_routers
 from ..native.router_files import router_tensors
 from ..utils.distributed import on_main_process, shape_of
 from ..utils.io import hash_file, read_json, remove, write_json
-from ..utils.messages import one_line
+from ..utils.messages import InputError, one_line
 from .estimate import steps_and_rows
 from .preflight import refuse_arguments
 from .progress import show_progress
@@ -154,7 +154,7 @@ def is_complete(checkpoint: Path) -> bool:
 def _marker(checkpoint: Path) -> dict[str, Any]:
     try:
         return read_json(checkpoint / MARKER)
-    except ValueError:
+    except InputError:
         return {}
 
 
@@ -226,7 +226,7 @@ class FiniteWeightsMixin:
         if self.is_fsdp_enabled:  # each process has parts of its own; all stop if one of them is not finite
             bad = gather_object(bad)
         for name in bad[:1]:
-            raise ValueError(
+            raise InputError(
                 f"learning_rate={self.args.learning_rate}: after step {self.state.global_step}, {name} is not finite, "
                 f"and {output_dir or self.args.output_dir} was not saved; use a lower learning rate, or max_grad_norm"
             )
@@ -418,7 +418,7 @@ def check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
     """
     difference = fingerprint_of(checkpoint).difference(fingerprint)
     if difference is not None:
-        raise ValueError(
+        raise InputError(
             f"{str(checkpoint)!r}: is of another training, with {difference}; set that, or choose another output_dir"
         )
 
@@ -454,7 +454,7 @@ def train_or_resume(trainer: Trainer, **facts: Any) -> None:
     checkpoint = on_main_process(lambda: _checkpoint_to_resume(trainer.args, fingerprint))
     if checkpoint is None or not _load_if_done(trainer, checkpoint):
         if checkpoint is not None and not has_optimizer(checkpoint):
-            raise ValueError(
+            raise InputError(
                 f"resume_from_checkpoint={trainer.args.resume_from_checkpoint!r}: {checkpoint} has no optimizer state "
                 "(save_only_model saves none), so training cannot resume from it; start anew in another output_dir"
             )
@@ -467,7 +467,7 @@ def _checkpoint_to_resume(args: TrainingArguments, fingerprint: Fingerprint) -> 
     if names_checkpoint(args):
         checkpoint = Path(str(args.resume_from_checkpoint))
         if not is_complete(checkpoint):
-            raise ValueError(
+            raise InputError(
                 f"resume_from_checkpoint={str(checkpoint)!r}: is not a complete checkpoint; name another, or use true"
             )
     else:
@@ -492,7 +492,7 @@ def _load_if_done(trainer: Any, checkpoint: Path) -> bool:
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if steps < state.global_step or sharded:
         name, value = ("max_steps", steps) if args.max_steps > 0 else ("num_train_epochs", args.num_train_epochs)
-        raise ValueError(
+        raise InputError(
             f"{name}={value}: {checkpoint} has {state.global_step} steps already; raise {name}, or start anew"
         )
     trainer._load_from_checkpoint(str(checkpoint))

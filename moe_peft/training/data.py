@@ -23,7 +23,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from trl.data_utils import maybe_convert_to_chatml
 
 from ..utils.io import read_text, reading
-from ..utils.messages import one_line
+from ..utils.messages import InputError, one_line
 
 # --- loading ---------------------------------------------------------------------------------------------------------
 
@@ -57,19 +57,19 @@ def load_data(
     arguments = {"path": source} if isinstance(source, str) else source
     if isinstance(source, str) and (suffix := Path(source).suffix) in _FORMATS:
         if not Path(source).is_file():
-            raise ValueError(f"{field}={source!r}: no such file")
+            raise InputError(f"{field}={source!r}: no such file")
         # `load_dataset` reads names of files as patterns; relative ones with the folder that they are in.
         arguments = {"path": _FORMATS[suffix], "data_files": glob.escape(os.path.abspath(source))}
     elif isinstance(source, str) and Path(source).is_file():
-        raise ValueError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
+        raise InputError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
     arguments = {"split": split, **arguments}
     folder = str(arguments.get("path"))
     if os.path.isdir(folder) and glob.has_magic(os.path.abspath(folder)):
-        raise ValueError(f"{field}={source!r}: a folder whose path has *, ? or [ is read as a pattern; rename it")
+        raise InputError(f"{field}={source!r}: a folder whose path has *, ? or [ is read as a pattern; rename it")
     if arguments.get("streaming"):
-        raise ValueError(f"{field}.streaming=True: rows are counted and checked before training; leave it out")
+        raise InputError(f"{field}.streaming=True: rows are counted and checked before training; leave it out")
     if arguments.get("trust_remote_code"):
-        raise ValueError(f"{field}.trust_remote_code=True: code that comes with data is never run; leave it out")
+        raise InputError(f"{field}.trust_remote_code=True: code that comes with data is never run; leave it out")
     _check_cache()
     try:
         with reading(f"{field}={source!r}", "give a file of rows, or arguments of datasets.load_dataset"):
@@ -77,7 +77,7 @@ def load_data(
                 dataset = load_dataset(**arguments)
             except DatasetGenerationError as error:
                 if stray := _stray_file(folder):
-                    raise ValueError(f"{stray}; move it away") from error
+                    raise InputError(f"{stray}; move it away") from error
                 raise error.__cause__ or error from None  # which says what is wrong
             if isinstance(dataset, Dataset):
                 if isinstance(source, str) and arguments["path"] == "json" and "timestamp[" in str(dataset.features):
@@ -89,10 +89,10 @@ def load_data(
             raise
         dataset = None  # an empty file
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
-        raise ValueError(f"{field}={source!r}: no examples; name a split that has some")
+        raise InputError(f"{field}={source!r}: no examples; name a split that has some")
     if not any(columns <= set(dataset.column_names) for columns in formats):
         needed = "messages, prompt and completion, or text" if formats is SUPERVISED else "chosen and rejected"
-        raise ValueError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
+        raise InputError(f"{field}={source!r}: columns {dataset.column_names}: needs {needed}")
     check_has_labels(dataset, label_column, field)
     # As TRL does later, but checks and plans read rows before.
     if maybe_convert_to_chatml(copy.deepcopy(dataset[0])) != dataset[0]:
@@ -133,7 +133,7 @@ def _check_cache() -> None:
     cache = Path(datasets.config.HF_DATASETS_CACHE).absolute()
     parent = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"HF_HOME: rows go to {cache}, which cannot be written to; set HF_HOME to another folder")
+        raise InputError(f"HF_HOME: rows go to {cache}, which cannot be written to; set HF_HOME to another folder")
 
 
 def _stray_file(folder: str) -> str | None:
@@ -164,7 +164,7 @@ def check_has_labels(dataset: Dataset, column: str | None, field: str, section: 
     """
     check_label_column(column, section)
     if column is not None and column not in dataset.column_names:
-        raise ValueError(f"{section}label_column={column!r}: {field} has only {dataset.column_names}")
+        raise InputError(f"{section}label_column={column!r}: {field} has only {dataset.column_names}")
 
 
 def check_label_column(column: str | None, section: str = "") -> None:
@@ -173,7 +173,7 @@ def check_label_column(column: str | None, section: str = "") -> None:
         ValueError: training changes the texts of this column, so labels are read from it in vain.
     """
     if column in ("text", "completion"):
-        raise ValueError(
+        raise InputError(
             f"{section}label_column={column!r}: trainers add the EOS token here; copy the labels to a "
             "column of their own"
         )
@@ -186,7 +186,7 @@ def check_domains(dataset: Dataset, column: str | None, section: str = "") -> No
     """
     count = 0 if column is None else len(dataset.unique(column))
     if count > MOST_DOMAINS:
-        raise ValueError(f"{section}label_column={column!r}: {count} values; name a column of domains")
+        raise InputError(f"{section}label_column={column!r}: {count} values; name a column of domains")
 
 
 def rows_of_labels(labels: Iterable[Any]) -> dict[Any, list[int]]:
@@ -269,15 +269,15 @@ def check_rows(
     kept = {key for part in parts for key in part} | ({label_column} if label_column else set())
     of_tokens = columns & set(_OF_TOKENS)
     if of_tokens and not parts == (("input_ids",),):
-        raise ValueError(f"{field}: column {min(of_tokens)!r}: trainers take it for values of tokens; rename it")
+        raise InputError(f"{field}: column {min(of_tokens)!r}: trainers take it for values of tokens; rename it")
     kept |= of_tokens
     for i, row in enumerate(dataset.select_columns(sorted(kept))):
         where = f"{field}: row {i}"
         if label_column and not _is_label(row[label_column]):
-            raise ValueError(f"{where}: {label_column}={row[label_column]!r}: must be a label")
+            raise InputError(f"{where}: {label_column}={row[label_column]!r}: must be a label")
         for name in of_tokens:
             if not isinstance(row[name], list) or len(row[name]) != len(row["input_ids"] or []):
-                raise ValueError(f"{where}: {name}={one_line(repr(row[name]), 60)}: must have a value for each token")
+                raise InputError(f"{where}: {name}={one_line(repr(row[name]), 60)}: must have a value for each token")
         for part in parts:
             messages = [
                 message for key in part for message in _messages(f"{where}: {key}", key, row[key], template, size)
@@ -286,9 +286,9 @@ def check_rows(
                 orders.setdefault(tuple(message["role"] for message in messages), (where, messages))
         if len({isinstance(row[key], str) for part in parts for key in part}) > 1:
             keys = ", ".join(key for part in parts for key in part)
-            raise ValueError(f"{where}: {keys}: must all be strings, or all conversations")
+            raise InputError(f"{where}: {keys}: must all be strings, or all conversations")
     if orders and template() is None:
-        raise ValueError(f"{field}: has conversations, but the tokenizer no chat template; set chat_template_path")
+        raise InputError(f"{field}: has conversations, but the tokenizer no chat template; set chat_template_path")
     for roles, (where, messages) in orders.items():
         with reading(f"{where}: the chat template does not take messages of {', '.join(roles)}"):
             tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template())
@@ -304,26 +304,26 @@ def _messages(cell: str, key: str, value: Any, template: Callable[[], Any], size
     shown = f"{cell}={one_line(repr(value), 60)}"
     if isinstance(value, str) and key not in ("messages", "conversations", "input_ids"):
         if not value.strip() and key != "prompt":
-            raise ValueError(f"{shown}: must not be empty; leave the row out")
+            raise InputError(f"{shown}: must not be empty; leave the row out")
         return []
     if not isinstance(value, list) or not value:
         kind = "a list of tokens" if key == "input_ids" else "a string or a list of messages"
-        raise ValueError(f"{shown}: must be {kind}; leave the row out")
+        raise InputError(f"{shown}: must be {kind}; leave the row out")
     if key != "input_ids":
         return [_message(cell, message, template) for message in value]
     if not all(isinstance(token, int) and 0 <= token < size for token in value):
-        raise ValueError(f"{shown}: must be tokens from 0 to {size - 1}, those of the tokenizer")
+        raise InputError(f"{shown}: must be tokens from 0 to {size - 1}, those of the tokenizer")
     return []
 
 
 def _message(cell: str, message: Any, template: Callable[[], Any]) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"{cell}: {one_line(repr(message), 60)}: must be a message with role and content")
+        raise InputError(f"{cell}: {one_line(repr(message), 60)}: must be a message with role and content")
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     if not isinstance(role, str) or (role not in _ROLES and role not in str(template())):
-        raise ValueError(f"{cell}: role={role!r}: must be one of {', '.join(_ROLES)}")
+        raise InputError(f"{cell}: role={role!r}: must be one of {', '.join(_ROLES)}")
     if not isinstance(content, (str, list)) and not message.get("tool_calls"):
-        raise ValueError(f"{cell}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")
+        raise InputError(f"{cell}: content={one_line(repr(content), 60)} of the role {role!r}: must be a string")
     return {**message, "role": role, "content": content}
 
 
@@ -344,12 +344,12 @@ def check_answers(section: str, dataset: Any, completion_only: bool | None, assi
     if not isinstance(dataset, Dataset) or not len(dataset):
         return
     if completion_only and not {"completion", "completion_mask"} & set(dataset.column_names):
-        raise ValueError(
+        raise InputError(
             f"{section}completion_only_loss=True: the data have no completions; use columns prompt and completion, or "
             "assistant_only_loss for conversations"
         )
     if assistant_only and "assistant_masks" not in dataset.column_names and not is_conversational(dataset[0]):
-        raise ValueError(
+        raise InputError(
             f"{section}assistant_only_loss=True: the data have no conversations; use a column of messages, or "
             "completion_only_loss for prompts and completions"
         )
@@ -372,7 +372,7 @@ def check_marks(section: str, dataset: Any, tokenizer: Any, template: str | None
         try:
             get_training_chat_template(tokenizer)
         except ValueError as error:
-            raise ValueError(
+            raise InputError(
                 f"{section}assistant_only_loss=True: the chat template does not mark answers; put "
                 "{% generation %} and {% endgeneration %} around them in a copy of it, a .jinja file that "
                 "chat_template_path names; or give columns prompt and completion, whose loss is on completions"
@@ -386,4 +386,4 @@ def check_learnable(path: str, dataset: Any, args: Any) -> None:
     """
     if isinstance(dataset, Dataset) and not len(dataset):
         section = f"{path}: " if path else ""
-        raise ValueError(f"{section}max_length={args.max_length}: no example keeps a token to learn from; raise it")
+        raise InputError(f"{section}max_length={args.max_length}: no example keeps a token to learn from; raise it")

@@ -32,7 +32,7 @@ from ..models.introspection import base_model, router_parameters
 from ..models.model_size import model_size
 from ..utils.compat import private
 from ..utils.loading import Base, chat_template
-from ..utils.messages import choice_error, one_line
+from ..utils.messages import InputError, choice_error, one_line, refused_settings
 from .data import drawn
 from .preparation import for_one_trainer
 from .trainable import freeze_for_stage
@@ -65,9 +65,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise ValueError(choice_error("strategy", self.strategy, STRATEGIES))
+            raise InputError(choice_error("strategy", self.strategy, STRATEGIES))
         if self.processes < 1:
-            raise ValueError(f"processes={self.processes}: must be 1 or more")
+            raise InputError(f"processes={self.processes}: must be 1 or more")
 
 
 def planned_launch(processes: int | None, strategy: str | None, dry_run: bool, timed: bool = False) -> Launch:
@@ -81,12 +81,12 @@ def planned_launch(processes: int | None, strategy: str | None, dry_run: bool, t
         ValueError: they are given for a run that is no plan; an unknown strategy; times of other processes.
     """
     if not dry_run and timed:
-        raise ValueError("time=True: is for --dry-run")
+        raise InputError("time=True: is for --dry-run")
     if not dry_run and (processes, strategy) != (None, None):
         name, value = ("processes", processes) if processes is not None else ("strategy", strategy)
-        raise ValueError(f"{name}={value!r}: is for --dry-run; a run takes it from its launcher (accelerate launch)")
+        raise InputError(f"{name}={value!r}: is for --dry-run; a run takes it from its launcher (accelerate launch)")
     if timed and processes not in (None, 1):
-        raise ValueError(f"processes={processes}: --time measures the steps of this process; leave one of them out")
+        raise InputError(f"processes={processes}: --time measures the steps of this process; leave one of them out")
     return Launch(PartialState().num_processes if processes is None else processes, strategy or "ddp")
 
 
@@ -308,7 +308,8 @@ def seconds_per_step(make_trainer: Callable[[Any, Dataset], Trainer], args: SFTC
     clock = _Clock()
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir = folder
-        trainer = make_trainer(args, drawn(data, min(rows * PartialState().num_processes, len(data)), args.seed))
+        with refused_settings():
+            trainer = make_trainer(args, drawn(data, min(rows * PartialState().num_processes, len(data)), args.seed))
         trainer.add_callback(clock)
         trainer.train()
     return statistics.median(end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False))

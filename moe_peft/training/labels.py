@@ -12,6 +12,7 @@ from datasets import ClassLabel, Dataset, Value
 from torch.nn.utils.rnn import pad_sequence
 
 from ..routing.expert_map import label_text
+from ..utils.messages import InputError
 from .data import check_label_column
 
 COLUMN = "token_labels"
@@ -28,15 +29,15 @@ def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) ->
             trainers change.
     """
     if not isinstance(dataset, Dataset):
-        raise ValueError(f"label_column={column!r}: the {name} dataset must be a map-style Dataset")
+        raise InputError(f"label_column={column!r}: the {name} dataset must be a map-style Dataset")
     check_label_column(column)
     if column not in dataset.column_names:
-        raise ValueError(f"label_column={column!r}: the {name} dataset has {dataset.column_names}")
+        raise InputError(f"label_column={column!r}: the {name} dataset has {dataset.column_names}")
     if not isinstance(dataset.features[column], (Value, ClassLabel)):
-        raise ValueError(f"label_column={column!r}: the {name} dataset has lists there; give one label a row")
+        raise InputError(f"label_column={column!r}: the {name} dataset has lists there; give one label a row")
     unknown = unknown_labels(dataset, column, labels)
     if unknown:
-        raise ValueError(f"expert_map: no experts for the labels {unknown} of the {name} dataset; add them")
+        raise InputError(f"expert_map: no experts for the labels {unknown} of the {name} dataset; add them")
 
 
 def unknown_labels(dataset: Dataset, column: str, labels: Iterable[str]) -> list[str]:

@@ -19,7 +19,7 @@ from trl import SFTConfig
 
 from ..utils.compat import private
 from ..utils.loading import chat_template
-from ..utils.messages import choice_error, one_line, unknown_key
+from ..utils.messages import InputError, choice_error, one_line, unknown_key
 from .data import check_answers, check_marks
 from .preparation import rehearse
 
@@ -44,7 +44,7 @@ def preflight(
     if on_this_machine:
         check_packages(args, section)
         if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED and not args.fsdp_config.get("xla", False):
-            raise ValueError(f"{section}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
+            raise InputError(f"{section}fsdp={args.fsdp!r}: this is one process; start the run with accelerate launch")
     template = chat_template(getattr(args, "chat_template_path", None), f"{section}chat_template_path")
     if hasattr(args, "assistant_only_loss") and args.deepspeed_plugin is None:  # the plugin serves one trainer
         check_answers(section, data, args.completion_only_loss, args.assistant_only_loss)
@@ -72,14 +72,14 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
             for callback in get_reporting_integration_callbacks([name]):
                 callback()
         except (ImportError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{section}report_to={name!r}: {one_line(error)}") from error
+            raise InputError(f"{section}report_to={name!r}: {one_line(error)}") from error
     try:
         Trainer.get_optimizer_cls_and_kwargs(args)
     except ImportError as error:
-        raise ValueError(f"{section}optim={str(args.optim.value)!r}: {one_line(error)}") from error
+        raise InputError(f"{section}optim={str(args.optim.value)!r}: {one_line(error)}") from error
     except ValueError as error:  # also of optimizers that look at the model, which is not here
         if args.optim_args:
-            raise ValueError(f"{section}optim_args={args.optim_args!r}: {one_line(error)}; give key=value,…") from error
+            raise InputError(f"{section}optim_args={args.optim_args!r}: {one_line(error)}; give key=value,…") from error
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     kwargs = args.lr_scheduler_kwargs or {}
     try:
@@ -88,20 +88,20 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
         )
     except (TypeError, ValueError) as error:
         kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-        raise ValueError(f"{section}lr_scheduler_kwargs={kwargs}: of {kind!r}: {one_line(error)}") from error
+        raise InputError(f"{section}lr_scheduler_kwargs={kwargs}: of {kind!r}: {one_line(error)}") from error
     if args.dataloader_persistent_workers and not args.dataloader_num_workers:
-        raise ValueError(f"{section}dataloader_persistent_workers=True: needs dataloader_num_workers above 0")
+        raise InputError(f"{section}dataloader_persistent_workers=True: needs dataloader_num_workers above 0")
     _check_checkpointing(args.gradient_checkpointing_kwargs or {}, isinstance(args, SFTConfig), section)
     if args.use_liger_kernel and not is_liger_kernel_available():
-        raise ValueError(f"{section}use_liger_kernel=True: is not installed; pip install liger-kernel")
+        raise InputError(f"{section}use_liger_kernel=True: is not installed; pip install liger-kernel")
     if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
-        raise ValueError(f"{section}activation_offloading=True: there is no accelerator to take activations off")
+        raise InputError(f"{section}activation_offloading=True: there is no accelerator to take activations off")
     backend, backends = args.torch_compile_backend, [backend.value.lower() for backend in DynamoBackend]
     if backend is not None and backend.lower() not in backends:
-        raise ValueError(choice_error(f"{section}torch_compile_backend", backend, backends))
+        raise InputError(choice_error(f"{section}torch_compile_backend", backend, backends))
     mode = args.torch_compile_mode
     if mode is not None and mode not in (modes := private("torch._inductor", "list_mode_options")()):
-        raise ValueError(choice_error(f"{section}torch_compile_mode", mode, modes))
+        raise InputError(choice_error(f"{section}torch_compile_mode", mode, modes))
 
 
 def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> None:
@@ -115,9 +115,9 @@ def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> 
     others = {"function", "args", "kwargs", "self", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"}
     supported = names - others | ({"selective"} if sft else set())
     for name in kwargs.keys() - supported:
-        raise ValueError(unknown_key(f"{section}gradient_checkpointing_kwargs.{name}", supported))
+        raise InputError(unknown_key(f"{section}gradient_checkpointing_kwargs.{name}", supported))
     if kwargs.get("selective") and renamed is not None:
-        raise ValueError(
+        raise InputError(
             f"{section}gradient_checkpointing_kwargs.selective=True: TRL sets it in a method that this version of "
             "transformers does not call; leave it out, or install transformers before 5.23"
         )
@@ -140,6 +140,6 @@ def refuse_arguments(args: TrainingArguments, section: str = "") -> None:
     }
     for name, reason in reasons.items():
         if value := getattr(args, name):
-            raise ValueError(f"{section}{name}={value!r}: {reason}; leave it out")
+            raise InputError(f"{section}{name}={value!r}: {reason}; leave it out")
     if args.accelerator_config.split_batches:
-        raise ValueError(f"{section}accelerator_config.split_batches=True: {counted}; leave it out")
+        raise InputError(f"{section}accelerator_config.split_batches=True: {counted}; leave it out")

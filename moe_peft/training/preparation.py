@@ -15,6 +15,7 @@ from transformers import IntervalStrategy, LlamaConfig, LlamaForCausalLM, PreTra
 from trl import SFTConfig, SFTTrainer
 
 from ..utils.io import reading
+from ..utils.messages import refused_settings
 from .data import check_learnable, drawn
 from .scoring import Collator
 
@@ -69,7 +70,8 @@ def tokenized(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args:
     for name, value in _OF_TRAINING.items():
         if hasattr(args, name):
             setattr(args, name, value)
-    trainer = SFTTrainer(model=stand_in, args=args, train_dataset=dataset, processing_class=processing_class)
+    with refused_settings():
+        trainer = SFTTrainer(model=stand_in, args=args, train_dataset=dataset, processing_class=processing_class)
     return trainer.train_dataset, trainer.data_collator
 
 

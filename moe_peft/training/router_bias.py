@@ -16,6 +16,7 @@ from torch import distributed, nn
 from transformers import TrainerCallback
 
 from ..models.introspection import RoutedPass, active_routers, observed_routing
+from ..utils.messages import InputError
 
 
 def has_biases(model: nn.Module) -> bool:
@@ -65,7 +66,7 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
     ```
     """
     if not has_biases(model):
-        raise ValueError("router_bias_updates: no router has biases; set router_bias_update_rate in MoELoraConfig")
+        raise InputError("router_bias_updates: no router has biases; set router_bias_update_rate in MoELoraConfig")
     routers: list[Any] = active_routers(model)
     sizes = [router.num_experts for router in routers]
     counts: torch.Tensor | None = None  # of all layers' experts, one after the other

@@ -40,7 +40,7 @@ from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_fiel
 from ..routing.routers import Router
 from ..routing.statistics import LoadHealth, compliance, counted_experts, entropies, load_health
 from ..utils.compat import loss_is_of_whole_step
-from ..utils.messages import choice_error
+from ..utils.messages import InputError, choice_error
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
 from .router_bias import RouterBiasCallback, has_biases
 from .trainable import freeze_for_stage
@@ -137,24 +137,24 @@ class RouterLossConfig(_Coefficients):
         super().__post_init__()
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(choice_error(name, getattr(self, name), choices))
+                raise InputError(choice_error(name, getattr(self, name), choices))
         has_labels = getattr(self, "expert_map", None) is not None
         defaults = {"router_label_mask": False, "router_label_tokens": "all", "router_label_loss_coef": 1.0}
         for name, default in defaults.items():
             if getattr(self, name) != default and not has_labels:
-                raise ValueError(
+                raise InputError(
                     f"{name}={getattr(self, name)!r} needs label_column and expert_map, which MoESFTConfig has"
                 )
         if self.training_stage == "routers" and not any(map(self._trains_routers, ROUTER_LOSSES)):
             labels = "label_column and expert_map, and router_label_loss_coef or "
             needs = f"{labels * hasattr(self, 'expert_map')}router_z_loss_coef above 0"
-            raise ValueError(f"training_stage='routers' needs {needs}: no loss trains the routers")
+            raise InputError(f"training_stage='routers' needs {needs}: no loss trains the routers")
         if self.router_schedule != "constant":
             for name, unused in (("lr_scheduler_type", ("linear", "constant")), ("warmup_steps", (0,))):
                 value = getattr(self, name)
                 if value not in unused:
                     value = getattr(value, "value", value)
-                    raise ValueError(
+                    raise InputError(
                         f"{name}={value!r}: router_schedule={self.router_schedule!r} sets the learning rate; leave it "
                         "out"
                     )
@@ -180,20 +180,20 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
         ValueError: the model's routers cannot be trained so.
     """
     if args.training_stage == "routers" and not router_parameters(model):
-        raise ValueError("training_stage='routers': these routers have no parameters; use 'joint'")
+        raise InputError("training_stage='routers': these routers have no parameters; use 'joint'")
     coefficients = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
     constant = all(getattr(router, "by_token_id", False) for router in active_routers(model))
     for name, loss in ROUTER_LOSSES.items():
         wanted = not loss.needs_labels or getattr(args, "expert_map", None) is not None
         if constant and wanted and coefficients[name]:
-            raise ValueError(
+            raise InputError(
                 f"{coefficient_field(name)}={coefficients[name]}: these routers go by token ids, "
                 "so the loss is a constant; set it to 0"
             )
     if coefficients["aux"] is None:
         coefficients["aux"] = 0.0 if constant else getattr(text_config(model), "router_aux_loss_coef", 0.0)
     if not adapter_layers(model) and is_reentrant(args) and any(coefficients.values()):
-        raise ValueError(
+        raise InputError(
             "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
             "without gradients, which router losses need; set it to False"
         )
@@ -387,7 +387,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = (*args, *kwargs.values())
         if trains_adapter(arguments) and any(getattr(argument, "use_vllm", None) is True for argument in arguments):
-            raise ValueError(
+            raise InputError(
                 "use_vllm=True: vLLM takes the weights of merged adapters, and a MoE-LoRA cannot be merged; "
                 "leave it out"
             )
@@ -396,7 +396,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             if not hasattr(self.args, f.name):  # a plain config
                 setattr(self.args, f.name, f.default)
         if self.args.n_gpu > 1:  # nn.DataParallel would mix up the passes of its replicas
-            raise ValueError(f"one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
+            raise InputError(f"one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
         self._sizes, self._ks = zip(*router_sizes(self.model, type(self).__name__), strict=True)
         routers = router_parameters(self.model)
         self._coefficients = loss_coefficients(self.model, self.args)
@@ -416,7 +416,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         anneal, callbacks = self.args.router_bias_anneal, self.callback_handler.callbacks  # type: ignore[attr-defined]
         if not has_biases(self.model):
             if anneal:
-                raise ValueError(f"router_bias_anneal={anneal}: no router has biases (router_bias_update_rate)")
+                raise InputError(f"router_bias_anneal={anneal}: no router has biases (router_bias_update_rate)")
         elif self.args.training_stage != "rest" and not any(isinstance(c, RouterBiasCallback) for c in callbacks):
             self.add_callback(RouterBiasCallback(anneal))  # type: ignore[attr-defined]
 

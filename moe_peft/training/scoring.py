@@ -16,6 +16,7 @@ from transformers.utils.logging import tqdm
 from ..models.introspection import base_model
 from ..utils.compat import private
 from ..utils.distributed import gathered_as_it_runs, is_sharded
+from ..utils.messages import InputError
 from ..utils.torch_contexts import evaluating
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -105,10 +106,10 @@ def mean_loss(losses_S: torch.Tensor, counts_S: torch.Tensor, source: str) -> fl
         ValueError: there is no token to score, or the loss is not finite.
     """
     if not counts_S.any():
-        raise ValueError(
+        raise InputError(
             f"{source}: none of {len(counts_S)} examples has a token to score; raise max_length, or leave it out"
         )
     loss = float(losses_S.sum() / counts_S.sum())
     if not math.isfinite(loss):
-        raise ValueError(f"{source}: the loss is {loss}; use a wider dtype, bfloat16 or float32, or another model")
+        raise InputError(f"{source}: the loss is {loss}; use a wider dtype, bfloat16 or float32, or another model")
     return loss

@@ -9,6 +9,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from ..utils.loading import EMPTY_IN_OTHERS
+from ..utils.messages import InputError
 
 _NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the next stage's trainer
 
@@ -49,7 +50,7 @@ def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stag
         names = frozen.keys() - routers.keys()
         model.__dict__[_NOTE] = {"names": names, "routers": bool(frozen.keys() & routers.keys())}
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"training_stage={stage!r}: nothing is left to train; unfreeze what it should train")
+        raise InputError(f"training_stage={stage!r}: nothing is left to train; unfreeze what it should train")
     return list(frozen.values())
 
 

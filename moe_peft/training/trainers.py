@@ -19,6 +19,7 @@ from ..models.introspection import router_sizes
 from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
 from ..utils.loading import changed_embeddings, read_config, read_tokenizer
+from ..utils.messages import InputError
 from ..utils.model_card import TAGS
 from .checkpointing import NativeResumeMixin
 from .data import check_answers, check_learnable
@@ -62,9 +63,9 @@ class MoESFTConfig(RouterLossConfig, SFTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.label_column is None) != (self.expert_map is None):
-            raise ValueError(f"label_column={self.label_column!r}, expert_map={self.expert_map!r}: set both or neither")
+            raise InputError(f"label_column={self.label_column!r}, expert_map={self.expert_map!r}: set both or neither")
         if self.training_stage == "routers" and self.expert_map is None:
-            raise ValueError("training_stage='routers' needs label_column and expert_map")
+            raise InputError("training_stage='routers' needs label_column and expert_map")
 
 
 class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
@@ -128,7 +129,7 @@ class MoESFTTrainer(RouterLossesMixin, NativeResumeMixin, SFTTrainer):
         if column is None:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if COLUMN in dataset.column_names:
-            raise ValueError(
+            raise InputError(
                 f"{COLUMN}: the {dataset_name} dataset has this column, which label_column makes; rename it"
             )
         check_labels(dataset, column, self._labels, dataset_name)
@@ -159,7 +160,7 @@ def _check_template(model: Any, args: MoESFTConfig, others: Sequence[Any]) -> No
         tokenizer = read_tokenizer(config.name_or_path, "processing_class=None")
     change = changed_embeddings(args.chat_template_path, "chat_template_path", tokenizer, config)
     if change is not None:
-        raise ValueError(change)
+        raise InputError(change)
 
 
 def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
@@ -173,7 +174,7 @@ def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
     expert_map = read_expert_map(args.expert_map or {}, max(sizes), "expert_map")
     for label, experts in expert_map.items():
         if min(experts) >= min(sizes):
-            raise ValueError(
+            raise InputError(
                 f"expert_map: {label!r} has experts {list(experts)}, of which a layer with {min(sizes)} has none; give "
                 f"it one of the first {min(sizes)}"
             )
@@ -209,7 +210,7 @@ def check_padding(section: str, pad_to_multiple_of: int | None, unmarked: bool) 
         ValueError: routers would be trained on padding.
     """
     if pad_to_multiple_of and unmarked:
-        raise ValueError(
+        raise InputError(
             f"{section}pad_to_multiple_of={pad_to_multiple_of}: nothing marks this padding in packed rows, so routers "
             "would be trained on it; leave it out"
         )

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 
 from ..routing.expert_map import label_text, read_expert_map
+from ..utils.messages import InputError
 
 Buckets = list[list[int]]
 
@@ -77,7 +78,7 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
     capacity = -(-examples // n) if capacity is None else capacity
     unscored = perplexity_SN.isnan().any(1).nonzero().flatten().tolist()
     if unscored:
-        raise ValueError(
+        raise InputError(
             f"perplexity_buckets: no perplexity for examples {', '.join(map(str, unscored[:5]))}: they have no token "
             "to score, or their loss is not finite; leave them out, or raise max_length"
         )
@@ -114,14 +115,14 @@ def label_buckets(
     if expert_map is None:
         names = sorted(set(labels))
         if len(names) > num_experts:
-            raise ValueError(f"label_buckets: {len(names)} labels for {num_experts} experts; give an expert_map")
+            raise InputError(f"label_buckets: {len(names)} labels for {num_experts} experts; give an expert_map")
         experts = {name: list(range(j, num_experts, len(names))) for j, name in enumerate(names)}
     else:
         experts = read_expert_map(expert_map, num_experts, "expert_map")
     buckets: Buckets = [[] for _ in range(num_experts)]
     for example, label in enumerate(labels):
         if label not in experts:
-            raise ValueError(f"expert_map: no experts for the label {label!r} of example {example}; add it")
+            raise InputError(f"expert_map: no experts for the label {label!r} of example {example}; add it")
         buckets[min(experts[label], key=lambda i: (len(buckets[i]), i))].append(example)
     return buckets
 

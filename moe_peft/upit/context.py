@@ -19,6 +19,7 @@ from ..native.router_files import read_routed_model
 from ..training.data import check_domains, check_rows, load_data
 from ..utils.io import check_weights, hash_file
 from ..utils.loading import ADAPTER_CONFIG, CONFIG, Base, changed_embeddings, chat_template
+from ..utils.messages import InputError
 from .recipe import Recipe
 
 
@@ -48,7 +49,7 @@ def budget(recipe: Recipe, rows: int) -> Budget:
         seeds = recipe.bucketed(rows) / rows * recipe.router_init.num_train_epochs
     taken = seeds if recipe.router_init.within_budget else 0.0
     if first + taken >= total:
-        raise ValueError(
+        raise InputError(
             f"router_init: {seeds:g} passes over the data, stage 1 {first:g} of {total:g}: stage 4 is left with none; "
             "set router_init.within_budget=false, or a smaller seed_fraction"
         )
@@ -136,7 +137,7 @@ class RunContext:
             template()  # the trainer reads it, whatever the data are
             change = changed_embeddings(path, field_name, tokenizer, self.base.config)
             if change is not None and self.recipe.mode == "lora":
-                raise ValueError(change)
+                raise InputError(change)
             for name, data in (("data.train", self.train_data), ("data.eval", self.eval_data)):
                 if data is not None:
                     check_rows(data, name, tokenizer, self.recipe.data.label_column, template)
@@ -148,7 +149,7 @@ class RunContext:
         for name, config in (("adapters", ADAPTER_CONFIG), ("checkpoints", CONFIG)):
             for folder in getattr(self.recipe.prepare, name) or []:
                 if not (Path(folder) / config).is_file():
-                    raise ValueError(f"prepare.{name}: {folder!r} is not a folder with {config}")
+                    raise InputError(f"prepare.{name}: {folder!r} is not a folder with {config}")
         if Path(self.base.name_or_path).is_dir():
             check_weights(Path(self.base.name_or_path), self.base)
 

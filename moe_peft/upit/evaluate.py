@@ -45,6 +45,7 @@ from ..training.preparation import tokenized
 from ..training.scoring import example_losses, loss_name, mean_loss
 from ..utils.io import hash_file
 from ..utils.loading import chat_template, check_template
+from ..utils.messages import InputError
 from .recipe import EvaluateSection, Recipe
 from .stages import TrainerStage
 
@@ -188,8 +189,8 @@ class Evaluate(TrainerStage):
             return None
         try:
             return Harness(settings)
-        except ValueError as error:  # a task is unknown or cannot be loaded
-            raise ValueError(f"evaluate.{error}") from error
+        except InputError as error:  # a task is unknown or cannot be loaded
+            raise InputError(f"evaluate.{error}") from error
 
     @property
     def _trained(self) -> tuple[str, dict[str, Any]]:
@@ -241,7 +242,7 @@ class Evaluate(TrainerStage):
     def check_base(self) -> None:
         plugin = self.arguments().deepspeed_plugin
         if self.harness is not None and plugin is not None and plugin.zero_stage == 3:
-            raise ValueError(
+            raise InputError(
                 f"evaluate.tasks={self.recipe.evaluate.tasks}: one process runs them, and ZeRO-3 shards the model; "
                 "leave them out, and run `moe-peft eval` on the result"
             )

@@ -19,6 +19,7 @@ from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..utils.expert_merging import Descent, Expansion, Similarity, dare_tensor, expand
 from ..utils.loading import read_adapter_config, read_adapter_weights
+from ..utils.messages import InputError
 from .files import copy_adapter, expert_folders, link_model, write_adapter
 
 # --- LoRA adapters ---------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
         for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
             first, value = getattr(configs[0], field), getattr(config, field)
             if value != first:
-                raise ValueError(
+                raise InputError(
                     f"expand_experts: {folder}: {field}={value!r}, but {folders[0]} has {first!r}; must agree"
                 )
     return configs[0]
@@ -122,7 +123,7 @@ def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
 def _config(folder: str | Path) -> LoraConfig:
     config = read_adapter_config(folder, f"expand_experts: {folder}")
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"expand_experts: {folder} is not a LoRA adapter; give plain LoRA adapters")
+        raise InputError(f"expand_experts: {folder} is not a LoRA adapter; give plain LoRA adapters")
     return config
 
 

@@ -22,6 +22,7 @@ from ..training.trainable import train_only
 from ..utils.distributed import on_main_process
 from ..utils.expert_merging import Descent
 from ..utils.loading import empty_model, without_zero3
+from ..utils.messages import InputError
 from ..utils.validation import prefixed
 from .evaluate import Evaluate
 from .expand import expand_checkpoints
@@ -83,7 +84,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         base = open_dense(str(self.context.base_folder), r.moe.get("family"))
         plugin = self.arguments().deepspeed_plugin if r.post_train.router else None
         if plugin is not None and plugin.zero_stage == 3:
-            raise ValueError(f"post_train.router={r.post_train.router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
+            raise InputError(f"post_train.router={r.post_train.router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
         self.put_routers(self._empty(self.context.base.config))
         self._check_attention()
         for folder in r.prepare.folders or []:
@@ -199,7 +200,7 @@ class FFNPostTrain(_OfFFNs, PostTrain):
         model = self.context.load_checkpoint(folder)
         try:
             fold_routers(model)
-        except ValueError as error:
+        except InputError as error:
             logger.info("%s; the result keeps its routers, which moe_peft.native.load_routers loads", error)
         else:
             model.save_pretrained(folder)

@@ -16,6 +16,7 @@ from ..native.model_folder import add_older_names
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..training.checkpointing import link_weights
 from ..utils.io import write_json
+from ..utils.messages import InputError
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MODEL_FILES = ("config.json", "generation_config.json")
@@ -26,7 +27,7 @@ def expert_folders(root: Path, count: int, sources: Sequence[str | Path] = ()) -
     """Where a stage puts its experts; raises a ValueError where these would be copied onto their sources."""
     folders = [root / "experts" / str(i) for i in range(count)]
     for folder in {folder.resolve() for folder in folders} & {Path(source).resolve() for source in sources}:
-        raise ValueError(f"output_dir={str(root)!r}: {folder} would be overwritten; choose another")
+        raise InputError(f"output_dir={str(root)!r}: {folder} would be overwritten; choose another")
     return folders
 
 

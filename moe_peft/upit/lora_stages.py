@@ -20,6 +20,7 @@ from ..models.introspection import router_parameters
 from ..training.trainable import train_only
 from ..utils.expert_merging import Descent
 from ..utils.loading import read_adapter_config
+from ..utils.messages import InputError
 from .evaluate import Evaluate
 from .expand import expand_experts
 from .expert_similarity import of_loras
@@ -161,7 +162,7 @@ def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None)
         of_ffn = [f"{name}.{p}" for p in layout.projections] if layout is not None else [name]  # OPT has linears only
         names += [full for full in of_ffn if chosen is None or full.rsplit(".", 1)[-1] in chosen]
     if not names:
-        raise ValueError(f"adapter.target_projections={chosen}: no FFN of {type(model).__name__} has these")
+        raise InputError(f"adapter.target_projections={chosen}: no FFN of {type(model).__name__} has these")
     short = {name.rsplit(".", 1)[-1] for name in names}
     matched = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in short]
     return sorted(short) if sorted(matched) == sorted(names) else names
@@ -189,7 +190,7 @@ def _config_of_experts(recipe: Recipe, model: PreTrainedModel) -> MoELoraConfig:
     for name, allowed in values.items():
         asked = recipe.adapter.get(name)
         if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in allowed:
-            raise ValueError(f"adapter.{name}={asked!r}: those of prepare.adapters have {allowed[0]!r}; leave it out")
+            raise InputError(f"adapter.{name}={asked!r}: those of prepare.adapters have {allowed[0]!r}; leave it out")
     return replace(recipe.moe_config(), use_rslora=False, **determined)
 
 

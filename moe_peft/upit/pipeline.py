@@ -26,6 +26,7 @@ from ..training.preflight import check_packages, preflight, refuse_arguments
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write, hash_file, output_folder, read_json, write_json
 from ..utils.loading import EMPTY_IN_OTHERS
+from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
 from .context import RunContext
@@ -162,7 +163,7 @@ class UpIT:
             check_packages(args, f"{stage.name}.sft.")
             refuse_arguments(args, f"{stage.name}.sft.")
         if PartialState().num_processes > 1 and parse_flag_from_env(EMPTY_IN_OTHERS):
-            raise ValueError(
+            raise InputError(
                 "fsdp_cpu_ram_efficient_loading=true: all processes but the first would score examples with empty "
                 "weights; set it to false in accelerate's config"
             )

@@ -16,6 +16,7 @@ from trl import SFTConfig, SFTTrainer
 from ..training.checkpointing import FiniteWeightsMixin, Trained, total_steps, train
 from ..training.data import check_learnable
 from ..training.preparation import for_one_trainer
+from ..utils.messages import InputError
 from .files import copy_adapter, expert_folders, link_model
 
 # --- selection -------------------------------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ def checkpoint_steps(total: int, num_checkpoints: int) -> list[int]:
         ValueError: there are more checkpoints than steps.
     """
     if not 1 <= num_checkpoints <= total:
-        raise ValueError(f"num_checkpoints={num_checkpoints}: must be from 1 to the number of steps, {total}")
+        raise InputError(f"num_checkpoints={num_checkpoints}: must be from 1 to the number of steps, {total}")
     return [round(total * (i + 1) / num_checkpoints) for i in range(num_checkpoints)]
 
 
@@ -61,7 +62,7 @@ def select_checkpoints(steps: list[int], num_experts: int, selection: str = "bac
     """
     pool = SELECTIONS[selection].pool(steps)
     if not 1 <= num_experts <= len(pool):
-        raise ValueError(
+        raise InputError(
             f"num_experts={num_experts}: selection={selection!r} of {len(steps)} checkpoints leaves {len(pool)}; save "
             "more (num_checkpoints) or make more by expansion"
         )
@@ -169,7 +170,7 @@ def prepare_experts(
     check_learnable("prepare_experts", trainer.train_dataset, args)
     lora = None if lora_config is None else trainer.model.peft_config[trainer.model.active_adapter]
     if lora is not None and (lora.modules_to_save or getattr(lora, "trainable_token_indices", None)):
-        raise ValueError(
+        raise InputError(
             f"prepare_experts: modules_to_save={lora.modules_to_save}: an expert cannot hold these; use a chat "
             "template that adds no tokens (chat_template_path), and leave modules_to_save out of lora_config"
         )

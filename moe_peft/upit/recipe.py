@@ -28,7 +28,7 @@ from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
 from ..utils.expert_merging import Expansion, Similarity
 from ..utils.loading import Base
-from ..utils.messages import choice_error, unknown_key
+from ..utils.messages import InputError, choice_error, unknown_key
 from ..utils.plugins import load_plugins
 from ..utils.validation import (
     Count,
@@ -114,18 +114,18 @@ def _check_fields(
     """Keys that are fields of another configuration, but for those that the recipe decides."""
     for key in settings:
         if key in decided:
-            raise ValueError(f"{path}.{key}: {decided[key]}")
+            raise InputError(f"{path}.{key}: {decided[key]}")
     validate(kind, settings, path, documented)
 
 
 def _check_no_keys(section: str, settings: Mapping[str, Any], mode: str, other: str) -> None:
     for key in settings:
-        raise ValueError(f"{section}.{key}: unknown key in the mode {mode!r}, which has the section `{other}` instead")
+        raise InputError(f"{section}.{key}: unknown key in the mode {mode!r}, which has the section `{other}` instead")
 
 
 def _require(path: str, value: Any, good: bool, allowed: str) -> None:
     if not good:
-        raise ValueError(f"{path}={value!r}: must be {allowed}")
+        raise InputError(f"{path}={value!r}: must be {allowed}")
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class ModelSection(Settings):
         names = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
         for key in self.quantization or {}:
             if key not in names:
-                raise ValueError(unknown_key(f"model.quantization.{key}", names))
+                raise InputError(unknown_key(f"model.quantization.{key}", names))
         return self
 
 
@@ -297,11 +297,11 @@ class EvaluateSection(Settings):
         for name, field in type(self).model_fields.items() if not self.tasks else ():
             value = getattr(self, name)
             if name != "tasks" and value != field.default:
-                raise ValueError(f"evaluate.{name}={value!r}: is of evaluate.tasks, which are none; leave it out")
+                raise InputError(f"evaluate.{name}={value!r}: is of evaluate.tasks, which are none; leave it out")
         try:
             _ = self.settings
-        except ValueError as error:
-            raise ValueError(f"evaluate.{error}") from error
+        except InputError as error:
+            raise InputError(f"evaluate.{error}") from error
         return self
 
 
@@ -365,7 +365,7 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         if self.method not in METHODS[self.mode]:
-            raise ValueError(choice_error("method", self.method, METHODS[self.mode]))
+            raise InputError(choice_error("method", self.method, METHODS[self.mode]))
         self._check_sft()
         {"lora": self._check_lora, "ffn": self._check_ffn}[self.mode]()
         self._check_labels()
@@ -397,7 +397,7 @@ class Recipe(Settings):
             value = sft.get(name, usual[0])
             if self.initialises_routers and value not in usual:
                 field = f"router_init.sft.{name}"
-                raise ValueError(f"{field}={value!r}: stage 3 has the paper's loss; set {field}={usual[0]}")
+                raise InputError(f"{field}={value!r}: stage 3 has the paper's loss; set {field}={usual[0]}")
 
     def _check_lora(self) -> None:
         _check_no_keys("moe", self.moe, "lora", "adapter")
@@ -416,19 +416,19 @@ class Recipe(Settings):
         )
         router, field = config.router_class, f"adapter.router_type={config.router_type!r}"
         if self.initialises_routers and not issubclass(router, LinearRouter):
-            raise ValueError(f"{field}: stage 3 makes linear gates; use one of these, or router_init.buckets=none")
+            raise InputError(f"{field}: stage 3 makes linear gates; use one of these, or router_init.buckets=none")
         self._check_trains(router, field)
 
     def _check_trains(self, router: type[Router], field: str) -> None:
         """That stage 4 trains something of a kind of routers, and no loss on what is constant."""
         if not router.has_parameters and self.facts.assembles and not self.trains_experts:
-            raise ValueError(f"{field}: these routers have no parameters; use others: stage 4 trains nothing else")
+            raise InputError(f"{field}: these routers have no parameters; use others: stage 4 trains nothing else")
         if router.by_token_id and self.facts.assembles:
             sft = self.post_train.sft
             labels = float(sft.get("expert_map") is not None)
             for name, default in (("router_z_loss_coef", 0.0), ("router_label_loss_coef", labels)):
                 if value := sft.get(name, default):
-                    raise ValueError(f"post_train.sft.{name}={value!r}: must be 0: these routers go by token ids alone")
+                    raise InputError(f"post_train.sft.{name}={value!r}: must be 0: these routers go by token ids alone")
 
     def _check_ffn(self) -> None:
         _check_no_keys("adapter", self.adapter, "ffn", "moe")
@@ -488,7 +488,7 @@ class Recipe(Settings):
     def _check_labels(self) -> None:
         rule, labelled = self.router_init.rule, self.data.label_column is not None
         if not labelled and (self.prepare.order == "blocks" or (rule and rule.needs_labels)):
-            raise ValueError(
+            raise InputError(
                 f"data.label_column=None: prepare.order={self.prepare.order!r} with "
                 f"router_init.buckets={self.router_init.buckets!r} needs a column of labels"
             )
@@ -508,10 +508,10 @@ class Recipe(Settings):
         names = [f"prepare.{name}" for name in ("adapters", "checkpoints") if getattr(self.prepare, name)]
         source = names[0] if names else "stage 1"
         if m > n:
-            raise ValueError(f"num_experts={n}: {source} gives {m}; ask for that many or more")
+            raise InputError(f"num_experts={n}: {source} gives {m}; ask for that many or more")
         if m < n and (method == NONE or m < 2):
             why = f"expand.method={method!r} adds none" if method == NONE else "expansion needs two"
-            raise ValueError(f"num_experts={n}: {source} gives {m}, {why}")
+            raise InputError(f"num_experts={n}: {source} gives {m}, {why}")
 
     # --- what follows from the fields -------------------------------------------------------------------------------
 
@@ -653,13 +653,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            raise ValueError(f"{override!r}: an override is key=value")
+            raise InputError(f"{override!r}: an override is key=value")
         *parents, last = key.split(".")
         section = settings
         for parent in parents:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
-                raise ValueError(f"{override!r}: {parent!r} is not a section")
+                raise InputError(f"{override!r}: {parent!r} is not a section")
         section[last] = read_yaml(value, repr(override))
     return recipe_from_dict(settings)
 

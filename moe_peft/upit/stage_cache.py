@@ -22,6 +22,7 @@ from accelerate import PartialState
 from ..training.checkpointing import MARKER, Fingerprint, fingerprint_of, is_complete, mark_complete
 from ..utils.distributed import on_main_process
 from ..utils.io import read_json, remove, write_json
+from ..utils.messages import InputError
 from .context import RunContext
 from .recipe import Recipe
 
@@ -173,7 +174,7 @@ def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str,
         on_main_process(lambda: _begin(stage, fingerprint, position))
         try:
             metrics = stage.run(stage.folder)
-        except ValueError:
+        except InputError:
             if PartialState().is_main_process and [path.name for path in stage.state.rglob("*")] == [_RECORD]:
                 remove(stage.folder)  # it was stopped before it made anything
                 remove(stage.state)
@@ -197,7 +198,7 @@ def _is_done(stage: Stage, fingerprint: Fingerprint, redo: bool) -> bool:
         logger.info("%s: done already", stage.name)
         return True
     if not redo:
-        raise ValueError(
+        raise InputError(
             f"{stage.folder} is done, but with {difference}; take the change back, choose another output_dir, or do "
             "this stage and those after it again with --redo (in Python run(redo=True))"
         )

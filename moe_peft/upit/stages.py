@@ -22,7 +22,7 @@ from ..training.labels import unknown_labels
 from ..training.trainers import MoESFTConfig, MoESFTTrainer, check_padding
 from ..utils.distributed import on_main_process
 from ..utils.expert_merging import Descent
-from ..utils.messages import arguments_error
+from ..utils.messages import InputError, arguments_error
 from ..utils.model_card import write_model_card
 from .buckets import Seeds
 from .context import hash_template
@@ -65,7 +65,7 @@ class TrainerStage(Stage):
         """Raise if examples may be longer than what the base takes."""
         length, most = self.sft["max_length"], self.context.positions
         if most is not None and (length is None or (isinstance(length, int) and length > most)):
-            raise ValueError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
+            raise InputError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
 
     def arguments(self, **overrides: Any) -> SFTConfig:
         """
@@ -88,7 +88,7 @@ class TrainerStage(Stage):
         try:
             return self.config(**settings)
         except (ValueError, TypeError, ImportError) as error:
-            raise ValueError(f"{self.name}.sft: {arguments_error(error, '--set sft.bf16=false')}") from error
+            raise InputError(f"{self.name}.sft: {arguments_error(error, '--set sft.bf16=false')}") from error
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -164,7 +164,7 @@ class TrainingStage(TrainerStage):
         batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
         drop_last = bool(self.sft.get("dataloader_drop_last"))
         if drop_last and rows < batch * processes:
-            raise ValueError(
+            raise InputError(
                 f"{self.name}.sft.dataloader_drop_last=True: {rows} rows fill no batch of {batch * processes}; lower "
                 "per_device_train_batch_size, or leave it out"
             )
@@ -202,7 +202,7 @@ class Prepare(TrainingStage):
 
     def check(self) -> None:
         if self._blocks and self.sft.get("packing") and self.sft.get("packing_strategy") != "wrapped":
-            raise ValueError(
+            raise InputError(
                 "prepare.order='blocks': sft.packing=True puts rows of several domains together; set prepare.sft."
                 "packing=false, or packing_strategy=wrapped"
             )
@@ -415,7 +415,7 @@ class PostTrain(TrainingStage):
         for name, data in (("data.train", self.context.train_data), ("data.eval", held_out)):
             unknown = unknown_labels(data, column, expert_map) if data is not None else []
             if unknown:
-                raise ValueError(f"post_train.sft.expert_map: no experts for the labels {unknown} of {name}; add them")
+                raise InputError(f"post_train.sft.expert_map: no experts for the labels {unknown} of {name}; add them")
 
     def write_parts(self) -> None:
         """Write what `assemble` reads."""

@@ -20,6 +20,7 @@ from ..models.model_size import attention_flops, model_size
 from ..training.checkpointing import fingerprint_of, is_complete, link_folder
 from ..utils.distributed import on_main_process
 from ..utils.io import write_json
+from ..utils.messages import InputError
 from .pipeline import UpIT
 from .recipe import load_recipe
 from .stage_cache import Stage, read_record
@@ -96,7 +97,7 @@ def _values(swept: str) -> list[str]:
     except yaml.YAMLError:
         values = []
     if not equals or not values:
-        raise ValueError(f"--sweep {swept!r}: give key=value,value,…")
+        raise InputError(f"--sweep {swept!r}: give key=value,value,…")
     return [f"{key}={text[value.start_mark.index - 1 : value.end_mark.index - 1]}" for value in values]
 
 

@@ -17,6 +17,8 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .messages import InputError
+
 
 def shape_of(parameter: Any) -> torch.Size:
     """The full shape of a parameter; a sharded one is empty."""
@@ -118,7 +120,8 @@ def on_main_process(act: Callable[[], Result]) -> Result:
         what it returned, in every process.
 
     Raises:
-        ValueError: what the main process raised, which ends the others too; there, that itself.
+        InputError: the main process raised one; it ends the others too.
+        RuntimeError: in the others, the main process raised anything else.
     """
     state = PartialState()
     state.wait_for_everyone()
@@ -128,11 +131,12 @@ def on_main_process(act: Callable[[], Result]) -> Result:
             result = act()
         except Exception as raised:
             error = raised
-    result, message = broadcast_object_list([result, error and (str(error) or repr(error))])
+    message = error and (str(error) if isinstance(error, InputError) else repr(error))
+    result, message, is_input = broadcast_object_list([result, message, isinstance(error, InputError)])
     if error is not None:
         raise error
     if message is not None:
-        raise ValueError(message)
+        raise InputError(message) if is_input else RuntimeError(f"the main process ended: {message}")
     return result  # type: ignore[return-value]
 
 

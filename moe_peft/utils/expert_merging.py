@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .messages import InputError
+
 Expert = Mapping[str, torch.Tensor]
 Inner = Callable[[Expert, Expert], float]
 Merge = Callable[[Expert, Expert, float, float, torch.Generator], Expert]
@@ -122,7 +124,7 @@ def dare_tensor(
         parts.append(tensor.float() * kept * (weight / (1 - drop_rate)))
     merged = (parts[0] + parts[1]).to(a.dtype)
     if not merged.isfinite().all():
-        raise ValueError(
+        raise InputError(
             f"drop_rate={drop_rate}: values divided by {1 - drop_rate:g} are not finite in {a.dtype}, or a parent's "
             "are not; use a lower drop_rate, or mend the parent"
         )
@@ -224,24 +226,24 @@ def _check(
     """Raise a ValueError if experts cannot be expanded as asked."""
     m = len(experts)
     if not 1 <= m <= num_experts:
-        raise ValueError(f"num_experts={num_experts}: {m} experts are given; ask for that many or more")
+        raise InputError(f"num_experts={num_experts}: {m} experts are given; ask for that many or more")
     if num_experts > m and (method == "none" or m < 2):
         why = "method='none' makes none" if method == "none" else "expansion needs two parents"
-        raise ValueError(f"num_experts={num_experts}: {m} experts are given and {why}; give more experts")
+        raise InputError(f"num_experts={num_experts}: {m} experts are given and {why}; give more experts")
     if similarity == "displacement" and method == "genetic" and num_experts > m and initial is None:
-        raise ValueError("similarity='displacement': the experts' initial values are unknown; use 'update'")
+        raise InputError("similarity='displacement': the experts' initial values are unknown; use 'update'")
     if similarity == "update" and method == "genetic" and not any(".lora_A." in name for name in experts[0]):
-        raise ValueError("similarity='update': the experts have no lora_A and lora_B; use 'values'")
+        raise InputError("similarity='update': the experts have no lora_A and lora_B; use 'values'")
     others = {f"experts[{i}]": expert for i, expert in enumerate(experts)}
     if initial is not None and similarity == "displacement":
         others["initial"] = initial
     first = _layout(experts[0])
     for source, expert in others.items():
         if _layout(expert) != first:
-            raise ValueError(f"{source} differs from experts[0] in names, shapes or dtypes; adapt the same modules")
+            raise InputError(f"{source} differs from experts[0] in names, shapes or dtypes; adapt the same modules")
         for name, tensor in expert.items():
             if not tensor.isfinite().all():
-                raise ValueError(f"{source}: {name} holds NaN or infinity; train or save it again")
+                raise InputError(f"{source}: {name} holds NaN or infinity; train or save it again")
 
 
 def _layout(expert: Expert) -> dict[str, tuple]:

@@ -19,7 +19,7 @@ from typing import Any
 from huggingface_hub.utils import WeakFileLock
 from safetensors import safe_open
 
-from .messages import one_line, out_of_memory
+from .messages import InputError, one_line, out_of_memory
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ def reading(source: object, remedy: str = "") -> Iterator[None]:
         text = one_line(error)
         if not isinstance(error, (OSError, ValueError)) or not text:
             text = f"{type(error).__name__}: {text}".rstrip(": ")
-        raise ValueError(f"{source}: {text}" + (f"; {remedy}" if remedy else "")) from error
+        raise InputError(f"{source}: {text}" + (f"; {remedy}" if remedy else "")) from error
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -65,13 +65,13 @@ def read_text(path: str | os.PathLike, source: object = None) -> str:
     """
     path, source = Path(path), source or path
     if not path.is_file():  # a pipe that nobody fills would wait for ever
-        raise ValueError(f"{source}: " + ("not a file" if path.exists() else "no such file"))
+        raise InputError(f"{source}: " + ("not a file" if path.exists() else "no such file"))
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:
-        raise ValueError(f"{source}: {error.strerror}") from error
+        raise InputError(f"{source}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
+        raise InputError(f"{source}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({one_line(error, 80)}); write or download it again") from error
+        raise InputError(f"{path}: no JSON ({one_line(error, 80)}); write or download it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: must be a JSON object, not {one_line(repr(value), 40)}")
+        raise InputError(f"{path}: must be a JSON object, not {one_line(repr(value), 40)}")
     return value
 
 
@@ -108,14 +108,14 @@ def weight_files(folder: Path, source: object) -> dict[str, str]:
     if (folder / INDEX).is_file():
         files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-            raise ValueError(f"{source}: {folder / INDEX}: no weight_map of names and files; save the model again")
+            raise InputError(f"{source}: {folder / INDEX}: no weight_map of names and files; save the model again")
         for file in sorted(set(files.values())):
             if PurePosixPath(file).name != file or file in ("", ".", "..") or "\\" in file:
-                raise ValueError(f"{source}: {folder / INDEX} names {file!r}, which is not a file in its folder")
+                raise InputError(f"{source}: {folder / INDEX} names {file!r}, which is not a file in its folder")
             if not (folder / file).is_file():
-                raise ValueError(f"{source}: {folder} lacks {file}, which its index names; download or save it again")
+                raise InputError(f"{source}: {folder} lacks {file}, which its index names; download or save it again")
         return files
-    raise ValueError(f"{source}: {no_weights(folder, SINGLE)}")
+    raise InputError(f"{source}: {no_weights(folder, SINGLE)}")
 
 
 def check_weights(folder: Path, source: object) -> None:
@@ -130,7 +130,7 @@ def check_weights(folder: Path, source: object) -> None:
         inside = set(open_safetensors(folder / file, source).keys())
         lacking = [name for name, holder in files.items() if holder == file and name not in inside]
         if lacking:
-            raise ValueError(
+            raise InputError(
                 f"{source}: {folder / file} lacks {lacking[0]}, which its index names; save the model again"
             )
 
@@ -228,19 +228,19 @@ def output_folder(
     """
     folder, setting = Path(path).expanduser(), f"{field}={os.fspath(path)!r}"
     if not os.fspath(path).strip():
-        raise ValueError(f"{setting}: name a folder")
+        raise InputError(f"{setting}: name a folder")
     parents = (folder.absolute(), *folder.absolute().parents)
     new = [parent for parent in parents if not os.path.lexists(parent)]
     parent = parents[len(new)]
     if not parent.is_dir():
-        raise ValueError(f"{setting}: {parent} is not a folder; choose another")
+        raise InputError(f"{setting}: {parent} is not a folder; choose another")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{setting}: {parent} cannot be written to; choose another, or change its permissions")
+        raise InputError(f"{setting}: {parent} cannot be written to; choose another, or change its permissions")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder / _LOCK, setting):
             if any(entry.name != _LOCK for entry in folder.iterdir()) and not (is_ours and is_ours(folder)):
-                raise ValueError(f"{setting}: is not empty; {remedy}")
+                raise InputError(f"{setting}: is not empty; {remedy}")
             yield folder
     finally:
         with suppress(OSError):  # something was put into it
@@ -255,7 +255,7 @@ def _locked(lock: Path, setting: str) -> Iterator[None]:
     try:
         held.__enter__()
     except TimeoutError as error:
-        raise ValueError(f"{setting}: another process is writing it; wait for it, or choose another") from error
+        raise InputError(f"{setting}: another process is writing it; wait for it, or choose another") from error
     try:
         yield
     finally:

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
 from .io import check_weights, no_weights, read_json, read_text, reading
-from .messages import one_line, unknown_key
+from .messages import InputError, one_line, unknown_key
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -57,11 +57,11 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
     if Path(folder).exists():
         path = Path(folder, ADAPTER_CONFIG)
         if not path.is_file():
-            raise ValueError(f"{source}: is not a folder with {ADAPTER_CONFIG}")
+            raise InputError(f"{source}: is not a folder with {ADAPTER_CONFIG}")
         saved = read_json(path)
         kind = saved.get("peft_type")
         if kind not in list(PeftType):
-            raise ValueError(
+            raise InputError(
                 f"{source}: {ADAPTER_CONFIG}: peft_type={kind!r}: PEFT {peft.__version__} has no such adapters"
             )
         if kind == "MOE_LORA":
@@ -72,7 +72,7 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
         config = PeftConfig.from_pretrained(os.fspath(folder))
     base = config.base_model_name_or_path
     if not isinstance(base, (str, type(None))):
-        raise ValueError(f"{source}: {ADAPTER_CONFIG}: base_model_name_or_path={base!r}: must be a name or null")
+        raise InputError(f"{source}: {ADAPTER_CONFIG}: base_model_name_or_path={base!r}: must be a name or null")
     return config
 
 
@@ -85,7 +85,7 @@ def _check_fields(saved: Mapping[str, Any], source: object) -> None:
     supported = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType("MOE_LORA")])}
     for name, value in saved.items():
         if name not in supported and name != "runtime_config" and value not in (None, False, "", 0, [], {}):
-            raise ValueError(
+            raise InputError(
                 f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: this version of moe-peft-hf does not know it; install "
                 "a newer one"
             )
@@ -99,12 +99,12 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
     for name in ("r", "lora_alpha", "num_experts", "top_k", "bottleneck_size"):
         value = saved.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST_SIZE:
-            raise ValueError(
+            raise InputError(
                 f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be a number from 1 to {_LARGEST_SIZE}"
             )
     for name in _PATTERNS:
         if not isinstance(value := saved.get(name) or {}, dict):
-            raise ValueError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
+            raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must map names of modules to numbers")
 
 
 def _check_patterns(saved: Mapping[str, Any], source: object) -> None:
@@ -116,11 +116,11 @@ def _check_patterns(saved: Mapping[str, Any], source: object) -> None:
         value = saved.get(name) or ()
         for pattern in [value] if isinstance(value, str) else value:
             if not isinstance(pattern, str):
-                raise ValueError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be names of modules")
+                raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be names of modules")
             try:
                 re.compile(pattern)
             except (re.error, RecursionError) as error:
-                raise ValueError(f"{source}: {ADAPTER_CONFIG}: {name}={one_line(pattern, 60)!r}: {error}") from error
+                raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={one_line(pattern, 60)!r}: {error}") from error
 
 
 def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str, torch.Tensor]:
@@ -135,12 +135,12 @@ def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str,
         if not here.exists():  # PEFT would take a pickled file of the hub
             here = Path(hf_hub_download(os.fspath(folder), ADAPTER_WEIGHTS)).parent
     if not (here / ADAPTER_WEIGHTS).is_file():
-        raise ValueError(f"{source}: {no_weights(here, ADAPTER_WEIGHTS)}")
+        raise InputError(f"{source}: {no_weights(here, ADAPTER_WEIGHTS)}")
     with reading(f"{source}: its weights cannot be read", "save the adapter again"):
         weights = load_peft_weights(os.fspath(here), device="cpu")
     for key, tensor in weights.items():
         if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.dim() > 1):  # a salt is an integer
-            raise ValueError(f"{source}: {key} is {tensor.dtype}; save the adapter in float32, bfloat16 or float16")
+            raise InputError(f"{source}: {key} is {tensor.dtype}; save the adapter in float32, bfloat16 or float16")
     return weights
 
 
@@ -153,12 +153,12 @@ def read_config(name: str | os.PathLike, source: object, revision: str | None = 
     """
     folder = Path(name)
     if folder.is_file():
-        raise ValueError(f"{source}: a file; name a model's folder")
+        raise InputError(f"{source}: a file; name a model's folder")
     if folder.is_dir():
         if not (folder / CONFIG).exists():
-            raise ValueError(f"{source}: has no {CONFIG}; name a model's folder")
+            raise InputError(f"{source}: has no {CONFIG}; name a model's folder")
         if not isinstance(read_json(folder / CONFIG).get("model_type"), str):
-            raise ValueError(f"{source}: {CONFIG} has no model_type; save the model with save_pretrained")
+            raise InputError(f"{source}: {CONFIG} has no model_type; save the model with save_pretrained")
     with reading(source if folder.is_dir() else f"{source}: neither a model folder nor a model of a reachable hub"):
         values = PreTrainedConfig.get_config_dict(os.fspath(name), revision=revision or "main")[0]
     _check_counts(values, source)
@@ -183,14 +183,14 @@ def adapter_base(
     name = config.base_model_name_or_path
     field = f"{source}: base_model_name_or_path={name!r}"
     if not name:
-        raise ValueError(f"{field}: the adapter names no base; {remedy}")
+        raise InputError(f"{field}: the adapter names no base; {remedy}")
     if not Path(name).exists():
         try:
             read_config(name, field, config.revision)
-        except ValueError as error:
+        except InputError as error:
             if "gated" in str(error):
                 raise
-            raise ValueError(
+            raise InputError(
                 f"{field}: no folder seen from {Path.cwd()}, and no model of a reachable hub; {remedy}"
             ) from error
     return name, config.revision
@@ -236,10 +236,10 @@ def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, source: object) ->
         ValueError: the tokenizer has more tokens than the model has embeddings, or no EOS token.
     """
     if tokenizer.eos_token is None:
-        raise ValueError(f"{source}: its tokenizer has no eos_token; set it in tokenizer_config.json")
+        raise InputError(f"{source}: its tokenizer has no eos_token; set it in tokenizer_config.json")
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if rows is not None and len(tokenizer) > rows:
-        raise ValueError(
+        raise InputError(
             f"{source}: its tokenizer has {len(tokenizer)} tokens, its embeddings have {rows} rows; use the tokenizer "
             "that the model was trained with, or resize its embeddings and save it"
         )
@@ -317,7 +317,7 @@ def chat_template(path: str | None, field: str) -> str | None:
         return read_text(path, source)
     template = read_tokenizer(path, source).chat_template
     if template is None:
-        raise ValueError(f"{source}: a tokenizer without a chat template; name another, or a file")
+        raise InputError(f"{source}: a tokenizer without a chat template; name another, or a file")
     return template
 
 
@@ -362,10 +362,10 @@ def check_template(tokenizer: Any, asked: bool | str, field: str, remedy: str = 
     """
     template = tokenizer.chat_template
     if asked and template is None:
-        raise ValueError(f"{field}={asked!r}: the tokenizer has no chat template; {remedy}, or leave this out")
+        raise InputError(f"{field}={asked!r}: the tokenizer has no chat template; {remedy}, or leave this out")
     if isinstance(asked, str) and not (isinstance(template, dict) and asked in template):
         names = f"has {', '.join(template)}" if isinstance(template, dict) else "has a single one, without a name"
-        raise ValueError(f"{field}={asked!r}: no such chat template: the tokenizer {names}; name that, or none")
+        raise InputError(f"{field}={asked!r}: no such chat template: the tokenizer {names}; name that, or none")
 
 
 def _check_counts(values: Mapping[str, Any], source: object) -> None:
@@ -378,7 +378,7 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
         if isinstance(value, dict):
             _check_counts(value, source)
         elif most is not None and isinstance(value, int) and value > most:
-            raise ValueError(f"{source}: {CONFIG}: {name}={value}: must be at most {most}")
+            raise InputError(f"{source}: {CONFIG}: {name}={value}: must be at most {most}")
 
 
 def _check_experts(config: PreTrainedConfig, source: object) -> None:
@@ -390,7 +390,7 @@ def _check_experts(config: PreTrainedConfig, source: object) -> None:
     k = getattr(config, "num_experts_per_tok", None)
     n = next((n for name in _COUNTS if (n := getattr(config, name, None)) is not None), None)
     if type(k) is int and type(n) is int and n > 0 and not 1 <= k <= n:
-        raise ValueError(f"{source}: {CONFIG}: num_experts_per_tok={k}: must be from 1 to the number of experts, {n}")
+        raise InputError(f"{source}: {CONFIG}: num_experts_per_tok={k}: must be from 1 to the number of experts, {n}")
 
 
 def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesConfig:
@@ -406,13 +406,13 @@ def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesCon
     supported = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
     for name in fields:
         if name not in supported:
-            raise ValueError(unknown_key(f"{path}.{name}", supported, "transformers' BitsAndBytesConfig"))
+            raise InputError(unknown_key(f"{path}.{name}", supported, "transformers' BitsAndBytesConfig"))
     if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
-        raise ValueError(f"{path}={dict(fields)}: give load_in_4bit or load_in_8bit: true")
+        raise InputError(f"{path}={dict(fields)}: give load_in_4bit or load_in_8bit: true")
     try:
         return BitsAndBytesConfig(**fields)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}={dict(fields)}: {one_line(error)}") from error
+        raise InputError(f"{path}={dict(fields)}: {one_line(error)}") from error
 
 
 def read_model(
@@ -462,7 +462,7 @@ def refuse_adapter(folder: Path, source: object) -> None:
         ValueError: a model's folder holds an adapter as well, which transformers would load with it.
     """
     if (folder / ADAPTER_CONFIG).is_file():
-        raise ValueError(
+        raise InputError(
             f"{source}: {folder} holds an adapter beside the model, {ADAPTER_CONFIG}; move the adapter's files to "
             "a folder of their own"
         )
@@ -474,25 +474,25 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], source: objec
         ValueError: weights were missing, have another shape, or are not finite.
     """
     for key, shape, expected in sorted(info["mismatched_keys"]):
-        raise ValueError(
+        raise InputError(
             f"{source}: {key} is {list(shape)}, its config says {list(expected)}; use the config it was saved with"
         )
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{source}: its files lack {missing[0]}{more}; download or save the model again")
+        raise InputError(f"{source}: its files lack {missing[0]}{more}; download or save the model again")
     names = model.state_dict().keys() if info["unexpected_keys"] else ()
     weighted = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     for key in sorted(info["unexpected_keys"]):
         owner, _, last = key.rpartition(".")
         of_weight = last == "bias" or last.startswith("weight_")  # the second: scales of quantized weights
         if owner in names or (owner in weighted and of_weight):
-            raise ValueError(
+            raise InputError(
                 f"{source}: its files have {key}, of which its config says nothing; use the config it was saved with"
             )
         if re.sub(r"\blayers\.\d+\.", "layers.0.", key) in names:  # not those of parts that this class leaves out
             layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-            raise ValueError(
+            raise InputError(
                 f"{source}: its files have {key}, its config says num_hidden_layers={layers}; use the config it was "
                 "saved with"
             )
@@ -502,4 +502,4 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], source: objec
         if weight.is_meta or weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             continue
         if not weight.detach().isfinite().all():
-            raise ValueError(f"{source}: {key} holds NaN or infinity; use another checkpoint")
+            raise InputError(f"{source}: {key} holds NaN or infinity; use another checkpoint")

@@ -3,7 +3,24 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class InputError(ValueError):
+    """What a user has given (a setting, a file, data, a folder) cannot be right; commands print its line alone."""
+
+
+@contextmanager
+def refused_settings() -> Iterator[None]:
+    """Inside this block a library reads a user's settings: a `ValueError` of its own becomes an `InputError`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(one_line(error)) from error
+
 
 _NO_MEMORY = (
     "outofmemory", "out of memory", "allocate memory", "alloc_failed", "bad_alloc", "no executable batch size found"

@@ -25,7 +25,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import safe_open
 
 from .io import read_json
-from .messages import one_line
+from .messages import InputError, one_line
 
 logger = logging.getLogger("moe_peft")
 
@@ -110,7 +110,7 @@ def write_model_card(
     path = folder / "README.md"
     adapter, model = (_read(folder / name) for name in ("adapter_config.json", "config.json"))
     if not adapter and not model:
-        raise ValueError(f"{str(folder)!r}: no adapter_config.json and no config.json; save it first")
+        raise InputError(f"{str(folder)!r}: no adapter_config.json and no config.json; save it first")
     origin: Any = adapter.get("base_model_name_or_path") if base is None else base
     bases = [os.fspath(name) for name in (origin if isinstance(origin, (list, tuple)) else [origin]) if name]
     is_moe_lora = adapter.get("peft_type") == "MOE_LORA"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from .messages import one_line
+from .messages import InputError, one_line
 
 
 def load_plugins(names: Sequence[str] | str) -> None:
@@ -21,14 +21,14 @@ def load_plugins(names: Sequence[str] | str) -> None:
     """
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"plugins={names!r}: must be a list of modules")
+        raise InputError(f"plugins={names!r}: must be a list of modules")
     if names and "" not in sys.path:
         sys.path.insert(0, "")
     for name in names:
         try:
             import_module(name)
-        except Exception as error:
-            raise ValueError(
+        except (Exception, SystemExit) as error:
+            raise InputError(
                 f"plugins={name!r}: cannot be imported: {type(error).__name__}: {one_line(error)}; name a module that "
                 "is installed, or a file of the current folder without its .py"
             ) from error

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, TypeA
 from pydantic_core import PydanticCustomError
 
 from .io import read_text
-from .messages import choice_error, one_line, unknown_key
+from .messages import InputError, choice_error, one_line, unknown_key
 
 # --- yaml -------------------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ def read_yaml(text: str, source: object) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
+        raise InputError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
 
 
 def read_settings(path: str | os.PathLike) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def read_settings(path: str | os.PathLike) -> dict[str, Any]:
     """
     settings = read_yaml(read_text(path), path)
     if not isinstance(settings, dict):
-        raise ValueError(f"{path}: must be a mapping of keys to values")
+        raise InputError(f"{path}: must be a mapping of keys to values")
     return settings
 
 
@@ -141,12 +141,12 @@ def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: s
             return kind.model_validate(dict(values))
         except ValidationError as error:
             errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelt key first
-            raise ValueError(_explain(kind, errors[0], path)) from None
+            raise InputError(_explain(kind, errors[0], path)) from None
     hints, section = typing.get_type_hints(kind), f"{path}." if path else ""
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
     for name, value in values.items():
         if name not in fields:
-            raise ValueError(unknown_key(f"{section}{name}", fields, documented))
+            raise InputError(unknown_key(f"{section}{name}", fields, documented))
         if name != "expert_map":  # `read_expert_map` takes more than the type that a command line can give
             _check_type(f"{section}{name}", value, hints[name])
         if "learning_rate" in fields:
@@ -160,7 +160,7 @@ def prefixed(path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise InputError(f"{path}: {error}") from error
 
 
 def _explain(kind: Any, error: Any, path: str) -> str:
@@ -202,7 +202,7 @@ def _check_type(path: str, value: Any, hint: Any) -> None:
     names = [str(member.value) for kind in enums for member in kind]
     if names and isinstance(value, str) and value not in names:
         close = difflib.get_close_matches(value, names, n=3) or names[:8]
-        raise ValueError(choice_error(path, value, close if len(close) == len(names) else [*close, "…"]))
+        raise InputError(choice_error(path, value, close if len(close) == len(names) else [*close, "…"]))
     try:
         adapter = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
         adapter.validate_python(value)
@@ -210,7 +210,7 @@ def _check_type(path: str, value: Any, hint: Any) -> None:
         wanted = dict.fromkeys(
             one["msg"].removeprefix("Input should be ") for one in error.errors() if "instance" not in one["msg"]
         )
-        raise ValueError(f"{path}={one_line(repr(value), 80)}: must be {' or '.join(wanted)}") from None
+        raise InputError(f"{path}={one_line(repr(value), 80)}: must be {' or '.join(wanted)}") from None
 
 
 # --- ranges of training arguments ------------------------------------------------------------------------------------
@@ -259,4 +259,4 @@ def check_range(name: str, value: Any, section: str = "") -> None:
     else:
         good, allowed = value >= 0, "at least 0"
     if not good:
-        raise ValueError(f"{section}{name}={value!r}: must be {allowed}")
+        raise InputError(f"{section}{name}={value!r}: must be {allowed}")

@@ -14,6 +14,7 @@ from moe_peft.analysis.inputs import load_rows
 from moe_peft.training.data import PREFERENCES, check_rows, load_data, rows_of_labels
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.evaluate import evaluate
+from moe_peft.utils.messages import InputError
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import make_case
 
@@ -120,7 +121,7 @@ def test_a_file_that_is_no_dataset(name, content, words, tmp_path):
     with pytest.raises(ValueError, match=words) as refused:
         load_data(str(tmp_path / name), "data.train", None)
     message = str(refused.value)
-    assert type(refused.value) is ValueError and "\n" not in message and message.startswith("data.train=")
+    assert type(refused.value) is InputError and "\n" not in message and message.startswith("data.train=")
 
 
 @pytest.mark.parametrize("name", ["train[1].jsonl", "tr*n.jsonl", "train?.jsonl", "tr**.jsonl", "tr{a,b}.jsonl"])
@@ -185,7 +186,7 @@ def test_what_else_is_no_dataset(tmp_path):
     ):
         with pytest.raises(ValueError, match=words) as refused:
             load_data(source, "data.train", None)
-        assert type(refused.value) is ValueError and "\n" not in str(refused.value)
+        assert type(refused.value) is InputError and "\n" not in str(refused.value)
     for column in ("completion", "text"):  # to which trainers add the token that ends them
         with pytest.raises(
             ValueError, match=f"label_column='{column}': trainers add the EOS token .*; copy the labels to"

@@ -14,6 +14,7 @@ import yaml
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.recipe import Recipe, load_recipe
+from moe_peft.utils.messages import InputError
 from moe_peft.utils.validation import Settings, check_range, read_yaml, validate
 
 GOOD = {
@@ -88,7 +89,7 @@ def test_a_field_takes_what_it_can_be_alone(path):
             continue
         with pytest.raises(ValueError) as refused:
             recipe_from_dict(settings)
-        assert type(refused.value) is ValueError, value
+        assert type(refused.value) is InputError, value
         message = str(refused.value)
         assert "\n" not in message and len(message) < 400 and last in message, (value, message)
 
@@ -119,7 +120,7 @@ def test_a_text_that_is_no_recipe(text, words, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(ValueError, match=words) as refused:
         load_recipe(tmp_path / "recipe.yaml")
-    assert type(refused.value) is ValueError and "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    assert type(refused.value) is InputError and "\n" not in str(refused.value) and len(str(refused.value)) < 400
 
 
 @pytest.mark.parametrize("key", [1, None, True, 1.5, (1, 2)])

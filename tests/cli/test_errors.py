@@ -28,6 +28,7 @@ from moe_peft.training.checkpointing import (
 )
 from moe_peft.utils.distributed import leave_processes
 from moe_peft.utils.io import reading
+from moe_peft.utils.messages import InputError
 from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes, without_paths
 from tests.helpers.warm import run_module
 
@@ -120,7 +121,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_it_resumes(case, tmp_path):
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (ValueError("a\nb"), 2, "error: a b"),
+        (InputError("a\nb"), 2, "error: a b"),
         (PermissionError(13, "Permission denied", "file"), 1, "error: file: Permission denied"),
         (OSError(28, "No space left on device"), 1, "error: the disk is full; make room and start again; nothing"),
     ],
@@ -129,6 +130,35 @@ def test_other_endings(error, code, line, capsys):
     with pytest.raises(SystemExit) as end, ends_in_one_line("upcycle"):
         raise error
     assert end.value.code == code and one_line(capsys.readouterr().err, "error: ").startswith(line)
+
+
+PLUGIN = """
+from moe_peft.routing.routers import ROUTERS, LinearRouter
+
+class Bad(LinearRouter):
+    def choose(self, logits_TN, k, normalize):
+        gates, experts, _ = super().choose(logits_TN, k, normalize)
+        return gates, experts
+
+ROUTERS["bad"] = Bad
+"""
+
+
+def test_a_bug_of_a_plugin_keeps_its_traceback(case, tmp_path, monkeypatch):
+    (tmp_path / "bad_router.py").write_text(PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    adapter = {**case[0].get("adapter", {}), "router_type": "bad"}
+    ended = command(case, tmp_path, plugins=["bad_router"], adapter=adapter)
+    assert ended.returncode == 1
+    assert 'bad_router.py", line 6, in choose' in ended.stderr
+    assert "ValueError: not enough values to unpack (expected 3, got 2)" in ended.stderr
+    assert "Please report it" in ended.stderr.splitlines()[-1]
+
+
+def test_the_traceback_of_bad_input_can_be_seen(monkeypatch, capsys):
+    monkeypatch.setenv("MOE_PEFT_TRACEBACK", "1")
+    with pytest.raises(InputError, match="a wrong value"), ends_in_one_line("upcycle"):
+        raise InputError("a wrong value")
 
 
 @pytest.mark.parametrize(
@@ -164,9 +194,12 @@ def test_no_memory_for_a_tensor(capsys):
     assert end.value.code == 1 and capsys.readouterr().err.startswith("error: out of memory; lower --batch-size")
 
 
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(RuntimeError), ends_in_one_line("upcycle"):
-        raise RuntimeError("bug")
+@pytest.mark.parametrize("error", [RuntimeError("bug"), ValueError("bug"), KeyError("bug")])
+def test_a_bug_keeps_its_traceback(error, capsys):
+    with pytest.raises(SystemExit) as end, ends_in_one_line("upcycle"):
+        raise error
+    printed = capsys.readouterr().err
+    assert end.value.code == 1 and "Traceback" in printed and type(error).__name__ in printed
 
 
 def test_one_run_per_folder(case, finished):

@@ -27,6 +27,7 @@ from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.recipe import Recipe
 from moe_peft.utils.io import read_json
 from moe_peft.utils.loading import read_adapter_config, read_adapter_weights, read_config
+from moe_peft.utils.messages import InputError
 from moe_peft.utils.validation import read_yaml, validate
 from tests.helpers.bad_input import ADAPTER, ADAPTER_WEIGHTS, CONFIG, WEIGHTS, make_world
 
@@ -51,9 +52,9 @@ def refused_in_one_line(function, *args: Any, **own: Any) -> Any:
     """What it returns; None if it refuses its arguments as it should."""
     try:
         return function(*args, **own)
-    except ValueError as error:
+    except InputError as error:
         message = str(error)
-        assert type(error) is ValueError and message and "\n" not in message and len(message) < 1000, repr(error)
+        assert type(error) is InputError and message and "\n" not in message and len(message) < 1000, repr(error)
         return None
 
 

@@ -21,6 +21,7 @@ from moe_peft.upit.context import most_positions
 from moe_peft.upit.evaluate import Evaluate
 from moe_peft.upit.summary import plan
 from moe_peft.utils.loading import Base
+from moe_peft.utils.messages import InputError
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import chats, contents, make_case, run
 
@@ -130,7 +131,7 @@ def test_it_is_said_before_the_first_stage(change, words, case, tmp_path, monkey
     for start in (UpIT.run, plan):
         with pytest.raises(ValueError, match=f"^{words}") as error:
             start(UpIT(recipe_from_dict(settings)))
-        assert type(error.value) is ValueError and "\n" not in str(error.value) and len(str(error.value)) < 400
+        assert type(error.value) is InputError and "\n" not in str(error.value) and len(str(error.value)) < 400
         assert contents(tmp_path) == before and not (tmp_path / "out").exists()
 
 

@@ -74,7 +74,7 @@ def test_one_process_writes_to_a_folder(tmp_path):
     held.__enter__()
     code = f"from moe_peft.utils.io import output_folder as o\nwith o({str(tmp_path / 'out')!r}, 'output_dir'): pass"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ValueError: output_dir=" in done.stderr and "another process is writing it" in done.stderr
+    assert "InputError: output_dir=" in done.stderr and "another process is writing it" in done.stderr
     held.__exit__(None, None, None)
     assert names(tmp_path) == []
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...routing.routers import RouterSettings
+from ...utils.messages import InputError
 
 # The shapes of the two tensors that hold the experts of one projection.
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -126,7 +127,7 @@ class Experts:
         Raises:
             ValueError: such an expert is no LoRA.
         """
-        raise ValueError(self.no_lora)
+        raise InputError(self.no_lora)
 
     def from_loras(self, A: Sequence[torch.Tensor], B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -135,7 +136,7 @@ class Experts:
         Raises:
             ValueError: these experts cannot hold them.
         """
-        raise ValueError(self.no_lora)
+        raise InputError(self.no_lora)
 
     def merge(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, expert: int) -> torch.Tensor:
         """The projection's weight [out, in] with one expert merged, float32."""

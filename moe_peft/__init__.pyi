@@ -6,8 +6,9 @@ from .adapter.model import MoELoraModel
 from .analysis.load_callback import LoadCallback
 from .analysis.recorder import record_routing
 from .combine.experts import put_expert
-from .models.attention_init import fold_routers, init_attention_routers
+from .models.attention_init import init_attention_routers
 from .models.gate_init import init_gates
+from .models.gates import fold_routers
 from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
 from .pruning.prune import prune_experts

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..models.introspection import RoutedPass, observed_routing, router_sizes
+from ..models.introspection import RoutedPass, observed_routing
+from ..models.layer import routed_layers
 from ..routing.expert_map import expert_masks, label_text, read_expert_map
 from ..routing.gates import pad_logits
 from ..routing.statistics import LoadHealth, chosen_experts, effective_experts, load_health, variation
@@ -140,19 +141,19 @@ class RoutingStatistics:
         domain_T = self._domains_of(rows).to(first).repeat_interleave(length)
         domain_TD = F.one_hot(domain_T, len(self.domains)).float() * weight_T.unsqueeze(1)
         weighted_LTN = chosen_LTN * weight_T.unsqueeze(-1)
-        self.counts += torch.einsum("ltn,td->dln", chosen_LTN, domain_TD).double().cpu()
-        self.tokens += domain_TD.sum(0).double().cpu()
-        self.effective_sums += (effective_LT @ domain_TD).T.double().cpu()
-        self.coactivation += torch.einsum("ltn,ltm->lnm", weighted_LTN, chosen_LTN).double().cpu()
+        self.counts += torch.einsum("ltn,td->dln", chosen_LTN, domain_TD).cpu().double()
+        self.tokens += domain_TD.sum(0).cpu().double()
+        self.effective_sums += (effective_LT @ domain_TD).T.cpu().double()
+        self.coactivation += torch.einsum("ltn,ltm->lnm", weighted_LTN, chosen_LTN).cpu().double()
         if self.token_classes is not None and ids_BS is not None:
             class_TC = F.one_hot(self.token_classes.to(first)[ids_BS.to(first).flatten()], len(TOKEN_CLASSES)).float()
-            self.class_counts += torch.einsum("ltn,tc->cln", weighted_LTN, class_TC).double().cpu()
+            self.class_counts += torch.einsum("ltn,tc->cln", weighted_LTN, class_TC).cpu().double()
         if self.allowed is not None:
             inside_LT = (logits_LTN.softmax(-1) * self.allowed.to(first)[domain_T]).sum(-1)
             positions_T = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, start:].flatten().to(first)
             bucket_TP = F.one_hot(self._buckets_of(positions_T), self.domain_compliance_tokens.shape[1]).float()
-            self.domain_compliance_sums += torch.einsum("lt,td,tp->dlp", inside_LT, domain_TD, bucket_TP).double().cpu()
-            self.domain_compliance_tokens += (domain_TD.T @ bucket_TP).double().cpu()
+            self.domain_compliance_sums += torch.einsum("lt,td,tp->dlp", inside_LT, domain_TD, bucket_TP).cpu().double()
+            self.domain_compliance_tokens += (domain_TD.T @ bucket_TP).cpu().double()
 
     def _domains_of(self, rows: int) -> torch.Tensor:
         """The index of each row's domain, [B]."""
@@ -289,8 +290,8 @@ def record_routing(
     training_only: bool = False,
 ) -> Iterator[RoutingStatistics]:
     """
-    A context manager that collects routing statistics of every forward pass inside the block. Nothing stays on the
-    model afterwards.
+    A context manager that collects routing statistics of every forward pass inside the block, those of other threads
+    too. Nothing stays on the model afterwards.
 
     Its value is a `RoutingStatistics`. Set its `current` to the domain of the next batch, or to one domain per row.
 
@@ -321,7 +322,8 @@ def record_routing(
     >>> shares = statistics.shares()["all"]  # [layers, experts]
     ```
     """
-    sizes, ks = zip(*router_sizes(model, "record_routing"), strict=True)
+    layers = routed_layers(model, "record_routing")
+    sizes, ks = [layer.num_experts for layer in layers], [layer.top_k for layer in layers]
     statistics = RoutingStatistics(sizes, ks, domains, expert_map, token_classes, position_width)
 
     def add(seen: RoutedPass) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers.utils.logging import tqdm
 
 from ..analysis.recorder import RoutingStatistics
-from ..models.introspection import active_routers, adapter_layers, native_routers, observed_routing, routed_adapters
+from ..models.gates import uniform_gates
+from ..models.introspection import observed_routing
+from ..models.layer import AdapterLayer, routed_layers
 from ..models.steering import common_size, force_experts
-from ..routing.routers import LinearRouter
 from ..training.scoring import Collator, example_losses, mean_loss
 
 Losses = dict[str, float]
@@ -60,14 +61,15 @@ def score_mixture(model: Any, parts: Parts, gates: str) -> HeldOut:
         model: with a MoE-LoRA adapter, or a native MoE.
         gates: what its gates are called.
     """
-    adapted, names, n = bool(adapter_layers(model)), list(parts.rows), common_size(model, "mix")
+    names, n, layers = list(parts.rows), common_size(model, "mix"), routed_layers(model)
+    adapters = [layer for layer in layers if isinstance(layer, AdapterLayer)]
     ways: dict[str, AbstractContextManager] = {}
-    if adapted:
+    if adapters:
         names = names if len(names) == n else [f"expert {i}" for i in range(n)]
         ways["base"] = model.disable_adapter()
         ways |= {name: force_experts(model, torch.tensor([i])) for i, name in enumerate(names)}
         ways["mean of the adapters"] = uniform_gates(model, "projection")
-    if not adapted or any(layer.moe_lora_spec[name].mixing == "output" for layer, name in routed_adapters(model)):
+    if not adapters or any(layer.experts.mixing == "output" for layer in adapters):
         ways["uniform gates"] = uniform_gates(model)  # which with mixing "projection" are the mean
     losses = {}
     for way, context in tqdm(ways.items(), desc="ways to route"):
@@ -81,37 +83,7 @@ def score_mixture(model: Any, parts: Parts, gates: str) -> HeldOut:
 @contextmanager
 def first_choices(model: Any, domains: Sequence[str], num_experts: int) -> Iterator[RoutingStatistics]:
     """Statistics in which every token counts for its first choice alone, in each layer."""
-    layers = len(active_routers(model))
+    layers = len(routed_layers(model))
     statistics = RoutingStatistics([num_experts] * layers, [1] * layers, domains)
     with observed_routing(model, lambda seen: statistics.update(seen.router_logits, seen.mask, None)):
         yield statistics
-
-
-@contextmanager
-def uniform_gates(model: Any, mixing: Literal["output", "projection"] | None = None) -> Iterator[None]:
-    """
-    All experts with gates 1/n. With mixing `"projection"`, that is the mean of the LoRAs' updates.
-
-    Args:
-        mixing: of an adapter; None: its own.
-    """
-    layers = list(routed_adapters(model))
-    before = [(layer.moe_lora_spec[name], layer.moe_lora_router[name]) for layer, name in layers]
-    gates: list[Any] = [] if layers else native_routers(model)
-    kept = [(gate.weight.data, gate.top_k) for gate in gates]
-    try:
-        for (layer, name), (spec, _) in zip(layers, before, strict=True):
-            router = LinearRouter(layer.in_features, spec.num_experts).requires_grad_(False)
-            router.weight.zero_()
-            layer.moe_lora_router[name] = router.to(next(layer.moe_lora_A[name].parameters()).device)
-            layer.moe_lora_spec[name] = replace(
-                spec, top_k=spec.num_experts, normalize_top_k=True, mixing=mixing or spec.mixing
-            )
-        for gate in gates:
-            gate.weight.data, gate.top_k = torch.zeros_like(gate.weight), len(gate.weight)
-        yield
-    finally:
-        for (layer, name), (spec, old) in zip(layers, before, strict=True):
-            layer.moe_lora_spec[name], layer.moe_lora_router[name] = spec, old
-        for gate, (weight, top_k) in zip(gates, kept, strict=True):
-            gate.weight.data, gate.top_k = weight, top_k

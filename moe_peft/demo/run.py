@@ -32,7 +32,7 @@ from ..analysis.html import (
     who_serves_what,
     write_page,
 )
-from ..models.introspection import adapter_layers
+from ..models.layer import routed_layers
 from ..native import export_adapter, export_gguf
 from ..upit.evaluate import evaluate
 from ..utils.io import output_folder, remove
@@ -104,7 +104,7 @@ def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[st
             "token takes 2."
         )
         experts = MoELoraConfig(**_EXPERTS, task_type="CAUSAL_LM")
-        layer: Any = adapter_layers(get_peft_model(untrained, experts))[0]
+        layer: Any = routed_layers(get_peft_model(untrained, experts))[0].module
         # On the same projections, with as many parameters as are active for each token.
         lora = LoraConfig(
             r=16, lora_alpha=32, target_modules=sorted(layer.moe_lora_A["default"]), task_type="CAUSAL_LM"

@@ -14,7 +14,8 @@ import torch
 from accelerate import PartialState
 
 from ..analysis.inputs import describe, is_adapter, load
-from ..models.introspection import base_model, router_sizes
+from ..models.introspection import base_model
+from ..models.layer import routed_layers
 from ..models.steering import allow_experts, force_experts
 from ..utils.distributed import on_main_process
 from ..utils.io import output_folder
@@ -121,7 +122,7 @@ def _run(
 
 def _alone(model: Any, experts: Sequence[int] | None) -> list[int]:
     """The experts to evaluate one by one."""
-    sizes = {n for n, _ in router_sizes(model, "--each-expert")}
+    sizes = {layer.num_experts for layer in routed_layers(model, "--each-expert")}
     smallest = min(sizes)
     if len(sizes) > 1 and experts is None:
         logger.warning(

@@ -1,9 +1,8 @@
 """
-Router Upcycling: initialises routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1), and
-folds routers into plain linear gates.
+Router Upcycling: initialises routers from a base model's attention heads (the paper's sections 3.2 and 5.2.1).
 
-`init_attention_routers` and `fold_routers` change a model; `attention_gates` computes the gates of a MoE that is still
-to be made. Then come the routers of a model, and what is read of its attentions.
+`init_attention_routers` changes a model; `attention_gates` computes the gates of a MoE that is still to be made. Then
+come the routers of a model, and what is read of its attentions.
 
 Legend: H query heads of width w, K = H'·w of all key heads, d hidden size, m routers, n experts, d' = H·w/m the width
 of a router.
@@ -11,9 +10,7 @@ of a router.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,12 +18,13 @@ from torch import nn
 
 from ..adapter.layers import MoELoraFFN, without_adapters
 from ..routing.attention_heads import attention_weights, check_heads, fitting_heads
-from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings, folded_weight
+from ..routing.routers import Router, RouterSettings, folded_weight
 from ..utils.messages import InputError
-from ..utils.torch_contexts import evaluating
-from .introspection import adapter_layers, base_model, base_passes, router_sizes, text_config
-from .native_routers import fold_native_routers, native_gates, replace_routers
-from .routed_gate import RoutedGate
+from ..utils.torch_contexts import double, evaluating
+from .gates import is_adapted
+from .introspection import base_model, base_passes, text_config
+from .layer import adapter_layers, native_layers
+from .native_routers import replace_routers
 
 
 @torch.no_grad()
@@ -81,21 +79,14 @@ def init_attention_routers(
     >>> init_attention_routers(model, [base.dummy_inputs])
     ```
     """
-    router_sizes(model, "init_attention_routers")
-    adapted = bool(adapter_layers(model))
-    if not adapted and adapter_name is not None:
-        raise InputError(f"init_attention_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
-    targets = _adapter_targets(model, adapter_name) if adapted else _native_targets(model)
-    paths = [attention_before(model, path) for path in targets]
+    layers = _checked_layers(model, adapter_name)
     source = model if dense is None else dense
-    attentions = [_counterpart(model, path, source) for path in paths]
-    sizes = [(target.heads(num_heads), target.num_experts) for target in targets.values()]
-    weights = _weights(source, attentions, batches, sizes)
-    if any(target.router is None for target in targets.values()):
+    attentions = [_counterpart(model, attention_before(model, layer.path), source) for layer in layers]
+    weights = _weights(source, attentions, batches, [(_heads(layer, num_heads), layer.num_experts) for layer in layers])
+    if not all(isinstance(layer.router, Router) for layer in layers):
         replace_routers(model, RouterSettings("attention", num_heads=num_heads))
-        targets = _native_targets(model)
-    for target, (query_MWD, key_NCW) in zip(targets.values(), weights, strict=True):
-        cast(Router, target.router).set_heads(query_MWD, key_NCW)
+    for layer, (query_MWD, key_NCW) in zip(layers, weights, strict=True):
+        layer.router.set_heads(query_MWD, key_NCW)
 
 
 @torch.no_grad()
@@ -121,7 +112,7 @@ def attention_gates(
         heads = [_linear_heads(num_heads, num_experts)] * len(attentions)
     sizes = [(m, num_experts) for m in heads]
     weights = _weights(dense, attentions, batches, sizes)
-    return [folded_weight(query_MWD.double().sum(0), key_NCW.double()).cpu() for query_MWD, key_NCW in weights]
+    return [folded_weight(double(query_MWD).sum(0), double(key_NCW)).cpu() for query_MWD, key_NCW in weights]
 
 
 def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = None, linear: bool = True) -> None:
@@ -182,151 +173,50 @@ def _counterpart(model: nn.Module, path: str, source: nn.Module) -> Any:
     return counterpart
 
 
-@torch.no_grad()
-def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
-    """
-    Replace routers with equivalent linear gates: attention routers (mixture "sum", one key per expert), LocMoE's,
-    Switch's (without its capacity limit), and any other router that folds.
-
-    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates that `replace_routers`
-    or `init_attention_routers` replaced become the family's own again, so the model saves to a checkpoint that
-    transformers loads without this package. Linear gates stay as they are.
-
-    Args:
-        model: a model with a MoE-LoRA adapter, or a native MoE.
-        adapter_name: the adapter; the active one if None.
-
-    Raises:
-        ValueError: a router does not fold; the message says why, and nothing is changed.
-
-    Example:
-
-    ```python
-    >>> from peft import get_peft_model
-    >>> from transformers import AutoModelForCausalLM
-    >>> from moe_peft import MoELoraConfig, fold_routers
-    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-    >>> model = get_peft_model(
-    ...     base,
-    ...     MoELoraConfig(
-    ...         router_type="attention", num_experts=4, task_type="CAUSAL_LM"
-    ...     ),
-    ... )
-    >>> fold_routers(model)
-    >>> model.peft_config["default"].router_type
-    'linear'
-    ```
-    """
-    router_sizes(model, "fold_routers")
-    if not adapter_layers(model):
-        if adapter_name is not None:
-            raise InputError(f"fold_routers: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
-        fold_native_routers(model)
-        return
-    name = adapter_with_routers(model, adapter_name, "fold_routers")
-    layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
-    specs = [layer.moe_lora_spec[name] for layer in layers]
-    weights = [
-        layer.router(name).fold(spec.top_k, spec.normalize_top_k) for layer, spec in zip(layers, specs, strict=True)
-    ]
-    put_gates(model, name, "linear", weights)
-
-
-def put_gates(model: nn.Module, adapter_name: str, router_type: str, weights: Sequence[torch.Tensor]) -> None:
-    """
-    Give an adapter's routers these weights [n, d]; routers of other kinds than `router_type` (and than linear gates,
-    where that is one) are replaced.
-    """
-    layers = [layer for layer in adapter_layers(model) if adapter_name in layer.moe_lora_router]
-    linear, replaced = ROUTERS[router_type].linear_gate, False
-    for layer, weight_ND in zip(layers, weights, strict=True):
-        old, spec = layer.router(adapter_name), layer.moe_lora_spec[adapter_name]
-        if not (spec.router.type == router_type or (linear and old.linear_gate)):
-            expert = next(layer.moe_lora_A[adapter_name].parameters())
-            trained, replaced = all(p.requires_grad for p in list(old.parameters()) or [expert]), True
-            settings = RouterSettings(router_type, jitter_noise=spec.router.jitter_noise)
-            layer.moe_lora_spec[adapter_name] = replace(spec, router=settings)
-            layer.put_router(adapter_name)
-            layer.router(adapter_name).to(expert.device).requires_grad_(trained).train(old.training)
-        router = cast(LinearRouter, layer.router(adapter_name))
-        router.weight.data.copy_(weight_ND)
-    if replaced:
-        config = copy.copy(cast(Any, model).peft_config[adapter_name])  # another adapter may share the object
-        for field in fields(RouterSettings):
-            if field.name not in ("jitter_noise", "attention_size"):
-                setattr(config, f"router_{field.name}", field.default)
-        config.router_type = router_type
-        cast(Any, model).peft_config[adapter_name] = config
-
-
 # --- a model's routers ------------------------------------------------------------------------------------------------
 
 
-def adapter_with_routers(model: nn.Module, adapter_name: str | None, caller: str) -> str:
-    """The adapter of that name; the active one if None."""
-    layers = adapter_layers(model)
-    names = {name for layer in layers for name in layer.moe_lora_router}
-    if adapter_name is None:
-        adapter_name = next((name for layer in layers for name in layer.active_adapters if name in names), None)
-    if adapter_name not in names:
+def _checked_layers(model: nn.Module, adapter_name: str | None) -> list[Any]:
+    """The routed layers on FFNs, whose routers can be initialised from an attention."""
+    layers: list[Any]
+    if is_adapted(model, adapter_name, "init_attention_routers"):
+        every = adapter_layers(model, adapter_name, "init_attention_routers")
+        layers = [layer for layer in every if isinstance(layer.module, MoELoraFFN)]
+        if not layers:
+            raise InputError(
+                f"init_attention_routers: adapter {every[0].adapter!r} has no routers on FFNs; target FFN blocks"
+            )
+    else:
+        layers = native_layers(model)
+    for layer in layers:
+        if isinstance(layer.router, Router) and not layer.router.takes_attention:
+            raise InputError(
+                f"init_attention_routers: {layer.path}: router_type={layer.router.settings.type!r} cannot be "
+                "initialised from an attention; use 'attention', or a router with a linear gate"
+            )
+    return layers
+
+
+def _heads(layer: Any, num_heads: int | None) -> int:
+    """m: a native MoE's own gate becomes an attention router, and an attention router's own settings give it."""
+    router, n = layer.router, layer.num_experts
+    if not isinstance(router, Router):
+        return num_heads or n
+    if not router.needs_attention:
+        return _linear_heads(num_heads, n)
+    m = router.settings.num_heads or n
+    if num_heads not in (None, m):
         raise InputError(
-            f"{caller}: adapter_name={adapter_name!r}: no such adapter with routers; there is {sorted(names)}"
+            f"init_attention_routers: num_heads={num_heads}: these attention routers have {m}; leave it out, or set "
+            "router_num_heads when they are made"
         )
-    return adapter_name
-
-
-class _Target(NamedTuple):
-    """A router; None stands for a native MoE's own gate, which becomes an attention router."""
-
-    router: Router | None
-    num_experts: int
-
-    def heads(self, num_heads: int | None) -> int:
-        """m; an attention router's own settings give it."""
-        if self.router is None:
-            return num_heads or self.num_experts
-        if self.router.needs_attention:
-            m = self.router.settings.num_heads or self.num_experts
-            if num_heads not in (None, m):
-                raise InputError(
-                    f"init_attention_routers: num_heads={num_heads}: these attention routers have {m}; leave it out, "
-                    "or set router_num_heads when they are made"
-                )
-            return m
-        return _linear_heads(num_heads, self.num_experts)
+    return m
 
 
 def _linear_heads(num_heads: int | None, n: int) -> int:
     if (num_heads or n) > n:
         raise InputError(f"init_attention_routers: num_heads={num_heads}: a linear gate takes at most num_experts={n}")
     return num_heads or n
-
-
-def _adapter_targets(model: nn.Module, adapter_name: str | None) -> dict[str, _Target]:
-    name = adapter_with_routers(model, adapter_name, "init_attention_routers")
-    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, MoELoraFFN)}
-    routers = {path: layer.router(name) for path, layer in layers.items() if name in layer.moe_lora_router}
-    if not routers:
-        raise InputError(f"init_attention_routers: adapter {name!r} has no routers on FFNs; target FFN blocks")
-    return {path: _checked(path, _Target(router, router.num_experts)) for path, router in routers.items()}
-
-
-def _native_targets(model: nn.Module) -> dict[str, _Target]:
-    gates = native_gates(model, "init_attention_routers")
-    sizes = router_sizes(model, "init_attention_routers")
-    return {
-        path: _checked(path, _Target(gate.moe_router if isinstance(gate, RoutedGate) else None, n))
-        for (path, gate), (n, _) in zip(gates.items(), sizes, strict=True)
-    }
-
-
-def _checked(path: str, target: _Target) -> _Target:
-    if target.router is not None and not target.router.takes_attention:
-        raise InputError(
-            f"init_attention_routers: {path}: router_type={target.router.settings.type!r} cannot be initialised from "
-            "an attention; use 'attention', or a router with a linear gate"
-        )
-    return target
 
 
 # --- what is read of attentions --------------------------------------------------------------------------------------
@@ -414,9 +304,9 @@ def attention_means(
     tokens: Any = [0.0] * len(attentions)
 
     def add(i: int, batch: Any, mask_BS: torch.Tensor, x_BSD: torch.Tensor, keys_BSK: torch.Tensor) -> None:
-        weights_BS1 = mask_BS.unsqueeze(-1).double()
-        keys[i] = keys[i] + (keys_BSK.double() * weights_BS1).sum(dim=(0, 1))
-        inputs[i] = inputs[i] + (x_BSD.double() * weights_BS1).sum(dim=(0, 1))
+        weights_BS1 = double(mask_BS).unsqueeze(-1)
+        keys[i] = keys[i] + (double(keys_BSK) * weights_BS1).sum(dim=(0, 1))
+        inputs[i] = inputs[i] + (double(x_BSD) * weights_BS1).sum(dim=(0, 1))
         tokens[i] = tokens[i] + weights_BS1.sum()
 
     base_passes(model, batches, [without_adapters(attention.k_proj) for attention in attentions], add)

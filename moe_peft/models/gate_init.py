@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..adapter.ffn_layout import find_layout
-from ..adapter.layers import MoELoraFFN, MoELoraLayer
 from ..routing.routers import LinearRouter
 from ..utils.messages import InputError, choice_error
-from .attention_init import adapter_with_routers, put_gates
-from .introspection import adapter_layers, base_passes
+from ..utils.torch_contexts import double
+from .gates import put_gates
+from .introspection import base_passes
+from .layer import Updates, adapter_layers
 
 Sums = dict[str, torch.Tensor]
-Updates = Sequence[tuple[torch.Tensor, torch.Tensor]]  # A [n, r, d] and B [n, out, r] of each projection that reads x
 
 # --- ways ------------------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class ArrowGates(GateInit):
             raise InputError(
                 "gates='arrow': no LoRA expert reads the input of a routed layer; use 'ridge' or 'prompts'"
             )
-        factors = [(A.double(), B.double().mT @ B.double()) for A, B in updates]  # B only counts as BᵀB [n, r, r]
+        factors = [(double(A), double(B).mT @ double(B)) for A, B in updates]  # B only counts as BᵀB [n, r, r]
         n, _, d = factors[0][0].shape
         generator = torch.Generator().manual_seed(0)
         v_ND1 = torch.randn(1, d, 1, generator=generator, dtype=torch.float64).to(factors[0][0]).expand(n, d, 1)
@@ -225,14 +225,13 @@ def init_gates(
     >>> init_gates(model, "ridge", [texts])
     ```
     """
-    way, name = find_gate_init(gates), adapter_with_routers(model, adapter_name, "init_gates")
-    layers = [layer for layer in adapter_layers(model) if name in layer.moe_lora_router]
-    routers = [layer.router(name) for layer in layers]
-    sizes = sorted({router.num_experts for router in routers})
+    way, layers = find_gate_init(gates), adapter_layers(model, adapter_name, "init_gates")
+    routers = [layer.router for layer in layers]
+    sizes = sorted({layer.num_experts for layer in layers})
     if len(sizes) > 1:
         raise InputError(f"init_gates: layers have {sizes} experts; texts for each need the same number in all")
-    sums = _sums(model, layers, sizes[0], way, batches)
-    made = [way.gates(of_layer, _updates(layer, name)) for of_layer, layer in zip(sums, layers, strict=True)]
+    sums = _sums(model, [layer.module for layer in layers], sizes[0], way, batches)
+    made = [way.gates(of_layer, layer.updates()) for of_layer, layer in zip(sums, layers, strict=True)]
     old_type = routers[0].settings.type
     keeps = isinstance(routers[0], LinearRouter) and way.router_type == "linear"
     router_type = old_type if keeps else way.router_type
@@ -246,7 +245,7 @@ def init_gates(
             kept_ND = router.weight.detach().to(made[i].dtype, copy=True)  # type: ignore[operator, union-attr]
             kept_ND[list(experts)] = made[i][list(experts)].to(kept_ND.device)
             made[i] = kept_ND
-    put_gates(model, name, router_type, made)
+    put_gates(model, layers, router_type, made)
 
 
 def dense_gates(
@@ -289,8 +288,9 @@ def _sums(model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit,
         negative_B = torch.as_tensor(batch.get("negative", torch.zeros_like(expert_B)), device=x_BSD.device).bool()
         if i == 0:
             experts_seen.update(expert_B[~negative_B].tolist())
-        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])[mask_BS.flatten().bool()].double()
-        for name, value in way.sums(x_TD, Texts(expert_B, negative_B, mask_BS.nonzero()[:, 0], n)).items():
+        x_TD = double(x_BSD.reshape(-1, x_BSD.shape[-1])[mask_BS.flatten().bool()])
+        texts = (expert_B, negative_B, mask_BS.nonzero()[:, 0])
+        for name, value in way.sums(x_TD, Texts(*(of_texts.to(x_TD.device) for of_texts in texts), n)).items():
             sums[i][name] = sums[i].get(name, 0) + value
 
     base_passes(model, () if batches is None else batches, modules, add)
@@ -298,16 +298,3 @@ def _sums(model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit,
     if missing:
         raise InputError(f"init_gates: batches: expert {min(missing)} has no text; give each some")
     return sums
-
-
-def _updates(layer: MoELoraLayer, adapter_name: str) -> Updates:
-    """The LoRAs of the projections that read the layer's input; none of experts that are no LoRAs."""
-    spec, (A_all, B_all) = layer.moe_lora_spec[adapter_name], layer.expert_parameters(adapter_name)
-    names = layer.layout.inputs if isinstance(layer, MoELoraFFN) else ("weight",)
-    if spec.no_lora:
-        return ()
-    pairs = []
-    for name in (name for name in names if name in A_all):
-        loras = [spec.to_lora(A_all[name], B_all[name], i) for i in range(spec.num_experts)]
-        pairs.append((torch.stack([A for A, _ in loras]), torch.stack([B for _, B in loras])))
-    return pairs

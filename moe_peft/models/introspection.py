@@ -1,6 +1,5 @@
 """
-Access to a routed model, either a MoE-LoRA adapter on its base or a native transformers MoE: its backbone and config,
-its routers and their sizes, and the router logits of its forward passes.
+Access to a routed model: its backbone and config, and the router logits of its forward passes.
 
 No other module knows where router logits come from. Legend: B rows, S positions, T = B·S tokens, n experts.
 """
@@ -19,15 +18,11 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from ..adapter import router_outputs
-from ..adapter.base_model import recorded_routers
-from ..adapter.layers import MoELoraLayer
 from ..adapter.router_recorder import Choice, Collection, observing
 from ..routing.gates import pad_logits
 from ..routing.statistics import chosen_experts, effective_experts
-from ..utils.distributed import shape_of
-from ..utils.messages import InputError
 from ..utils.torch_contexts import evaluating
-from .routed_gate import RoutedGate
+from .layer import native_layers, routed_layers
 
 
 def base_model(model: Any) -> Any:
@@ -89,7 +84,7 @@ class RoutedPass:
     One forward pass of a backbone.
 
     Args:
-        router_logits: one [T, n] per router, in the order of `router_sizes`, whatever the order in which they ran.
+        router_logits: one [T, n] per router, in the order of `routed_layers`, whatever the order in which they ran.
         chosen: the experts that served each token, bool [T, n] per router. Slots with a gate of 0 are left out, and
             forced or masked routing is seen as it happened.
         gates: those of the chosen experts, [T, k] per router; None where they were not seen.
@@ -119,13 +114,13 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
     Call `observe` after each forward pass of the model's backbone inside the block. Outputs, losses and configs do not
     change. Passes in which no router ran (adapters may be disabled) are skipped.
     """
-    order: list[nn.Module] = []  # the model's active routers
+    order: list[nn.Module] = []  # the model's routers
 
     def on_pass(collection: Collection) -> None:
         nonlocal order
         ran = collection.routers
         if {*ran} != {*order}:
-            order = active_routers(model)
+            order = [layer.router for layer in routed_layers(model)]
         # In the model's order, unless others ran, or one more than once.
         positions = {router: i for i, router in enumerate(ran)}
         in_order = len(ran) == len(order) and positions.keys() == {*order}
@@ -141,7 +136,8 @@ def observed_routing(model: Any, observe: Callable[[RoutedPass], None]) -> Itera
         chosen, gates = zip(*(_chosen(*each, k) for each in zip(logits, choices, strict=True)), strict=True)
         observe(RoutedPass(tuple(logits), chosen, gates, mask, collection.token_ids, torch.is_grad_enabled()))
 
-    with observing(backbone(model), on_pass, {} if adapter_layers(model) else _native_gates(model)):
+    gates = {layer.module: layer.logits_index for layer in native_layers(model)}
+    with observing(backbone(model), on_pass, gates):
         yield
 
 
@@ -153,90 +149,25 @@ def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> tuple[tor
     return chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]), gates_TK
 
 
-def native_routers(model: nn.Module) -> list[nn.Module]:
-    """The router modules of a native transformers MoE, as its class declares them; none in a dense model."""
-    return list(_native_gates(model))
+# SHIMS
+from .layer import AdapterLayer, router_parameters  # noqa: E402,F401
 
 
-def _native_gates(model: nn.Module) -> dict[nn.Module, int]:
-    """The routers of a native MoE, and the index of the logits in what each returns."""
-    gates: dict[nn.Module, int] = {}
-    idle: set[nn.Module] = set()
-    for module in model.modules():
-        if indices := recorded_routers(module):
-            for part in module.modules():
-                for kind in (kind for kind in indices if isinstance(part, kind)):
-                    gates.setdefault(part, indices[kind])
-        if isinstance(module, ModulesToSaveWrapper):
-            idle.update(part for copy in idle_copies(module) for part in copy.modules())
-    return {gate: index for gate, index in gates.items() if gate not in idle}
+def adapter_layers(model):
+    return list(dict.fromkeys(l.module for l in routed_layers(model) if isinstance(l, AdapterLayer)))
 
 
-def idle_copies(wrapper: ModulesToSaveWrapper) -> list[nn.Module]:
-    """The modules that PEFT keeps beside the one that its wrapper's forward runs."""
-    saved, active = wrapper.modules_to_save, wrapper.active_adapters
-    adapted = bool(active) and not wrapper.disable_adapters and all(name in saved for name in active)
-    running = saved[active[0]] if adapted else wrapper.original_module
-    return [module for module in (wrapper.original_module, *saved.values()) if module is not running]
+def routed_adapters(model):
+    return [(l.module, l.adapter) for l in routed_layers(model) if isinstance(l, AdapterLayer)]
 
 
-def adapter_layers(model: nn.Module) -> list[MoELoraLayer]:
-    """The MoE-LoRA layers that have a router."""
-    return [m for m in model.modules() if isinstance(m, MoELoraLayer) and m.moe_lora_router]
+def native_routers(model):
+    return [l.module for l in native_layers(model)]
 
 
-def router_sizes(model: nn.Module, caller: str) -> list[tuple[int, int]]:
-    """
-    (n, k) of every active router, in the order of a pass's router logits.
-
-    Raises:
-        ValueError: the model has no router, or its adapter is disabled; the message begins with `caller`.
-    """
-    layers = adapter_layers(model)
-    if layers and all(layer.disable_adapters for layer in layers):
-        raise InputError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")
-    specs = [layer.moe_lora_spec[name] for layer, name in routed_adapters(model)]
-    sizes = [(spec.num_experts, spec.top_k) for spec in specs] or list(map(gate_size, native_routers(model)))
-    if not sizes:
-        raise InputError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
-    return sizes
+def router_sizes(model, caller):
+    return [(l.num_experts, l.top_k) for l in routed_layers(model, caller)]
 
 
-def active_routers(model: nn.Module) -> list[nn.Module]:
-    """The routers that `router_sizes` counts, in its order: of this package, or a native MoE's gates."""
-    routers: list[nn.Module] = [layer.router(name) for layer, name in routed_adapters(model)]
-    return routers or [getattr(gate, "moe_router", gate) for gate in native_routers(model)]
-
-
-def routed_adapters(model: nn.Module) -> Iterator[tuple[MoELoraLayer, str]]:
-    """Each layer with its active adapters that have a router: not, say, a DPO trainer's reference copy."""
-    for layer in adapter_layers(model):
-        for name in layer.active_adapters:
-            if name in layer.moe_lora_router:
-                yield layer, name
-
-
-def gate_size(gate: Any) -> tuple[int, int]:
-    """
-    (n, k)
-
-    Raises:
-        ValueError: a router of a kind that does not tell.
-    """
-    if isinstance(gate, RoutedGate):
-        return int(gate.num_experts), int(gate.top_k)
-    weight, k = getattr(gate, "weight", None), getattr(gate, "top_k", None)
-    if not isinstance(weight, torch.Tensor) or k is None:
-        raise InputError(
-            f"{type(gate).__name__}: a router without `weight` and `top_k`, whose size is not known; use a family such "
-            "as Mixtral, Qwen-MoE or OLMoE"
-        )
-    return int(shape_of(weight)[0]), int(k)
-
-
-def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The routers' parameters by name: those of the MoE-LoRA adapters, or else of the native MoE."""
-    if adapter_layers(model):
-        return {name: p for name, p in model.named_parameters() if ".moe_lora_router." in name}
-    ids = {id(p) for router in native_routers(model) for p in router.parameters()}
-    return {name: p for name, p in model.named_parameters() if id(p) in ids}
+def active_routers(model):
+    return [l.router for l in routed_layers(model)]

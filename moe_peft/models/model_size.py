@@ -15,8 +15,9 @@ from torch import nn
 from ..adapter.layers import MoELoraLayer
 from ..routing.routers import AttentionRouter
 from ..utils.distributed import shape_of
-from ..utils.expert_merging import similarities, value_gram
-from .introspection import base_model, gate_size, idle_copies, native_routers, routed_adapters
+from ..utils.expert_merging import similarities
+from .introspection import base_model
+from .layer import idle_copies, native_layers, routed_layers
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,7 @@ def expert_similarity(model: nn.Module) -> torch.Tensor | None:
     native MoE, of their weights (which have a common origin after upcycling, so look at differences from 1). None
     without experts, or where layers have different numbers of them.
     """
-    grams = []
-    for layer, name in routed_adapters(model):
-        experts, (A_all, B_all) = layer.moe_lora_spec[name], layer.expert_parameters(name)
-        grams += [experts.gram(A, B_all[projection]) for projection, A in A_all.items()]
-    if not grams:
-        grams = [value_gram(p.flatten(1)) for experts, n, _ in _blocks(model) for p in _stacked(experts, n)]
+    grams = [gram for layer in routed_layers(model) for gram in layer.grams()]
     if not grams or len({len(gram) for gram in grams}) > 1:
         return None
     return similarities(torch.stack([gram.cpu() for gram in grams]).sum(0))
@@ -107,28 +103,11 @@ def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
                     is_stacked = part != "moe_lora_router" and shape_of(p)[0] == spec.num_experts
                     share = of_experts if is_stacked else Fraction(1)
                     yield p, share if name in running else Fraction(0)
-    for experts, n, k in _blocks(model):
-        yield from ((p, Fraction(k, n)) for p in experts.parameters())
+    for layer in native_layers(model):
+        of_experts = Fraction(layer.top_k, layer.num_experts)
+        yield from ((p, of_experts) for experts in layer.expert_modules() for p in experts.parameters())
     for wrapper in (m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)):
         yield from ((p, Fraction(0)) for module in idle_copies(wrapper) for p in module.parameters())
-
-
-def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:
-    """The experts of every layer of a native MoE, n and k: what stands beside a router and has n of everything."""
-    routers = {router: gate_size(router) for router in native_routers(model)}
-    for block in model.modules():
-        children = list(block.children())
-        for router in (child for child in children if child in routers):
-            n, k = routers[router]
-            for child in children:
-                listed = isinstance(child, nn.ModuleList) and len(child) == n
-                if child is not router and (listed or _stacked(child, n)):
-                    yield child, n, k
-
-
-def _stacked(experts: nn.Module, n: int) -> list[nn.Parameter]:
-    """The matrices of n experts, [n, …, …] each."""
-    return [p for p in experts.parameters() if p.dim() == 3 and p.shape[0] == n]
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Puts routers of `ROUTERS` in the place of a native MoE's gates, and folds them back into plain ones."""
+"""Replaces a native MoE's gates with routers of `ROUTERS`; `gates.fold_routers` goes back."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from ..adapter.config import MoELoraConfig, unread_settings
 from ..adapter.router_recorder import keep_token_ids
 from ..routing.routers import ROUTERS, RouterSettings, make_router
 from ..utils.messages import InputError
-from .introspection import backbone, base_model, native_routers, router_sizes, text_config
-from .routed_gate import RoutedGate, gate_rule, put_router, take_router
-
-# Fields of a native MoE's config while routers are in the place of its gates: their settings, and what the gates did.
-CONFIG_FIELD = "moe_peft_router"
-STOCK_FIELD = "moe_peft_stock_gate"
+from .gates import CONFIG_FIELD, STOCK_FIELD
+from .introspection import backbone, base_model, text_config
+from .layer import native_layers
+from .routed_gate import gate_rule
 
 
 def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: int | None = None, seed: int = 0) -> None:
@@ -59,24 +57,25 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
     >>> replace_routers(model, "mlp")
     ```
     """
-    sizes, gates = router_sizes(model, "replace_routers"), native_gates(model, "replace_routers")
+    layers = native_layers(model, "replace_routers")
     settings = RouterSettings(router) if isinstance(router, str) else router
-    _check_settings(settings, top_k, max(n for n, _ in sizes))
+    _check_settings(settings, top_k, max(layer.num_experts for layer in layers))
     try:
-        rules = [gate_rule(gate) for gate in gates.values()]
+        rules = [gate_rule(layer.module) for layer in layers]
     except InputError as error:
         raise InputError(f"replace_routers: {error}") from error
     config = text_config(model)
-    stock = getattr(config, STOCK_FIELD, None) or {"top_k": sizes[0][1], "normalizes": rules[0]}
+    stock = getattr(config, STOCK_FIELD, None) or {"top_k": layers[0].top_k, "normalizes": rules[0]}
     made = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for n, _ in sizes:
+        for layer in layers:
+            n = layer.num_experts
             spec = _adapter_config(settings, n, top_k or stock["top_k"], stock["normalizes"]).expert_spec("", config)
             keeps = stock["normalizes"] and (spec.normalize_top_k or not hasattr(config, "norm_topk_prob"))
             made.append((make_router(config.hidden_size, n, spec.router), spec.top_k, keeps))
-    for (path, gate), (new, k, normalizes) in zip(gates.items(), made, strict=True):
-        put_router(gate, new, k, normalizes, _like(model, path))
+    for layer, of_layer in zip(layers, made, strict=True):
+        layer.put_router(*of_layer)
     keep_token_ids(backbone(model), any(router.by_token_id for router, _, _ in made))
     for holder in (config, base_model(model)):
         if hasattr(holder, "num_experts_per_tok"):
@@ -118,38 +117,6 @@ def _check_settings(settings: RouterSettings, top_k: int | None, num_experts: in
         raise InputError(f"replace_routers: top_k={top_k}: router={settings.type!r} has top_k={fixed}; leave it out")
 
 
-def fold_native_routers(model: nn.Module) -> None:
-    """
-    Make the gates that `replace_routers` replaced plain ones again.
-
-    Raises:
-        ValueError: a router does not fold; nothing is changed.
-    """
-    gates = {path: gate for path, gate in native_gates(model, "fold_routers").items() if isinstance(gate, RoutedGate)}
-    try:
-        weights = [gate.fold() for gate in gates.values()]
-    except InputError as error:
-        raise InputError(f"fold_routers: {error}") from error
-    for (path, gate), weight_ND in zip(gates.items(), weights, strict=True):
-        take_router(gate, weight_ND, _like(model, path))
-    for name in (CONFIG_FIELD, STOCK_FIELD):
-        if hasattr(text_config(model), name):
-            delattr(text_config(model), name)
-
-
-def native_gates(model: nn.Module, caller: str) -> dict[str, Any]:
-    """
-    The gates of a native MoE by their paths.
-
-    Raises:
-        ValueError: it has none; the message begins with `caller`.
-    """
-    routers = {id(router) for router in native_routers(model)}
-    if not routers:
-        raise InputError(f"{caller}: {type(model).__name__} has no router; give a native MoE of transformers")
-    return {path: gate for path, gate in model.named_modules() if id(gate) in routers}
-
-
 def _adapter_config(settings: RouterSettings, n: int, k: int, normalizes: bool) -> MoELoraConfig:
     """The same settings of an adapter that is not trained, which checks them and adjusts top_k."""
     options: dict[str, Any] = {f"router_{name}": value for name, value in _options(settings).items()}
@@ -163,10 +130,5 @@ def _options(settings: RouterSettings) -> dict[str, Any]:
     return {name: value for name, value in asdict(settings).items() if name != "attention_size"}
 
 
-def _like(model: nn.Module, path: str) -> torch.Tensor:
-    """A floating tensor of the gate, or of the block around a gate that has none."""
-    while True:
-        parameter = next((p for p in model.get_submodule(path).parameters() if p.is_floating_point()), None)
-        if parameter is not None:
-            return parameter.detach()
-        path = path.rpartition(".")[0]
+def native_gates(model, caller):
+    return {l.path: l.module for l in native_layers(model, caller)}  # SHIM

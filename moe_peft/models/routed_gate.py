@@ -81,12 +81,16 @@ def _new_gate(cls: type) -> Any:
     return routed.__new__(routed)
 
 
-def gate_rule(gate: Any) -> bool:
+@torch.no_grad()
+def gate_rule(gate: Any, linear: bool = True) -> bool:
     """
     Whether a native MoE's gate divides the gates of the chosen experts by their sum, found by running it.
 
+    Args:
+        linear: whether its logits must be those of a linear layer without a bias, so that another can replace it.
+
     Raises:
-        ValueError: it is not a linear gate with a softmax whose k largest count.
+        InputError: it does not choose by a softmax whose k largest count, or its logits are others.
     """
     if isinstance(gate, RoutedGate):
         return gate.normalizes
@@ -94,25 +98,25 @@ def gate_rule(gate: Any) -> bool:
     if isinstance(weight_ND, torch.Tensor) and weight_ND.is_meta:  # of a plan: it is tried with values
         gate = copy.deepcopy(gate).to_empty(device="cpu")
         weight_ND = gate.weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
-    if isinstance(weight_ND, torch.Tensor) and weight_ND.dim() == 2 and isinstance(getattr(gate, "top_k", None), int):
-        x_TD = torch.randn(32, weight_ND.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_ND)
-        with torch.no_grad():
-            output = type(gate).forward(gate, x_TD)
-            logits_TN = F.linear(x_TD, weight_ND).float()
-        for normalize in (True, False):
-            expected = (logits_TN, *top_k_gates(logits_TN, gate.top_k, normalize))
-            if isinstance(output, tuple) and len(output) == 3 and all(map(_alike, output, expected)):
-                return normalize
-    raise InputError(
-        f"{type(gate).__name__} is not a linear gate with a softmax over the top k, so no other router can take its "
-        "place; use a family such as Mixtral, Qwen-MoE or OLMoE"
-    )
-
-
-def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
-    # Families compute probabilities in float32, whatever the dtype of the weights.
-    tolerance = max(torch.finfo(d).eps for d in (x.dtype, torch.float32)) * 8 if x.is_floating_point() else 0.0
-    return x.shape == y.shape and torch.allclose(x.double(), y.double(), rtol=tolerance, atol=tolerance)
+    try:
+        x_TD = torch.randn(32, weight_ND.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight_ND)
+        logits_TN, gates_TK, experts_TK = type(gate).forward(gate, x_TD)
+        tolerance = 8 * max(torch.finfo(d).eps for d in (gates_TK.dtype, logits_TN.dtype, torch.float32))
+        close = functools.partial(torch.allclose, rtol=tolerance, atol=tolerance)
+        if not linear or close(logits_TN.float(), F.linear(x_TD, weight_ND).float()):
+            by_expert_TN = torch.zeros_like(logits_TN, dtype=torch.float32)
+            actual_TN = by_expert_TN.scatter(1, experts_TK, gates_TK.float())
+            for normalizes in (True, False):
+                gates, experts = top_k_gates(logits_TN.float(), gate.top_k, normalizes)
+                if close(actual_TN, by_expert_TN.scatter(1, experts, gates)):
+                    return normalizes
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # other arguments, or other outputs
+        pass
+    if linear:
+        why = "is not a linear gate with a softmax over the top k, so no other router can replace it"
+    else:
+        why = "does not choose by a softmax over its logits and the top k alone, so its choice cannot be recomputed"
+    raise InputError(f"{type(gate).__name__} {why}; use a family such as Mixtral, Qwen-MoE or OLMoE")
 
 
 def put_router(gate: Any, router: Router, top_k: int, normalizes: bool, like: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ router's traits, the class attributes of `Router`: no other file compares router
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..utils.messages import InputError
-from ..utils.torch_contexts import evaluating, without_autocast
+from ..utils.torch_contexts import double, evaluating, without_autocast
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]
@@ -154,6 +155,8 @@ class Router(nn.Module):
         Raises:
             ValueError: no linear gate with a softmax over the top k is equivalent; the message says why.
         """
+        if next(self.parameters(), torch.empty(())).device.type == "mps":  # which has no float64
+            return copy.deepcopy(self).cpu().fold(k, normalize)
         if self.no_fold:
             raise InputError(f"router_type={self.settings.type!r} does not fold into a linear gate: {self.no_fold}")
         if (bias_N := self.expert_bias) is not None and bias_N.any():
@@ -208,7 +211,7 @@ class LinearRouter(Router):
 
     @torch.no_grad()
     def set_heads(self, query_MWD: torch.Tensor, key_NCW: torch.Tensor) -> None:
-        self.weight.copy_(folded_weight(query_MWD.double().sum(0), key_NCW.double()))
+        self.weight.copy_(folded_weight(double(query_MWD).sum(0), double(key_NCW)))
 
 
 class SwitchRouter(LinearRouter):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..utils.torch_contexts import double
 from .gates import check_top_k
 
 
@@ -89,8 +90,9 @@ def expert_counts(logits_TN: torch.Tensor, mask_T: torch.Tensor | None, k: int) 
     check_top_k(logits_TN, k)
     if mask_T is not None and mask_T.shape != logits_TN.shape[:1]:
         raise ValueError(f"expert_counts: mask_T has shape {list(mask_T.shape)}; give one entry per token")
-    chosen_TN = torch.zeros_like(logits_TN, dtype=torch.float64).scatter_(1, logits_TN.topk(k, dim=-1).indices, 1.0)
-    return chosen_TN.sum(0) if mask_T is None else (chosen_TN * mask_T.unsqueeze(1)).sum(0)
+    chosen_TN = torch.zeros_like(logits_TN, dtype=torch.float32).scatter_(1, logits_TN.topk(k, dim=-1).indices, 1.0)
+    count_N = chosen_TN.sum(0) if mask_T is None else (chosen_TN * mask_T.unsqueeze(1)).sum(0)  # exact below 2²⁴
+    return double(count_N)
 
 
 def chosen_experts(experts_TK: torch.Tensor, gates_TK: torch.Tensor | None, num_experts: int) -> torch.Tensor:

@@ -11,7 +11,8 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..models.attention_init import check_attention, fold_routers, init_attention_routers
+from ..models.attention_init import check_attention, init_attention_routers
+from ..models.gates import fold_routers
 from ..models.introspection import router_parameters
 from ..models.native_routers import replace_routers
 from ..native.model_folder import TERMS, copy_companions, open_dense

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .messages import InputError
+from .torch_contexts import double
 
 Expert = Mapping[str, torch.Tensor]
 Inner = Callable[[Expert, Expert], float]
@@ -78,15 +79,15 @@ def update_gram(A_NRI: torch.Tensor, B_NRO: torch.Tensor) -> torch.Tensor:
         B_NRO: [n, r, out], each expert's second matrix transposed.
     """
     n, r = A_NRI.shape[:2]
-    products = [x.flatten(0, 1).double() @ x.flatten(0, 1).double().T for x in (A_NRI, B_NRO)]
+    products = [double(x.flatten(0, 1)) @ double(x.flatten(0, 1)).T for x in (A_NRI, B_NRO)]
     return (products[0] * products[1]).view(n, r, n, r).sum((1, 3))
 
 
 def value_gram(values_NM: torch.Tensor, chunk: int = 2**20) -> torch.Tensor:
     """Inner products of n experts' values [n, m], float64 [n, n]; computed in chunks, as float64 takes more memory."""
     return sum(
-        (part.double() @ part.double().T for part in values_NM.split(chunk, dim=1)),
-        torch.zeros(len(values_NM), len(values_NM), dtype=torch.float64, device=values_NM.device),
+        (double(part) @ double(part).T for part in values_NM.split(chunk, dim=1)),
+        torch.zeros((), dtype=torch.float64),
     )
 
 

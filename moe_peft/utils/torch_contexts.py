@@ -10,6 +10,11 @@ import torch
 from torch import nn
 
 
+def double(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64: on its device, or on the CPU where that has none, as Apple's GPUs."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """

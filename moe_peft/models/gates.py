@@ -1,0 +1,119 @@
+"""Sets the gates of a whole model: to given weights, to equivalent linear ones, or to 1/n for a while."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from ..routing.routers import RouterSettings
+from ..utils.messages import InputError
+from .introspection import text_config
+from .layer import AdapterLayer, adapter_layers, native_layers, routed_layers
+
+# Fields of a native MoE's config while routers have replaced its gates: their settings, and what the gates did.
+CONFIG_FIELD = "moe_peft_router"
+STOCK_FIELD = "moe_peft_stock_gate"
+
+
+@torch.no_grad()
+def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
+    """
+    Replace routers with equivalent linear gates: attention routers (mixture "sum", one key per expert), LocMoE's,
+    Switch's (without its capacity limit), and any other router that folds.
+
+    In an adapter, the routers and the config's `router_type` change. In a native MoE, the gates that `replace_routers`
+    or `init_attention_routers` replaced become the family's own again, so the model saves to a checkpoint that
+    transformers loads without this package. Linear gates stay as they are.
+
+    Args:
+        model: a model with a MoE-LoRA adapter, or a native MoE.
+        adapter_name: the adapter; the active one if None.
+
+    Raises:
+        ValueError: a router does not fold; the message says why, and nothing is changed.
+
+    Example:
+
+    ```python
+    >>> from peft import get_peft_model
+    >>> from transformers import AutoModelForCausalLM
+    >>> from moe_peft import MoELoraConfig, fold_routers
+    >>> base = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    >>> model = get_peft_model(
+    ...     base,
+    ...     MoELoraConfig(
+    ...         router_type="attention", num_experts=4, task_type="CAUSAL_LM"
+    ...     ),
+    ... )
+    >>> fold_routers(model)
+    >>> model.peft_config["default"].router_type
+    'linear'
+    ```
+    """
+    if is_adapted(model, adapter_name, "fold_routers"):
+        layers = adapter_layers(model, adapter_name, "fold_routers")
+        put_gates(model, layers, "linear", [layer.fold() for layer in layers])
+        return
+    gates = native_layers(model)
+    try:
+        weights = [gate.fold() for gate in gates]
+    except InputError as error:
+        raise InputError(f"fold_routers: {error}") from error
+    for gate, weight_ND in zip(gates, weights, strict=True):
+        gate.set_gate(weight_ND)
+    for name in (CONFIG_FIELD, STOCK_FIELD):
+        if hasattr(text_config(model), name):
+            delattr(text_config(model), name)
+
+
+def is_adapted(model: nn.Module, adapter_name: str | None, caller: str) -> bool:
+    """
+    Whether the routers of a model are an adapter's, and not those of a native MoE.
+
+    Raises:
+        InputError: it has none, or a native MoE is asked for those of an adapter; the message begins with `caller`.
+    """
+    adapted = isinstance(routed_layers(model, caller)[0], AdapterLayer)
+    if not adapted and adapter_name is not None:
+        raise InputError(f"{caller}: adapter_name={adapter_name!r}: a native MoE has none; leave it out")
+    return adapted
+
+
+def put_gates(
+    model: nn.Module, layers: Sequence[AdapterLayer], router_type: str, weights: Sequence[torch.Tensor]
+) -> None:
+    """
+    Give the routers of an adapter these weights [n, d]; routers of other kinds than `router_type` (and than linear
+    gates, where that is one) are replaced.
+    """
+    replaced = [layer.set_gate(weight_ND, router_type) for layer, weight_ND in zip(layers, weights, strict=True)]
+    if not any(replaced):
+        return
+    configs = cast(Any, model).peft_config
+    config = copy.copy(configs[layers[0].adapter])  # another adapter may share the object
+    for field in fields(RouterSettings):
+        if field.name not in ("jitter_noise", "attention_size"):
+            setattr(config, f"router_{field.name}", field.default)
+    config.router_type = router_type
+    configs[layers[0].adapter] = config
+
+
+@contextmanager
+def uniform_gates(model: nn.Module, mixing: Literal["output", "projection"] | None = None) -> Iterator[None]:
+    """
+    A context manager: inside the block, all experts have gates 1/n. With mixing `"projection"`, that is the mean of the
+    LoRAs' updates.
+
+    Args:
+        mixing: of an adapter; None: its own.
+    """
+    with ExitStack() as stack:
+        for layer in routed_layers(model):
+            stack.enter_context(layer.with_uniform_gates(mixing))
+        yield

@@ -1,0 +1,427 @@
+"""
+`RoutedLayer`: a router and the experts that it chooses among, of a MoE-LoRA adapter or of a native transformers MoE.
+
+`routed_layers` is the only place that asks which of the two a model is. What differs is a method here; everything else
+is a loop over layers. Legend: T tokens, n experts, k active experts, d hidden size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from ..adapter.base_model import recorded_routers
+from ..adapter.experts import Experts
+from ..adapter.layers import MoELoraFFN, MoELoraLayer
+from ..routing.gates import Steering, top_k_gates
+from ..routing.losses import Scope
+from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
+from ..utils.distributed import shape_of
+from ..utils.expert_merging import value_gram
+from ..utils.messages import InputError
+from ..utils.torch_contexts import double
+from .routed_gate import RoutedGate, gate_rule, put_router, take_router
+
+Updates = Sequence[tuple[torch.Tensor, torch.Tensor]]  # A [n, r, d] and B [n, out, r] of each projection that reads x
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedLayer:
+    """
+    A routed layer of a model.
+
+    Args:
+        path: in the model, of `module`.
+        module: what holds the router.
+    """
+
+    default_balancing: ClassVar[Scope]  # over which tokens the balancing loss is taken where a user does not say
+    trains_reentrant: ClassVar[bool]  # whether logits have gradients under reentrant gradient checkpointing
+
+    path: str
+    module: Any
+
+    @property
+    def router(self) -> Any:
+        """What returns logits [T, n]: a `Router` of this package, or a family's gate."""
+        raise NotImplementedError
+
+    @property
+    def num_experts(self) -> int:
+        """n"""
+        raise NotImplementedError
+
+    @property
+    def top_k(self) -> int:
+        """k"""
+        raise NotImplementedError
+
+    @property
+    def learns_at_top_1(self) -> bool:
+        """Whether the router learns from the language loss where k = 1 (a gate divided by itself is 1)."""
+        raise NotImplementedError
+
+    @property
+    def fewest_allowed(self) -> int:
+        """How many experts a mask must leave: k, or 1 where the router may leave experts out or all n are active."""
+        free = getattr(self.router, "leaves_out", False) or self.top_k == self.num_experts
+        return 1 if free else self.top_k
+
+    def steer(self, steering: Steering) -> Any:
+        """A context manager: inside the block, the layer routes by `steering`; of nested ones the inner one counts."""
+        raise NotImplementedError
+
+    def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Any:
+        """
+        A context manager: inside the block, all experts have gates 1/n.
+
+        Args:
+            mixing: of an adapter; None: its own.
+        """
+        raise NotImplementedError
+
+    def fold(self) -> torch.Tensor:
+        """
+        The weight [n, d] of the linear gate that routes in the same way.
+
+        Raises:
+            InputError: there is none; the message says why.
+        """
+        raise NotImplementedError
+
+    def grams(self) -> list[torch.Tensor]:
+        """
+        Products between the layer's experts [n, n], one for each of their projections: of their updates s B A; of
+        bottlenecks and in a native MoE, of their weights.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterLayer(RoutedLayer):
+    """Of a MoE-LoRA adapter: a tuner layer and the adapter's name."""
+
+    default_balancing = "layer"
+    trains_reentrant = True
+    learns_at_top_1 = True
+
+    module: MoELoraLayer
+    adapter: str
+
+    @property
+    def experts(self) -> Experts:
+        return self.module.moe_lora_spec[self.adapter]
+
+    @property
+    def router(self) -> Router:
+        return self.module.router(self.adapter)
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts.num_experts
+
+    @property
+    def top_k(self) -> int:
+        return self.experts.top_k
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.moe_lora_A[self.adapter].parameters()).device
+
+    @contextmanager
+    def steer(self, steering: Steering) -> Iterator[None]:
+        outer, self.module.steering = self.module.steering, steering
+        try:
+            yield
+        finally:
+            self.module.steering = outer
+
+    @contextmanager
+    def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
+        experts, router = self.experts, self.router
+        uniform = LinearRouter(self.module.in_features, self.num_experts).requires_grad_(False)
+        uniform.weight.zero_()
+        self.module.moe_lora_router[self.adapter] = uniform.to(self.device)
+        self.module.moe_lora_spec[self.adapter] = replace(
+            experts, top_k=self.num_experts, normalize_top_k=True, mixing=mixing or experts.mixing
+        )
+        try:
+            yield
+        finally:
+            self.module.moe_lora_spec[self.adapter], self.module.moe_lora_router[self.adapter] = experts, router
+
+    def fold(self) -> torch.Tensor:
+        return self.router.fold(self.top_k, self.experts.normalize_top_k)
+
+    def set_gate(self, weight_ND: torch.Tensor, router_type: str) -> bool:
+        """
+        Give the router this weight. One of another kind than `router_type` is replaced, but for a linear gate where
+        that is one, too. Returns whether it was.
+        """
+        old, experts, device = self.router, self.experts, self.device
+        fits = experts.router.type == router_type or (ROUTERS[router_type].linear_gate and old.linear_gate)
+        if not fits:
+            like = [*old.parameters()] or [*self.module.moe_lora_A[self.adapter].parameters()]
+            trained = all(p.requires_grad for p in like)
+            settings = RouterSettings(router_type, jitter_noise=experts.router.jitter_noise)
+            self.module.moe_lora_spec[self.adapter] = replace(experts, router=settings)
+            self.module.put_router(self.adapter)
+            self.router.to(device).requires_grad_(trained).train(old.training)
+        cast(LinearRouter, self.router).weight.data.copy_(weight_ND)
+        return not fits
+
+    def updates(self) -> Updates:
+        """The LoRAs, with their scaling, of the projections that read the layer's input; none of other experts."""
+        experts, (A_all, B_all) = self.experts, self.module.expert_parameters(self.adapter)
+        if experts.no_lora:
+            return ()
+        names = self.module.layout.inputs if isinstance(self.module, MoELoraFFN) else ("weight",)
+        pairs = []
+        for name in (name for name in names if name in A_all):
+            loras = [experts.to_lora(A_all[name], B_all[name], i) for i in range(self.num_experts)]
+            pairs.append((torch.stack([A for A, _ in loras]), torch.stack([B for _, B in loras])))
+        return pairs
+
+    def grams(self) -> list[torch.Tensor]:
+        A_all, B_all = self.module.expert_parameters(self.adapter)
+        return [self.experts.gram(A, B_all[projection]) for projection, A in A_all.items()]
+
+
+@dataclass(frozen=True, eq=False)
+class NativeLayer(RoutedLayer):
+    """
+    Of a native MoE: a gate, perhaps with a router of this package inside (`RoutedGate`).
+
+    Args:
+        block: the module around the gate, which has the experts too.
+        logits_index: of the logits in what the gate returns.
+    """
+
+    default_balancing = "global"  # as transformers does
+    trains_reentrant = False
+
+    block: nn.Module
+    logits_index: int
+
+    @property
+    def router(self) -> Any:
+        return getattr(self.module, "moe_router", self.module)
+
+    @property
+    def num_experts(self) -> int:
+        return self._size[0]
+
+    @property
+    def top_k(self) -> int:
+        return self._size[1]
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        gate = self.module
+        if isinstance(gate, RoutedGate):
+            return int(gate.num_experts), int(gate.top_k)
+        weight, k = getattr(gate, "weight", None), getattr(gate, "top_k", None)
+        if not isinstance(weight, torch.Tensor) or k is None:
+            raise InputError(
+                f"{type(gate).__name__}: a router without `weight` and `top_k`, whose size is not known; use a family "
+                "such as Mixtral, Qwen-MoE or OLMoE"
+            )
+        return int(shape_of(weight)[0]), int(k)
+
+    @property
+    def learns_at_top_1(self) -> bool:  # type: ignore[override]
+        return isinstance(self.module, RoutedGate) or not getattr(self.module, "norm_topk_prob", True)
+
+    @contextmanager
+    def steer(self, steering: Steering) -> Iterator[None]:
+        gate = self.module
+        if gate not in _checked and not isinstance(gate, RoutedGate) and _is_whole(getattr(gate, "weight", None)):
+            gate_rule(gate, linear=False)  # of several processes, each has a part
+            _checked.add(gate)
+        outer = getattr(gate, "steering", None)
+        # First, so that whoever observes the router sees the new choice. The hook of a block around this one reads the
+        # steering, too.
+        hook = None if outer is not None else gate.register_forward_hook(_choose_again, prepend=True)
+        gate.steering = steering
+        try:
+            yield
+        finally:
+            if hook is None:
+                gate.steering = outer
+            else:
+                del gate.steering
+                hook.remove()
+
+    @contextmanager
+    def with_uniform_gates(self, mixing: Literal["output", "projection"] | None) -> Iterator[None]:
+        gate = self.module
+        weight, top_k = gate.weight.data, gate.top_k
+        gate.weight.data, gate.top_k = torch.zeros_like(weight), len(weight)
+        try:
+            yield
+        finally:
+            gate.weight.data, gate.top_k = weight, top_k
+
+    def fold(self) -> torch.Tensor:
+        return self.module.fold() if isinstance(self.module, RoutedGate) else double(self.module.weight.detach())
+
+    def put_router(self, router: Router, top_k: int, normalizes: bool) -> None:
+        """Put a router of this package into the gate; a frozen gate's router is frozen."""
+        put_router(self.module, router, top_k, normalizes, self._like)
+
+    def set_gate(self, weight_ND: torch.Tensor) -> None:
+        """Make the gate the family's own again, with this weight."""
+        if isinstance(self.module, RoutedGate):
+            take_router(self.module, weight_ND, self._like)
+
+    @property
+    def _like(self) -> torch.Tensor:
+        """A floating tensor of the gate, or of the block around a gate that has none."""
+        tensors = (p for part in (self.module, self.block) for p in part.parameters() if p.is_floating_point())
+        return next(tensors).detach()
+
+    def expert_modules(self) -> list[nn.Module]:
+        """What stands beside the gate and has n of everything."""
+        return [
+            child
+            for child in self.block.children()
+            if child is not self.module
+            and ((isinstance(child, nn.ModuleList) and len(child) == self.num_experts) or self._stacked(child))
+        ]
+
+    def grams(self) -> list[torch.Tensor]:
+        return [value_gram(p.flatten(1)) for experts in self.expert_modules() for p in self._stacked(experts)]
+
+    def _stacked(self, experts: nn.Module) -> list[nn.Parameter]:
+        """The matrices of n experts, [n, …, …] each."""
+        return [p for p in experts.parameters() if p.dim() == 3 and p.shape[0] == self.num_experts]
+
+
+# --- a model's layers ------------------------------------------------------------------------------------------------
+
+
+def routed_layers(model: nn.Module, caller: str | None = None) -> list[RoutedLayer]:
+    """
+    The routed layers of a model in the model's order: those of its active MoE-LoRA adapters (not, say, a DPO trainer's
+    reference copy), or else a native MoE's.
+
+    Args:
+        caller: a function that needs some, with which the message begins.
+
+    Raises:
+        InputError: with a caller, the model has none, or its adapter is disabled.
+    """
+    layers: list[RoutedLayer] = [
+        AdapterLayer(path, module, name)
+        for path, module in model.named_modules()
+        if isinstance(module, MoELoraLayer)
+        for name in module.active_adapters
+        if name in module.moe_lora_router
+    ]
+    if caller and layers and all(layer.module.disable_adapters for layer in layers):
+        raise InputError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")
+    layers = layers or [*_native_layers(model)]
+    if caller and not layers:
+        raise InputError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
+    return layers
+
+
+def adapter_layers(model: nn.Module, adapter_name: str | None, caller: str) -> list[AdapterLayer]:
+    """
+    The routed layers of one adapter, active or not.
+
+    Args:
+        adapter_name: None: the active one.
+        caller: with which the message begins.
+
+    Raises:
+        InputError: there is no such adapter with routers.
+    """
+    layers = [
+        AdapterLayer(path, module, name)
+        for path, module in model.named_modules()
+        if isinstance(module, MoELoraLayer)
+        for name in module.moe_lora_router
+    ]
+    names = {layer.adapter for layer in layers}
+    if adapter_name is None:
+        adapter_name = next((name for layer in layers for name in layer.module.active_adapters if name in names), None)
+    if adapter_name not in names:
+        raise InputError(
+            f"{caller}: adapter_name={adapter_name!r}: no such adapter with routers; there is {sorted(names)}"
+        )
+    return [layer for layer in layers if layer.adapter == adapter_name]
+
+
+def native_layers(model: nn.Module, caller: str | None = None) -> list[NativeLayer]:
+    """
+    The routed layers of a native MoE; none of a dense model.
+
+    Args:
+        caller: a function that needs some, with which the message begins.
+
+    Raises:
+        InputError: with a caller, there are none.
+    """
+    layers = [*_native_layers(model)]
+    if caller and not layers:
+        raise InputError(f"{caller}: {type(model).__name__} has no router; give a native MoE of transformers")
+    return layers
+
+
+def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model's routers by name."""
+    ids = {id(p) for layer in routed_layers(model) for p in layer.router.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) in ids}
+
+
+def idle_copies(wrapper: ModulesToSaveWrapper) -> list[nn.Module]:
+    """The modules that PEFT keeps beside the one that its wrapper's forward runs."""
+    saved, active = wrapper.modules_to_save, wrapper.active_adapters
+    adapted = bool(active) and not wrapper.disable_adapters and all(name in saved for name in active)
+    running = saved[active[0]] if adapted else wrapper.original_module
+    return [module for module in (wrapper.original_module, *saved.values()) if module is not running]
+
+
+def _native_layers(model: nn.Module) -> Iterator[NativeLayer]:
+    """Those whose routers the model's class declares; none in a dense model."""
+    gates: dict[nn.Module, int] = {}
+    idle: set[nn.Module] = set()
+    for module in model.modules():
+        if indices := recorded_routers(module):
+            for part in module.modules():
+                for kind in (kind for kind in indices if isinstance(part, kind)):
+                    gates.setdefault(part, indices[kind])
+        if isinstance(module, ModulesToSaveWrapper):
+            idle.update(part for copy in idle_copies(module) for part in copy.modules())
+    for path, gate in model.named_modules():
+        if gate in gates and gate not in idle:
+            yield NativeLayer(path, gate, model.get_submodule(path.rpartition(".")[0]), gates[gate])
+
+
+# --- steering of gates that are not ours ------------------------------------------------------------------------------
+
+
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # gates that choose by the rule that `_choose_again` has
+
+
+def _is_whole(weight: Any) -> bool:
+    return type(getattr(weight, "data", None)) is torch.Tensor and not weight.is_meta and weight.numel() > 0
+
+
+def _choose_again(gate: Any, args: tuple, output: tuple) -> tuple:
+    """Forward hook that replaces the choice of a transformers router, which returns (logits, gates, experts)."""
+    logits_TN, gates_TK, _ = output
+    normalizes = bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always does
+    choose = gate.moe_router.choose if isinstance(gate, RoutedGate) else top_k_gates
+    gates, experts = gate.steering.route(logits_TN.float(), gate.top_k, normalizes, choose)
+    return logits_TN, gates.to(gates_TK.dtype), experts

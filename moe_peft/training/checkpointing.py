@@ -49,12 +49,13 @@ logger = logging.getLogger("moe_peft")
 INCIDENTAL = {
     "output_dir", "resume_from_checkpoint", "report_to", "run_name", "project", "trackio_space_id",
     "trackio_bucket_id", "trackio_static_space_id", "disable_tqdm", "debug", "log_level", "log_level_replica",
-    "log_on_each_node", "logging_dir", "logging_strategy", "logging_first_step", "logging_steps",
-    "logging_nan_inf_filter", "include_num_input_tokens_seen", "include_tokens_per_second", "skip_memory_metrics",
+    "log_on_each_node", "logging_strategy", "logging_first_step", "logging_steps",
+    "logging_nan_inf_filter", "include_num_input_tokens_seen", "skip_memory_metrics",
     "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node",
     "enable_jit_checkpoint", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo",
     "hub_always_push", "hub_revision", "do_train", "do_eval", "do_predict", "eval_strategy", "eval_on_start",
     "eval_steps", "eval_delay", "eval_accumulation_steps", "eval_packing", "per_device_eval_batch_size",
+    "bf16_full_eval", "fp16_full_eval",
     "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics", "prediction_loss_only",
     "include_for_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
@@ -79,7 +80,7 @@ class Fingerprint:
     @classmethod
     def of(cls, trainer: Any, **more: Any) -> Fingerprint:
         """
-        Of a trainer: its arguments (but for `INCIDENTAL` ones and its length), adapter, data and base.
+        Of a trainer: its arguments (but for `INCIDENTAL` ones and its length), processes, adapter, data and base.
 
         Args:
             more: what identifies it, too.
@@ -92,6 +93,7 @@ class Fingerprint:
             "trainer": type(trainer).__name__,
             **{name: getattr(args, name) for name in sorted(names)},
             **(_adapter_facts(model.peft_config[model.active_adapter]) if isinstance(model, PeftModel) else {}),
+            "processes": args.world_size,
             "rows": len(data),
             "data": _digest([data[i] for i in sample]),
             "trained parameters": _digest(trained),

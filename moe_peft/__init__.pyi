@@ -13,7 +13,8 @@ from .models.native_routers import replace_routers
 from .models.steering import allow_experts, force_experts
 from .pruning.prune import prune_experts
 from .training.router_bias import RouterBiasCallback, router_bias_updates
-from .training.router_losses import RouterLossConfig, RouterLossesMixin
+from .training.router_config import RouterLossConfig
+from .training.router_losses import RouterLossesMixin
 from .training.trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
 from .utils.model_card import write_model_card
 

@@ -26,8 +26,8 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 from ..adapter.config import MoELoraConfig
 from ..analysis.figures import FORMATS
 from ..native.export import read_adapter_config
-from ..training.checkpointing import names_checkpoint
-from ..training.router_losses import RouterLossConfig, Stage
+from ..training.resuming import names_checkpoint
+from ..training.router_config import RouterLossConfig, Stage
 from ..utils.loading import Base, adapter_base, check_tokenizer, read_tokenizer
 from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_key
 from ..utils.validation import Count, check_range, prefixed, read_settings, read_yaml, validate

@@ -16,11 +16,13 @@ from transformers import set_seed
 
 from ..adapter.config import MoELoraConfig
 from ..models.introspection import native_routers, router_sizes
-from ..training.checkpointing import numbered_checkpoints, resumes, save_full_weights, train_or_resume
+from ..training.checkpointing import numbered_checkpoints
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
-from ..training.estimate import on_quantized, planned_launch, print_estimates, seconds_per_step
+from ..training.estimate import planned_launch, print_estimates, seconds_per_step
 from ..training.preflight import preflight
-from ..training.router_losses import loss_coefficients
+from ..training.resuming import resumes, save_full_weights, train
+from ..training.router_config import loss_coefficients
+from ..training.trainable import on_quantized
 from ..training.trainers import check_expert_labels
 from ..utils.distributed import leave_processes, on_main_process
 from ..utils.io import hash_file, output_folder, reading
@@ -127,7 +129,7 @@ def _train(
                     processing_class=options.tokenizer, peft_config=config,
                 )  # fmt: skip
             trainer.earlier_training = facts
-            train_or_resume(trainer, **start)
+            train(trainer, keep=None, **start)
         facts = trainer.training_facts()
         model, config = trainer.model, None
     save_full_weights(trainer)

@@ -1,5 +1,6 @@
 from .router_bias import RouterBiasCallback, router_bias_updates
-from .router_losses import RouterLossConfig, RouterLossesMixin
+from .router_config import RouterLossConfig
+from .router_losses import RouterLossesMixin
 from .trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
 
 __all__ = [

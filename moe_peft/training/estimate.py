@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import statistics
 import tempfile
 import time
@@ -35,6 +34,7 @@ from ..utils.loading import Base, chat_template
 from ..utils.messages import InputError, choice_error, one_line, refused_settings
 from .data import drawn
 from .preparation import for_one_trainer
+from .schedule import steps_and_rows
 from .trainable import freeze_for_stage
 
 logger = logging.getLogger("moe_peft")
@@ -407,27 +407,6 @@ def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfi
     return Rows(len(data), statistics.fmean(cut), int(max(cut)))
 
 
-def steps_and_rows(args: SFTConfig, rows: int, processes: int) -> tuple[int, float]:
-    """The optimizer steps that `Trainer` takes, and the rows that it reads in them."""
-    batch, accumulated = args.per_device_train_batch_size * processes, args.gradient_accumulation_steps
-    in_epoch, usable = steps_in_epoch(rows, batch, accumulated, args.dataloader_drop_last)
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * in_epoch)
-    return steps, min(steps * batch * accumulated, steps / in_epoch * usable)
-
-
-def steps_in_epoch(rows: int, batch: int, accumulated: int, drop_last: bool) -> tuple[int, int]:
-    """
-    `Trainer`'s optimizer steps in a pass over the data, and the rows that it reads: it begins a step with each pass.
-
-    Args:
-        batch: rows of one batch of all processes.
-        accumulated: batches of a step.
-        drop_last: whether the last batch is left out if it is not full.
-    """
-    batches = rows // batch if drop_last else -(-rows // batch)
-    return max(1, -(-batches // accumulated)), min(rows, batches * batch)
-
-
 def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template: str | None = None) -> int:
     """
     Tokens of a row, before truncation, in the formats that TRL takes; of a preference, those of both answers.
@@ -463,11 +442,3 @@ def training_line(args: SFTConfig) -> str:
         f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}; "
         f"gradient checkpointing {checkpointing}"
     )
-
-
-def on_quantized(model: nn.Module) -> nn.Module:
-    """An adapter on a quantized base, with its trainable parameters in bfloat16, which is how TRL trains them."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.bfloat16)
-    return model

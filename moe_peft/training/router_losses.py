@@ -11,19 +11,16 @@ T tokens of all passes, n experts, L layers with routers.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import fields
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from ..adapter.config import MoELoraConfig
 from ..models.introspection import (
     RoutedPass,
     active_routers,
@@ -33,318 +30,20 @@ from ..models.introspection import (
     router_sizes,
     text_config,
 )
-from ..models.native_routers import CONFIG_FIELD
 from ..models.steering import steered
 from ..routing.gates import Steering
-from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope, coefficient_field
-from ..routing.routers import Router
-from ..routing.statistics import LoadHealth, compliance, counted_experts, entropies, load_health
+from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope
+from ..routing.statistics import compliance, counted_experts, entropies
 from ..utils.compat import loss_is_of_whole_step
-from ..utils.messages import InputError, choice_error
+from ..utils.messages import InputError
 from .labels import COLUMN, NO_LABEL, completion_tokens, real_tokens
+from .mixins import FullNormMixin
 from .router_bias import RouterBiasCallback, has_biases
+from .router_config import RouterLossConfig, is_reentrant, loss_coefficients, trains_adapter, warn_of_top_1
+from .router_log import RouterLog, Sum, token_sum
+from .schedule import FACTORS, phase_at
 from .trainable import freeze_for_stage
 from .training_card import ModelCardMixin
-
-logger = logging.getLogger("moe_peft")
-
-# --- config ----------------------------------------------------------------------------------------------------------
-
-Stage = Literal["joint", "routers", "rest"]
-LabelTokens = Literal["all", "completion"]
-Schedule = Literal["constant", "three_phase", "step_decay"]
-
-# A field for the coefficient of each loss in the table; one without a default may be None, for the model's own.
-_Coefficients: Any = make_dataclass(
-    "_Coefficients",
-    [
-        (
-            coefficient_field(name),
-            float | None if loss.coefficient is None else float,
-            field(default=loss.coefficient, metadata={"help": loss.help}),
-        )
-        for name, loss in ROUTER_LOSSES.items()
-    ],
-    namespace={"__module__": __name__},
-)
-
-# Fields that name one of a few.
-_CHOICES = {
-    "router_balancing": (*get_args(Scope), None),
-    "training_stage": get_args(Stage),
-    "router_schedule": get_args(Schedule),
-    "router_label_tokens": get_args(LabelTokens),
-}
-
-
-@dataclass
-class RouterLossConfig(_Coefficients):
-    """
-    The fields of the router losses, for a config that also inherits from one of TRL's.
-
-    Each loss of `ROUTER_LOSSES` has a coefficient: `router_aux_loss_coef` (load balancing; None takes the model's),
-    `router_z_loss_coef`, `router_label_loss_coef`, …
-
-    Args:
-        router_balancing: `"layer"` balances each layer; `"global"` pools the tokens of all layers, which in a deep
-            model balances next to nothing. None: `"layer"` for an adapter, transformers' `"global"` for a native MoE.
-        router_global_batch: whether the balancing loss counts the loads of all processes together (Qiu et al., 2025)
-            rather than in each by itself. Batches that are accumulated stay apart.
-        training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
-            losses; `"rest"` trains all other trainable parameters, with the routers frozen and without their losses.
-            To train in two stages, pass the same model to the second trainer.
-        router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
-            loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
-            `"step_decay"`: the learning rate rises from 0 in the first 1 % of the steps and is multiplied by 0.316 at
-            80 % and again at 90 % of them; losses as set (Router Upcycling, section 4.1).
-        router_label_tokens: `"all"` puts the label loss on all real tokens, `"completion"` on those that the language
-            loss is on (whose label is not -100), e.g. on answers without their prompts. Compliance is logged likewise.
-        router_bias_anneal: with an adapter's `router_bias_update_rate`, the share of the training, at its end, in which
-            the routers' biases go to 0, so that the result can be exported.
-        router_label_mask: whether tokens may only go to the experts of their label, in training and in evaluation. The
-            router losses see the logits without this mask, so routers can learn to do without it.
-
-    Raises:
-        ValueError: fields contradict each other, or no loss trains what should be trained.
-
-    Example:
-
-    ```python
-    >>> from dataclasses import dataclass
-    >>> from trl import RewardConfig
-    >>> from moe_peft import RouterLossConfig
-    >>> @dataclass
-    ... class MoERewardConfig(RouterLossConfig, RewardConfig):
-    ...     pass
-    >>> args = MoERewardConfig("out", router_schedule="three_phase", use_cpu=True)
-    ```
-    """
-
-    router_balancing: Scope | None = field(
-        default=None,
-        metadata={"help": "Scope of the balancing loss. None: layer for adapters, global for native MoEs."},
-    )
-    router_global_batch: bool = field(
-        default=False, metadata={"help": "Balance the batches of all processes together."}
-    )
-    training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
-    router_schedule: Schedule = field(default="constant", metadata={"help": "Constant, three-phase or step decay."})
-    router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
-    router_bias_anneal: float = field(default=0.0, metadata={"help": "Last share of the steps: biases go to 0."})
-    router_label_mask: bool = field(default=False, metadata={"help": "Mask the experts of other labels."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise InputError(choice_error(name, getattr(self, name), choices))
-        has_labels = getattr(self, "expert_map", None) is not None
-        defaults = {"router_label_mask": False, "router_label_tokens": "all", "router_label_loss_coef": 1.0}
-        for name, default in defaults.items():
-            if getattr(self, name) != default and not has_labels:
-                raise InputError(
-                    f"{name}={getattr(self, name)!r} needs label_column and expert_map, which MoESFTConfig has"
-                )
-        if self.training_stage == "routers" and not any(map(self._trains_routers, ROUTER_LOSSES)):
-            labels = "label_column and expert_map, and router_label_loss_coef or "
-            needs = f"{labels * hasattr(self, 'expert_map')}router_z_loss_coef above 0"
-            raise InputError(f"training_stage='routers' needs {needs}: no loss trains the routers")
-        if self.router_schedule != "constant":
-            for name, unused in (("lr_scheduler_type", ("linear", "constant")), ("warmup_steps", (0,))):
-                value = getattr(self, name)
-                if value not in unused:
-                    value = getattr(value, "value", value)
-                    raise InputError(
-                        f"{name}={value!r}: router_schedule={self.router_schedule!r} sets the learning rate; leave it "
-                        "out"
-                    )
-
-    def _trains_routers(self, name: str) -> bool:
-        """Whether a loss counts in the stage of routers alone."""
-        loss = ROUTER_LOSSES[name]
-        labelled = not loss.needs_labels or getattr(self, "expert_map", None) is not None
-        return labelled and "routers" in loss.stages and bool(getattr(self, coefficient_field(name)))
-
-
-# --- coefficients ----------------------------------------------------------------------------------------------------
-
-
-def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
-    """
-    The coefficient of each loss of `ROUTER_LOSSES`.
-
-    Args:
-        args: a config with the fields of `RouterLossConfig`.
-
-    Raises:
-        ValueError: the model's routers cannot be trained so.
-    """
-    if args.training_stage == "routers" and not router_parameters(model):
-        raise InputError("training_stage='routers': these routers have no parameters; use 'joint'")
-    coefficients = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
-    constant = all(getattr(router, "by_token_id", False) for router in active_routers(model))
-    for name, loss in ROUTER_LOSSES.items():
-        wanted = not loss.needs_labels or getattr(args, "expert_map", None) is not None
-        if constant and wanted and coefficients[name]:
-            raise InputError(
-                f"{coefficient_field(name)}={coefficients[name]}: these routers go by token ids, "
-                "so the loss is a constant; set it to 0"
-            )
-    if coefficients["aux"] is None:
-        coefficients["aux"] = 0.0 if constant else getattr(text_config(model), "router_aux_loss_coef", 0.0)
-    if not adapter_layers(model) and is_reentrant(args) and any(coefficients.values()):
-        raise InputError(
-            "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
-            "without gradients, which router losses need; set it to False"
-        )
-    return coefficients
-
-
-def is_reentrant(args: Any) -> bool:
-    """Whether layers run again inside the backward pass, without gradients in the first one."""
-    return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
-
-
-def trains_adapter(arguments: Iterable[Any]) -> bool:
-    """Whether a trainer with these arguments trains a MoE-LoRA adapter."""
-    configs = [c for arg in arguments for c in (arg.peft_config.values() if isinstance(arg, PeftModel) else [arg])]
-    return any(isinstance(config, MoELoraConfig) for config in configs)
-
-
-def _warn_of_top_1(model: Any, ks: Iterable[int]) -> None:
-    """A native gate that is divided by itself is 1 whatever its router says; those of adapters pass a gradient on."""
-    config = text_config(model)
-    stock = not adapter_layers(model) and not hasattr(config, CONFIG_FIELD)
-    if stock and 1 in ks and getattr(config, "norm_topk_prob", True):
-        logger.warning(
-            "num_experts_per_tok=1: the only gate of a token is divided by itself, so routers learn from the balancing "
-            "loss alone; use moe_peft.replace_routers(model, 'linear'), whose gates pass on the gradient of the loss"
-        )
-
-
-# --- schedule --------------------------------------------------------------------------------------------------------
-
-PHASE_ENDS = (0.05, 0.75, 1.0)  # as shares of the steps
-LEARNING_RATE = (0.1, 1.0, 0.1)  # factors; those of the losses are in `routing.losses.ROUTER_LOSSES`
-
-
-def phase_at(step: int, steps: int) -> int:
-    """The phase (0, 1 or 2) that a step of `steps` belongs to."""
-    return next((i for i, end in enumerate(PHASE_ENDS) if step < end * steps), len(PHASE_ENDS) - 1)
-
-
-def _three_phases(step: int, steps: int) -> float:
-    return LEARNING_RATE[phase_at(step, steps)]
-
-
-def _step_decay(step: int, steps: int) -> float:
-    warm_up = round(0.01 * steps)
-    return (min(1.0, step / warm_up) if warm_up else 1.0) * 0.316 ** sum(step >= end * steps for end in (0.8, 0.9))
-
-
-# The learning rate's factor at a step of how many, by `router_schedule`.
-_FACTORS = {"three_phase": _three_phases, "step_decay": _step_decay}
-
-
-# --- clipping --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def full_norm(model: nn.Module) -> Iterator[None]:
-    """
-    Gradients whose norm is that of all the parameters that a model's stand for (`Router.stands_for`); undone
-    afterwards, to rounding.
-    """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    counts = {getattr(router, name): count for router in routers for name, count in router.stands_for.items()}
-    counted = [(p.grad, count**0.5) for p, count in counts.items() if p.grad is not None]
-    for grad, root in counted:
-        grad.mul_(root)
-    yield
-    for grad, root in counted:
-        grad.div_(root)
-
-
-class FullNormMixin:
-    """Mixin for a Trainer: it clips by, and logs, the norm of `full_norm`. DeepSpeed clips by itself, without it."""
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        with full_norm(model):
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        with full_norm(model) if grad_norm is None else nullcontext():  # None: nothing was clipped
-            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-
-
-# --- router log ------------------------------------------------------------------------------------------------------
-
-Sum = tuple[torch.Tensor, torch.Tensor]  # of values, and how many they are
-
-
-def token_sum(values_T: torch.Tensor, mask_T: torch.Tensor) -> Sum:
-    """The sum over the tokens that count, and their number."""
-    return (values_T * mask_T).sum(), mask_T.sum()
-
-
-class RouterLog:
-    """
-    What a trainer logs of its routers: means over all tokens since the last log, of all batches and processes.
-
-    Args:
-        trainer: a TRL trainer, which logs the means of the lists that it is given, and clears them then.
-        sizes: each router's n.
-    """
-
-    def __init__(self, trainer: Any, sizes: Sequence[int]) -> None:
-        self.trainer, self.sizes = trainer, sizes
-        self._sums: dict[tuple[bool, str], torch.Tensor] = {}  # in training or not, and name → since the last log
-
-    @torch.no_grad()
-    def note(self, noted: Mapping[str, Sum]) -> None:
-        """Values of one batch, by name."""
-        sums = torch.stack([torch.stack([part.detach().double() for part in pair]) for pair in noted.values()])
-        for name, (total, count) in zip(noted, self._since_the_last_log(noted, sums).tolist(), strict=True):
-            self._log[name] = [total / max(count, 1.0)]
-
-    @torch.no_grad()
-    def note_load(self, passes: Sequence[RoutedPass], mask_T: torch.Tensor) -> None:
-        """How evenly the experts were used."""
-        by_layer = zip(*(seen.chosen for seen in passes), strict=True)
-        counts_LN = torch.stack([
-            mask_T.double() @ torch.cat([chosen_TN.to(mask_T.device) for chosen_TN in of_layer]).double()
-            for of_layer in by_layer
-        ])  # fmt: skip
-        tokens_L1 = mask_T.double().sum().expand(len(counts_LN), 1)
-        sums = self._since_the_last_log(["load_cv"], torch.cat([counts_LN, tokens_L1], dim=1).unsqueeze(0))
-        health = load_health(sums[0, :, :-1], self.sizes, float(sums[0, 0, -1]))
-        self._log["load_cv"] = [health.variation]
-        self._log["load_cv_by_chance"] = [health.by_chance]
-        self._log["dead_experts"] = [health.dead / health.experts]
-
-    def load_health(self) -> LoadHealth | None:
-        """That of the load in training, of the tokens that the last log was about or of those since then."""
-        sums = self._sums.get((True, "load_cv"))
-        return None if sums is None else load_health(sums[:, :-1], self.sizes, float(sums[0, -1]))
-
-    def _since_the_last_log(self, names: Iterable[str], sums: torch.Tensor) -> torch.Tensor:
-        """Sums of a batch, one per name, with those of other processes and of the batches before it."""
-        reduced = self.trainer.accelerator.reduce(sums, "sum").cpu()
-        for i, name in enumerate(names):
-            key = (self.trainer.model.training, name)
-            if name in self._log:
-                reduced[i] += self._sums[key]
-            self._sums[key] = reduced[i]
-        return reduced
-
-    @property
-    def _log(self) -> Any:
-        trainer = self.trainer
-        log = trainer._metrics if hasattr(trainer, "_metrics") else trainer._stored_metrics
-        return log["train" if trainer.model.training else "eval"]
-
-
-# --- trainer ----------------------------------------------------------------------------------------------------------
 
 
 class RouterLossesMixin(FullNormMixin, ModelCardMixin):
@@ -402,7 +101,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self._coefficients = loss_coefficients(self.model, self.args)
         self._routers = active_routers(self.model)
         self.aux_loss_enabled = False  # TRL would add its own balancing loss
-        _warn_of_top_1(self.model, self._ks)
+        warn_of_top_1(self.model, self._ks)
         self._balance_by_bias()
         self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage)
         self._added = False  # whether the current step's loss has the routers' losses
@@ -440,7 +139,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         trainer: Any = super()
-        factor = _FACTORS.get(self.args.router_schedule)
+        factor = FACTORS.get(self.args.router_schedule)
         if factor is not None and self.lr_scheduler is None:
             by_step = partial(factor, steps=num_training_steps)  # without a state, which resuming would restore
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, by_step)  # type: ignore[attr-defined]

@@ -1,14 +1,12 @@
-"""What a training does not change: it freezes what a stage does not train, and tells an adapter's base."""
+"""Which parameters are trained, by stage, and in which dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from accelerate.utils import parse_flag_from_env
-from peft.tuners.tuners_utils import BaseTuner
+import torch
 from torch import nn
 
-from ..utils.loading import EMPTY_IN_OTHERS
 from ..utils.messages import InputError
 
 _NOTE = "_moe_stage"  # what the last stage froze, kept on the model for the next stage's trainer
@@ -54,20 +52,15 @@ def freeze_for_stage(model: nn.Module, routers: Mapping[str, nn.Parameter], stag
     return list(frozen.values())
 
 
-def base_values(model: nn.Module) -> list[float]:
-    """
-    Some values of each parameter that adapters leave as it is; none of a model without adapters, or where a process may
-    not have them. New values of adapters may be others in each run.
-    """
-    prefixes = tuple({module.prefix for module in model.modules() if isinstance(module, BaseTuner)})
-    if not prefixes or parse_flag_from_env(EMPTY_IN_OTHERS):
-        return []
-    parts = ((name.split("."), p) for name, p in model.named_parameters())
-    base = [p for names, p in parts if not any(n.startswith((*prefixes, "modules_to_save")) for n in names)]
-    return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].double().tolist()]
-
-
 def train_only(model: nn.Module, names: Collection[str]) -> None:
     """Make these parameters trainable, and no others."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
+
+
+def on_quantized(model: nn.Module) -> nn.Module:
+    """An adapter on a quantized base, with its trainable parameters in bfloat16, which is how TRL trains them."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model

@@ -21,10 +21,11 @@ from ..routing.expert_map import check_allowed, expert_masks, label_text, read_e
 from ..utils.loading import changed_embeddings, read_config, read_tokenizer
 from ..utils.messages import InputError
 from ..utils.model_card import TAGS
-from .checkpointing import NativeResumeMixin
 from .data import check_answers, check_learnable
 from .labels import COLUMN, LabelCollator, check_labels, with_token_labels
-from .router_losses import RouterLossConfig, RouterLossesMixin, trains_adapter
+from .mixins import NativeResumeMixin
+from .router_config import RouterLossConfig, trains_adapter
+from .router_losses import RouterLossesMixin
 
 # --- sft -------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import trl
 from peft import PeftModel
 
 from ..utils.model_card import load_card, write_model_card
-from .checkpointing import FiniteWeightsMixin
+from .mixins import FiniteWeightsMixin
 
 
 class ModelCardMixin(FiniteWeightsMixin):

@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig
 from ..native.families import FAMILIES
 from ..native.model_folder import add_older_names
 from ..native.safetensors_io import Checkpoint, ShardedWriter
-from ..training.checkpointing import link_weights
-from ..utils.io import write_json
+from ..utils.io import link_weights, write_json
 from ..utils.messages import InputError
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -21,10 +21,10 @@ import trl
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
 
-from ..training.checkpointing import MARKER, link_folder
+from ..training.checkpointing import MARKER
 from ..training.preflight import check_packages, preflight, refuse_arguments
 from ..utils.distributed import on_main_process
-from ..utils.io import atomic_write, hash_file, output_folder, read_json, write_json
+from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, write_json
 from ..utils.loading import EMPTY_IN_OTHERS
 from ..utils.messages import InputError
 from ..utils.model_card import write_model_card

@@ -19,8 +19,9 @@ from transformers import (
 from trl import SFTConfig
 
 from ..models.introspection import router_parameters
-from ..training.checkpointing import Trained, copy_result, train
+from ..training.checkpointing import copy_result
 from ..training.preparation import for_one_trainer
+from ..training.resuming import Trained, train
 from ..training.trainable import train_only, unfreeze_stage
 from ..training.trainers import MoESFTTrainer
 

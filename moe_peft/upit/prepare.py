@@ -13,9 +13,10 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..training.checkpointing import FiniteWeightsMixin, Trained, total_steps, train
 from ..training.data import check_learnable
+from ..training.mixins import FiniteWeightsMixin
 from ..training.preparation import for_one_trainer
+from ..training.resuming import Trained, total_steps, train
 from ..utils.messages import InputError
 from .files import copy_adapter, expert_folders, link_model
 

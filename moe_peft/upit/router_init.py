@@ -35,10 +35,11 @@ from ..adapter.ffn_layout import find_layout
 from ..adapter.layers import linear_features
 from ..adapter.lora_conversion import determined_fields
 from ..native.safetensors_io import Checkpoint
-from ..training.checkpointing import FiniteWeightsMixin, Trained, train
 from ..training.labels import IGNORED
+from ..training.mixins import FiniteWeightsMixin
 from ..training.preparation import for_one_trainer, tokenized
-from ..training.router_losses import RouterLog
+from ..training.resuming import Trained, train
+from ..training.router_log import RouterLog
 from ..training.scoring import Collator, example_losses
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.distributed import on_main_process

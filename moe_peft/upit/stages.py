@@ -15,10 +15,11 @@ from transformers import PreTrainedModel, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from ..models.model_size import model_size
-from ..training.checkpointing import INCIDENTAL, Trained, copy_result
+from ..training.checkpointing import INCIDENTAL, copy_result
 from ..training.data import drawn, in_blocks, source_name
-from ..training.estimate import steps_in_epoch
 from ..training.labels import unknown_labels
+from ..training.resuming import Trained
+from ..training.schedule import steps_in_epoch
 from ..training.trainers import MoESFTConfig, MoESFTTrainer, check_padding
 from ..utils.distributed import on_main_process
 from ..utils.expert_merging import Descent

@@ -19,11 +19,11 @@ from ..training.estimate import (
     count_rows,
     duration,
     memory,
-    on_quantized,
     python_line,
     seconds_per_step,
     training_line,
 )
+from ..training.trainable import on_quantized
 from .evaluate import recorded_scores
 from .pipeline import UpIT
 from .stages import PostTrain, TrainingStage

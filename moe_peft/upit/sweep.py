@@ -17,9 +17,9 @@ from rich.table import Table
 
 from ..analysis.figures import method_name, plot_curves
 from ..models.model_size import attention_flops, model_size
-from ..training.checkpointing import fingerprint_of, is_complete, link_folder
+from ..training.checkpointing import fingerprint_of, is_complete
 from ..utils.distributed import on_main_process
-from ..utils.io import write_json
+from ..utils.io import link_folder, write_json
 from ..utils.messages import InputError
 from .pipeline import UpIT
 from .recipe import load_recipe

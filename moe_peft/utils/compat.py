@@ -40,7 +40,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
     # Which modules of a native MoE are routers, read in `models.introspection` and `adapter.base_model`.
     "transformers.PreTrainedModel": ("_can_record_outputs",),
-    # Resuming of native MoEs, overridden in `training.checkpointing`; clipping, in `training.router_losses`.
+    # Resuming of native MoEs, and clipping, overridden in `training.mixins`.
     "transformers.Trainer": (
         "_clip_grad_norm",
         "_get_grad_norm",
@@ -51,7 +51,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_created_lr_scheduler",
         "_train_batch_size",
     ),
-    # Labels of tokens, in `training.trainers`; the log, in `training.router_losses`.
+    # Labels of tokens, in `training.trainers`; the log, in `training.router_log`.
     "trl.SFTTrainer": ("_prepare_dataset", "_metrics", "aux_loss_enabled", "_tag_names"),
     "trl.DPOTrainer": ("_tag_names",),
     # The log of TRL's older trainers.

@@ -204,6 +204,23 @@ def hash_file(path: str | os.PathLike) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def link_weights(source: str, target: str) -> None:
+    """A copy of a file; weights, which may be large and are not edited, are linked where the file system can do it."""
+    Path(target).unlink(missing_ok=True)  # never write into a file that may be linked from elsewhere
+    if source.endswith(".safetensors"):
+        try:
+            os.link(os.path.realpath(source), target)
+            return
+        except OSError:
+            pass
+    shutil.copy2(source, target)
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """A copy of a folder, see `link_weights`."""
+    shutil.copytree(source, target, copy_function=link_weights)
+
+
 _LOCK = ".lock"
 
 

@@ -112,6 +112,10 @@ class Settings(BaseModel):
 
 # --- validation ------------------------------------------------------------------------------------------------------
 
+# What a field takes beside its type, which is one that a command line can give: `read_expert_map` checks the one, and
+# a word on a command line is true or false in a file.
+_ALSO: dict[str, Any] = {"expert_map": Any, "resume_from_checkpoint": bool}
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -147,8 +151,7 @@ def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: s
     for name, value in values.items():
         if name not in fields:
             raise InputError(unknown_key(f"{section}{name}", fields, documented))
-        if name != "expert_map":  # `read_expert_map` takes more than the type that a command line can give
-            _check_type(f"{section}{name}", value, hints[name])
+        _check_type(f"{section}{name}", value, hints[name] | _ALSO.get(name, hints[name]))
         if "learning_rate" in fields:
             check_range(name, value, section)
     return dict(values)
@@ -218,7 +221,7 @@ def _check_type(path: str, value: Any, hint: Any) -> None:
 _FROM_1 = {
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "eval_accumulation_steps", "torch_empty_cache_steps", "dataset_num_proc", "dataloader_prefetch_factor",
-    "max_prompt_length", "max_completion_length", "pad_to_multiple_of",
+    "pad_to_multiple_of",
 }  # fmt: skip
 _ABOVE_0 = {"logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"}
 _BELOW_1 = {"adam_beta1", "adam_beta2", "label_smoothing_factor", "label_smoothing"}

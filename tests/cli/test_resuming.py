@@ -8,24 +8,18 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from moe_peft.training.checkpointing import INCIDENTAL
+from moe_peft.utils.validation import _FROM_1
 from tests.helpers.training_case import make_case, run
 
 
 def test_arguments_that_do_not_count_are_arguments():
-    """What is no longer an argument of any version that is allowed must not stay in the list."""
-    older = {
-        "logging_dir",
-        "include_tokens_per_second",
-        "eval_do_concat_batches",
-        "torch_empty_cache_steps",
-        "eval_packing",
-        "local_rank",
-    }
+    """A name that is no longer an argument must not stay in a list of arguments."""
     names = {f.name for config in (SFTConfig, DPOConfig) for f in fields(config)}
-    assert INCIDENTAL - names <= older
+    assert names >= INCIDENTAL and names >= _FROM_1
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +68,24 @@ def test_a_training_that_is_longer_and_logs_more_resumes(stopped, tmp_path):
     settings, out = stopped
     shutil.copytree(out, tmp_path / "out")
     own = {"target_modules": ["v_proj", "mlp", "q_proj"], "max_steps": 6, "logging_steps": 2, "dataset_num_proc": 1}
-    run("sft", tmp_path, {**settings, **own}, "--resume_from_checkpoint", "true")
+    own |= {"bf16_full_eval": True, "resume_from_checkpoint": True}  # in a file, it is no word
+    run("sft", tmp_path, {**settings, **own})
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
+
+
+def test_in_a_file_false_trains_from_the_beginning(stopped, tmp_path):
+    settings, _ = stopped
+    out = run("sft", tmp_path, {**settings, "max_steps": 1, "resume_from_checkpoint": False})
+    assert (out / "checkpoint-1").is_dir()
+
+
+def test_a_training_resumes_with_as_many_processes(stopped, tmp_path, capsys, monkeypatch):
+    """More of them read more rows in each step."""
+    settings, out = stopped
+    shutil.copytree(out, tmp_path / "out")
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda args: 2))
+    line = refused(capsys, "sft", tmp_path, {**settings, "max_steps": 6})
+    assert "checkpoint-3': is of another training, with processes 1 and not 2; set that" in line
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from trl import KTOConfig, KTOTrainer
 
 from moe_peft import MoELoraConfig
 from moe_peft.models.introspection import router_parameters
-from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin
+from moe_peft.training.router_config import RouterLossConfig
+from moe_peft.training.router_losses import RouterLossesMixin
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import tiny_llama
 from tests.helpers.routed_models import NATIVE, K, N

@@ -156,12 +156,12 @@ def _points() -> dict[str, tuple[Any, str]]:
     import moe_peft.upit.pipeline
     import moe_peft.upit.router_init
     import moe_peft.upit.stage_cache
-    from moe_peft.training.checkpointing import _Checkpoints
+    from moe_peft.training.resuming import KeepCheckpoints
 
     return {
         "step": (Trainer, "training_step"),
         "within a checkpoint": (Trainer, "_save_rng_state"),
-        "before a checkpoint is marked": (_Checkpoints, "on_save"),
+        "before a checkpoint is marked": (KeepCheckpoints, "on_save"),
         "scoring": (moe_peft.upit.router_init, "example_losses"),
         "writing an expert": (moe_peft.upit.files, "save_file"),
         "writing json": (moe_peft.upit.stage_cache, "write_json"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from moe_peft import MoELoraConfig
 from moe_peft.routing.routers import RouterSettings, make_router
-from moe_peft.training.router_losses import full_norm
+from moe_peft.training.mixins import full_norm
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import tiny_llama
 

@@ -13,8 +13,8 @@ from trl import SFTConfig
 
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.models.introspection import router_parameters
+from moe_peft.training.checkpointing import base_values
 from moe_peft.training.data import in_blocks
-from moe_peft.training.trainable import base_values
 from moe_peft.upit import prepare_experts
 from moe_peft.upit.post_train import post_train
 from tests.helpers.models import tiny_llama

@@ -22,12 +22,12 @@ from moe_peft.training.estimate import (  # fmt: skip
     count_rows,
     duration,
     memory,
-    on_quantized,
     planned_launch,
     seconds_per_step,
-    steps_and_rows,
     training_line,
 )
+from moe_peft.training.schedule import steps_and_rows
+from moe_peft.training.trainable import on_quantized
 from tests.helpers.models import ATTENTION, FFN, tiny_llama
 from tests.helpers.routed_models import NATIVE
 

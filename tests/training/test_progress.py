@@ -10,8 +10,8 @@ from datasets import Dataset
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
-from moe_peft.training.checkpointing import train
 from moe_peft.training.progress import StageProgress, show_progress
+from moe_peft.training.resuming import train
 
 
 class Line(nn.Module):
@@ -74,7 +74,7 @@ def test_a_terminal_shows_every_step_and_where_training_resumes(make, capfd, mon
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     stopped = make()
     stopped.add_callback(StopAfter(4))
-    with pytest.raises(KeyError):  # `train` finds no checkpoint of the last step
+    with pytest.raises(KeyError):  # there is no checkpoint of the last step
         train(stopped)
     capfd.readouterr()
     train(make())

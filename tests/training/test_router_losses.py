@@ -16,7 +16,8 @@ from trl import RewardConfig, RewardTrainer, SFTConfig
 from moe_peft import MoELoraConfig, replace_routers
 from moe_peft.models.introspection import observed_routing, router_parameters
 from moe_peft.training.preparation import tokenized
-from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin
+from moe_peft.training.router_config import RouterLossConfig
+from moe_peft.training.router_losses import RouterLossesMixin
 from moe_peft.training.trainers import MoEDPOConfig, MoEDPOTrainer, MoESFTConfig, MoESFTTrainer
 from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.models import tiny_llama

@@ -21,7 +21,9 @@ from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
 from moe_peft.models.introspection import router_parameters
 from moe_peft.routing.losses import ROUTER_LOSSES
 from moe_peft.training.labels import COLUMN
-from moe_peft.training.router_losses import RouterLossConfig, RouterLossesMixin, phase_at
+from moe_peft.training.router_config import RouterLossConfig
+from moe_peft.training.router_losses import RouterLossesMixin
+from moe_peft.training.schedule import phase_at
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig, MoESFTTrainer
 from tests.helpers.models import assert_close_to_scale, tiny_llama
 from tests.helpers.processes import in_processes

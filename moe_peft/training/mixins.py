@@ -1,0 +1,143 @@
+"""What our trainers do beside their losses: clip by full norms, save finite weights alone, resume native MoEs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from peft import PeftModel
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..models.introspection import native_routers
+from ..native.router_files import router_tensors
+from ..routing.routers import Router
+from ..utils.messages import InputError
+
+logger = logging.getLogger("moe_peft")
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class FiniteWeightsMixin:
+    """
+    Mixin for a Trainer: it saves no weights that are not finite. (ZeRO-3's, which are sharded, it does not look at.)
+    It warns where steps would be lost in rounding.
+    """
+
+    args: Any
+    model: Any
+    state: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    is_world_process_zero: Any
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        keeps_float32 = self.is_fsdp_enabled or self.is_deepspeed_enabled  # beside the weights
+        trained = [p for p in self.model.parameters() if p.requires_grad and p.dtype in _HALF]
+        quantized = getattr(self.model, "is_quantized", False)  # TRL makes its adapters bfloat16
+        if trained and not keeps_float32 and not quantized and self.is_world_process_zero():
+            logger.warning(
+                "learning_rate=%g: %s parameters are trained in %s, where a weight changes by no less than a %s of "
+                "itself: smaller steps are lost; load the model in float32 (bf16=True still computes in bfloat16)",
+                self.args.learning_rate,
+                f"{sum(p.numel() for p in trained):,}",
+                str(trained[0].dtype).removeprefix("torch."),
+                "256th" if trained[0].dtype == torch.bfloat16 else "2048th",
+            )
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Raises:
+            ValueError: a trained weight is not finite; nothing is written then.
+        """
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        bad = [name for name, parameter in trained if not _largest(parameter).isfinite()][:1]
+        if self.is_fsdp_enabled:  # each process has parts of its own; all stop if one of them is not finite
+            bad = gather_object(bad)
+        for name in bad[:1]:
+            raise InputError(
+                f"learning_rate={self.args.learning_rate}: after step {self.state.global_step}, {name} is not finite, "
+                f"and {output_dir or self.args.output_dir} was not saved; use a lower learning rate, or max_grad_norm"
+            )
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+
+@torch.no_grad()
+def _largest(parameter: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of what this process holds of a parameter, computed without a tensor of its size."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.linalg.vector_norm(local, torch.inf) if local.numel() else torch.zeros(())
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+class NativeResumeMixin:
+    """
+    Lets a trainer resume native MoEs. transformers' own method (5.23) loads a checkpoint's tensors by their names on
+    disk. Experts have other names in memory, so it does not load them.
+    """
+
+    model: Any
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._is_plain_native():
+            _load_native(self.model if model is None else model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        if self._is_plain_native():
+            _load_native(self.model, self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _is_plain_native(self) -> bool:
+        """Whether complete native MoEs are saved, by their own `save_pretrained`."""
+        native = bool(native_routers(self.model)) and not isinstance(self.model, PeftModel)
+        return native and not self.is_fsdp_enabled  # type: ignore[attr-defined]
+
+
+def _load_native(model: Any, folder: str) -> None:
+    """Load a checkpoint's weights into a native MoE, including those of routers in the place of its gates."""
+    state = type(model).from_pretrained(folder, dtype="auto").state_dict()
+    model.load_state_dict({**state, **router_tensors(model, folder)})
+
+
+# --- clipping --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_norm(model: nn.Module) -> Iterator[None]:
+    """
+    Gradients whose norm is that of all the parameters that a model's stand for (`Router.stands_for`); undone
+    afterwards, to rounding.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    counts = {getattr(router, name): count for router in routers for name, count in router.stands_for.items()}
+    counted = [(p.grad, count**0.5) for p, count in counts.items() if p.grad is not None]
+    for grad, root in counted:
+        grad.mul_(root)
+    yield
+    for grad, root in counted:
+        grad.div_(root)
+
+
+class FullNormMixin:
+    """Mixin for a Trainer: it clips by, and logs, the norm of `full_norm`. DeepSpeed clips by itself, without it."""
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        with full_norm(model):
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        with full_norm(model) if grad_norm is None else nullcontext():  # None: nothing was clipped
+            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]

@@ -1,0 +1,246 @@
+"""Training that may be killed at any moment and, run again, resumes and ends with the same bytes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import TrainingArguments
+
+from ..utils.distributed import on_main_process
+from ..utils.io import remove
+from ..utils.messages import InputError
+from .checkpointing import (
+    MARKER,
+    Fingerprint,
+    fingerprint_of,
+    has_optimizer,
+    is_complete,
+    last_checkpoint,
+    mark_complete,
+    numbered_checkpoints,
+    without_optimizer,
+)
+from .preflight import refuse_arguments
+from .progress import show_progress
+from .schedule import steps_and_rows
+
+logger = logging.getLogger("moe_peft")
+
+# --- what arguments ask for ------------------------------------------------------------------------------------------
+
+_YES, _NO = ("true", "1"), ("none", "false", "0")
+
+
+def resumes(args: TrainingArguments) -> bool:
+    """Whether training arguments ask for a checkpoint to resume from."""
+    return str(args.resume_from_checkpoint).lower() not in _NO
+
+
+def names_checkpoint(args: TrainingArguments) -> bool:
+    """Whether training arguments name one, and not just the last."""
+    return str(args.resume_from_checkpoint).lower() not in (*_YES, *_NO)
+
+
+def total_steps(trainer: Trainer) -> int:
+    """Optimizer steps of a trainer: `max_steps`, or those of `num_train_epochs`, each of which begins a step."""
+    return steps_and_rows(trainer.args, len(trainer.train_dataset), trainer.args.world_size)[0]
+
+
+def save_full_weights(trainer: Trainer) -> None:
+    """Have FSDP write full weights, as any other trainer does; of sharded ones `save_model` writes nothing."""
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What `train` leaves: the log, one record per logged step, and the checkpoints that were to stay, by step."""
+
+    history: list[dict[str, Any]]
+    checkpoints: dict[int, Path]
+
+    @property
+    def last(self) -> Path:
+        """The last checkpoint."""
+        return self.checkpoints[max(self.checkpoints)]
+
+    def metrics(self) -> dict[str, float]:
+        """The last record's losses, and the number of steps."""
+        last = self.history[-1] if self.history else {}
+        losses = {key: value for key, value in last.items() if isinstance(value, float)}
+        return {**losses, "steps": max(self.checkpoints)}
+
+
+def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trained:
+    """
+    Train, and mark each checkpoint when it is complete. If the model is trained already, its weights are loaded.
+
+    Args:
+        trainer: recreated from the same model, data and arguments as the run that was stopped.
+        keep: steps whose checkpoints stay, beside the last one; of others, only the latest does. Training then resumes
+            from the last complete checkpoint in `trainer.args.output_dir` if there is one, and one of `keep` that is
+            missing is trained again. None: as the trainer's arguments say, `save_strategy` and
+            `resume_from_checkpoint`; nothing is removed.
+        facts: what identifies the training, beside its fingerprint.
+
+    Raises:
+        ValueError: a checkpoint is of another training, has more steps, or no optimizer state; the one that is named is
+            not complete; or an argument is not for a training that keeps checkpoints.
+    """
+    args = trainer.args
+    kept: set[int] = set()
+    if keep is not None:
+        # Steps are counted now: the last one's checkpoint is the result, so it stays too.
+        refuse_arguments(args)
+        args.max_steps = facts["steps"] = total_steps(trainer)
+        if args.save_steps < 1:  # a share of all steps
+            args.save_steps = math.ceil(args.max_steps * args.save_steps)
+        kept = {*keep, args.max_steps}
+        save_full_weights(trainer)
+        show_progress(trainer)
+    fingerprint = Fingerprint.of(trainer, **facts)
+    trainer.add_callback(MarkComplete(fingerprint) if keep is None else KeepCheckpoints(fingerprint, kept))
+
+    checkpoint = on_main_process(lambda: _checkpoint_to_resume(args, fingerprint, kept))
+    if checkpoint is None or not _load_if_done(trainer, checkpoint, kept):
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+
+    # The log as the last checkpoint has it. `num_tokens` counts from the last start of the process.
+    log = (record for record in trainer.state.log_history if "train_runtime" not in record)
+    history = [{name: value for name, value in record.items() if name != "num_tokens"} for record in log]
+    found = on_main_process(lambda: numbered_checkpoints(Path(args.output_dir)))
+    return Trained(history, {step: found[step] for step in sorted(kept)})
+
+
+class MarkComplete(TrainerCallback):
+    """Marks each checkpoint of a training when all processes have written their part of it."""
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.fingerprint = fingerprint
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        checkpoint = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        on_main_process(lambda: mark_complete(checkpoint, self.fingerprint))
+
+
+class KeepCheckpoints(MarkComplete):
+    """
+    Saves at given steps, every `save_steps` and at the end. Each save comes with a log, so that the averages of a run
+    that resumes from it begin where they began in a run that was not stopped.
+
+    Args:
+        keep: steps whose checkpoints stay. Of others, only the last one does.
+    """
+
+    def __init__(self, fingerprint: Fingerprint, keep: Collection[int]) -> None:
+        super().__init__(fingerprint)
+        self.keep = set(keep)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        step = state.global_step
+        if step in self.keep or step % int(args.save_steps) == 0 or step >= state.max_steps:
+            control.should_log = control.should_save = True
+            # What a killed run left of this checkpoint must not mix with it.
+            on_main_process(lambda: remove(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        super().on_save(args, state, control, **kwargs)
+        on_main_process(lambda: self._remove_older(Path(str(args.output_dir)), state.global_step))
+
+    def _remove_older(self, folder: Path, last: int) -> None:
+        for step, older in numbered_checkpoints(folder).items():
+            if step < last and (older / MARKER).is_file():
+                if step in self.keep:
+                    without_optimizer(older)
+                else:
+                    shutil.rmtree(older)
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def _checkpoint_to_resume(args: TrainingArguments, fingerprint: Fingerprint, kept: set[int]) -> Path | None:
+    """The checkpoint that training goes on from, or that is its result; None: from the beginning."""
+    folder = Path(str(args.output_dir))
+    if kept:
+        return _last_before_a_gap(folder, fingerprint, kept)
+    if not resumes(args):
+        return None
+    if names_checkpoint(args):
+        checkpoint = Path(str(args.resume_from_checkpoint))
+        if not is_complete(checkpoint):
+            raise InputError(
+                f"resume_from_checkpoint={str(checkpoint)!r}: is not a complete checkpoint; name another, or use true"
+            )
+    else:
+        last = last_checkpoint(folder)
+        if last is None:
+            logger.info("%s: no complete checkpoint; training from the beginning", folder)
+            return None
+        checkpoint = last
+    _check_same(checkpoint, fingerprint)
+    logger.info("resuming from %s", checkpoint)
+    return checkpoint
+
+
+def _last_before_a_gap(folder: Path, fingerprint: Fingerprint, kept: set[int]) -> Path | None:
+    """The last complete checkpoint if all are there that are to stay; else one to resume from, before the missing."""
+    complete = {step: path for step, path in numbered_checkpoints(folder).items() if is_complete(path)}
+    for path in complete.values():
+        _check_same(path, fingerprint)
+    missing = kept - complete.keys()
+    if not missing:
+        return complete[max(complete)]
+    return next((complete[s] for s in sorted(complete)[::-1] if s < min(missing) and has_optimizer(complete[s])), None)
+
+
+def _check_same(checkpoint: Path, fingerprint: Fingerprint) -> None:
+    """
+    Raises:
+        ValueError: a complete checkpoint is of another training.
+    """
+    difference = fingerprint_of(checkpoint).difference(fingerprint)
+    if difference is not None:
+        raise InputError(
+            f"{str(checkpoint)!r}: is of another training, with {difference}; set that, or choose another output_dir"
+        )
+
+
+def _load_if_done(trainer: Any, checkpoint: Path, kept: set[int]) -> bool:
+    """If a checkpoint has all steps of the training, load it, as the trainer would take one more."""
+    args, state = trainer.args, TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    if args.auto_find_batch_size and state.train_batch_size is not None:
+        trainer._train_batch_size = state.train_batch_size  # as the trainer does
+    steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if state.global_step < steps:
+        if not has_optimizer(checkpoint):
+            raise InputError(
+                f"resume_from_checkpoint={args.resume_from_checkpoint!r}: {checkpoint} has no optimizer state "
+                "(save_only_model saves none), so training cannot resume from it; start anew in another output_dir"
+            )
+        return False
+    if steps < state.global_step or (sharded and not kept):
+        name, value = ("max_steps", steps) if args.max_steps > 0 else ("num_train_epochs", args.num_train_epochs)
+        raise InputError(
+            f"{name}={value}: {checkpoint} has {state.global_step} steps already; raise {name}, or start anew"
+        )
+    trainer.state = state
+    if not sharded:  # or the files are the result
+        trainer._load_from_checkpoint(str(checkpoint))
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            trainer._load_best_model()
+    return True

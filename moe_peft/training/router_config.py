@@ -1,0 +1,191 @@
+"""The fields of the router losses in a trainer's config, and the coefficients that a model's losses have by them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Literal, get_args
+
+from peft import PeftModel
+
+from ..adapter.config import MoELoraConfig
+from ..models.introspection import active_routers, adapter_layers, router_parameters, text_config
+from ..models.native_routers import CONFIG_FIELD
+from ..routing.losses import ROUTER_LOSSES, Scope, coefficient_field
+from ..utils.messages import InputError, choice_error
+
+logger = logging.getLogger("moe_peft")
+
+# --- config ----------------------------------------------------------------------------------------------------------
+
+Stage = Literal["joint", "routers", "rest"]
+LabelTokens = Literal["all", "completion"]
+Schedule = Literal["constant", "three_phase", "step_decay"]
+
+# A field for the coefficient of each loss in the table; one without a default may be None, for the model's own.
+_Coefficients: Any = make_dataclass(
+    "_Coefficients",
+    [
+        (
+            coefficient_field(name),
+            float | None if loss.coefficient is None else float,
+            field(default=loss.coefficient, metadata={"help": loss.help}),
+        )
+        for name, loss in ROUTER_LOSSES.items()
+    ],
+    namespace={"__module__": __name__},
+)
+
+# Fields that name one of a few.
+_CHOICES = {
+    "router_balancing": (*get_args(Scope), None),
+    "training_stage": get_args(Stage),
+    "router_schedule": get_args(Schedule),
+    "router_label_tokens": get_args(LabelTokens),
+}
+
+
+@dataclass
+class RouterLossConfig(_Coefficients):
+    """
+    The fields of the router losses, for a config that also inherits from one of TRL's.
+
+    Each loss of `ROUTER_LOSSES` has a coefficient: `router_aux_loss_coef` (load balancing; None takes the model's),
+    `router_z_loss_coef`, `router_label_loss_coef`, …
+
+    Args:
+        router_balancing: `"layer"` balances each layer; `"global"` pools the tokens of all layers, which in a deep
+            model balances next to nothing. None: `"layer"` for an adapter, transformers' `"global"` for a native MoE.
+        router_global_batch: whether the balancing loss counts the loads of all processes together (Qiu et al., 2025)
+            rather than in each by itself. Batches that are accumulated stay apart.
+        training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
+            losses; `"rest"` trains all other trainable parameters, with the routers frozen and without their losses.
+            To train in two stages, pass the same model to the second trainer.
+        router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
+            loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
+            `"step_decay"`: the learning rate rises from 0 in the first 1 % of the steps and is multiplied by 0.316 at
+            80 % and again at 90 % of them; losses as set (Router Upcycling, section 4.1).
+        router_label_tokens: `"all"` puts the label loss on all real tokens, `"completion"` on those that the language
+            loss is on (whose label is not -100), e.g. on answers without their prompts. Compliance is logged likewise.
+        router_bias_anneal: with an adapter's `router_bias_update_rate`, the share of the training, at its end, in which
+            the routers' biases go to 0, so that the result can be exported.
+        router_label_mask: whether tokens may only go to the experts of their label, in training and in evaluation. The
+            router losses see the logits without this mask, so routers can learn to do without it.
+
+    Raises:
+        ValueError: fields contradict each other, or no loss trains what should be trained.
+
+    Example:
+
+    ```python
+    >>> from dataclasses import dataclass
+    >>> from trl import RewardConfig
+    >>> from moe_peft import RouterLossConfig
+    >>> @dataclass
+    ... class MoERewardConfig(RouterLossConfig, RewardConfig):
+    ...     pass
+    >>> args = MoERewardConfig("out", router_schedule="three_phase", use_cpu=True)
+    ```
+    """
+
+    router_balancing: Scope | None = field(
+        default=None,
+        metadata={"help": "Scope of the balancing loss. None: layer for adapters, global for native MoEs."},
+    )
+    router_global_batch: bool = field(
+        default=False, metadata={"help": "Balance the batches of all processes together."}
+    )
+    training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
+    router_schedule: Schedule = field(default="constant", metadata={"help": "Constant, three-phase or step decay."})
+    router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
+    router_bias_anneal: float = field(default=0.0, metadata={"help": "Last share of the steps: biases go to 0."})
+    router_label_mask: bool = field(default=False, metadata={"help": "Mask the experts of other labels."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InputError(choice_error(name, getattr(self, name), choices))
+        has_labels = getattr(self, "expert_map", None) is not None
+        defaults = {"router_label_mask": False, "router_label_tokens": "all", "router_label_loss_coef": 1.0}
+        for name, default in defaults.items():
+            if getattr(self, name) != default and not has_labels:
+                raise InputError(
+                    f"{name}={getattr(self, name)!r} needs label_column and expert_map, which MoESFTConfig has"
+                )
+        if self.training_stage == "routers" and not any(map(self._trains_routers, ROUTER_LOSSES)):
+            labels = "label_column and expert_map, and router_label_loss_coef or "
+            needs = f"{labels * hasattr(self, 'expert_map')}router_z_loss_coef above 0"
+            raise InputError(f"training_stage='routers' needs {needs}: no loss trains the routers")
+        if self.router_schedule != "constant":
+            for name, unused in (("lr_scheduler_type", ("linear", "constant")), ("warmup_steps", (0,))):
+                value = getattr(self, name)
+                if value not in unused:
+                    value = getattr(value, "value", value)
+                    raise InputError(
+                        f"{name}={value!r}: router_schedule={self.router_schedule!r} sets the learning rate; leave it "
+                        "out"
+                    )
+
+    def _trains_routers(self, name: str) -> bool:
+        """Whether a loss counts in the stage of routers alone."""
+        loss = ROUTER_LOSSES[name]
+        labelled = not loss.needs_labels or getattr(self, "expert_map", None) is not None
+        return labelled and "routers" in loss.stages and bool(getattr(self, coefficient_field(name)))
+
+
+# --- coefficients ----------------------------------------------------------------------------------------------------
+
+
+def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
+    """
+    The coefficient of each loss of `ROUTER_LOSSES`.
+
+    Args:
+        args: a config with the fields of `RouterLossConfig`.
+
+    Raises:
+        ValueError: the model's routers cannot be trained so.
+    """
+    if args.training_stage == "routers" and not router_parameters(model):
+        raise InputError("training_stage='routers': these routers have no parameters; use 'joint'")
+    coefficients = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
+    constant = all(getattr(router, "by_token_id", False) for router in active_routers(model))
+    for name, loss in ROUTER_LOSSES.items():
+        wanted = not loss.needs_labels or getattr(args, "expert_map", None) is not None
+        if constant and wanted and coefficients[name]:
+            raise InputError(
+                f"{coefficient_field(name)}={coefficients[name]}: these routers go by token ids, "
+                "so the loss is a constant; set it to 0"
+            )
+    if coefficients["aux"] is None:
+        coefficients["aux"] = 0.0 if constant else getattr(text_config(model), "router_aux_loss_coef", 0.0)
+    if not adapter_layers(model) and is_reentrant(args) and any(coefficients.values()):
+        raise InputError(
+            "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
+            "without gradients, which router losses need; set it to False"
+        )
+    return coefficients
+
+
+def is_reentrant(args: Any) -> bool:
+    """Whether layers run again inside the backward pass, without gradients in the first one."""
+    return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+
+
+def trains_adapter(arguments: Iterable[Any]) -> bool:
+    """Whether a trainer with these arguments trains a MoE-LoRA adapter."""
+    configs = [c for arg in arguments for c in (arg.peft_config.values() if isinstance(arg, PeftModel) else [arg])]
+    return any(isinstance(config, MoELoraConfig) for config in configs)
+
+
+def warn_of_top_1(model: Any, ks: Iterable[int]) -> None:
+    """A native gate that is divided by itself is 1 whatever its router says; those of adapters pass a gradient on."""
+    config = text_config(model)
+    stock = not adapter_layers(model) and not hasattr(config, CONFIG_FIELD)
+    if stock and 1 in ks and getattr(config, "norm_topk_prob", True):
+        logger.warning(
+            "num_experts_per_tok=1: the only gate of a token is divided by itself, so routers learn from the balancing "
+            "loss alone; use moe_peft.replace_routers(model, 'linear'), whose gates pass on the gradient of the loss"
+        )

@@ -1,0 +1,54 @@
+"""How many steps a training has, and the phases of the router schedules."""
+
+from __future__ import annotations
+
+import math
+
+from trl import SFTConfig
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def steps_and_rows(args: SFTConfig, rows: int, processes: int) -> tuple[int, float]:
+    """The optimizer steps that `Trainer` takes, and the rows that it reads in them."""
+    batch, accumulated = args.per_device_train_batch_size * processes, args.gradient_accumulation_steps
+    in_epoch, usable = steps_in_epoch(rows, batch, accumulated, args.dataloader_drop_last)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * in_epoch)
+    return steps, min(steps * batch * accumulated, steps / in_epoch * usable)
+
+
+def steps_in_epoch(rows: int, batch: int, accumulated: int, drop_last: bool) -> tuple[int, int]:
+    """
+    `Trainer`'s optimizer steps in a pass over the data, and the rows that it reads: it begins a step with each pass.
+
+    Args:
+        batch: rows of one batch of all processes.
+        accumulated: batches of a step.
+        drop_last: whether the last batch is left out if it is not full.
+    """
+    batches = rows // batch if drop_last else -(-rows // batch)
+    return max(1, -(-batches // accumulated)), min(rows, batches * batch)
+
+
+# --- router schedules ------------------------------------------------------------------------------------------------
+
+PHASE_ENDS = (0.05, 0.75, 1.0)  # as shares of the steps
+LEARNING_RATE = (0.1, 1.0, 0.1)  # factors; those of the losses are in `routing.losses.ROUTER_LOSSES`
+
+
+def phase_at(step: int, steps: int) -> int:
+    """The phase (0, 1 or 2) that a step of `steps` belongs to."""
+    return next((i for i, end in enumerate(PHASE_ENDS) if step < end * steps), len(PHASE_ENDS) - 1)
+
+
+def _three_phases(step: int, steps: int) -> float:
+    return LEARNING_RATE[phase_at(step, steps)]
+
+
+def _step_decay(step: int, steps: int) -> float:
+    warm_up = round(0.01 * steps)
+    return (min(1.0, step / warm_up) if warm_up else 1.0) * 0.316 ** sum(step >= end * steps for end in (0.8, 0.9))
+
+
+# The learning rate's factor at a step of how many, by `router_schedule`.
+FACTORS = {"three_phase": _three_phases, "step_decay": _step_decay}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import Field, dataclass, field, fields
-from math import inf
-from typing import Any, Literal, get_args
+from dataclasses import Field, InitVar, dataclass, field, fields, make_dataclass
+from typing import Any, Literal, get_args, get_type_hints
 
 from peft import PeftConfig, PeftType
 
-from ..routing.routers import ROUTERS, Mixture, Router, RouterSettings
+from ..routing.routers import ROUTERS, Router, RouterSettings
 from ..utils.compat import private
-from ..utils.messages import InputError, choice_error
+from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
+from ..utils.settings import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_settings, setting
 from .experts import EXPERTS, Experts
 
 _get_pattern_key = private("peft.utils.other", "get_pattern_key")
@@ -24,17 +23,37 @@ EXPERT_FIELDS = (
     "rank_pattern", "alpha_pattern", "init_lora_weights",
 )  # fmt: skip
 
-# Settings of routers that only some read.
-_ROUTER_SETTINGS = {field.name for field in fields(RouterSettings)} - {"type", "jitter_noise", "attention_size"}
+Mixing = Literal["output", "projection"]
+
+# The settings of routers that a config has, as `router_…`.
+_ROUTER_SETTINGS = {each.name: each for each in fields(RouterSettings) if "help" in each.metadata}
+# Settings of `LoraConfig` that experts lack, with the values that ask for nothing.
+_LORA_SETTINGS = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "lora_bias": False,
+    "loftq_config": None,
+    "layer_replication": None,
+}
+_TYPES = get_type_hints(RouterSettings)
+_Settings: Any = make_dataclass(
+    "_Settings",
+    [
+        *((f"router_{name}", _TYPES[name], setting(f.default, **f.metadata)) for name, f in _ROUTER_SETTINGS.items()),
+        *((name, InitVar[Any], field(default=neutral)) for name, neutral in _LORA_SETTINGS.items()),
+    ],
+    namespace={"__module__": __name__},
+)
 
 
 def unread_settings(router: type[Router]) -> list[Field]:
-    """The fields of `RouterSettings` that routers of this class have no use for."""
-    return [setting for setting in fields(RouterSettings) if setting.name in _ROUTER_SETTINGS - set(router.reads)]
+    """The fields of `RouterSettings` that routers of this class have no use for; all read the jitter noise."""
+    return [each for name, each in _ROUTER_SETTINGS.items() if name not in ("jitter_noise", *router.reads)]
 
 
 @dataclass
-class MoELoraConfig(PeftConfig):
+class MoELoraConfig(_Settings, PeftConfig):
     """
     Configuration of a MoE-LoRA adapter: every targeted FFN block (or single linear layer) gets `num_experts` LoRA
     experts and a router that picks `top_k` of them for each token.
@@ -85,23 +104,14 @@ class MoELoraConfig(PeftConfig):
             absolute values of a linear gate's logits, see `moe_peft.init_gates`. `"soft"`: all experts. `"top_p"`,
             `"threshold"`: those of the top k that `router_threshold` keeps. `"locmoe"`: means of equal parts of the
             hidden state. `"hash"`: the same random experts for a token id everywhere.
-        router_threshold: With `"top_p"`, the probability that the chosen experts must reach together (None: 0.8). With
-            `"threshold"`, the probability that each chosen expert must have (None: 1/n).
-        router_capacity_factor: With `"switch"`, limits the tokens that an expert takes in training to this multiple of
-            an even share of the batch. Padding counts, so pack or pad on the right. Tokens over the limit get no
-            update. None: no limit.
-        router_num_heads: With `"attention"`, the number of routers in the mixture. None: the number of experts.
-        router_mixture: With `"attention"`, how the routers' scores are combined: `"sum"`, which can be folded into a
-            linear gate, or `"max"`.
-        router_jitter_noise: ε. In training, the router's input is multiplied by noise from U(1 - ε, 1 + ε).
-        router_bias_update_rate: u, above 0 to balance without a loss (Wang et al., 2024, arXiv 2408.15664; there
-            0.001). A bias of each expert is added to the scores only as experts are chosen. After each optimizer step,
-            it grows by u for those with fewer tokens than the mean, and shrinks by u for the others. Needs
-            `RouterBiasCallback`, which our trainers add themselves. Set `router_aux_loss_coef` to 0 or a small value.
+        router_threshold, router_capacity_factor, …: The settings of `moe_peft.routing.RouterSettings`, which has more
+            on each, with the prefix `router_`.
         router_aux_loss_coef: Coefficient of the load-balancing loss; 0 turns it off.
         init_lora_weights: `True`: A is uniform as in LoRA and B is zero, so the model's output does not change at
             first. `"gaussian"`: A is normal with std 1/r and B is zero. `False`: B is random too. In bottlenecks, A is
             D and B is U.
+        bias, fan_in_fan_out, use_dora, lora_bias, loftq_config, layer_replication: Arguments of `LoraConfig`, accepted
+            at the values that ask for nothing, so that those of a tutorial need not be taken out.
 
     Raises:
         ValueError: A field has a value that cannot work; the message names the field, the value and the remedy.
@@ -117,54 +127,43 @@ class MoELoraConfig(PeftConfig):
     ```
     """
 
-    r: int = field(default=8, metadata={"help": "Rank of every expert."})
-    lora_alpha: float = field(default=16, metadata={"help": "Scaling numerator: s = lora_alpha / r."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the experts' input."})
-    use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(r)."})
-    num_experts: int = field(default=8, metadata={"help": "Experts in every targeted module."})
-    top_k: int = field(default=2, metadata={"help": "Experts per token."})
-    num_shared_experts: int = field(default=0, metadata={"help": "LoRA experts that serve every token."})
-    normalize_top_k: bool = field(default=True, metadata={"help": "Make the chosen experts' gates sum to 1."})
-    mixing: Literal["output", "projection"] = field(
-        default="output", metadata={"help": "Mix the outputs of complete FFNs, or the updates of every projection."}
+    r: int = setting(8, "Rank of every expert.", COUNT)
+    lora_alpha: float = setting(16, "Scaling numerator: s = lora_alpha / r.", POSITIVE)
+    lora_dropout: float = setting(0.0, "Dropout on the experts' input.", Range(at_least=0, below=1))
+    use_rslora: bool = setting(False, "Scale by lora_alpha / sqrt(r).")
+    num_experts: int = setting(8, "Experts in every targeted module.", COUNT)
+    top_k: int = setting(2, "Experts per token.", COUNT)
+    num_shared_experts: int = setting(0, "LoRA experts that serve every token.", Range(at_least=0, whole=True))
+    normalize_top_k: bool = setting(True, "Make the chosen experts' gates sum to 1.")
+    mixing: Mixing = setting(
+        "output", "Mix the outputs of complete FFNs, or the updates of every projection.", get_args(Mixing)
     )
-    target_modules: list[str] | set[str] | str | None = field(
-        default=None, metadata={"help": "FFN blocks and single linears to adapt; None: every FFN."}
+    target_modules: list[str] | set[str] | str | None = setting(
+        None, "FFN blocks and single linears to adapt; None: every FFN."
     )
-    target_projections: list[str] | set[str] | None = field(
-        default=None, metadata={"help": "The FFN projections that get experts; None: all."}
+    target_projections: list[str] | set[str] | None = setting(None, "The FFN projections that get experts; None: all.")
+    exclude_modules: list[str] | set[str] | str | None = setting(None, "Modules to leave alone.")
+    layers_to_transform: list[int] | int | None = setting(None, "Layer indices to adapt.")
+    layers_pattern: list[str] | str | None = setting(None, "Name of the layer list.")
+    modules_to_save: list[str] | None = setting(None, "Other modules to train in full and save.")
+    num_experts_pattern: dict[str, int] = setting(dict, "Number of experts by module name or regex.", COUNT)
+    top_k_pattern: dict[str, int] = setting(dict, "Experts per token by module name or regex.", COUNT)
+    rank_pattern: dict[str, int] = setting(dict, "Rank by module name or regex.", COUNT)
+    alpha_pattern: dict[str, float] = setting(dict, "Alpha by module name or regex.", POSITIVE)
+    router_type: str = setting("linear", f"One of {', '.join(ROUTERS)}.", ROUTERS)
+    router_aux_loss_coef: float = setting(0.01, "Load-balancing loss coefficient.", NOT_NEGATIVE)
+    init_lora_weights: bool | Literal["gaussian"] = setting(
+        True, "True, False or 'gaussian'.", (True, False, "gaussian")
     )
-    exclude_modules: list[str] | set[str] | str | None = field(
-        default=None, metadata={"help": "Modules to leave alone."}
-    )
-    layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Layer indices to adapt."})
-    layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the layer list."})
-    modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Other modules to train in full and save."}
-    )
-    num_experts_pattern: dict[str, int] = field(
-        default_factory=dict, metadata={"help": "Number of experts by module name or regex."}
-    )
-    top_k_pattern: dict[str, int] = field(
-        default_factory=dict, metadata={"help": "Experts per token by module name or regex."}
-    )
-    rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Rank by module name or regex."})
-    alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"help": "Alpha by module name or regex."})
-    router_type: str = field(default="linear", metadata={"help": f"One of {', '.join(ROUTERS)}."})
-    router_threshold: float | None = field(default=None, metadata={"help": "Probability for 'top_p' and 'threshold'."})
-    router_capacity_factor: float | None = field(default=None, metadata={"help": "Capacity of experts for 'switch'."})
-    router_num_heads: int | None = field(default=None, metadata={"help": "Routers in an attention router's mixture."})
-    router_mixture: Mixture = field(default="sum", metadata={"help": "How their scores combine: 'sum' or 'max'."})
-    router_jitter_noise: float = field(default=0.0, metadata={"help": "Training noise on the router's input."})
-    router_bias_update_rate: float = field(default=0.0, metadata={"help": "Step of the biases that balance experts."})
-    router_aux_loss_coef: float = field(default=0.01, metadata={"help": "Load-balancing loss coefficient."})
-    init_lora_weights: bool | Literal["gaussian"] = field(default=True, metadata={"help": "True, False or 'gaussian'."})
-    expert_type: str = field(default="lora", metadata={"help": f"One of {', '.join(EXPERTS)}."})
-    bottleneck_size: int = field(default=64, metadata={"help": "Size of every bottleneck expert."})
+    expert_type: str = setting("lora", f"One of {', '.join(EXPERTS)}.", EXPERTS)
+    bottleneck_size: int = setting(64, "Size of every bottleneck expert.", COUNT)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *of_lora: Any) -> None:
         super().__post_init__()
         self.peft_type = PeftType.MOE_LORA
+        for (name, neutral), value in zip(_LORA_SETTINGS.items(), of_lora, strict=False):
+            if value != neutral:
+                raise InputError(f"MoELoraConfig: {name}={value!r}: LoRA experts have no such setting; leave it out")
         for name in ("target_modules", "exclude_modules", "target_projections"):
             if isinstance(value := getattr(self, name), (list, tuple)):
                 setattr(self, name, set(value))
@@ -188,15 +187,7 @@ class MoELoraConfig(PeftConfig):
 
     def _check_values(self) -> None:
         """Values that would compute something else than asked, or NaN."""
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise InputError(f"MoELoraConfig: {choice_error(name, getattr(self, name), map(str, allowed))}")
-        for names, (allows, interval) in _RANGES.items():
-            for name in names.split():
-                value = getattr(self, name)
-                for number in value.values() if isinstance(value, dict) else [value]:
-                    if number is not None and not allows(number):
-                        self._fail(name, f"use {interval}")
+        check_settings(self, "MoELoraConfig: ")
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
             for name in ("layers_to_transform", "layers_pattern"):
                 if getattr(self, name) is not None:
@@ -217,13 +208,13 @@ class MoELoraConfig(PeftConfig):
     def _check_top_k(self, k: int, n: int) -> None:
         if 1 < n < k and not self.router_class.all_experts:
             field = "top_k_pattern" if self.top_k_pattern else "top_k"
-            self._fail(field, f"use at most the number of experts ({n}), or give that module a single expert")
+            self._fail(field, f"must be at most the number of experts ({n}), or give that module a single expert")
 
     def _check_combinations(self) -> None:
         """Settings that the router overrides, or has no use for."""
         router, kind = self.router_class, f"router_type={self.router_type!r}"
-        for setting in unread_settings(router):
-            self._check_unread(f"router_{setting.name}", setting.default, f"{kind} has no use for it")
+        for unread in unread_settings(router):
+            self._check_unread(f"router_{unread.name}", unread.default, f"{kind} has no use for it")
         if router.by_token_id:
             for name in ("router_jitter_noise", "normalize_top_k"):
                 self._check_unread(name, self._default(name), f"{kind} reads token ids alone")
@@ -281,14 +272,9 @@ class MoELoraConfig(PeftConfig):
             mixing=self.mixing,
             normalize_top_k=self.normalize_top_k,
             router=RouterSettings(
-                self.router_type,
-                self.router_jitter_noise,
-                self.router_threshold,
-                self.router_capacity_factor,
-                self.router_num_heads,
-                self.router_mixture,
-                self.router_bias_update_rate,
-                _attention_size(model_config) if needs_attention else 0,
+                type=self.router_type,
+                attention_size=_attention_size(model_config) if needs_attention else 0,
+                **{name: getattr(self, f"router_{name}") for name in _ROUTER_SETTINGS},
             ),
             init_lora_weights=self.init_lora_weights,
             target_projections=None if projections is None else frozenset(projections),
@@ -319,24 +305,3 @@ def _attention_size(config: Any) -> int:
             "MoELoraConfig: router_type='attention': the model's config has no num_attention_heads; use another router"
         )
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-
-# Field → the values that have a meaning.
-_CHOICES: dict[str, Collection[Any]] = {
-    "router_type": ROUTERS,
-    "router_mixture": get_args(Mixture),
-    "mixing": ("output", "projection"),
-    "expert_type": EXPERTS,
-    "init_lora_weights": (True, False, "gaussian"),
-}
-# Fields → numbers that neither compute nothing nor give NaN, and how to say it.
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r num_experts top_k bottleneck_size router_num_heads num_experts_pattern top_k_pattern rank_pattern": (
-        lambda v: v >= 1 and v % 1 == 0, "an integer of at least 1"
-    ),
-    "num_shared_experts": (lambda v: v >= 0 and v % 1 == 0, "an integer of at least 0"),
-    "lora_alpha alpha_pattern router_capacity_factor": (lambda v: 0 < v < inf, "a finite number above 0"),
-    "lora_dropout router_jitter_noise": (lambda v: 0 <= v < 1, "a number in [0, 1)"),
-    "router_aux_loss_coef router_bias_update_rate": (lambda v: 0 <= v < inf, "0 (off) or a finite positive number"),
-    "router_threshold": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
-}  # fmt: skip

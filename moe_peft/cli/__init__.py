@@ -1,8 +1,4 @@
-"""
-`moe-peft COMMAND …`. Each command is a module with `parser(prog)` and `run(options)`, and with `USUAL`, the options of
-its short help, if it has many. It is imported only when it runs, so that `--help` and `--version` answer at once. A
-user's module adds one by a line in `COMMANDS`.
-"""
+"""`moe-peft COMMAND …`; the table `COMMANDS` lists the commands."""
 
 from __future__ import annotations
 
@@ -20,29 +16,14 @@ from .. import __version__
 from ..utils.lazy_imports import when_imported
 from ..utils.messages import InputError, choice_error
 from ..utils.plugins import load_plugins
+from .commands import COMMANDS as COMMANDS
+from .commands import Command
 from .errors import ends_in_one_line
 from .help import ASKED, prepare_help
 
-# Name → the command's module, and what it does.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "sft": (".sft", "fine-tune a MoE-LoRA adapter or a native MoE"),
-    "dpo": (".dpo", "tune one by preferences"),
-    "upit": (".upit", "run a recipe: UpIT or one of its baselines"),
-    "inspect": (".inspect", "report where a model's tokens go"),
-    "eval": (".eval", "evaluate a model on tasks of lm-evaluation-harness"),
-    "mix": (".mix", "make one mixture of LoRA adapters or dense models, without training"),
-    "upcycle": (".upcycle", "make a native MoE from dense models"),
-    "prune": (".prune", "drop and merge experts of an adapter or a native MoE"),
-    "export": (".export", "make a native MoE from a MoE-LoRA adapter and its base"),
-    "demo": (".demo", "see it work in ten minutes: SmolLM2-135M learns, and is exported"),
-    "exec": (".exec", "run another program, such as lm_eval, that can then load adapters"),
-    "env": (".env", "print the versions that a bug report needs"),
-}
-ONCE = ("inspect", "mix", "upcycle", "prune", "export")  # of a launcher's processes, the first alone does the work
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; see `ends_in_one_line` for how it ends that does not finish."""
+    """Run a command; `ends_in_one_line` says how one ends that does not finish."""
     options, rest = _parser().parse_known_args(arguments)
     rest = [*options.arguments, *rest]
     if options.command is None and rest in ([], ["--help-all"]):
@@ -51,12 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command != "exec":  # shells leave that of --output=~/folder
         rest = [re.sub(r"^(--[\w-]+=)?~(?=/)", lambda flag: (flag[1] or "") + os.path.expanduser("~"), a) for a in rest]
     rank = os.environ.get("RANK", "")
-    if options.command in ONCE and rank.isdigit() and int(rank):
+    command = Command(*COMMANDS.get(options.command, ("", "")))
+    if command.once and rank.isdigit() and int(rank):
         return
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # results have signs that not every terminal has
     quiet = options.quiet
-    with ends_in_one_line(options.command):
+    with ends_in_one_line(command):
         try:
             if options.command != "exec":  # whose options and environment are another program's
                 os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's backend may not be installed here
@@ -75,20 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise InputError(f"{' '.join(rest)}: name a command first; `moe-peft --help` lists them")
             if options.command not in COMMANDS:
                 raise InputError(choice_error("command", options.command, COMMANDS))
-            command = import_module(COMMANDS[options.command][0], __name__)
+            module = import_module(COMMANDS[options.command][0], __name__)
         except ImportError as error:
             raise InputError(f"{error}; install the training extra: pip install 'moe-peft-hf[train]'") from error
         if quiet:
             _hide_progress()  # before training arguments are made, which look
         logging.basicConfig(format="%(message)s")
         logging.getLogger("moe_peft").setLevel(logging.WARNING if quiet else logging.INFO)
-        parser = command.parser(f"moe-peft {options.command}")
+        parser = module.parser(f"moe-peft {options.command}")
         parser.error = _raise  # in one line, without the usage
         if options.command != "exec":
             parser.add_argument("--help-all", action="help")
             if ASKED & {*rest}:
-                prepare_help(parser, getattr(command, "USUAL", ()), "--help-all" in rest)
-        command.run(parser.parse_args(rest))
+                prepare_help(parser, getattr(module, "USUAL", ()), "--help-all" in rest)
+        module.run(parser.parse_args(rest))
 
 
 def _raise(message: str) -> NoReturn:
@@ -158,7 +140,7 @@ def _hide_progress() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())
+    listed = "\n".join(f"  {name:9} {text}" for name, (_, text, *_) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="moe-peft",
         description="Mixture-of-Experts from dense language models.",

@@ -104,11 +104,12 @@ class RunOptions:
 def _reduced(kind: type, left_out: set[str], types: Mapping[str, Any]) -> type:
     """A dataclass with the fields of another, of types that a command line can give."""
     hints = {**get_type_hints(kind), **types}
-    kept: list[Any] = [
-        (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))  # type: ignore[call-overload]
-        for f in dataclasses.fields(kind)
-        if f.init and f.name not in left_out
-    ]
+    kept: list[Any] = []
+    for f in sorted(dataclasses.fields(kind), key=lambda f: f.name.startswith("router_")):  # which a help shows last
+        if f.init and f.name not in left_out:
+            metadata = {key: value for key, value in f.metadata.items() if key != "allowed"}  # argparse gets the rest
+            default: Any = {"default": f.default, "default_factory": f.default_factory}
+            kept.append((f.name, hints[f.name], field(**default, metadata=metadata)))
     return dataclasses.make_dataclass(kind.__name__, kept)
 
 

@@ -31,6 +31,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"- Python: {platform.python_version()}")
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            print(f"- {name}: {version(name)}")
+            # torch's own has the build: +cpu, +cu130, …
+            print(f"- {name}: {torch.__version__ if name == 'torch' else version(name)}")
     print(f"- CUDA of torch: {torch.version.cuda or 'none'}")
     print(f"- Accelerators: {', '.join(devices) or other}")

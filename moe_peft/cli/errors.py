@@ -1,5 +1,5 @@
 """
-How commands end when they do not finish. What a user can mend is one line on stderr; a bug keeps its traceback. Exit
+How a command that does not finish ends. What a user can mend is one line on stderr; a bug keeps its traceback. Exit
 codes are those that shells know.
 """
 
@@ -17,29 +17,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ..utils.messages import InputError, out_of_memory
+from .commands import Command
 
 INVALID = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Of safetensors and of torch.
 _FULL_TEXTS = ("os error 28", "os error 122", "os error 27", "file write failed", "unexpected pos", "iostream error")
-_LAST = "--resume_from_checkpoint true resumes from the last checkpoint, if one was saved (save_steps)"
-_RESUMES = {
-    "upit": "the same command resumes from the last checkpoint, if one was saved (save_steps)",
-    "sft": _LAST,
-    "dpo": _LAST,
-}
-_SMALLER = "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew"
-_NEEDS_LESS = {
-    "upit": "lower sft.per_device_train_batch_size or sft.max_length, or set model.quantization, and start anew",
-    "sft": _SMALLER,
-    "dpo": _SMALLER,
-    "eval": "lower --batch-size",
-    "inspect": "lower --batch-size or --max-length",
-    "mix": "lower --batch-size or --max-length",
-    "prune": "lower --batch-size or --max-length",
-}
-
-
 _BUG = (
     "This is a bug, in moe_peft or in a module that --plugins names. Please report it where you have moe_peft from, "
     "with the lines above and what `moe-peft env` prints."
@@ -51,17 +34,19 @@ class _Terminated(BaseException):
 
 
 @contextmanager
-def ends_in_one_line(command: str) -> Iterator[None]:
+def ends_in_one_line(command: Command) -> Iterator[None]:
     """
     An `InputError` ends a command with exit code 2, a file that cannot be read or written and a lack of memory with 1,
-    SIGINT with 130 and SIGTERM with 143. Anything else is a bug: it keeps its traceback, and a line says where to
-    report it. With MOE_PEFT_TRACEBACK=1 in the environment, all errors keep theirs.
+    SIGINT with 130, SIGTERM with 143, and a pipe that nobody reads any more with 141, silently. Anything else is a bug:
+    it keeps its traceback, and a line says where to report it. With MOE_PEFT_TRACEBACK=1 in the environment, all errors
+    keep theirs.
     """
-    remedy = _RESUMES.get(command, "nothing half-written is left")
+    remedy = command.resumes or "nothing half-written is left"
     shows_all = os.environ.get("MOE_PEFT_TRACEBACK") == "1"
     try:
         with _terminable():
             yield
+            sys.stdout.flush()
     except (InputError, FileNotFoundError) as error:
         if shows_all:
             raise
@@ -70,16 +55,18 @@ def ends_in_one_line(command: str) -> Iterator[None]:
         _end(f"stopped: {remedy}", 128 + signal.SIGINT)
     except _Terminated:
         _end(f"terminated: {remedy}", 128 + signal.SIGTERM)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python, which flushes as it ends
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         if shows_all:
             raise
         if any(map(_is_full_disk, _chain(error))):
-            then = f"make room, then {remedy}" if command in _RESUMES else f"make room and start again; {remedy}"
+            then = f"make room, then {remedy}" if command.resumes else f"make room and start again; {remedy}"
             _end(f"error: the disk is full; {then}", 1)
         if any(map(out_of_memory, _chain(error))):
-            less = _NEEDS_LESS.get(command, "use a machine with more")
-            more = f"with more memory, {remedy}" if command in _RESUMES else remedy
-            _end(f"error: out of memory; {less}; {more}", 1)
+            more = f"with more memory, {remedy}" if command.resumes else remedy
+            _end(f"error: out of memory; {command.needs_less}; {more}", 1)
         if isinstance(error, OSError) and error.filename is not None:
             _end(f"error: {error.filename}: {error.strerror}", 1)
         traceback.print_exc()

@@ -157,7 +157,7 @@ class UpcycleConfig:
         if self.dtype is not None:
             parse_dtype(self.dtype)
         if self.top_k > self.num_experts:
-            raise self._error("top_k", f"use at most num_experts={self.num_experts}")
+            raise self._error("top_k", f"must be at most num_experts={self.num_experts}")
         if self.num_shared_experts >= self.granularity * self.top_k:
             raise self._error("num_shared_experts", f"use fewer than granularity·top_k={self.granularity * self.top_k}")
         if self.num_shared_experts and self.num_added_shared_experts:

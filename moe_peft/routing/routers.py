@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import nn
 
 from ..utils.messages import InputError
 from ..utils.torch_contexts import double, evaluating, without_autocast
+from ..utils.settings import COUNT, NOT_NEGATIVE, POSITIVE, Range, setting
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]
@@ -27,17 +28,25 @@ Mixture = Literal["sum", "max"]
 @dataclass(frozen=True)
 class RouterSettings:
     """
-    The settings of a router: the fields of `MoELoraConfig` without the prefix `router_`.
+    The settings of a router. Those with a help text are also fields of `MoELoraConfig`, with the prefix `router_`.
 
     Args:
         type: a name in `ROUTERS`.
-        jitter_noise: ε, which multiplies the input by noise from U(1 - ε, 1 + ε) in training.
-        threshold: of `"top_p"` and `"threshold"`, a probability.
-        capacity_factor: of `"switch"`: how many times its even share of a batch's tokens an expert takes. None: all.
-        num_heads: of `"attention"`: into how many routers the base's heads are grouped.
-        mixture: of `"attention"`: how their scores become one.
-        bias_update_rate: the step of the biases that balance the load without a loss; 0: there are none.
-        attention_size: the width of the base's queries over all heads, for `"attention"`; adapters fill it in.
+        jitter_noise: ε. In training, the router's input is multiplied by noise from U(1 - ε, 1 + ε).
+        threshold: with `"top_p"`, the probability that the chosen experts must reach together (None: 0.8). With
+            `"threshold"`, the probability that each chosen expert must have (None: 1/n).
+        capacity_factor: with `"switch"`, limits the tokens that an expert takes in training to this multiple of an even
+            share of the batch. Padding counts, so pack or pad on the right. Tokens over the limit get no update. None:
+            no limit.
+        num_heads: with `"attention"`, the number of routers in the mixture, which the base's heads are grouped into.
+            None: the number of experts.
+        mixture: with `"attention"`, how the routers' scores are combined: `"sum"`, which can be folded into a linear
+            gate, or `"max"`.
+        bias_update_rate: u, above 0 to balance without a loss (Wang et al., 2024, arXiv 2408.15664; there 0.001). A
+            bias of each expert is added to the scores only as experts are chosen. After each optimizer step, it grows
+            by u for those with fewer tokens than the mean, and shrinks by u for the others. Needs
+            `RouterBiasCallback`, which our trainers add themselves. Set `router_aux_loss_coef` to 0 or a small value.
+        attention_size: with `"attention"`, the width of the base's queries over all heads; adapters fill it in.
 
     Example:
 
@@ -48,13 +57,13 @@ class RouterSettings:
     """
 
     type: str = "linear"
-    jitter_noise: float = 0.0
-    threshold: float | None = None
-    capacity_factor: float | None = None
-    num_heads: int | None = None
-    mixture: Mixture = "sum"
-    bias_update_rate: float = 0.0
-    attention_size: int = 0  # total width of the base's queries over all heads
+    jitter_noise: float = setting(0.0, "Training noise on the router's input.", Range(at_least=0, below=1))
+    threshold: float | None = setting(None, "Probability for 'top_p' and 'threshold'.", Range(above=0, at_most=1))
+    capacity_factor: float | None = setting(None, "Capacity of experts for 'switch'.", POSITIVE)
+    num_heads: int | None = setting(None, "Routers in an attention router's mixture.", COUNT)
+    mixture: Mixture = setting("sum", "How their scores combine: 'sum' or 'max'.", get_args(Mixture))
+    bias_update_rate: float = setting(0.0, "Step of the biases that balance experts.", NOT_NEGATIVE)
+    attention_size: int = 0
 
 
 class Router(nn.Module):

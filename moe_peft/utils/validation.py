@@ -28,11 +28,36 @@ from .messages import InputError, choice_error, one_line, unknown_key
 # --- yaml -------------------------------------------------------------------------------------------------------------
 
 
+_MOST_VALUES = 100_000  # a file of a kilobyte can stand for more than any memory holds, by aliases of aliases
+
+
 class _YamlLoader(yaml.SafeLoader):
     """
-    Raises an error for keys that occur twice, of which YAML would silently take the last one. Reads numbers as YAML 1.2
-    does, for which `1e-4` is one, too.
+    Raises an error for keys that occur twice, of which YAML would silently take the last one, and for aliases that
+    stand for very much. Reads numbers as YAML 1.2 does: `1e-4` is one, `010` is ten and `1:30` a text.
     """
+
+    yaml_implicit_resolvers: typing.ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.sizes: dict[int, int] = {}  # values that a node stands for, by its id
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        node: Any = super().compose_node(parent, index)
+        if is_alias and id(node) not in self.sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias that contains itself", mark)
+        if not is_alias:
+            inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+            parts = [part for each in inner for part in (each if isinstance(each, tuple) else [each])]
+            self.sizes[id(node)] = 1 + sum(self.sizes[id(part)] for part in parts)
+        if self.sizes[id(node)] > _MOST_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"more than {_MOST_VALUES} values", mark)
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
@@ -47,12 +72,18 @@ def _string(loader: _YamlLoader, node: Any) -> str:
     return os.path.expanduser(text) if text.startswith("~/") else text
 
 
+def _integer(loader: _YamlLoader, node: Any) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
 _YamlLoader.add_constructor("tag:yaml.org,2002:str", _string)
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_YamlLoader.add_constructor("tag:yaml.org,2002:int", _integer)
+for _tag, _pattern in {
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}.items():
+    _YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), list("-+.0123456789"))
 
 
 def read_yaml(text: str, source: object) -> Any:
@@ -63,12 +94,12 @@ def read_yaml(text: str, source: object) -> Any:
         source: where it is from, for messages.
 
     Raises:
-        ValueError: it is not YAML, or names a key twice.
+        ValueError: it is not YAML, names a key twice, or has aliases without end.
     """
     try:
         return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise InputError(f"{source}: no YAML that can be read: {one_line(error, 160)}") from error
+        raise InputError(f"{source}: cannot be read as YAML: {one_line(error, 160)}") from error
 
 
 def read_settings(path: str | os.PathLike) -> dict[str, Any]:

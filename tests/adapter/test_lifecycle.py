@@ -827,7 +827,7 @@ def test_top_k_by_layer():
         expected = adapted(top_k=k).get_base_model().model.layers[i].mlp(x)
         assert_equal(model.get_base_model().model.layers[i].mlp(x), expected)
     with pytest.raises(
-        ValueError, match=r"top_k_pattern=\{'layers.0.mlp': 3\}: use at most the number of experts \(2\)"
+        ValueError, match=r"top_k_pattern=\{'layers.0.mlp': 3\}: must be at most the number of experts \(2\)"
     ):
         adapted(num_experts_pattern={"layers.0.mlp": 2}, top_k_pattern={"layers.0.mlp": 3})
 

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from moe_peft import MoELoraConfig
+from moe_peft.routing import RouterSettings
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -27,3 +28,20 @@ def test_settings_that_a_router_does_not_read_raise_but_load_from_saved_adapters
 def test_lora_experts_have_no_bottleneck():
     with pytest.raises(ValueError, match="bottleneck_size=32: expert_type='lora' has no use for it"):
         MoELoraConfig(bottleneck_size=32)
+
+
+def test_a_loras_arguments_are_accepted_where_they_ask_for_nothing():
+    arguments = {"r": 4, "lora_dropout": 0.1, "bias": "none", "fan_in_fan_out": False, "use_dora": False}
+    assert MoELoraConfig(**arguments, task_type="CAUSAL_LM") == MoELoraConfig(
+        r=4, lora_dropout=0.1, task_type="CAUSAL_LM"
+    )
+    assert not {"bias", "use_dora"} & MoELoraConfig(**arguments).to_dict().keys()
+    for name, value in (("bias", "all"), ("use_dora", True)):
+        with pytest.raises(ValueError, match=f"MoELoraConfig: {name}={value!r}: LoRA experts have no such setting"):
+            MoELoraConfig(**{name: value})
+
+
+def test_every_setting_of_routers_is_one_of_a_config_and_reaches_the_router():
+    settings = {"jitter_noise": 0.1, "num_heads": 3, "mixture": "max", "bias_update_rate": 0.1}
+    config = MoELoraConfig(router_type="attention", **{f"router_{name}": value for name, value in settings.items()})
+    assert config.expert_spec("mlp").router == RouterSettings("attention", **settings)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moe_peft
-from moe_peft.cli import COMMANDS, ONCE, main
+from moe_peft.cli import COMMANDS, main
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.upit.methods import METHODS
 from tests.helpers.models import tiny_llama
@@ -84,11 +84,20 @@ def test_upit_lists_its_methods(capsys):
     assert all(", ".join(names) in text for names in METHODS.values())
 
 
-def test_env_is_a_list_of_versions(capsys):
+def test_env_is_a_list_of_versions(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cu999")  # metadata leaves out the build
     main(["env"])
     lines = capsys.readouterr().out.splitlines()
     assert {f"- moe_peft: {moe_peft.__version__}", f"- torch: {torch.__version__}"} <= {*lines}
     assert all(line.startswith("- ") for line in lines)
+
+
+def test_a_pipe_that_nobody_reads_ends_a_command_silently():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "moe_peft", "env"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
 NOISY = """
@@ -244,7 +253,7 @@ def test_results_are_printed_in_any_encoding(tmp_path):
     assert b"3 ? 2" in done.stdout
 
 
-@pytest.mark.parametrize("command", ONCE)
+@pytest.mark.parametrize("command", [name for name, command in COMMANDS.items() if command.once])
 def test_the_first_of_several_processes_does_the_work(command, monkeypatch):
     """torch's and accelerate's launchers number their processes; a second one would write to the same folder."""
     monkeypatch.setenv("RANK", "1")

@@ -82,7 +82,7 @@ BAD = {
     "prompts without a positive one": ({"prompts": '{"a": {"negative": ["w3"]}}'}, "prompts.a.positive: must be given"),
     "prompts of others": ({"prompts": '{"x": {"positive": ["w3"]}}'}, "prompts: 'x': give prompts for each of"),
     "prompts for arrow": ({"prompts": PROMPTS, "gates": "arrow"}, "prompts: gates='arrow' read no texts"),
-    "top-k": ({"top-k": "4"}, "top_k=4: use at most the number of experts (3)"),
+    "top-k": ({"top-k": "4"}, "top_k=4: must be at most the number of experts (3)"),
     "top-k of 0": ({"top-k": "0"}, "top_k=0: must be greater than or equal to 1"),
     "top-k a text": ({"top-k": "x"}, "top_k='x': must be a valid integer"),
     "mixing": ({"mixing": "x"}, "mixing='x': must be 'output' or 'projection'"),

@@ -296,7 +296,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     ({"num_experts": [4]}, "num_experts=[4]: must be a valid integer"),
     ({"use_cpu": "maybe"}, "use_cpu='maybe'"),
     ({"mixing": "both"}, "mixing='both'"),
-    ({"top_k": 9}, "top_k=9: use at most the number of experts (6)"),
+    ({"top_k": 9}, "top_k=9: must be at most the number of experts (6)"),
     ({"stages": ["router"]}, "stages='router': must be one of joint, routers, rest"),
     ({"stages": []}, "stages=[]: name some of"),
     ({"stages": ["joint", "joint"]}, "stages=['joint', 'joint']: name some of joint, routers, rest, each once"),

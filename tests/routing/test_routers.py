@@ -243,7 +243,7 @@ def test_soft_has_all_experts_and_layers_of_other_sizes_all_of_theirs():
 @pytest.mark.parametrize("settings, message", [
     ({"router_type": "liner"}, "router_type='liner': must be one of linear, mlp"),
     ({"router_type": "switch"}, "router_type='switch': .*mixing='projection'"),
-    ({"router_type": "top_p", "router_threshold": 1.5}, r"router_threshold=1.5: use a number in \(0, 1\]"),
+    ({"router_type": "top_p", "router_threshold": 1.5}, r"router_threshold=1.5: must be above 0 and at most 1"),
     ({"router_capacity_factor": 0}, "router_capacity_factor=0"),
     ({"router_num_heads": 0}, "router_num_heads=0"),
     ({"router_mixture": "mean"}, "router_mixture='mean'"),

@@ -87,3 +87,19 @@ def test_a_home_folder_is_written_as_in_a_shell(monkeypatch):
     assert read_yaml(text, "file") == {
         "a": "/home/me/base", "b": ["/home/me/x", "~", "a~/b"], "c": {"d": "/home/me/y"}, "e": None,
     }  # fmt: skip
+
+
+def test_numbers_are_those_of_yaml_1_2():
+    text = "[010, -7, +3, 0o17, 0x1F, 1:30, 1_000, 1e-4, .5, 2., -.inf, 0b1]"
+    assert read_yaml(text, "file") == [10, -7, 3, 15, 31, "1:30", "1_000", 1e-4, 0.5, 2.0, -float("inf"), "0b1"]
+
+
+def test_aliases_stand_for_a_finite_number_of_values():
+    assert read_yaml("{a: &a [1, {b: 2}], c: *a, d: {<<: &d {e: *a}}, f: *d}", "file")["f"] == {"e": [1, {"b": 2}]}
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 12)]
+    for text, why in (
+        ("\n".join(["l0: &l0 x", *levels]), "more than 100000 values"),
+        ("a: &a [*a]", "contains itself"),
+    ):
+        with pytest.raises(ValueError, match=f"file: cannot be read as YAML: .*{why}"):
+            read_yaml(text, "file")

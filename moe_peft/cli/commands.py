@@ -1,0 +1,53 @@
+"""The table of commands."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """
+    A command: a module with `parser(prog)` and `run(options)`, and with `USUAL`, the options of its short help, if it
+    has many. It is imported only when it runs, so that `--help` and `--version` answer at once.
+
+    Args:
+        module: its name; a relative one is in this package.
+        about: what it does, for `moe-peft --help`.
+        once: of a launcher's processes, the first alone does the work.
+        resumes: how a killed run goes on; empty: nothing half-written is left.
+        needs_less: what takes less memory.
+    """
+
+    module: str
+    about: str
+    once: bool = False
+    resumes: str = ""
+    needs_less: str = "use a machine with more"
+
+
+_LAST = "--resume_from_checkpoint true resumes from the last checkpoint, if one was saved (save_steps)"
+_SMALLER = "lower per_device_train_batch_size or max_length, or set load_in_4bit, and start anew"
+_BATCHES = "lower --batch-size or --max-length"
+
+# A user's module adds one by a line: name → a `Command`, or a tuple of its first fields.
+COMMANDS: dict[str, tuple] = {
+    "sft": Command(".sft", "fine-tune a MoE-LoRA adapter or a native MoE", resumes=_LAST, needs_less=_SMALLER),
+    "dpo": Command(".dpo", "tune one by preferences", resumes=_LAST, needs_less=_SMALLER),
+    "upit": Command(
+        ".upit",
+        "run a recipe: UpIT or one of its baselines",
+        resumes="the same command resumes from the last checkpoint, if one was saved (save_steps)",
+        needs_less="lower sft.per_device_train_batch_size or sft.max_length, or set model.quantization, and start anew",
+    ),
+    "inspect": Command(".inspect", "report where a model's tokens go", once=True, needs_less=_BATCHES),
+    "eval": Command(".eval", "evaluate a model on tasks of lm-evaluation-harness", needs_less="lower --batch-size"),
+    "mix": Command(
+        ".mix", "make one mixture of LoRA adapters or dense models, without training", once=True, needs_less=_BATCHES
+    ),
+    "upcycle": Command(".upcycle", "make a native MoE from dense models", once=True),
+    "prune": Command(".prune", "drop and merge experts of an adapter or a native MoE", once=True, needs_less=_BATCHES),
+    "export": Command(".export", "make a native MoE from a MoE-LoRA adapter and its base", once=True),
+    "demo": Command(".demo", "see it work in ten minutes: SmolLM2-135M learns, and is exported"),
+    "exec": Command(".exec", "run another program, such as lm_eval, that can then load adapters"),
+    "env": Command(".env", "print the versions that a bug report needs"),
+}

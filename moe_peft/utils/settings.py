@@ -1,0 +1,76 @@
+"""Numbers that a setting may have, and how messages say it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from math import inf
+from typing import Any
+
+from .messages import InputError, choice_error
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of finite numbers, open or closed at either end; if `whole`, of integers only."""
+
+    at_least: float = -inf
+    at_most: float = inf
+    above: float = -inf
+    below: float = inf
+    whole: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        inside = self.at_least <= value <= self.at_most and self.above < value < self.below
+        return inside and (not self.whole or value % 1 == 0)
+
+    def __str__(self) -> str:
+        if self.at_least > -inf and self.at_most < inf:
+            bounds = [f"from {self.at_least:g} to {self.at_most:g}"]
+        else:
+            names = ("at_least", "above", "at_most", "below")
+            ends = {name.replace("_", " "): getattr(self, name) for name in names}
+            bounds = [f"{name} {end:g}" for name, end in ends.items() if abs(end) < inf]
+        return ", ".join([*["an integer"] * self.whole, " and ".join(bounds) or "finite"])
+
+
+COUNT = Range(at_least=1, whole=True)
+POSITIVE = Range(above=0)
+NOT_NEGATIVE = Range(at_least=0)
+
+
+def setting(default: Any, help: str, allowed: Range | Collection[Any] | None = None) -> Any:
+    """
+    A dataclass field.
+
+    Args:
+        default: its default, or a function that makes it (`dict`).
+        help: one sentence, for `--help`.
+        allowed: the numbers that it may have (each value's, of a dictionary), or a table of choices; None is allowed
+            where it is the default.
+    """
+    metadata = {"help": help, "allowed": allowed}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_settings(config: Any, source: str = "") -> None:
+    """
+    Check a dataclass's fields that were made by `setting`.
+
+    Args:
+        source: begins the message.
+
+    Raises:
+        ValueError: a number is out of range, or a name is not among the choices.
+    """
+    for each in fields(config):
+        allowed, value = each.metadata.get("allowed"), getattr(config, each.name)
+        if allowed is None or (value is None and each.default is None):
+            continue
+        if not isinstance(allowed, Range):
+            if value not in allowed:
+                raise InputError(f"{source}{choice_error(each.name, value, map(str, allowed))}")
+        elif not all(number in allowed for number in (value.values() if isinstance(value, dict) else [value])):
+            raise InputError(f"{source}{each.name}={value!r}: must be {allowed}")

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..utils.messages import InputError
-from ..utils.torch_contexts import double, evaluating, without_autocast
 from ..utils.settings import COUNT, NOT_NEGATIVE, POSITIVE, Range, setting
+from ..utils.torch_contexts import double, evaluating, without_autocast
 from .gates import sigmoid_gates, switch_gates, threshold_gates, top_k_gates, top_p_gates
 
 Mixture = Literal["sum", "max"]

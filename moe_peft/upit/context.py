@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from huggingface_hub import snapshot_download
-from transformers import PreTrainedModel
 
-from ..native.router_files import read_routed_model
 from ..training.data import check_domains, check_rows, load_data
 from ..utils.io import check_weights, hash_file
 from ..utils.loading import ADAPTER_CONFIG, CONFIG, Base, changed_embeddings, chat_template
 from ..utils.messages import InputError
+from .experts import ExpertKind
 from .recipe import Recipe
 
 
@@ -63,10 +61,12 @@ class RunContext:
 
     Args:
         recipe: what to do.
+        kind: what its experts are.
         records: of the stages that are done, by name: fingerprint, metrics, sizes and hashes of files.
     """
 
     recipe: Recipe
+    kind: ExpertKind
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
@@ -74,22 +74,9 @@ class RunContext:
         """The folder of the run."""
         return Path(self.recipe.output_dir).expanduser()
 
-    @cached_property
+    @property
     def base(self) -> Base:
-        return self.recipe.base
-
-    @cached_property
-    def base_folder(self) -> Path:
-        """Where the base model's files are."""
-        folder = Path(self.base.name_or_path)
-        if folder.is_dir():
-            return folder
-        return Path(snapshot_download(self.base.name_or_path, revision=self.base.revision))
-
-    def load_checkpoint(self, folder: Path) -> PreTrainedModel:
-        """A model folder that a stage wrote or the user gave, with the recipe's dtype and attention implementation."""
-        attention = self.base.attn_implementation
-        return read_routed_model(folder, folder, dtype=self.base.dtype, attn_implementation=attention)
+        return self.kind.base
 
     @cached_property
     def train_data(self) -> Dataset:

@@ -1,12 +1,11 @@
 """
-The last stage, of both modes: held-out losses by domain, where the tokens of each domain go, and tasks of
+The last stage: held-out losses by domain, where the tokens of each domain go, and tasks of
 lm-evaluation-harness, for the result and for its base.
 """
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -247,10 +246,6 @@ class Evaluate(TrainerStage):
                 "leave them out, and run `moe-peft eval` on the result"
             )
 
-    @abstractmethod
-    def load(self, folder: Path) -> tuple[PeftModel | PreTrainedModel, PreTrainedModel | None]:
-        """The trained model, and its base if the model does not hold that itself."""
-
     @property
     def label_mask(self) -> dict[str, list[int]] | None:
         """The experts that tokens of a label may go to, if stage 4 trained with such a mask."""
@@ -267,7 +262,7 @@ class Evaluate(TrainerStage):
     def run(self, folder: Path) -> dict[str, Any]:
         assert self.given.model is not None
         args = self.arguments()
-        model, base = self.load(self.given.model)
+        model, base = self.kind.load_result(self.given.model, self.seed)
         metrics = self._losses(args, folder, model, base)
         if self.harness is not None:
             metrics["tasks"] = evaluate_tasks(self.harness, model, self._tokenizer(), base)

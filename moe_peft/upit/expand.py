@@ -17,9 +17,9 @@ from ..adapter.lora_conversion import lora_scalings
 from ..native.families import find_families
 from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
-from ..utils.expert_merging import Descent, Expansion, Similarity, dare_tensor, expand
 from ..utils.loading import read_adapter_config, read_adapter_weights
 from ..utils.messages import InputError
+from .expansion import Descent, Expansion, Similarity, dare_tensor, expand
 from .files import copy_adapter, expert_folders, link_model, write_adapter
 
 # --- LoRA adapters ---------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def expand_experts(
     initial: str | Path | None = None,
 ) -> tuple[list[Path], list[Descent]]:
     """
-    Merge LoRA adapters into further ones until there are `num_experts` (see `moe_peft.utils.expert_merging.expand`).
+    Merge LoRA adapters into further ones until there are `num_experts` (see `moe_peft.upit.expansion.expand`).
 
     Args:
         experts: LoRA adapter folders, all of one configuration.

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -30,14 +31,26 @@ from ..utils.messages import InputError
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
 from .context import RunContext
-from .ffn_stages import FFN_STAGES
-from .lora_stages import LORA_STAGES
+from .dense_experts import DenseExperts
+from .evaluate import Evaluate
+from .experts import ExpertKind
+from .lora_experts import LoraExperts
 from .recipe import Recipe
 from .stage_cache import MANIFEST, Artefacts, Stage, is_run, outlook, run_stage
-from .stages import TrainerStage, moe_experts
+from .stages import Expand, PostTrain, Prepare, RouterInit, TrainerStage
 
 _FIGURE = "routing.png"
-MODES: dict[str, tuple[type[Stage], ...]] = {"lora": LORA_STAGES, "ffn": FFN_STAGES}
+
+
+@dataclass
+class Mode:
+    """What the experts of a recipe's mode are, and its stages in order, to which further ones can be appended."""
+
+    kind: type[ExpertKind]
+    stages: list[type[Stage]] = field(default_factory=lambda: [Prepare, Expand, RouterInit, PostTrain, Evaluate])
+
+
+MODES = {"lora": Mode(LoraExperts), "ffn": Mode(DenseExperts)}
 
 
 class UpIT:
@@ -76,17 +89,17 @@ class UpIT:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.context = RunContext(recipe)
+        self.context = RunContext(recipe, MODES[recipe.mode].kind(recipe))
         self.seconds: dict[str, float] = {}  # that stages took in this process, by name
 
     @cached_property
     def stages(self) -> list[Stage]:
         """The stages that this recipe goes through, in order, each with what those before it hand on."""
         experts = [Path(folder) for folder in self.recipe.prepare.folders or []]
-        artefacts, stages = Artefacts(experts=moe_experts(self.recipe, experts)), []
-        for kind in MODES[self.recipe.mode]:
-            if kind.wanted(self.recipe):
-                stages.append(kind(self.context, artefacts))
+        artefacts, stages = Artefacts(experts=self.recipe.assembled_from(experts)), []
+        for stage in MODES[self.recipe.mode].stages:
+            if stage.wanted(self.recipe):
+                stages.append(stage(self.context, artefacts))
                 artefacts = stages[-1].result
         return stages
 

@@ -26,7 +26,6 @@ from ..native.upcycle import UpcycleConfig
 from ..routing.expert_map import check_allowed, read_expert_map
 from ..routing.routers import ROUTERS, LinearRouter, Router, RouterSettings
 from ..training.trainers import MoESFTConfig
-from ..utils.expert_merging import Expansion, Similarity
 from ..utils.loading import Base
 from ..utils.messages import InputError, choice_error, unknown_key
 from ..utils.plugins import load_plugins
@@ -47,6 +46,7 @@ from ..utils.validation import (
     validate,
 )
 from .buckets import BUCKETS, BucketRule
+from .expansion import Expansion, Similarity
 from .methods import METHODS, Method
 from .prepare import SELECTIONS
 
@@ -576,6 +576,10 @@ class Recipe(Settings):
         if self.prepare.folders is not None:
             return len(self.prepare.folders)
         return self.prepare.num_experts or self.num_experts
+
+    def assembled_from(self, experts: Sequence[Path]) -> tuple[Path, ...]:
+        """The experts that the MoE is assembled from, where stage 1 gives these: all, or copies of the last."""
+        return (experts[-1],) * self.num_experts if self.copies and experts else tuple(experts)
 
     def seed_count(self, rows: int) -> int:
         """Examples in the seed set: its share of the data, and at least one per expert."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,13 @@ import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from datasets import Dataset
-from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
-from peft.utils import load_peft_weights
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from ..adapter.ffn_layout import find_layout
-from ..adapter.layers import linear_features
-from ..adapter.lora_conversion import determined_fields
-from ..native.safetensors_io import Checkpoint
 from ..training.labels import IGNORED
 from ..training.mixins import FiniteWeightsMixin
 from ..training.preparation import for_one_trainer, tokenized
@@ -44,70 +39,14 @@ from ..training.scoring import Collator, example_losses
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write
+from ..utils.loading import ADAPTER_CONFIG
 from ..utils.torch_contexts import free_memory
 from .buckets import Buckets, fill_buckets
-from .files import ADAPTER_FILES, copy_adapter, expert_folders, link_model, write_adapter, write_without
-
-Load = Callable[[Path], PreTrainedModel]
-
-# --- routing vectors -------------------------------------------------------------------------------------------------
-
-VECTORS = "routing_vectors"
-
-
-class RoutingVectors(nn.Module):
-    """
-    One routing vector r [d] for each routed module of a model: an FFN, or a single linear.
-
-    Args:
-        modules: the routed modules.
-        seed: of the initial values, N(0, 0.02²).
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        vectors = [torch.empty(_input_size(module)).normal_(std=0.02, generator=generator) for module in modules]
-        device = next(modules[0].parameters()).device
-        self.vectors = nn.ParameterList(vector.to(device) for vector in vectors)
-
-    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """`x·r` [B, S] in float32. Not a matrix product, which autocast would compute in half precision."""
-        return (x.float() * self.vectors[index].float()).sum(-1)
-
-
-def _input_size(module: nn.Module) -> int:
-    layout = find_layout(module)
-    return linear_features(module if layout is None else module.get_submodule(layout.inputs[0]))[0]
-
-
-def record_scores(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
-    """
-    Have a forward pass of a model with routing vectors put its scores `x·r` [B, S], one for each routed module, into
-    the list that is returned, and which is to be cleared before the pass.
-
-    Under gradient checkpointing, layers run again in the backward pass. A reentrant checkpoint runs them without a
-    graph first: then the scores are leaves, whose gradients are added in the second run.
-    """
-    scores: list[torch.Tensor] = []
-
-    def hook(index: int) -> Callable[[nn.Module, tuple], tuple]:
-        def record(module: nn.Module, args: tuple) -> tuple:
-            score = model.get_submodule(VECTORS)(args[0], index)  # a module's call, for which ZeRO-3 gathers vectors
-            if len(scores) < len(names):
-                scores.append(score if torch.is_grad_enabled() else score.detach().requires_grad_())
-            elif scores[index].is_leaf and (gradient := scores[index].grad) is not None:
-                score.register_hook(gradient.add)
-            # The same input, but tied to the score: DistributedDataParallel would take the vectors for unused if no
-            # output depended on them.
-            return (args[0] + 0 * score.unsqueeze(-1).to(args[0].dtype), *args[1:])
-
-        return record
-
-    for index, name in enumerate(names):
-        model.get_submodule(name).register_forward_pre_hook(hook(index))
-    return scores
-
+from .dense_experts import DenseExperts
+from .experts import ExpertKind, Load
+from .files import expert_folders
+from .lora_experts import LoraExperts
+from .routing_vectors import is_vector, record_scores
 
 # --- training of one expert ------------------------------------------------------------------------------------------
 
@@ -163,74 +102,12 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-# --- experts ---------------------------------------------------------------------------------------------------------
-
-
-def is_lora(folder: Path) -> bool:
-    return (folder / ADAPTER_FILES[0]).is_file()
-
-
-def _routed_modules(model: PreTrainedModel, experts: Sequence[Path]) -> list[str]:
-    """The modules that get a router: those that the LoRAs adapt, or every layer's FFN."""
-    if not is_lora(experts[0]):
-        return [f"model.layers.{layer}.mlp" for layer in range(model.config.num_hidden_layers)]
-    adapted = set(determined_fields(model, sorted(set(experts)))["target_modules"])
-    return [name for name, _ in model.named_modules() if name in adapted]
-
-
-def add_routing_vectors(model: PreTrainedModel, names: Sequence[str], seed: int) -> RoutingVectors:
-    """Give a model new vectors for these of its modules."""
-    vectors = RoutingVectors([model.get_submodule(name) for name in names], seed)
-    model.add_module(VECTORS, vectors)
-    return vectors
-
-
-def _trainable(model: PreTrainedModel, expert: Path, names: Sequence[str], seed: int) -> PreTrainedModel | PeftModel:
-    """An expert with routing vectors: the dense model itself, or the base with the expert's LoRA."""
-    vectors = add_routing_vectors(model, names, seed)
-    if not is_lora(expert):
-        return model
-    config = PeftConfig.from_pretrained(expert)
-    config.inference_mode, config.modules_to_save = False, [VECTORS]  # saved and resumed beside the LoRA
-    weights = load_peft_weights(str(expert), device="cpu")
-    weights |= {_saved_name(i): vector.data for i, vector in enumerate(vectors.vectors)}
-    adapted = get_peft_model(model, config)
-    set_peft_model_state_dict(adapted, weights)
-    return adapted
-
-
-def train_expert(model: nn.Module, ffns: bool) -> None:
-    """Train an expert's routing vectors alone, or its FFNs too: the LoRAs on them, or all their weights."""
-    part = "lora_" if isinstance(model, PeftModel) else ".mlp."
-    for name, parameter in model.named_parameters():
-        is_vector = VECTORS in name and "original_module" not in name  # PEFT keeps a frozen copy
-        parameter.requires_grad_(is_vector or (ffns and part in name))
-
-
-def _saved_name(index: int) -> str:
-    """Of a routing vector in an adapter's file."""
-    return f"base_model.model.{VECTORS}.vectors.{index}"
-
-
-def _keep(checkpoint: Path, source: Path, target: Path) -> None:
-    """Write the trained expert without its routing vectors, in the form of the one that it was."""
-    if is_lora(source):
-        weights = load_peft_weights(str(checkpoint), device="cpu")
-        write_adapter({name: weight for name, weight in weights.items() if VECTORS not in name}, source, target)
-    else:
-        write_without(checkpoint, f"{VECTORS}.", source, target)
-
-
-def _read_vectors(checkpoint: Path, count: int) -> list[torch.Tensor]:
-    """The routing vectors [d] of a checkpoint, one for each routed module."""
-    if not is_lora(checkpoint):
-        model = Checkpoint(checkpoint)
-        return [model.tensor(f"{VECTORS}.vectors.{i}").float() for i in range(count)]
-    weights = load_peft_weights(str(checkpoint), device="cpu")
-    return [weights[_saved_name(i)].float() for i in range(count)]
-
-
 # --- the stage -------------------------------------------------------------------------------------------------------
+
+
+def kind_of(folder: Path) -> type[ExpertKind]:
+    """What the expert in a folder is."""
+    return LoraExperts if (folder / ADAPTER_CONFIG).is_file() else DenseExperts
 
 
 @dataclass(frozen=True)
@@ -332,7 +209,7 @@ def init_routers(
     ```
     """
     sources = [Path(expert) for expert in experts]
-    targets = expert_folders(Path(output_dir), len(sources))
+    targets, kind = expert_folders(Path(output_dir), len(sources)), kind_of(sources[0])
     args = copy.copy(args)
     args.packing = args.padding_free = False  # each example has perplexities and a bucket of its own
     data, collator = tokenized(dataset, processing_class, args)
@@ -340,7 +217,7 @@ def init_routers(
         data,
         len(sources),
         buckets,
-        lambda: _perplexities(load, sources, data, collator, Path(str(args.output_dir))),
+        lambda: _perplexities(kind.scored(load, sources), sources, data, collator, Path(str(args.output_dir))),
         seed=args.seed,
         capacity=capacity,
         label_column=label_column,
@@ -352,33 +229,29 @@ def init_routers(
         expert_args = _expert_arguments(args, i)  # before the model, which ZeRO-3 then shards
         set_seed(expert_args.seed)
         model: Any = load(source)
-        names = names or _routed_modules(model, sources)
-        model = _trainable(model, source, names, expert_args.seed)
+        names = names or kind.routed_modules(model, sources)
+        model = kind.add_vectors(model, source, names, expert_args.seed)
         if bucket:
-            train_expert(model, train_experts)
+            kind.train(model, train_experts)
             trainer = RouterInitTrainer(
                 model, expert_args, train_dataset=data.select(bucket), processing_class=processing_class,
                 names=names, alpha=alpha,
             )  # fmt: skip
             trained = train(trainer, alpha=alpha)
             logs.append(trained)
-            vectors.append(_read_vectors(trained.last, len(names)))
+            vectors.append(kind.vectors(trained.last, len(names)))
             if args.should_save:
-                _keep(trained.last, source, target)
+                kind.without_vectors(trained.last, source, target)
             del trainer
         else:
-            vectors.append([vector.detach().float().cpu() for vector in _vectors_of(model)])
+            vectors.append([p.detach().float().cpu() for name, p in model.named_parameters() if is_vector(name)])
             if args.should_save:
-                (copy_adapter if is_lora(source) else link_model)(source, target)
+                kind.copy(source, target)
         PartialState().wait_for_everyone()
         del model  # one at a time
         free_memory()
     routers = [torch.stack(rows) for rows in zip(*vectors, strict=True)]
     return InitialRouters(targets, routers, filled, perplexity_SN, logs)
-
-
-def _vectors_of(model: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if VECTORS in name and "original_module" not in name]
 
 
 def _expert_arguments(args: SFTConfig, expert: int) -> SFTConfig:
@@ -390,7 +263,9 @@ def _expert_arguments(args: SFTConfig, expert: int) -> SFTConfig:
     return expert_args
 
 
-def _perplexities(load: Load, experts: Sequence[Path], data: Dataset, collator: Collator, state: Path) -> torch.Tensor:
+def _perplexities(
+    models: Iterator[Any], experts: Sequence[Path], data: Dataset, collator: Collator, state: Path
+) -> torch.Tensor:
     """Each expert's perplexity on each example, [S, n]; kept in `state`, as others would make other buckets."""
     path = state / "perplexity.safetensors"
     digest = hashlib.sha256(json.dumps([list(data["input_ids"]), [str(e) for e in experts]]).encode()).hexdigest()
@@ -399,7 +274,7 @@ def _perplexities(load: Load, experts: Sequence[Path], data: Dataset, collator: 
             if file.metadata() == {"examples": digest}:
                 return file.get_tensor("perplexity")
     columns = []
-    for model in _scored_models(load, experts):
+    for model in models:
         losses_S, counts_S = example_losses(model, data, collator)
         columns.append((losses_S / counts_S).exp())
         del model
@@ -414,16 +289,3 @@ def _save_perplexity(path: Path, perplexity_SN: torch.Tensor, digest: str) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
         save_file({"perplexity": perplexity_SN.contiguous()}, partial, metadata={"examples": digest})
-
-
-def _scored_models(load: Load, experts: Sequence[Path]) -> Iterator[PreTrainedModel | PeftModel]:
-    """The experts, one after the other; LoRAs on a single base."""
-    if not is_lora(experts[0]):
-        yield from (load(folder) for folder in experts)
-        return
-    model = PeftModel.from_pretrained(load(experts[0]), experts[0], adapter_name="0")
-    for i, folder in enumerate(experts):
-        if i:
-            model.load_adapter(folder, str(i))
-            model.set_adapter(str(i))
-        yield model

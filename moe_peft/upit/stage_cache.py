@@ -64,7 +64,7 @@ class Stage(ABC):
     inputs: ClassVar[tuple[str, ...]] = ("model", "train", "experts", "chat_template")  # whose hashes identify it
 
     def __init__(self, context: RunContext, given: Artefacts) -> None:
-        self.context, self.recipe, self.given = context, context.recipe, given
+        self.context, self.kind, self.recipe, self.given = context, context.kind, context.recipe, given
 
     @classmethod
     @abstractmethod
@@ -96,7 +96,7 @@ class Stage(ABC):
 
     def similarity(self, folder: Path) -> dict[str, Any]:
         """How similar the experts are that it wrote to `folder`, for the record; nothing if it wrote none."""
-        return {}
+        return self.kind.similarity(folder)
 
     def describe(self, metrics: dict[str, Any]) -> str:
         """What it made, in a few words."""

@@ -1,4 +1,4 @@
-"""What the training stages of both modes have in common: data, training arguments, and what the plan asks for."""
+"""The stages that make a MoE: what they do, what they need, and what the plan asks for; `ExpertKind` says how."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 
 from accelerate import PartialState
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, Trainer
 from trl import SFTConfig, SFTTrainer
 
+from ..models.introspection import router_parameters
 from ..models.model_size import model_size
 from ..training.checkpointing import INCIDENTAL, copy_result
 from ..training.data import drawn, in_blocks, source_name
 from ..training.labels import unknown_labels
 from ..training.resuming import Trained
 from ..training.schedule import steps_in_epoch
+from ..training.trainable import train_only
 from ..training.trainers import MoESFTConfig, MoESFTTrainer, check_padding
 from ..utils.distributed import on_main_process
-from ..utils.expert_merging import Descent
 from ..utils.messages import InputError, arguments_error
 from ..utils.model_card import write_model_card
 from .buckets import Seeds
@@ -180,7 +180,6 @@ class Prepare(TrainingStage):
 
     name = "prepare"
     trains_loras = True
-    output: ClassVar[str]  # the folder of the result
 
     @classmethod
     def wanted(cls, recipe: Recipe) -> bool:
@@ -197,9 +196,9 @@ class Prepare(TrainingStage):
     @property
     def result(self) -> Artefacts:
         if not self.recipe.facts.assembles:
-            return replace(self.given, model=self.folder / self.output)
-        experts = expert_folders(self.folder, self._selection()[0])
-        return replace(self.given, experts=moe_experts(self.recipe, experts))
+            return replace(self.given, model=self.folder / self.kind.output)
+        experts = self.recipe.assembled_from(expert_folders(self.folder, self._selection()[0]))
+        return replace(self.given, experts=experts, initial=self.kind.initial(self.folder))
 
     def check(self) -> None:
         if self._blocks and self.sft.get("packing") and self.sft.get("packing_strategy") != "wrapped":
@@ -218,9 +217,8 @@ class Prepare(TrainingStage):
         chosen_steps(steps, *self._selection())  # a choice that cannot be made should be known before the run
         return steps
 
-    def lora_config(self, model: PreTrainedModel) -> LoraConfig | None:
-        """What is trained; None trains all weights."""
-        return None
+    def planned(self, base: PreTrainedModel) -> Any:
+        return self.kind.planned_expert(base)
 
     def run(self, folder: Path) -> dict[str, Any]:
         data, order = self._data()
@@ -231,7 +229,7 @@ class Prepare(TrainingStage):
             model,
             data,
             args,
-            self.lora_config(model),
+            self.kind.lora_config(model),
             self.context.base.tokenizer,
             output_dir=folder,
             num_experts=num_experts,
@@ -239,8 +237,8 @@ class Prepare(TrainingStage):
             selection=selection,
         )
         if not self.recipe.facts.assembles:
-            on_main_process(lambda: copy_result(prepared.trained.last, folder / self.output))
-            on_main_process(lambda: self.write_card(folder / self.output))
+            on_main_process(lambda: copy_result(prepared.trained.last, folder / self.kind.output))
+            on_main_process(lambda: self.write_card(folder / self.kind.output))
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -282,12 +280,10 @@ class Expand(Stage):
     def result(self) -> Artefacts:
         return replace(self.given, experts=tuple(expert_folders(self.folder, self.recipe.num_experts)))
 
-    @abstractmethod
-    def expand(self, folder: Path) -> list[Descent]:
-        """Write the given experts and further ones."""
-
     def run(self, folder: Path) -> dict[str, Any]:
-        return {"descents": [descent.as_dict() for descent in on_main_process(lambda: self.expand(folder))]}
+        given = self.given
+        descents = on_main_process(lambda: self.kind.merge(given.experts, folder, self.seed, given.initial))
+        return {"descents": [descent.as_dict() for descent in descents]}
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
@@ -313,9 +309,10 @@ class RouterInit(TrainingStage):
         experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
         return replace(self.given, experts=experts, routers=self.folder / ROUTERS)
 
-    @abstractmethod
-    def load(self, folder: Path) -> PreTrainedModel:
-        """An expert's dense model, or the base of its LoRA."""
+    def planned(self, base: PreTrainedModel) -> Any:
+        model = self.kind.planned_with_vectors(base, self.seed)
+        self.kind.train(model, self.recipe.router_init.train_experts)
+        return model
 
     def check(self) -> None:
         rule, r = self.recipe.router_init.rule, self.recipe
@@ -326,7 +323,7 @@ class RouterInit(TrainingStage):
     def run(self, folder: Path) -> dict[str, Any]:
         section, args = self.recipe.router_init, self.example_arguments()
         routed = init_routers(
-            self.load,
+            self.kind.load,
             self.given.experts,
             self.seed_data(),
             args,
@@ -381,7 +378,6 @@ class PostTrain(TrainingStage):
     name = "post_train"
     seed_offset = 3
     config = MoESFTConfig
-    output: ClassVar[str]  # the folder of the result
 
     @classmethod
     def wanted(cls, recipe: Recipe) -> bool:
@@ -393,7 +389,7 @@ class PostTrain(TrainingStage):
 
     @property
     def result(self) -> Artefacts:
-        return replace(self.given, model=self.folder / self.output)
+        return replace(self.given, model=self.folder / self.kind.output)
 
     def arguments(self, **overrides: Any) -> SFTConfig:
         if "expert_map" in self.sft:
@@ -418,40 +414,36 @@ class PostTrain(TrainingStage):
             if unknown:
                 raise InputError(f"post_train.sft.expert_map: no experts for the labels {unknown} of {name}; add them")
 
-    def write_parts(self) -> None:
-        """Write what `assemble` reads."""
+    def check_base(self) -> None:
+        router = self.recipe.post_train.router
+        plugin = self.arguments().deepspeed_plugin if router else None
+        if plugin is not None and plugin.zero_stage == 3:
+            raise InputError(f"post_train.router={router}: ZeRO-3 shards the gates; use FSDP2 or ZeRO-2")
+        self.kind.check_base(self.seed)
 
-    @abstractmethod
-    def assemble(self) -> PeftModel | PreTrainedModel:
-        """The MoE that is trained, of the experts that there are, or of new ones."""
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), **self.kind.settings()}
 
-    def finish(self, folder: Path, model: PeftModel | PreTrainedModel) -> None:
-        """What is to be done with the trained model's folder, in the main process."""
+    def planned(self, base: PreTrainedModel) -> Any:
+        model = self.kind.planned(base, self.seed)
+        if not self.recipe.trains_experts:
+            train_only(model, router_parameters(model))
+        return model
 
     def run(self, folder: Path) -> dict[str, Any]:
-        self.write_parts()
+        given, data = self.given, self.context.train_data
         args = self.arguments(num_train_epochs=self.epochs)  # before the model, which ZeRO-3 then shards
-        model = self.assemble()
-        size, output = model_size(model), folder / self.output
+        model = self.kind.assemble(given.experts, given.routers, data, args, self.seed, self.state)
+        size, output = model_size(model), folder / self.kind.output
         trained = post_train(
-            model,
-            self.context.train_data,
-            args,
-            self.context.base.tokenizer,
-            output_dir=output,
-            train_experts=self.recipe.trains_experts,
+            model, data, args, self.context.base.tokenizer, output_dir=output, train_experts=self.recipe.trains_experts
         )
-        on_main_process(lambda: self.finish(output, model))
+        on_main_process(lambda: self.kind.finish(output, model))
         on_main_process(lambda: self.write_card(output))
         return {**metrics(trained), "size": asdict(size)}
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return "the MoE"
-
-
-def moe_experts(recipe: Recipe, experts: list[Path]) -> tuple[Path, ...]:
-    """The experts that a MoE is assembled from, where those of stage 1 are `experts`: all, or copies of the last."""
-    return (experts[-1],) * recipe.num_experts if recipe.copies and experts else tuple(experts)
 
 
 def metrics(trained: Trained) -> dict[str, Any]:

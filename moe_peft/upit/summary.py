@@ -105,12 +105,6 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
 
 # --- summary ---------------------------------------------------------------------------------------------------------
 
-# What the similarity of experts is, by the recipe's mode.
-_SIMILARITY = {
-    "lora": "similarity of experts: cosine of their updates B A",
-    "ffn": "similarity of experts: cosine of their differences from the base's FFNs",
-}
-
 
 def print_summary(pipeline: UpIT) -> None:
     """
@@ -124,7 +118,8 @@ def print_summary(pipeline: UpIT) -> None:
     say = partial(console.print, highlight=False, soft_wrap=True)
     recipe, metrics = pipeline.recipe, {name: record["metrics"] for name, record in pipeline.records.items()}
     columns = ("stage", "steps", "loss", "time", "what it made", "similarity of experts")
-    table = Table(*columns, title=f"{recipe.method}: {pipeline.root}", caption=_SIMILARITY[recipe.mode])
+    caption = f"similarity of experts: cosine of {pipeline.context.kind.compared}"
+    table = Table(*columns, title=f"{recipe.method}: {pipeline.root}", caption=caption)
     for stage in pipeline.stages:
         measured = metrics[stage.name]
         steps, loss = measured.get("steps"), measured.get("loss")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -68,8 +70,7 @@ def sweep(path: str | Path, overrides: Sequence[str], swept: Sequence[str], redo
     """
     root = load_recipe(path, overrides).output_dir
     pipelines = {}
-    for settings in product(*map(_values, swept)):
-        name = re.sub(r"[^\w.=,+-]+", "_", ",".join(settings))
+    for name, settings in _names(list(product(*map(_values, swept)))).items():
         folder = f"output_dir={json.dumps(f'{root}/{name}')}"
         pipelines[name] = UpIT(load_recipe(path, [*overrides, *settings, folder]))
     plans = {name: plan(pipeline) for name, pipeline in pipelines.items()}
@@ -99,6 +100,16 @@ def _values(swept: str) -> list[str]:
     if not equals or not values:
         raise InputError(f"--sweep {swept!r}: give key=value,value,…")
     return [f"{key}={text[value.start_mark.index - 1 : value.end_mark.index - 1]}" for value in values]
+
+
+def _names(points: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The settings by the name of their run, which is its folder; two of one name get a digest of what was written."""
+    names = {settings: re.sub(r"[^\w.=,+-]+", "_", ",".join(settings)) for settings in points}
+    taken = Counter(names.values())
+    return {
+        name if taken[name] == 1 else f"{name}-{hashlib.sha256(repr(settings).encode()).hexdigest()[:6]}": settings
+        for settings, name in names.items()
+    }
 
 
 def _share(stages: Sequence[Stage], earlier: Sequence[Path]) -> None:

@@ -20,7 +20,7 @@ from compatibility.families import IDS, OUTCOMES, examine, model_types, tiny
 from moe_peft import MoELoraConfig, expert_to_lora, lora_to_moe
 from moe_peft.adapter import base_model as bases
 from moe_peft.adapter.layers import MoELoraLayer, MoELoraLinear
-from moe_peft.upit.lora_stages import ffn_projections
+from moe_peft.upit.lora_experts import ffn_projections
 from moe_peft.utils.loading import read_model
 from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.models import tiny_llama

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
 from moe_peft import MoELoraConfig, replace_routers
 from moe_peft.models.model_size import ModelSize, attention_flops, expert_similarity, model_size
 from moe_peft.routing.routers import AttentionRouter
-from moe_peft.utils.expert_merging import similarities, update_gram, update_inner, value_gram
+from moe_peft.upit.expansion import update_inner
+from moe_peft.utils.expert_merging import similarities, update_gram, value_gram
 from tests.helpers.models import ATTENTION, FFN, tiny_llama
 from tests.helpers.routed_models import NATIVE
 

@@ -18,7 +18,7 @@ from moe_peft.models.introspection import native_routers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.routing.attention_heads import attention_weights, fitting_heads
 from moe_peft.training.preparation import calibration_batches
-from moe_peft.upit import UpIT, ffn_stages, recipe_from_dict
+from moe_peft.upit import UpIT, dense_experts, recipe_from_dict
 from tests.helpers.attention_case import BATCHES, mean_keys
 from tests.helpers.attention_case import IDS as ROWS
 from tests.helpers.native_case import DENSE, IDS, MOE, dense_model, logits, saved
@@ -233,7 +233,7 @@ def test_an_empty_file_is_refused_in_one_line(tmp_path, capsys):
 @pytest.mark.parametrize("method, options", [("upcycle_pt", {}), ("upcycle_sft", {"router_init": {"buckets": "none"}})])
 def test_a_recipe_starts_from_attention_gates(method, options, tokenizer, tmp_path, monkeypatch):
     drawn = Mock(side_effect=calibration_batches)
-    monkeypatch.setattr(ffn_stages, "calibration_batches", drawn)
+    monkeypatch.setattr(dense_experts, "calibration_batches", drawn)
     case = make_ffn_case(tmp_path, tokenizer)
     moe = {**case["moe"], "router_init": "attention", "init": "drop"}
     case = {**case, "method": method, **options, "moe": moe, "num_train_epochs": 1, "seed": 11}

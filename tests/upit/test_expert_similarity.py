@@ -63,6 +63,8 @@ def test_lora_experts_and_the_summary(case, tmp_path, capsys):
         folders = [pipeline.root / stage / "experts" / str(i) for i in range(count)]
         similarity = records[stage]["metrics"]["similarity"]
         check(similarity, cosines(torch.stack([updates_of_lora(folder) for folder in folders])))
+    (pipeline.root / "prepare/experts/.DS_Store").touch()  # which file managers leave
+    assert pipeline.context.kind.similarity(pipeline.root / "prepare")["similarity"]["matrix"]
     check(records["post_train"]["metrics"]["similarity"], cosines(updates_of_moe(pipeline.result, 3)))
     assert "similarity" not in records["evaluate"]["metrics"]
     assert json.loads((pipeline.root / "manifest.json").read_text())["stages"]["post_train"]["metrics"]["size"][

@@ -306,7 +306,8 @@ def test_a_recipe_says_how_much_its_routers_are_calibrated_on(case, tmp_path):
     data = {**case["data"], "calibration_examples": 10, "calibration_length": 4}
     settings = {**case, "method": "upcycle_pt", "moe": {**case["moe"], "router_init": "attention"}, "data": data}
     stage = stage_of(UpIT(recipe_from_dict({**settings, "output_dir": str(tmp_path / "out")})), "post_train")
-    assert [batch["input_ids"].shape for batch in stage.calibration] == [(8, 4), (2, 4)]
+    batches = stage.kind.calibration(stage.given.experts, stage.context.train_data, stage.arguments(), stage.seed)
+    assert [batch["input_ids"].shape for batch in batches] == [(8, 4), (2, 4)]
     assert stage.settings()["data.calibration_examples"] == 10
 
 

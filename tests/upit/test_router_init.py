@@ -16,9 +16,10 @@ from trl import SFTConfig
 
 from moe_peft.models.introspection import router_parameters
 from moe_peft.training.preparation import tokenized
-from moe_peft.upit.lora_stages import set_routers
+from moe_peft.upit.lora_experts import set_routers
 from moe_peft.upit.post_train import post_train
-from moe_peft.upit.router_init import RouterInitTrainer, RoutingVectors, init_routers, record_scores
+from moe_peft.upit.router_init import RouterInitTrainer, init_routers
+from moe_peft.upit.routing_vectors import RoutingVectors, record_scores
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import rows
 

@@ -199,7 +199,7 @@ def test_calibration_leaves_out_tokens_that_the_base_has_not_learned(method, rou
     settings["sft"] = {**settings["sft"], "chat_template_path": str(tmp_path / "other")}
     pipeline = run({**settings, "method": method}, tmp_path)
     stage = pipeline.stages[-2]
-    batches = stage.calibration
+    batches = stage.kind.calibration(stage.given.experts, stage.context.train_data, stage.arguments(), stage.seed)
     ids = torch.cat([batch["input_ids"].flatten() for batch in batches])
     mask = torch.cat([batch["attention_mask"].flatten() for batch in batches])
     vocab_size = len(tokenizer)
@@ -217,7 +217,7 @@ def test_the_dense_model_is_the_one_that_is_upcycled(prepared, tmp_path, tokeniz
         read.append(dense.model.layers[0].self_attn.q_proj.weight.detach().cpu())
         init_attention_routers(model, batches, num_heads=num_heads, dense=dense)
 
-    monkeypatch.setattr("moe_peft.upit.ffn_stages.init_attention_routers", init)
+    monkeypatch.setattr("moe_peft.upit.dense_experts.init_attention_routers", init)
     settings = settings_with(ATTENTION, tmp_path, tokenizer, router_init="attention", init="copy")
     pipeline = run({**settings, "method": "upcycle_sft" if prepared else "upcycle_pt"}, tmp_path)
     [trained] = pipeline.stages[-2].given.experts[:1] or [settings["model"]["name_or_path"]]

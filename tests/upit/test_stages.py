@@ -151,7 +151,7 @@ def test_a_stage_is_one_class_and_one_entry(monkeypatch):
         def run(self, folder):
             return {"model": str(self.given.model)}
 
-    monkeypatch.setitem(MODES, "lora", (*MODES["lora"], Note))
+    monkeypatch.setattr(MODES["lora"], "stages", [*MODES["lora"].stages, Note])
     pipeline = pipeline_of({**MINIMAL, "method": "lora"})
     assert [stage.name for stage in pipeline.stages] == ["prepare", "note"]
     note = pipeline.stages[-1]
@@ -162,7 +162,7 @@ def test_a_stage_is_one_class_and_one_entry(monkeypatch):
 
 def test_stage_1_saves_the_same_bytes_whatever_the_hash_seed(tmp_path, tokenizer):
     recipe = recipe_from_dict(make_case(tmp_path, tokenizer))
-    config = UpIT(recipe).stages[0].lora_config(tiny_llama(vocab=128))
+    config = UpIT(recipe).context.kind.lora_config(tiny_llama(vocab=128))
     saved = config.to_dict()["target_modules"]
     assert saved == sorted(saved) and len(saved) == 3
 
@@ -179,8 +179,10 @@ def test_copies_that_stage_3_trained_are_all_assembled(tmp_path, tokenizer, monk
     del case["adapter"]
     stage = UpIT(recipe_from_dict(case)).stages[-2]
     upcycled = []
-    monkeypatch.setattr("moe_peft.upit.ffn_stages.upcycle", lambda models, *args, **own: upcycled.append(list(models)))
-    stage.write_moe(tmp_path / "assembled")
+    monkeypatch.setattr(
+        "moe_peft.upit.dense_experts.upcycle", lambda models, *args, **own: upcycled.append(list(models))
+    )
+    stage.kind.write_moe(tmp_path / "assembled", stage.given.experts, stage.given.routers, None, stage.seed)
     assert stage.name == "post_train" and len(set(upcycled[0])) == 4
 
 

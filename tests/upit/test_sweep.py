@@ -9,7 +9,7 @@ import yaml
 
 from moe_peft.cli import main
 from moe_peft.training.checkpointing import fingerprint_of
-from moe_peft.upit.sweep import _values
+from moe_peft.upit.sweep import _names, _values
 from tests.helpers.upit_case import contents, make_case, run
 
 pytestmark = pytest.mark.slow
@@ -57,6 +57,13 @@ def test_values_are_yaml():
     swept = 'data.train={path: json, split: "train[:25%]"}, train.jsonl,1e-4'
     values = ['{path: json, split: "train[:25%]"}', "train.jsonl", "1e-4"]
     assert _values(swept) == [f"data.train={value}" for value in values]
+
+
+def test_values_that_differ_in_what_a_folder_cannot_hold_are_two_runs():
+    points = [("model=org/a",), ("model=org_a",), ("model=b",), ("model=b",)]
+    names = _names(points)
+    assert list(names.values()) == points[:3] and len({name.split("-")[0] for name in names}) == 2
+    assert list(names)[2] == "model=b" and set(_names(points[::-1])) == set(names)  # whatever the order
 
 
 @pytest.mark.parametrize(

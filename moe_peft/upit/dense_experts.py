@@ -1,0 +1,274 @@
+"""Experts that are complete FFNs, each in a dense model: the result is a native MoE checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from trl import SFTConfig
+
+from ..models.attention_init import check_attention, init_attention_routers
+from ..models.gates import fold_routers
+from ..models.native_routers import replace_routers
+from ..native.expert_init import FFN
+from ..native.families import FAMILIES, DenseFamily, find_families
+from ..native.model_folder import TERMS, copy_companions, open_dense
+from ..native.router_files import read_routed_model
+from ..native.safetensors_io import Checkpoint
+from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
+from ..routing.routers import RouterSettings
+from ..training.preparation import calibration_batches
+from ..utils.distributed import on_main_process
+from ..utils.expert_merging import value_gram
+from ..utils.loading import empty_model, without_zero3
+from ..utils.messages import InputError
+from ..utils.validation import prefixed
+from .expand import expand_checkpoints
+from .expansion import Descent
+from .experts import ExpertKind, Load
+from .files import finish_native, link_model, write_without, written_experts
+from .routing_vectors import VECTORS, put_vectors
+
+logger = logging.getLogger("moe_peft")
+
+
+class DenseExperts(ExpertKind):
+    """Experts that are complete FFNs, each in a dense model."""
+
+    output = "model"
+    compared = "their differences from the base's FFNs"
+    part = ".mlp."
+    copy = staticmethod(link_model)
+
+    # --- folders ----------------------------------------------------------------------------------------------------
+
+    def load(self, folder: Path) -> PreTrainedModel:
+        """A model folder that a stage wrote or the user gave, with the recipe's dtype and attention implementation."""
+        attention = self.base.attn_implementation
+        return read_routed_model(folder, folder, dtype=self.base.dtype, attn_implementation=attention)
+
+    @staticmethod
+    def scored(load: Load, folders: Sequence[Path]) -> Iterator[PreTrainedModel]:
+        yield from (load(folder) for folder in folders)
+
+    def merge(self, experts: Sequence[Path], folder: Path, seed: int, initial: Path | None) -> list[Descent]:
+        section = self.recipe.expand
+        return expand_checkpoints(
+            experts,
+            self.base_folder,
+            output_dir=folder,
+            num_experts=self.recipe.num_experts,
+            method=section.method,
+            drop_rate=0.9 if section.drop_rate is None else section.drop_rate,
+            seed=seed,
+        )[1]
+
+    def gram(self, folder: Path) -> torch.Tensor | None:
+        """Of the displacements from the base's FFNs, of a stage's dense models or of the experts of its MoE."""
+        experts, moe = written_experts(folder), folder / self.output
+        if not experts and not moe.is_dir():
+            return None
+        config = AutoConfig.from_pretrained(self.base_folder)
+        dense = find_families(config.model_type)[0]
+        if experts:
+            models = [Checkpoint(expert) for expert in experts]
+            layers = list(range(config.num_hidden_layers))
+            return self._displacements(
+                dense, layers, lambda layer: (dense.ffn(layer).split(model.tensor) for model in models)
+            )
+        moe_config = AutoConfig.from_pretrained(moe)
+        if moe_config.model_type not in FAMILIES:
+            return None
+        family, checkpoint = FAMILIES[moe_config.model_type], Checkpoint(moe)
+        layers = [layer for layer in range(moe_config.num_hidden_layers) if family.has_experts(moe_config, layer)]
+        count = range(getattr(moe_config, family.count))
+        return self._displacements(
+            dense, layers, lambda layer: (family.read_expert(layer, i, checkpoint.tensor) for i in count)
+        )
+
+    def _displacements(
+        self, dense: DenseFamily, layers: Sequence[int], experts: Callable[[int], Iterable[FFN]]
+    ) -> torch.Tensor | None:
+        """Inner products over all layers; None if the experts are narrower than the base's FFN."""
+        origin, total = Checkpoint(self.base_folder), None
+        for layer in layers:
+            before, ffns = dense.ffn(layer).split(origin.tensor), list(experts(layer))
+            for name in FFN._fields:
+                start = getattr(before, name).float()
+                weights = [getattr(ffn, name).float() for ffn in ffns]
+                if any(weight.shape != start.shape for weight in weights):
+                    return None
+                gram = value_gram(torch.stack([(weight - start).flatten() for weight in weights]))
+                total = gram if total is None else total + gram
+        return total
+
+    # --- stages 1 and 3 ---------------------------------------------------------------------------------------------
+
+    def planned_expert(self, base: PreTrainedModel) -> PreTrainedModel:
+        return base
+
+    @staticmethod
+    def routed_modules(model: PreTrainedModel, folders: Sequence[Path]) -> list[str]:
+        """Every layer's FFN."""
+        return [f"model.layers.{layer}.mlp" for layer in range(model.config.num_hidden_layers)]
+
+    @staticmethod
+    def add_vectors(model: PreTrainedModel, folder: Path, names: Sequence[str], seed: int) -> PreTrainedModel:
+        put_vectors(model, names, seed)
+        return model
+
+    @staticmethod
+    def vectors(checkpoint: Path, count: int) -> list[torch.Tensor]:
+        model = Checkpoint(checkpoint)
+        return [model.tensor(f"{VECTORS}.vectors.{i}").float() for i in range(count)]
+
+    @staticmethod
+    def without_vectors(checkpoint: Path, source: Path, target: Path) -> None:
+        write_without(checkpoint, f"{VECTORS}.", source, target)
+
+    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PreTrainedModel:
+        return self.add_vectors(base, self.base_folder, self.routed_modules(base, ()), seed)
+
+    # --- stage 4 and what follows -----------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        moe, data = self.recipe.moe, self.recipe.data
+        settings = {f"moe.{name}": value for name, value in moe.items()}
+        if self._by_attention:
+            names = ("calibration_examples", "calibration_length")
+            settings |= {f"data.{name}": getattr(data, name) for name in names}
+        return settings
+
+    @property
+    def _by_attention(self) -> bool:
+        """Whether the base's attention initialises the routers."""
+        return self.recipe.moe.get("router_init") == "attention"
+
+    def check_base(self, seed: int) -> None:
+        r = self.recipe
+        base = open_dense(str(self.base_folder), r.moe.get("family"))
+        self.put_routers(empty_model(self._config(self.base.config), "moe"), seed)
+        self._check_attention()
+        for folder in r.prepare.folders or []:
+            check_same_architecture(open_dense(folder, r.moe.get("family")), base)
+
+    def _check_attention(self) -> None:
+        """Raise if the base's attention cannot initialise the routers, which happens after stage 1."""
+        r, config = self.recipe, self.recipe.upcycle_config()
+        if not self._by_attention:
+            return
+        n, heads = config.num_gates, config.router_num_heads
+        if router := r.post_train.router:
+            n = r.routed[0]
+            heads = router.get("num_heads") or heads or n
+        with prefixed("moe.router_init='attention'"):
+            check_attention(self.base.empty(), n, heads, linear=router.get("type") != "attention")
+
+    def calibration(
+        self, experts: Sequence[Path], data: Dataset, args: SFTConfig, seed: int
+    ) -> list[dict[str, torch.Tensor]] | None:
+        """Batches for the attention that initialises routers: of a stage before this one, or the base's."""
+        if not self._by_attention:
+            return None
+        section = self.recipe.data
+        batches = calibration_batches(
+            data, self.base.tokenizer, section.calibration_examples, max_length=section.calibration_length, seed=seed,
+            args=args,
+        )  # fmt: skip
+        if not experts:  # the base knows no tokens that a chat template adds
+            vocab_size = self.base.config.get_text_config().vocab_size
+            for batch in batches:
+                batch["attention_mask"] = batch["attention_mask"] * (batch["input_ids"] < vocab_size)
+                batch["input_ids"] = batch["input_ids"].clamp(max=vocab_size - 1)
+        return batches
+
+    def assemble(
+        self, experts: Sequence[Path], routers: Path | None, data: Dataset, args: SFTConfig, seed: int, state: Path
+    ) -> PreTrainedModel:
+        """A native MoE of the experts that there are, or of copies of the base's FFNs."""
+        r, assembled = self.recipe, state / "assembled"
+        calibration = self.calibration(experts, data, args, seed)  # in every process: TRL's preparation waits for all
+        with without_zero3():  # which would shard the models of one process among all
+            on_main_process(
+                lambda: None if assembled.exists() else self.write_moe(assembled, experts, routers, calibration, seed)
+            )
+        model = self.load(assembled)
+        self.put_routers(model, seed)
+        if calibration is not None and r.post_train.router:
+            dense: Any = self.load(experts[0]) if experts else self.base.load()
+            dense.to(PartialState().device)
+            init_attention_routers(model, calibration, num_heads=r.moe.get("router_num_heads"), dense=dense)
+        return model
+
+    def write_moe(
+        self, folder: Path, experts: Sequence[Path], routers: Path | None, calibration: Any, seed: int
+    ) -> None:
+        """Write the native MoE that is trained."""
+        r = self.recipe
+        overrides: dict[str, Any] = {}
+        if calibration is not None and r.post_train.router:  # which replace the gates
+            calibration, overrides = None, {"router_init": UpcycleConfig.router_init, "router_num_heads": None}
+        if routers is not None:
+            overrides = {
+                "router_init": "given",
+                "router_weights": str(routers),
+                "router_init_std": UpcycleConfig.router_init_std,  # the recipe's is for methods without stage 3
+            }
+        models: Any = list(experts)
+        if not r.facts.prepares:
+            models = self.base_folder
+        elif r.copies and routers is None:  # stage 3 makes even copies differ
+            models = models[:1]
+        upcycle(models, folder, r.upcycle_config(seed=seed, **overrides), calibration=calibration)
+
+    def planned(self, base: PreTrainedModel, seed: int) -> PreTrainedModel:
+        with base.device:
+            native = AutoModelForCausalLM.from_config(self._config(base.config), dtype=base.dtype)
+        self.put_routers(native, seed)
+        return native
+
+    def _config(self, base: PreTrainedConfig) -> PreTrainedConfig:
+        """The native MoE's."""
+        return upcycled_config(base, self.recipe.upcycle_config())[1]
+
+    def put_routers(self, model: PreTrainedModel, seed: int) -> None:
+        """
+        Replace a native MoE's gates by the recipe's routers, with random values.
+
+        Raises:
+            ValueError: they do not fit the model.
+        """
+        if router := self.recipe.post_train.router:
+            with prefixed("post_train.router"):
+                replace_routers(model, RouterSettings(**router), seed=seed)
+
+    def finish(self, folder: Path, model: Any) -> None:
+        if self.recipe.post_train.router:
+            self._fold(folder)
+        finish_native(folder, model.config)
+        copy_companions(self.base_folder, folder, TERMS)
+
+    def _fold(self, folder: Path) -> None:
+        """Write plain gates for the recipe's routers, if they fold into such."""
+        model = self.load(folder)
+        try:
+            fold_routers(model)
+        except InputError as error:
+            logger.info("%s; the result keeps its routers, which moe_peft.native.load_routers loads", error)
+        else:
+            model.save_pretrained(folder)
+
+    def load_result(self, folder: Path, seed: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+        model, base = self.load(folder), self.base.load()
+        base_rows, rows = (m.get_input_embeddings().weight.shape[0] for m in (base, model))
+        if rows > base_rows:  # a chat template brought tokens, of which the training's embeddings began like this
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                base.resize_token_embeddings(rows)
+        return model, base

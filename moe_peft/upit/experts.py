@@ -1,0 +1,168 @@
+"""What experts are, for the stages: folders of one kind. `LoraExperts` and `DenseExperts` are the two kinds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from datasets import Dataset
+from huggingface_hub import snapshot_download
+from peft import LoraConfig, PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+from trl import SFTConfig
+
+from ..utils.expert_merging import likeness, similarities
+from ..utils.loading import Base
+from .expansion import Descent
+from .recipe import Recipe
+from .routing_vectors import is_vector
+
+Load = Callable[[Path], PreTrainedModel]
+Trained: TypeAlias = PeftModel | PreTrainedModel
+
+
+class ExpertKind(ABC):
+    """
+    A kind of experts: what is done with their folders and models, and what the stages of a recipe make of them.
+
+    Args:
+        recipe: of the run. Static methods do not need one.
+    """
+
+    output: ClassVar[str]  # the folder of a run's result
+    compared: ClassVar[str]  # what the cosines of experts are of, for a table
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    @cached_property
+    def base(self) -> Base:
+        return self.recipe.base
+
+    @cached_property
+    def base_folder(self) -> Path:
+        """Where the base model's files are."""
+        folder = Path(self.base.name_or_path)
+        if folder.is_dir():
+            return folder
+        return Path(snapshot_download(self.base.name_or_path, revision=self.base.revision))
+
+    # --- folders ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def copy(source: Path, target: Path) -> None:
+        """An expert in another folder, without what else is in its own."""
+
+    @staticmethod
+    @abstractmethod
+    def scored(load: Load, folders: Sequence[Path]) -> Iterator[Trained]:
+        """The experts' models, one after the other."""
+
+    @abstractmethod
+    def merge(self, experts: Sequence[Path], folder: Path, seed: int, initial: Path | None) -> list[Descent]:
+        """Write to `folder` the experts and, merged from them, further ones up to the recipe's number."""
+
+    @abstractmethod
+    def gram(self, folder: Path) -> torch.Tensor | None:
+        """Inner products [n, n] of what the experts in a stage's folder change; None if there are none to compare."""
+
+    def similarity(self, folder: Path) -> dict[str, Any]:
+        """For a stage's record: the cosines of the experts that it wrote, and the summary of any two."""
+        gram_NN = self.gram(folder)
+        cosines_NN = None if gram_NN is None else similarities(gram_NN)
+        summary = likeness(cosines_NN)
+        if cosines_NN is None or summary is None:
+            return {}
+        return {"similarity": {**summary._asdict(), "matrix": cosines_NN.tolist()}}
+
+    # --- stage 1 ----------------------------------------------------------------------------------------------------
+
+    def lora_config(self, model: PreTrainedModel) -> LoraConfig | None:
+        """What is trained of a base; None trains all weights."""
+        return None
+
+    def initial(self, folder: Path) -> Path | None:
+        """Where stage 1 leaves the untrained expert."""
+        return None
+
+    @abstractmethod
+    def planned_expert(self, base: PreTrainedModel) -> Trained:
+        """What stage 1 trains."""
+
+    # --- stage 3 ----------------------------------------------------------------------------------------------------
+
+    part: ClassVar[str]  # in the names of the parameters that are an expert
+
+    @abstractmethod
+    def load(self, folder: Path) -> PreTrainedModel:
+        """An expert's dense model, or the base of its LoRA."""
+
+    @staticmethod
+    @abstractmethod
+    def routed_modules(model: PreTrainedModel, folders: Sequence[Path]) -> list[str]:
+        """The modules that get a router."""
+
+    @staticmethod
+    @abstractmethod
+    def add_vectors(model: PreTrainedModel, folder: Path, names: Sequence[str], seed: int) -> Trained:
+        """The model of the expert in a folder, with new routing vectors for these of its modules."""
+
+    @classmethod
+    def train(cls, model: nn.Module, experts: bool) -> None:
+        """Train an expert's routing vectors alone, or the expert too."""
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_vector(name) or (experts and cls.part in name))
+
+    @staticmethod
+    @abstractmethod
+    def vectors(checkpoint: Path, count: int) -> list[torch.Tensor]:
+        """The routing vectors [d] in a checkpoint, one for each routed module."""
+
+    @staticmethod
+    @abstractmethod
+    def without_vectors(checkpoint: Path, source: Path, target: Path) -> None:
+        """Write a trained expert without its routing vectors, in the form of the one that it was."""
+
+    @abstractmethod
+    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> Trained:
+        """What stage 3 trains of one expert."""
+
+    # --- stage 4 and what follows -----------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """The settings, by name, that decide what is assembled, beside those of all kinds."""
+        return {}
+
+    @abstractmethod
+    def check_base(self, seed: int) -> None:
+        """Raise a `ValueError` if the base, or given experts, cannot become what the recipe asks for."""
+
+    @abstractmethod
+    def assemble(
+        self, experts: Sequence[Path], routers: Path | None, data: Dataset, args: SFTConfig, seed: int, state: Path
+    ) -> Trained:
+        """
+        The MoE that is trained: of the experts that there are, or of new ones. Every process calls it.
+
+        Args:
+            routers: the file of the routers' weights; None: new ones.
+            data: the training data, and `args` how they are prepared, for gates that come from data.
+            state: a folder to keep what a resumed run is to find again.
+        """
+
+    @abstractmethod
+    def planned(self, base: PreTrainedModel, seed: int) -> Trained:
+        """The MoE, with new values."""
+
+    def finish(self, folder: Path, model: Any) -> None:  # noqa: B027
+        """What is to be done with the trained MoE's folder, in the main process."""
+
+    @abstractmethod
+    def load_result(self, folder: Path, seed: int) -> tuple[Trained, PreTrainedModel | None]:
+        """The trained model, and its base if the model does not hold that itself."""

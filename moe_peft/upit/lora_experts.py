@@ -1,0 +1,252 @@
+"""Experts that are LoRA adapters of one base: the result is a MoE-LoRA adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils import load_peft_weights
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, set_seed
+from trl import SFTConfig
+
+from ..adapter.base_model import find_ffns
+from ..adapter.config import MoELoraConfig
+from ..adapter.ffn_layout import find_layout
+from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
+from ..models.introspection import router_parameters
+from ..utils.loading import ADAPTER_CONFIG, read_adapter_config
+from ..utils.messages import InputError
+from .expand import expand_experts
+from .expansion import Descent, update_inner
+from .experts import ExpertKind, Load
+from .files import copy_adapter, write_adapter, written_experts
+from .recipe import FROM_EXPERTS
+from .routing_vectors import VECTORS, put_vectors
+
+
+class _LoraConfig(LoraConfig):
+    """A `LoraConfig` that every process saves as the same bytes: PEFT writes sets in an order that hashing decides."""
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
+
+
+class LoraExperts(ExpertKind):
+    """Experts that are LoRA adapters of one base."""
+
+    output = "adapter"
+    compared = "their updates B A"
+    part = "lora_"
+    copy = staticmethod(copy_adapter)
+
+    # --- folders ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def scored(load: Load, folders: Sequence[Path]) -> Iterator[PeftModel]:
+        """All on a single base."""
+        model = PeftModel.from_pretrained(load(folders[0]), folders[0], adapter_name="0")
+        for i, folder in enumerate(folders):
+            if i:
+                model.load_adapter(folder, str(i))
+                model.set_adapter(str(i))
+            yield model
+
+    def merge(self, experts: Sequence[Path], folder: Path, seed: int, initial: Path | None) -> list[Descent]:
+        section = self.recipe.expand
+        return expand_experts(
+            experts,
+            output_dir=folder,
+            num_experts=self.recipe.num_experts,
+            method=section.method,
+            similarity=section.similarity or "update",
+            drop_rate=0.2 if section.drop_rate is None else section.drop_rate,
+            seed=seed,
+            initial=initial,
+        )[1]
+
+    def gram(self, folder: Path) -> torch.Tensor | None:
+        """Of the updates s B A of a stage's LoRA adapters, or of the experts of its MoE adapter."""
+        if experts := written_experts(folder):
+            updates = [_scaled(expert) for expert in experts]
+            # Given LoRAs may differ in rank and modules.
+            gram = [[update_inner({name: a[name] for name in a if name in b}, b) for b in updates] for a in updates]
+            return torch.tensor(gram, dtype=torch.float64)
+        adapter = folder / self.output
+        if not (adapter / ADAPTER_CONFIG).exists():
+            return None
+        state = load_peft_weights(str(adapter), device="cpu")
+        names = [name for name in sorted(state) if ".moe_lora_A" in name]
+        if not names:  # a plain LoRA
+            return None
+        kind = cast(MoELoraConfig, PeftConfig.from_pretrained(adapter)).expert_spec("")
+        grams = [kind.gram(state[name], state[name.replace(".moe_lora_A", ".moe_lora_B")]) for name in names]
+        return sum(grams[1:], grams[0]) if len({len(gram) for gram in grams}) == 1 else None
+
+    # --- stage 1 ----------------------------------------------------------------------------------------------------
+
+    def lora_config(self, model: PreTrainedModel) -> LoraConfig:
+        """What one expert of the MoE adapter is."""
+        moe = self.recipe.moe_config()
+        return _LoraConfig(
+            r=moe.r,
+            lora_alpha=moe.lora_alpha,
+            lora_dropout=moe.lora_dropout,
+            use_rslora=moe.use_rslora,
+            init_lora_weights=moe.init_lora_weights,
+            target_modules=ffn_projections(model, moe.target_projections),
+            task_type="CAUSAL_LM",
+            revision=self.recipe.model.revision,
+        )
+
+    def initial(self, folder: Path) -> Path:
+        return folder / "initial"
+
+    def planned_expert(self, base: PreTrainedModel) -> PeftModel:
+        with base.device:
+            return get_peft_model(base, self.lora_config(base))
+
+    # --- stage 3 ----------------------------------------------------------------------------------------------------
+
+    def load(self, folder: Path) -> PreTrainedModel:
+        return self.base.load()
+
+    @staticmethod
+    def routed_modules(model: PreTrainedModel, folders: Sequence[Path]) -> list[str]:
+        """Those that the LoRAs adapt."""
+        adapted = set(determined_fields(model, sorted(set(folders)))["target_modules"])
+        return [name for name, _ in model.named_modules() if name in adapted]
+
+    @staticmethod
+    def add_vectors(model: PreTrainedModel, folder: Path, names: Sequence[str], seed: int) -> PeftModel:
+        """The vectors are saved and resumed beside the LoRA."""
+        vectors = put_vectors(model, names, seed)
+        config = PeftConfig.from_pretrained(folder)
+        config.inference_mode, config.modules_to_save = False, [VECTORS]
+        weights = load_peft_weights(str(folder), device="cpu")
+        weights |= {_saved_name(i): vector.data for i, vector in enumerate(vectors.vectors)}
+        adapted = get_peft_model(model, config)
+        set_peft_model_state_dict(adapted, weights)
+        return adapted
+
+    @staticmethod
+    def vectors(checkpoint: Path, count: int) -> list[torch.Tensor]:
+        weights = load_peft_weights(str(checkpoint), device="cpu")
+        return [weights[_saved_name(i)].float() for i in range(count)]
+
+    @staticmethod
+    def without_vectors(checkpoint: Path, source: Path, target: Path) -> None:
+        weights = load_peft_weights(str(checkpoint), device="cpu")
+        write_adapter({name: weight for name, weight in weights.items() if VECTORS not in name}, source, target)
+
+    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PeftModel:
+        config = self._moe_config(base)
+        lora = LoraConfig(
+            r=config.r, target_modules=ffn_projections(base, config.target_projections), modules_to_save=[VECTORS],
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
+        put_vectors(base, routed_ffns(base), seed)
+        with base.device:
+            return get_peft_model(base, lora)
+
+    # --- stage 4 and what follows -----------------------------------------------------------------------------------
+
+    def check_base(self, seed: int) -> None:
+        self.planned(self.base.empty(), seed)  # raises for an adapter that the base cannot have
+
+    def assemble(
+        self, experts: Sequence[Path], routers: Path | None, data: Dataset, args: SFTConfig, seed: int, state: Path
+    ) -> PeftModel:
+        """The base with all experts in one MoE adapter; with new experts if stage 1 trains none."""
+        r, model = self.recipe, self.base.load()
+        set_seed(seed)
+        if not r.facts.prepares:
+            return get_peft_model(model, r.moe_config(), revision=r.model.revision)
+        settings = {key: value for key, value in r.adapter.items() if key not in FROM_EXPERTS}
+        moe = lora_to_moe(model, experts, task_type="CAUSAL_LM", revision=r.model.revision, **settings)
+        if routers is not None:
+            weights = load_file(routers)
+            set_routers(moe, [weights[str(i)] for i in range(len(weights))])
+        return moe
+
+    def planned(self, base: PreTrainedModel, seed: int) -> PeftModel:
+        with base.device:
+            return get_peft_model(base, self._moe_config(base))
+
+    def load_result(self, folder: Path, seed: int) -> tuple[PeftModel, None]:
+        return PeftModel.from_pretrained(self.base.load(), folder), None
+
+    def _moe_config(self, model: PreTrainedModel) -> MoELoraConfig:
+        """
+        The MoE adapter's configuration, as far as the recipe and the experts that it names determine it.
+
+        Raises:
+            ValueError: the recipe says otherwise than the experts, or the base cannot have them.
+        """
+        recipe = self.recipe
+        if not (recipe.prepare.folders and recipe.facts.prepares):
+            return recipe.moe_config()
+        folders = sorted(set(recipe.assembled_from([Path(folder) for folder in recipe.prepare.folders])))
+        determined = determined_fields(model, folders)
+        configs = [read_adapter_config(folder, f"prepare.adapters: {folder}") for folder in folders]
+        values = {name: [getattr(config, name) for config in configs] for name in ("r", "lora_alpha", "use_rslora")}
+        values["target_projections"] = [determined["target_projections"]]
+        for name, allowed in values.items():
+            asked = recipe.adapter.get(name)
+            if asked is not None and (sorted(asked) if name == "target_projections" else asked) not in allowed:
+                raise InputError(
+                    f"adapter.{name}={asked!r}: those of prepare.adapters have {allowed[0]!r}; leave it out"
+                )
+        return replace(recipe.moe_config(), use_rslora=False, **determined)
+
+
+def _saved_name(index: int) -> str:
+    """Of a routing vector in an adapter's file."""
+    return f"base_model.model.{VECTORS}.vectors.{index}"
+
+
+def _scaled(adapter: Path) -> dict[str, torch.Tensor]:
+    """A LoRA's tensors, with its scalings in B."""
+    state = load_peft_weights(str(adapter), device="cpu")
+    for name, scaling in lora_scalings(PeftConfig.from_pretrained(adapter), sorted(state)).items():
+        state[name.replace(".lora_A.", ".lora_B.")] *= scaling
+    return state
+
+
+def routed_ffns(model: torch.nn.Module) -> list[str]:
+    """The modules that get experts and a router: the FFNs, or their linears where these have no module of their own."""
+    ffns = find_ffns(model)
+    return [name for name, _ in model.named_modules() if name in ffns or name.rsplit(".", 1)[-1] in ffns]
+
+
+def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None) -> list[str]:
+    """
+    The FFN projections that LoRA experts adapt, as names for `LoraConfig.target_modules`: full names where short ones
+    would match other modules too.
+
+    Raises:
+        ValueError: no FFN has the chosen projections.
+    """
+    names: list[str] = []
+    for name in routed_ffns(model):
+        layout = find_layout(model.get_submodule(name))
+        of_ffn = [f"{name}.{p}" for p in layout.projections] if layout is not None else [name]  # OPT has linears only
+        names += [full for full in of_ffn if chosen is None or full.rsplit(".", 1)[-1] in chosen]
+    if not names:
+        raise InputError(f"adapter.target_projections={chosen}: no FFN of {type(model).__name__} has these")
+    short = {name.rsplit(".", 1)[-1] for name in names}
+    matched = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in short]
+    return sorted(short) if sorted(matched) == sorted(names) else names
+
+
+@torch.no_grad()
+def set_routers(moe: PeftModel, routers: Sequence[torch.Tensor]) -> None:
+    """Give the linear routers of a MoE adapter these weights [n, d], in the model's order."""
+    for parameter, weight in zip(router_parameters(moe).values(), routers, strict=True):
+        parameter.copy_(weight)

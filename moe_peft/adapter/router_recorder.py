@@ -225,7 +225,7 @@ def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
 
 
 def _is_checkpointed() -> bool:
-    """Whether a layer of a pass with gradients may run again: a reentrant checkpoint turns them off, others set hooks."""
+    """Whether a layer of a pass with gradients may run again: reentrant checkpoints turn them off, others set hooks."""
     hooks = _top_saved_tensors_hooks(False)
     return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 

@@ -15,12 +15,11 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -185,23 +184,6 @@ def _see_gate(gate: nn.Module, args: tuple, output: Any, index: int) -> None:
 
 
 # --- token ids ------------------------------------------------------------------------------------------------------
-#
-# With gradient checkpointing, layers run again during backward, when nobody knows the batch any more. Routers that need
-# its ids therefore keep those of the last forward passes under checkpointing, with some entries of their input. A
-# second run takes the ids whose input was the same, since losses may go backward in any order, or never.
-
-_MOST_PASSES = 64  # before one backward
-_KEPT_COLUMNS = 8  # of a router's input
-_DIFFERENCE = 0.1  # of a token's kept entries, relative: kernels may round differently in a second run
-
-
-class _Pass(NamedTuple):
-    ids: torch.Tensor  # [T] in any shape
-    input_TC: torch.Tensor  # some columns of the router's input
-
-
-_past_passes: weakref.WeakKeyDictionary[nn.Module, deque[_Pass]] = weakref.WeakKeyDictionary()
-
 
 _HANDLES = "_moe_peft_token_ids"
 
@@ -223,12 +205,10 @@ def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
     The ids of the tokens that a router is about to route, from their hidden states [T, d].
 
     Raises:
-        ValueError: the model was not called with one id for each of these tokens, or a layer runs again during backward
-            on hidden states of no forward pass.
+        ValueError: the model was not called with one id for each of these tokens, or its layers would run again during
+            backward, when nobody knows the batch any more.
     """
     collection, count = state.collection, len(x_TD)
-    if collection is None and router in _past_passes:
-        return _ids_of_first_run(_past_passes[router], x_TD)
     ids = None if collection is None else collection.token_ids
     if ids is None or ids.numel() != count:
         has = "no input_ids" if ids is None else f"{ids.numel()} input_ids"
@@ -237,39 +217,17 @@ def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
             "input_ids, on a decoder-only model, or use another router_type"
         )
     if collection is not None and collection.grad_enabled and router.training and _is_checkpointed():
-        past = _past_passes.setdefault(router, deque(maxlen=_MOST_PASSES))
-        past.append(_Pass(ids, _kept(x_TD)))
+        raise InputError(
+            "router_type='hash': gradient_checkpointing=True runs layers again without their token ids; set "
+            "gradient_checkpointing to false, or use another router_type"
+        )
     return ids
 
 
 def _is_checkpointed() -> bool:
-    """
-    Whether the layer at work may run again, in a pass with gradients: a reentrant checkpoint turns them off, another
-    one saves no tensors, by hooks.
-    """
-    return not torch.is_grad_enabled() or _top_saved_tensors_hooks(False) is not None
-
-
-def _kept(x_TD: torch.Tensor) -> torch.Tensor:
-    return x_TD.detach()[:, :_KEPT_COLUMNS].nan_to_num()
-
-
-def _ids_of_first_run(past: deque[_Pass], x_TD: torch.Tensor) -> torch.Tensor:
-    """Takes the pass whose input is nearest. This waits for the device, but in second runs alone."""
-    x_TC = _kept(x_TD).float()
-    limit_T = _DIFFERENCE * x_TC.norm(dim=1).clamp(min=1e-12)
-    alike = [i for i, other in enumerate(past) if other.input_TC.shape == x_TC.shape]
-    ratios = [((past[i].input_TC.float() - x_TC).norm(dim=1) / limit_T).max() for i in alike]
-    nearest, index = min(zip(torch.stack(ratios).tolist(), alike, strict=True)) if ratios else (2.0, 0)
-    if nearest > 1:
-        raise InputError(
-            f"router_type='hash': a layer runs again on {len(x_TD)} hidden states of none of the "
-            f"{len(past)} forward passes whose input_ids are kept; under gradient checkpointing, go backward once "
-            f"through a forward pass (no retain_graph) and through at most {_MOST_PASSES} together"
-        )
-    ids = past[index].ids
-    del past[index]
-    return ids
+    """Whether a layer of a pass with gradients may run again: reentrant checkpoints turn them off, others set hooks."""
+    hooks = _top_saved_tensors_hooks(False)
+    return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 # --- reentrant gradient checkpointing -------------------------------------------------------------------------------

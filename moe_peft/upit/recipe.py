@@ -424,6 +424,8 @@ class Recipe(Settings):
         if not router.has_parameters and self.facts.assembles and not self.trains_experts:
             raise InputError(f"{field}: these routers have no parameters; use others: stage 4 trains nothing else")
         if router.by_token_id and self.facts.assembles:
+            if {**self.sft, **self.post_train.sft}.get("gradient_checkpointing", True):
+                raise InputError(f"post_train.sft.gradient_checkpointing=True: must be false with {field}")
             sft = self.post_train.sft
             labels = float(sft.get("expert_map") is not None)
             for name, default in (("router_z_loss_coef", 0.0), ("router_label_loss_coef", labels)):

@@ -84,8 +84,7 @@ def test_every_router_is_tried():
     assert {settings.type for settings in KINDS.values()} == seen
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_routing_by_token_ids(reentrant, tmp_path):
+def test_routing_by_token_ids(tmp_path):
     """Hash Layers (Roller et al., 2021): a token's experts follow from its id alone, with gates 1/k, in every pass."""
     model = moe()
     replace_routers(model, "hash", seed=3)
@@ -103,21 +102,16 @@ def test_routing_by_token_ids(reentrant, tmp_path):
             assert torch.equal(experts, scores.topk(2).indices.sort(-1).values)
     assert not torch.equal(chosen[0], chosen[1])  # layers differ
 
-    # A training step, also with layers that run again, is that of gates that always return the same.
-    if reentrant is not None:
-        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    experts = next(p for name, p in model.named_parameters() if "experts" in name)
-    plain = moe()
-    replace_routers(plain, "hash", seed=3)
-    plain(input_ids=ids, labels=ids).loss.backward()
-    expected = next(p for name, p in plain.named_parameters() if "experts" in name)
-    assert expected.grad.abs().max() > 0
-    torch.testing.assert_close(experts.grad, expected.grad, rtol=1e-4, atol=1e-6)
+    # It trains, without gradient checkpointing.
+    ids_and_labels = {"input_ids": ids, "labels": ids, "use_cache": False}
+    model.train()(**ids_and_labels).loss.backward()
+    assert next(p for name, p in model.named_parameters() if "experts" in name).grad.abs().max() > 0
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="router_type='hash': gradient_checkpointing=True"):
+        model(**ids_and_labels)
 
     # It saves and loads, does not fold, and another router takes its place.
-    plain.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     loaded = MixtralForCausalLM.from_pretrained(tmp_path)
     load_routers(loaded, tmp_path)
     with torch.no_grad():

@@ -91,17 +91,16 @@ def gradients(model, inputs) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "backbone"])
-@pytest.mark.parametrize("router", ["linear", "hash"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_an_interrupted_pass_leaves_nothing_behind(reentrant, router, whole):
-    model = adapted(router_type=router, **({"router_aux_loss_coef": 0.0} if router == "hash" else {})).train()
+def test_an_interrupted_pass_leaves_nothing_behind(reentrant, whole):
+    model = adapted().train()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     other, inputs = copy.deepcopy(model), batch()
     interrupt(model, whole)
     for _ in range(2):
         found, expected = gradients(model, inputs), gradients(other, inputs)
-        assert found.keys() == expected.keys() and any("router" in name for name in found) == (router != "hash")
+        assert found.keys() == expected.keys() and any("router" in name for name in found)
         for name, value in expected.items():
             torch.testing.assert_close(
                 found[name], value, rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}"

@@ -94,6 +94,10 @@ def merged(settings: dict, change: dict) -> dict:
             "post_train.sft.router_z_loss_coef=0.1: must be 0: these routers go by token ids alone",
         ),
         (
+            {"adapter": HASH, "router_init": {"buckets": "none"}, "sft": {"gradient_checkpointing": True}},
+            "post_train.sft.gradient_checkpointing=True: must be false with adapter.router_type='hash'",
+        ),
+        (
             {
                 "adapter": HASH,
                 "router_init": {"buckets": "none"},

@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from ..routing.routers import make_router
-from ..utils.compat import private
+from ..utils.compat import private, require
 from ..utils.messages import InputError
 from ..utils.model_card import TAGS
 from . import liger, router_outputs
@@ -25,6 +25,10 @@ from .experts import EXPERTS, Experts
 from .ffn_layout import find_layout, probe_ffn
 from .layers import MERGE_REFUSAL, MoELoraFFN, MoELoraLayer, MoELoraLinear, linear_features, without_adapters
 
+require(
+    "peft.tuners.tuners_utils.BaseTuner", "peft.tuners.tuners_utils.BaseTunerLayer", "peft.tuners.lora.LoraModel",
+    "transformers.PreTrainedModel",
+)  # fmt: skip
 _maybe_include_all_linear_layers = private("peft.tuners.tuners_utils", "_maybe_include_all_linear_layers")
 
 

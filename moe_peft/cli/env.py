@@ -8,8 +8,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .. import __version__
+from ..utils.compat import TESTED
 
 PACKAGES = (
     "torch", "transformers", "peft", "trl", "accelerate", "datasets", "bitsandbytes", "deepspeed",
@@ -32,6 +34,9 @@ def run(options: argparse.Namespace) -> None:
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             # torch's own has the build: +cpu, +cu130, …
-            print(f"- {name}: {torch.__version__ if name == 'torch' else version(name)}")
+            installed = str(torch.__version__) if name == "torch" else version(name)
+            newest = TESTED.get(name)
+            newer = newest and TorchVersion(installed.partition("+")[0]) > newest
+            print(f"- {name}: {installed}" + (f" (newer than {newest}, which was tested)" if newer else ""))
     print(f"- CUDA of torch: {torch.version.cuda or 'none'}")
     print(f"- Accelerators: {', '.join(devices) or other}")

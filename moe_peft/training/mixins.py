@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from ..models.introspection import native_routers
 from ..native.router_files import router_tensors
 from ..routing.routers import Router
+from ..utils.compat import require
 from ..utils.messages import InputError
 
+require("transformers.Trainer", "trl.SFTTrainer")
 logger = logging.getLogger("moe_peft")
 
 # --- saving ----------------------------------------------------------------------------------------------------------

@@ -1,14 +1,25 @@
 """
 Every private name of peft, trl, transformers and torch that this package overrides, calls or reads, in one place.
 
-`PRIVATE` lists them; a test looks each one up and names those that a new version has moved. `private` looks up those
-that are called by their import path.
+`PRIVATE` lists them. There are no upper bounds on versions: `require` looks names up where the part that overrides them
+is imported, `private` those that are called, and a test all of them. A name that a new version has moved is an error
+that says which, and not a hook that nobody calls any more.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
+
+# The newest versions that all tests passed with.
+TESTED = {"torch": "2.13.0", "transformers": "5.23.0", "peft": "0.21.2", "trl": "1.16.0"}
+
+# Set in `__init__`, so that the class does not tell whether they are still there; the test reads its source.
+OF_INSTANCES = {
+    "_active_adapter", "_disable_adapters", "_metrics", "_stored_metrics", "_signature_columns", "_train_batch_size",
+    "_created_lr_scheduler", "aux_loss_enabled", "_tag_names",
+}  # fmt: skip
 
 # Module or class → names in it.
 PRIVATE: dict[str, tuple[str, ...]] = {
@@ -68,6 +79,15 @@ PRIVATE: dict[str, tuple[str, ...]] = {
 }
 
 
+def place(path: str) -> Any:
+    """The module or class of a dotted path."""
+    try:
+        return import_module(path)
+    except ImportError:
+        module, _, name = path.rpartition(".")
+        return getattr(import_module(module), name)
+
+
 def private(module: str, name: str) -> Any:
     """
     The object that a name in `PRIVATE` refers to.
@@ -75,13 +95,29 @@ def private(module: str, name: str) -> Any:
     Raises:
         ImportError: the installed version no longer has it.
     """
-    value = getattr(import_module(module), name, None) if name in PRIVATE[module] else None
+    value = getattr(place(module), name, None) if name in PRIVATE[module] else None
     if value is None:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f"moe_peft needs {module}.{name}, which this version of {package} lacks; install an older one"
-        )
+        raise _moved(module, name)
     return value
+
+
+def require(*paths: str) -> None:
+    """
+    Look up the names that the importing module overrides in these classes.
+
+    Raises:
+        ImportError: the installed version no longer has one of them.
+    """
+    for path in paths:
+        for name in PRIVATE[path]:
+            if name not in OF_INSTANCES and not hasattr(place(path), name):
+                raise _moved(path, name)
+
+
+def _moved(path: str, name: str) -> ImportError:
+    package = path.partition(".")[0]
+    tested = f"; the newest that it was tested with is {package}=={TESTED[package]}" if package in TESTED else ""
+    return ImportError(f"moe_peft needs {path}.{name}, which {package} {version(package)} lacks{tested}")
 
 
 def loss_is_of_whole_step(trainer: Any, num_items_in_batch: Any) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import moe_peft
-from moe_peft.utils.compat import PRIVATE, private
+from moe_peft.utils.compat import PRIVATE, TESTED, place, private, require
 
 PACKAGES = ("peft", "trl", "transformers")
 ROOT = Path(moe_peft.__file__).parent
@@ -46,15 +46,6 @@ def source(cls) -> str:
         return inspect.getsource(cls)
     except (OSError, TypeError):  # made by a decorator
         return ""
-
-
-def place(path: str):
-    """The module or class of a dotted path."""
-    try:
-        return importlib.import_module(path)
-    except ImportError:
-        module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in PRIVATE.items() for name in names])
@@ -113,18 +104,21 @@ def test_everything_that_is_listed_is_used():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_whose_private_names_we_use_has_an_upper_bound(package):
+def test_no_version_is_shut_out(package):
     declared = [Requirement(line) for line in requires("moe-peft-hf")]
-    bounds = {s.operator for r in declared if r.name == package for s in r.specifier}
-    assert "<" in bounds and any(path.partition(".")[0] == package for path in PRIVATE)
+    assert not [r for r in declared if r.name == package for s in r.specifier if s.operator in ("<", "<=", "==", "~=")]
 
 
-def test_a_name_that_has_moved_is_told():
-    with pytest.raises(
-        ImportError, match=r"moe_peft needs peft\.utils\.other\.gone, .* peft lacks; install an older one"
-    ):
-        PRIVATE["peft.utils.other"], before = ("gone",), PRIVATE["peft.utils.other"]
-        try:
-            private("peft.utils.other", "gone")
-        finally:
-            PRIVATE["peft.utils.other"] = before
+def test_tested_versions_are_those_of_the_constraints():
+    lines = (ROOT.parent / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    assert {name: pins[name] for name in TESTED} == TESTED
+
+
+@pytest.mark.parametrize("look", [lambda path: private(path, "gone"), require])
+def test_a_name_that_has_moved_is_told(look, monkeypatch):
+    path = "peft.tuners.tuners_utils.BaseTuner"
+    monkeypatch.setitem(PRIVATE, path, ("_prepare_model", "gone"))
+    newest = TESTED["peft"]
+    with pytest.raises(ImportError, match=rf"BaseTuner\.gone, which peft .* lacks; the newest .* is peft=={newest}"):
+        look(path)

@@ -21,7 +21,7 @@ from ..routing.routers import Router, make_router
 from ..utils.compat import private
 from .dispatch import Dispatch, make_dispatch
 from .experts import Experts
-from .experts.base import Shapes
+from .experts.base import empty_parameters
 from .experts.lora import may_overwrite
 from .ffn_layout import FFNLayout
 from .router_recorder import record_choice, recorded, token_ids_for
@@ -67,9 +67,9 @@ class MoELoraLayer(BaseTunerLayer):
     def update_layer(self, adapter_name: str, spec: Experts, inference_mode: bool = False) -> None:
         """Add (or re-create) the experts and the router of `adapter_name`."""
         self.moe_lora_spec[adapter_name] = spec
-        self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name] = _empty(spec.shapes(self._projections))
+        self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name] = empty_parameters(spec.shapes(self._projections))
         if shared := spec.shared_shapes(self._projections):
-            self.moe_lora_shared_A[adapter_name], self.moe_lora_shared_B[adapter_name] = _empty(shared)
+            self.moe_lora_shared_A[adapter_name], self.moe_lora_shared_B[adapter_name] = empty_parameters(shared)
         self.moe_lora_dropout[adapter_name] = nn.Dropout(spec.lora_dropout) if spec.lora_dropout else nn.Identity()
         if spec.num_experts > 1:
             self.put_router(adapter_name)
@@ -164,11 +164,6 @@ class MoELoraLayer(BaseTunerLayer):
 
     def unmerge(self) -> None:
         raise ValueError(f"There is nothing to unmerge. {MERGE_REFUSAL}")
-
-
-def _empty(shapes: dict[str, Shapes]) -> tuple[nn.ParameterDict, nn.ParameterDict]:
-    A, B = ({name: torch.empty(of_one[i]) for name, of_one in shapes.items()} for i in (0, 1))
-    return nn.ParameterDict(A), nn.ParameterDict(B)
 
 
 def _refuse_merge(*args: Any) -> None:

@@ -239,10 +239,14 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         if not by_kind:
             return self.base_layer(x) if residual is None else self.base_layer(x, residual)
         x_TD = x.reshape(-1, x.shape[-1])
-        outputs = [kind.ffn_output(self, adapters, x_TD) for kind, adapters in by_kind.items()]
+        # The outputs of several kinds are added up, so all have the same mask of the block's own dropout.
+        mask_TD = None
+        if len(by_kind) > 1 and self.layout.dropout and self.training:
+            mask_TD = self.layout.drop(self.base_layer, x_TD.new_ones(len(x_TD), self.out_features))
+        outputs = [kind.ffn_output(self, adapters, x_TD, mask_TD) for kind, adapters in by_kind.items()]
         y_TD = outputs[0]
         if len(outputs) > 1:
-            base_TD = self.layout.block(self.base_layer, x_TD)
+            base_TD = self.base_output(x_TD, mask_TD)
             for other_TD in outputs[1:]:
                 y_TD = y_TD + other_TD - base_TD
         y = in_shape(y_TD, x)
@@ -259,6 +263,13 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
     def input_projections(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
         """The outputs [T, f'] of the base's projections that read the block's input."""
         return [self.projection(name)(x_TD) for name in self.layout.inputs]
+
+    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None) -> torch.Tensor:
+        """The base's output [T, d]; a mask replaces its own dropout."""
+        if mask_TD is None:
+            return self.layout.block(self.base_layer, x_TD)
+        z_TF = self.layout.hidden(self.base_layer, self.input_projections(x_TD))
+        return self.layout.drop(self.base_layer, self.projection(self.layout.down)(z_TF), mask_TD)
 
     def extra_repr(self) -> str:
         return quantization_extra_repr(self)

@@ -110,6 +110,9 @@ class MoELoraFFN(nn.Module):
     def input_projections(self, x_TD: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.gate_up_proj(x_TD).chunk(2, dim=-1)
 
+    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None) -> torch.Tensor:
+        return self.base_layer(x_TD)
+
     def expert_parameters(self, adapter: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
         return self.moe_lora_A, self.moe_lora_B
 

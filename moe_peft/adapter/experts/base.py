@@ -46,6 +46,7 @@ class FFNHost(LinearHost, Protocol):
     def moe_lora_spec(self) -> Mapping[str, Any]: ...  # adapter → its experts
     def projection(self, name: str, /) -> nn.Module: ...
     def input_projections(self, x_TD: torch.Tensor, /) -> Sequence[torch.Tensor]: ...
+    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None, /) -> torch.Tensor: ...
 
 
 def empty_parameters(shapes: dict[str, Shapes]) -> tuple[nn.ParameterDict, nn.ParameterDict]:
@@ -144,10 +145,12 @@ class Experts:
     # --- forward ---
 
     @classmethod
-    def ffn_output(cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor) -> torch.Tensor:
+    def ffn_output(
+        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, mask_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """
         The output [T, d] of an FFN with the experts of `adapters`, which are all of this kind; the changes that each
-        makes to the output add up.
+        makes to the output add up. `mask_TD` replaces the block's own dropout, where several kinds share one.
         """
         raise NotImplementedError
 

@@ -46,9 +46,11 @@ class BottleneckExperts(Experts):
         return {_NAME: ((self.num_experts, self.rank, d), (self.num_experts, self.rank, d))}
 
     @classmethod
-    def ffn_output(cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor) -> torch.Tensor:
+    def ffn_output(
+        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, mask_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
         # The FFN as it is, once for all adapters: the experts read its output.
-        h_TD = ffn.layout.block(ffn.base_layer, x_TD)
+        h_TD = ffn.base_output(x_TD, mask_TD)
         outputs = [ffn.moe_lora_spec[adapter]._behind(ffn, adapter, x_TD, h_TD) for adapter in adapters]
         y_TD = outputs[0]
         for other_TD in outputs[1:]:

@@ -53,7 +53,9 @@ class LoraExperts(Experts):
     # --- forward ---
 
     @classmethod
-    def ffn_output(cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor) -> torch.Tensor:
+    def ffn_output(
+        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, mask_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
         layout, branches = ffn.layout, []
 
         # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
@@ -78,7 +80,7 @@ class LoraExperts(Experts):
             y_TD = ffn.moe_lora_spec[adapter]._after_down(ffn, adapter, branch, y_TD)
 
         # 5. The block's own dropout, if it has one.
-        return layout.drop(ffn.base_layer, y_TD)
+        return layout.drop(ffn.base_layer, y_TD, mask_TD)
 
     def linear_output(
         self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool

@@ -21,7 +21,7 @@ from ..routing.routers import Router, make_router
 from ..utils.compat import private
 from .dispatch import Dispatch, make_dispatch
 from .experts import Experts
-from .experts.base import Shapes
+from .experts.base import empty_parameters
 from .experts.lora import may_overwrite
 from .ffn_layout import FFNLayout
 from .router_recorder import record_choice, recorded, token_ids_for
@@ -67,9 +67,9 @@ class MoELoraLayer(BaseTunerLayer):
     def update_layer(self, adapter_name: str, spec: Experts, inference_mode: bool = False) -> None:
         """Add (or re-create) the experts and the router of `adapter_name`."""
         self.moe_lora_spec[adapter_name] = spec
-        self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name] = _empty(spec.shapes(self._projections))
+        self.moe_lora_A[adapter_name], self.moe_lora_B[adapter_name] = empty_parameters(spec.shapes(self._projections))
         if shared := spec.shared_shapes(self._projections):
-            self.moe_lora_shared_A[adapter_name], self.moe_lora_shared_B[adapter_name] = _empty(shared)
+            self.moe_lora_shared_A[adapter_name], self.moe_lora_shared_B[adapter_name] = empty_parameters(shared)
         self.moe_lora_dropout[adapter_name] = nn.Dropout(spec.lora_dropout) if spec.lora_dropout else nn.Identity()
         if spec.num_experts > 1:
             self.put_router(adapter_name)
@@ -166,11 +166,6 @@ class MoELoraLayer(BaseTunerLayer):
         raise ValueError(f"There is nothing to unmerge. {MERGE_REFUSAL}")
 
 
-def _empty(shapes: dict[str, Shapes]) -> tuple[nn.ParameterDict, nn.ParameterDict]:
-    A, B = ({name: torch.empty(of_one[i]) for name, of_one in shapes.items()} for i in (0, 1))
-    return nn.ParameterDict(A), nn.ParameterDict(B)
-
-
 def _refuse_merge(*args: Any) -> None:
     raise ValueError(MERGE_REFUSAL)
 
@@ -244,10 +239,14 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
         if not by_kind:
             return self.base_layer(x) if residual is None else self.base_layer(x, residual)
         x_TD = x.reshape(-1, x.shape[-1])
-        outputs = [kind.ffn_output(self, adapters, x_TD) for kind, adapters in by_kind.items()]
+        # The outputs of several kinds are added up, so all have the same mask of the block's own dropout.
+        mask_TD = None
+        if len(by_kind) > 1 and self.layout.dropout and self.training:
+            mask_TD = self.layout.drop(self.base_layer, x_TD.new_ones(len(x_TD), self.out_features))
+        outputs = [kind.ffn_output(self, adapters, x_TD, mask_TD) for kind, adapters in by_kind.items()]
         y_TD = outputs[0]
         if len(outputs) > 1:
-            base_TD = self.layout.block(self.base_layer, x_TD)
+            base_TD = self.base_output(x_TD, mask_TD)
             for other_TD in outputs[1:]:
                 y_TD = y_TD + other_TD - base_TD
         y = in_shape(y_TD, x)
@@ -264,6 +263,13 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
     def input_projections(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
         """The outputs [T, f'] of the base's projections that read the block's input."""
         return [self.projection(name)(x_TD) for name in self.layout.inputs]
+
+    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None) -> torch.Tensor:
+        """The base's output [T, d]; a mask replaces its own dropout."""
+        if mask_TD is None:
+            return self.layout.block(self.base_layer, x_TD)
+        z_TF = self.layout.hidden(self.base_layer, self.input_projections(x_TD))
+        return self.layout.drop(self.base_layer, self.projection(self.layout.down)(z_TF), mask_TD)
 
     def extra_repr(self) -> str:
         return quantization_extra_repr(self)

@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ..adapter.config import MoELoraConfig
 from ..adapter.dispatch import Dispatch, make_dispatch
 from ..adapter.experts import Experts
-from ..adapter.experts.base import Shapes
+from ..adapter.experts.base import empty_parameters
 from ..adapter.ffn_layout import FFNLayout
 from ..routing.routers import Router, make_router
 from ..utils.loading import ADAPTER_WEIGHTS, read_adapter_config, read_adapter_weights
@@ -59,7 +59,7 @@ class MoELoraFFN(nn.Module):
     """
     vLLM's FFN with experts, in place of vLLM's and with its parts under their own names.
 
-    Its other attributes and methods are what `Experts.ffn_output` reads of a PEFT tuner layer, for a single adapter.
+    Its other attributes and methods are those of an `FFNHost`, for a single adapter.
 
     Args:
         mlp: vLLM's FFN.
@@ -87,12 +87,12 @@ class MoELoraFFN(nn.Module):
         self.down_proj.reduce_results = not self.reduces
         if self.reduces and self.down_proj.bias is not None:
             raise InputError("tensor_parallel_size: experts on FFNs with biases need 1")
-        self.moe_lora_A, self.moe_lora_B = _empty(spec.shapes(local))
-        self.moe_lora_shared_A, self.moe_lora_shared_B = _empty(spec.shared_shapes(local))
+        self.moe_lora_A, self.moe_lora_B = empty_parameters(spec.shapes(local))
+        self.moe_lora_shared_A, self.moe_lora_shared_B = empty_parameters(spec.shared_shapes(local))
         self.moe_lora_router: Router | None = None
         if spec.num_experts > 1:
             self.moe_lora_router = make_router(self.gate_up_proj.input_size, spec.num_experts, spec.router).float()
-            self.moe_lora_router.requires_grad_(False)
+        self.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.vllm.moe_lora_ffn(x, self.name)
@@ -109,6 +109,9 @@ class MoELoraFFN(nn.Module):
 
     def input_projections(self, x_TD: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.gate_up_proj(x_TD).chunk(2, dim=-1)
+
+    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None) -> torch.Tensor:
+        return self.base_layer(x_TD)
 
     def expert_parameters(self, adapter: str) -> tuple[nn.ParameterDict, nn.ParameterDict]:
         return self.moe_lora_A, self.moe_lora_B
@@ -135,11 +138,6 @@ class MoELoraFFN(nn.Module):
 def _features(d: int, f: int) -> dict[str, tuple[int, int]]:
     """In and out features by projection."""
     return {_GATE: (d, f), _UP: (d, f), _DOWN: (f, d)}
-
-
-def _empty(shapes: dict[str, Shapes]) -> tuple[nn.ParameterDict, nn.ParameterDict]:
-    A, B = ({name: torch.empty(of_one[i]) for name, of_one in shapes.items()} for i in (0, 1))
-    return nn.ParameterDict(A).requires_grad_(False), nn.ParameterDict(B).requires_grad_(False)
 
 
 # One operator for the whole FFN: to a compiler it is opaque, so the way its experts are computed (`choose_method`) is

@@ -107,9 +107,9 @@ def write_model_card(
     bases = [os.fspath(name) for name in (origin if isinstance(origin, (list, tuple)) else [origin]) if name]
     is_moe_lora = adapter.get("peft_type") == "MOE_LORA"
     num_experts = model.get("num_experts", model.get("num_local_experts"))
-    auto, task = "AutoModelForCausalLM", "text-generation"
-    if adapter:
-        auto, task = _TASKS.get(adapter.get("task_type") or "", (None, None))
+    auto, task = _TASKS.get(adapter.get("task_type") or "", (None, None))
+    if not adapter:
+        auto, task = "AutoModelForCausalLM", "text-generation"
     old = load_card(path)
     if old is None and path.is_file() and not overwrite:
         return path

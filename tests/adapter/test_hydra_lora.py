@@ -5,6 +5,7 @@ experts whose A matrices are tied, and every export is exact.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from moe_peft import MoELoraConfig, expert_to_lora, lora_to_moe, pin_dispatch
+from moe_peft.adapter.experts import EXPERTS
 from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
 from moe_peft.models.introspection import router_parameters
 from moe_peft.models.model_size import expert_similarity, model_size
@@ -242,3 +244,12 @@ def test_the_export_computes_what_the_adapter_computes(tmp_path):
     torch.testing.assert_close(native_logits(tmp_path / "moe"), native_logits(model), rtol=0, atol=1e-4)
     plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(native_logits(plain), native_logits(model), rtol=0, atol=0)
+
+
+def test_the_share_that_a_token_uses_is_that_of_stacked_matrices():
+    for kind, experts in EXPERTS.items():
+        spec = MoELoraConfig(num_experts=4, top_k=1, expert_type=kind).expert_spec("mlp")
+        shapes = spec.shapes({"up": (8, 16), "down": (16, 8)})
+        for A, B in shapes.values():
+            for matrix, shape in (("A", A), ("B", B)):
+                assert spec.used_share(matrix) == (Fraction(1, 4) if shape[0] == 4 else 1), experts

@@ -6,18 +6,53 @@ Legend: T tokens, n experts, r rank, m, d, f widths (in or out features), A a ki
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
 
 from ...routing.routers import RouterSettings
 from ...utils.messages import InputError
+from ..dispatch import Dispatch
+from ..ffn_layout import FFNLayout
 
 # The shapes of the two tensors that hold the experts of one projection.
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class LinearHost(Protocol):
+    """What experts read of the layer around them: of a tuner layer, or of a serving engine's."""
+
+    def expert_parameters(self, adapter_name: str, /) -> tuple[nn.ParameterDict, nn.ParameterDict]: ...
+    def shared_parameters(self, adapter_name: str, /) -> tuple[nn.ParameterDict, nn.ParameterDict]: ...
+    def dropped(self, adapter_name: str, x_TM: torch.Tensor, count: int, /) -> list[torch.Tensor]: ...
+    def route(
+        self, adapter_name: str, x_TD: torch.Tensor, dtype: torch.dtype, mixes_outputs: bool = False, /
+    ) -> Dispatch | None: ...
+
+
+class FFNHost(LinearHost, Protocol):
+    """The same around an FFN block."""
+
+    layout: FFNLayout
+    training: bool
+
+    @property
+    def base_layer(self) -> Any: ...  # the block
+    @property
+    def moe_lora_spec(self) -> Mapping[str, Any]: ...  # adapter → its experts
+    def projection(self, name: str, /) -> nn.Module: ...
+    def input_projections(self, x_TD: torch.Tensor, /) -> Sequence[torch.Tensor]: ...
+    def base_output(self, x_TD: torch.Tensor, mask_TD: torch.Tensor | None, /) -> torch.Tensor: ...
+
+
+def empty_parameters(shapes: dict[str, Shapes]) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+    """A and B of the given shapes, by name."""
+    A, B = ({name: torch.empty(of_one[i]) for name, of_one in shapes.items()} for i in (0, 1))
+    return nn.ParameterDict(A), nn.ParameterDict(B)
 
 
 @dataclass(frozen=True)
@@ -48,6 +83,7 @@ class Experts:
     unread: ClassVar[tuple[str, ...]] = ()  # fields of `MoELoraConfig` that would have no effect; they raise an error
     needs_ffn: ClassVar[bool] = False  # whether they stand behind an FFN; single linears then get LoRA experts
     holds_loras: ClassVar[bool] = False  # whether LoRAs that were trained apart can become such experts
+    stacked: ClassVar[str] = "AB"  # which of the matrices have a part of their own for each expert
     no_lora: ClassVar[str] = ""  # why an expert is no LoRA, and no dense FFN with other weights; "": it is one
 
     @property
@@ -66,6 +102,10 @@ class Experts:
         return not self.normalize_top_k or self.top_k == 1
 
     # --- parameters ---
+
+    def used_share(self, matrix: Literal["A", "B"]) -> Fraction:
+        """The share of a matrix's parameters that one token uses, at most: routers may leave experts out."""
+        return Fraction(min(self.top_k, self.num_experts), self.num_experts) if matrix in self.stacked else Fraction(1)
 
     def for_linear(self) -> Experts:
         """The experts of a single linear, which is not a part of a targeted FFN."""
@@ -105,15 +145,17 @@ class Experts:
     # --- forward ---
 
     @classmethod
-    def ffn_output(cls, ffn: Any, adapters: Sequence[str], x_TD: torch.Tensor) -> torch.Tensor:
+    def ffn_output(
+        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, mask_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """
         The output [T, d] of an FFN with the experts of `adapters`, which are all of this kind; the changes that each
-        makes to the output add up.
+        makes to the output add up. `mask_TD` replaces the block's own dropout, where several kinds share one.
         """
         raise NotImplementedError
 
     def linear_output(
-        self, layer: Any, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
+        self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
         """The output of a single linear, from its input and the base's output, which `in_place` allows to overwrite."""
         raise NotImplementedError

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ...utils.expert_merging import mean_rows, value_gram
 from ...utils.torch_contexts import without_autocast
-from .base import Experts, Shapes
+from .base import Experts, FFNHost, Shapes
 from .lora import LoraExperts
 
 _NAME = "bottleneck"  # the name of the parameters, where LoRA experts have a projection's
@@ -47,16 +46,18 @@ class BottleneckExperts(Experts):
         return {_NAME: ((self.num_experts, self.rank, d), (self.num_experts, self.rank, d))}
 
     @classmethod
-    def ffn_output(cls, ffn: Any, adapters: Sequence[str], x_TD: torch.Tensor) -> torch.Tensor:
+    def ffn_output(
+        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, mask_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
         # The FFN as it is, once for all adapters: the experts read its output.
-        h_TD = ffn.layout.block(ffn.base_layer, x_TD)
+        h_TD = ffn.base_output(x_TD, mask_TD)
         outputs = [ffn.moe_lora_spec[adapter]._behind(ffn, adapter, x_TD, h_TD) for adapter in adapters]
         y_TD = outputs[0]
         for other_TD in outputs[1:]:
             y_TD = y_TD + other_TD - h_TD
         return y_TD
 
-    def _behind(self, ffn: Any, adapter: str, x_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
+    def _behind(self, ffn: FFNHost, adapter: str, x_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
         """One adapter's output. The residual is `(Σ_i g_i) h`, which is h where gates sum to 1."""
         dispatch = ffn.route(adapter, x_TD, h_TD.dtype)
         D_NBD, U_NBD = (weights[_NAME].to(h_TD.dtype) for weights in ffn.expert_parameters(adapter))

@@ -19,6 +19,7 @@ class HydraLoraExperts(LoraExperts):
     """
 
     holds_loras = False
+    stacked = "B"
 
     def shapes(self, projections: dict[str, tuple[int, int]]) -> dict[str, Shapes]:
         return {name: ((1, *A[1:]), B) for name, (A, B) in super().shapes(projections).items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ...utils.expert_merging import mean_updates, update_gram
 from ...utils.torch_contexts import without_autocast
 from ..dispatch import Dispatch
 from ..moe_ffn_autograd import PairInputs, mixed_hidden
-from .base import Experts, Shapes
+from .base import Experts, FFNHost, LinearHost, Shapes
 
 
 class _Branch(NamedTuple):
@@ -53,7 +53,9 @@ class LoraExperts(Experts):
     # --- forward ---
 
     @classmethod
-    def ffn_output(cls, ffn: Any, adapters: Sequence[str], x_TD: torch.Tensor) -> torch.Tensor:
+    def ffn_output(
+        cls, ffn: FFNHost, adapters: Sequence[str], x_TD: torch.Tensor, mask_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
         layout, branches = ffn.layout, []
 
         # 1. The base's input projections. They read x, which is the same for all experts and adapters, so they run
@@ -78,16 +80,18 @@ class LoraExperts(Experts):
             y_TD = ffn.moe_lora_spec[adapter]._after_down(ffn, adapter, branch, y_TD)
 
         # 5. The block's own dropout, if it has one.
-        return layout.drop(ffn.base_layer, y_TD)
+        return layout.drop(ffn.base_layer, y_TD, mask_TD)
 
     def linear_output(
-        self, layer: Any, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
+        self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, y_TM: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
         dispatch = layer.route(adapter, x_TM, y_TM.dtype)
         base = self._with_shared(layer, adapter, x_TM, {"weight": y_TM})
         return self._updated(layer, adapter, dispatch, x_TM, base, in_place)[0]
 
-    def _hidden(self, ffn: Any, adapter: str, x_TD: torch.Tensor, pre: list[torch.Tensor], in_place: bool) -> _Branch:
+    def _hidden(
+        self, ffn: FFNHost, adapter: str, x_TD: torch.Tensor, pre: Sequence[torch.Tensor], in_place: bool
+    ) -> _Branch:
         """Step 2: one adapter's hidden activation, from the FFN's input and the base's `pre` [T, f']."""
         layout, dtype = ffn.layout, pre[0].dtype
         A_all, B_all = ffn.expert_parameters(adapter)
@@ -125,7 +129,7 @@ class LoraExperts(Experts):
             z_TF, low_down = mixed_hidden(dispatch, layout, ffn.base_layer, inputs, A_down, dropout)
         return _Branch(z_TF, dispatch, mixes_outputs, low_down)
 
-    def _after_down(self, ffn: Any, adapter: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
+    def _after_down(self, ffn: FFNHost, adapter: str, branch: _Branch, y_TD: torch.Tensor) -> torch.Tensor:
         """Step 4: add an adapter's change to the down projection's output."""
         name, dispatch = ffn.layout.down, branch.dispatch
         down = ffn.projection(name)
@@ -144,7 +148,7 @@ class LoraExperts(Experts):
         return y_TD
 
     def _with_shared(
-        self, layer: Any, adapter: str, x_TM: torch.Tensor, base: dict[str, torch.Tensor]
+        self, layer: LinearHost, adapter: str, x_TM: torch.Tensor, base: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The base's outputs by projection, with the LoRA of the experts that serve every token."""
         if not self.num_shared_experts:
@@ -153,7 +157,7 @@ class LoraExperts(Experts):
 
     def _updated(
         self,
-        layer: Any,
+        layer: LinearHost,
         adapter: str,
         dispatch: Dispatch | None,
         x_TM: torch.Tensor,

@@ -438,7 +438,9 @@ def training_line(args: SFTConfig) -> str:
     router_schedules = {"three_phase": "in three phases", "step_decay": "with step decay"}
     schedule = router_schedules.get(getattr(args, "router_schedule", ""), schedule)
     checkpointing = "on, which takes a third more time" if args.gradient_checkpointing else "off"
+    router_rate = getattr(args, "router_learning_rate", None)
+    of_routers = "" if router_rate is None else f" (routers {router_rate:g})"
     return (
-        f"learning rate {args.learning_rate:g}, {schedule}; context {args.max_length or 'unlimited'}; "
+        f"learning rate {args.learning_rate:g}{of_routers}, {schedule}; context {args.max_length or 'unlimited'}; "
         f"gradient checkpointing {checkpointing}"
     )

@@ -118,9 +118,9 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
     if checkpoint is None or not _load_if_done(trainer, checkpoint, kept):
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
 
-    # The log as the last checkpoint has it. `num_tokens` counts from the last start of the process.
+    # The log as the last checkpoint's file has it. `num_tokens` counts from the last start of the process.
     log = (record for record in trainer.state.log_history if "train_runtime" not in record)
-    history = [{name: value for name, value in record.items() if name != "num_tokens"} for record in log]
+    history = [{name: record[name] for name in sorted(record) if name != "num_tokens"} for record in log]
     found = on_main_process(lambda: numbered_checkpoints(Path(args.output_dir)))
     return Trained(history, {step: found[step] for step in sorted(kept)})
 

@@ -62,6 +62,7 @@ class RouterLossConfig(_Coefficients):
         training_stage: `"joint"` trains everything with all losses. `"routers"` trains the routers alone with their
             losses; `"rest"` trains all other trainable parameters, with the routers frozen and without their losses.
             To train in two stages, pass the same model to the second trainer.
+        router_learning_rate: the learning rate of the routers, with the schedule of all others; None: the trainer's.
         router_schedule: `"three_phase"`: 5 % of the steps at a tenth of the learning rate with 5 times the balancing
             loss and twice the z-loss, 70 % as set, 25 % at a tenth of the learning rate with half of both losses.
             `"step_decay"`: the learning rate rises from 0 in the first 1 % of the steps and is multiplied by 0.316 at
@@ -97,6 +98,9 @@ class RouterLossConfig(_Coefficients):
         default=False, metadata={"help": "Balance the batches of all processes together."}
     )
     training_stage: Stage = field(default="joint", metadata={"help": "What is trained."})
+    router_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the routers. None: that of all others."}
+    )
     router_schedule: Schedule = field(default="constant", metadata={"help": "Constant, three-phase or step decay."})
     router_label_tokens: LabelTokens = field(default="all", metadata={"help": "Tokens with a label loss."})
     router_bias_anneal: float = field(default=0.0, metadata={"help": "Last share of the steps: biases go to 0."})
@@ -118,6 +122,11 @@ class RouterLossConfig(_Coefficients):
             labels = "label_column and expert_map, and router_label_loss_coef or "
             needs = f"{labels * hasattr(self, 'expert_map')}router_z_loss_coef above 0"
             raise InputError(f"training_stage='routers' needs {needs}: no loss trains the routers")
+        if self.router_learning_rate is not None and self.training_stage == "rest":
+            raise InputError(
+                f"router_learning_rate={self.router_learning_rate!r}: training_stage='rest' trains no routers; set it "
+                "where they are trained"
+            )
         if self.router_schedule != "constant":
             for name, unused in (("lr_scheduler_type", ("linear", "constant")), ("warmup_steps", (0,))):
                 value = getattr(self, name)
@@ -148,8 +157,13 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
     Raises:
         ValueError: the model's routers cannot be trained so.
     """
-    if args.training_stage == "routers" and not router_parameters(model):
-        raise InputError("training_stage='routers': these routers have no parameters; use 'joint'")
+    if not router_parameters(model):
+        if args.training_stage == "routers":
+            raise InputError("training_stage='routers': these routers have no parameters; use 'joint'")
+        if args.router_learning_rate is not None:
+            raise InputError(
+                f"router_learning_rate={args.router_learning_rate!r}: these routers have no parameters; leave it out"
+            )
     coefficients = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
     constant = all(getattr(router, "by_token_id", False) for router in active_routers(model))
     for name, loss in ROUTER_LOSSES.items():

@@ -42,7 +42,7 @@ from .router_bias import RouterBiasCallback, has_biases
 from .router_config import RouterLossConfig, is_reentrant, loss_coefficients, trains_adapter, warn_of_top_1
 from .router_log import RouterLog, Sum, token_sum
 from .schedule import FACTORS, phase_at
-from .trainable import freeze_for_stage
+from .trainable import freeze_for_stage, give_rate
 from .training_card import ModelCardMixin
 
 
@@ -80,6 +80,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     args: Any
     model: Any
+    optimizer: Any
     lr_scheduler: Any
     _metrics: Any
 
@@ -100,6 +101,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         routers = router_parameters(self.model)
         self._coefficients = loss_coefficients(self.model, self.args)
         self._routers = active_routers(self.model)
+        self._check_rate()
         self.aux_loss_enabled = False  # TRL would add its own balancing loss
         warn_of_top_1(self.model, self._ks)
         self._balance_by_bias()
@@ -109,6 +111,20 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
         self._step_tokens: torch.Tensor | None = None  # None: those of the micro-batch
         self._step_label_tokens: torch.Tensor | None = None  # those of them with a label loss
+
+    def _check_rate(self) -> None:
+        """
+        Raises:
+            ValueError: the optimizer, or the schedule, is not made here, and would not have the routers' learning rate.
+        """
+        if (rate := self.args.router_learning_rate) is None:
+            return
+        plugin, field = self.accelerator.state.deepspeed_plugin, f"router_learning_rate={rate!r}"  # type: ignore[attr-defined]
+        for name in ("optimizer", "scheduler"):
+            if plugin is not None and name in plugin.deepspeed_config:
+                raise InputError(f"{field}: DeepSpeed's config has a key {name!r}; leave that out")
+        if self.optimizer is not None:
+            raise InputError(f"{field}: is not for an optimizer of your own; give its groups an lr")
 
     def _balance_by_bias(self) -> None:
         """Add what moves the routers' biases, if they have some and are trained."""
@@ -132,17 +148,22 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         for parameter in self._frozen:
             parameter.requires_grad_(False)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, model: Any = None) -> Any:
+        """With parameter groups of their own for the routers, if they have a learning rate of their own."""
         trainer: Any = super()
         self._keep_frozen()
-        return trainer.create_optimizer(*args, **kwargs)
+        is_new, rate = self.optimizer is None, self.args.router_learning_rate
+        optimizer = trainer.create_optimizer(model)
+        if rate is not None and is_new:
+            give_rate(optimizer, router_parameters(self.model if model is None else model).values(), rate)
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         trainer: Any = super()
         factor = FACTORS.get(self.args.router_schedule)
         if factor is not None and self.lr_scheduler is None:
             by_step = partial(factor, steps=num_training_steps)  # without a state, which resuming would restore
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, by_step)  # type: ignore[attr-defined]
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, by_step)
             self._created_lr_scheduler = True
         return trainer.create_scheduler(num_training_steps, optimizer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -56,6 +56,29 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
     """Make these parameters trainable, and no others."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
+
+
+def give_rate(optimizer: torch.optim.Optimizer, routers: Iterable[nn.Parameter], rate: float) -> None:
+    """
+    Give routers a learning rate of their own, in groups that have all else from those that they were in.
+
+    Raises:
+        ValueError: the optimizer has no parameters of routers.
+    """
+    ids = {id(parameter) for parameter in routers}
+    trained = [(group, [p for p in group["params"] if id(p) in ids]) for group in optimizer.param_groups]
+    if not any(own for _, own in trained):
+        raise InputError(
+            f"router_learning_rate={rate!r}: the optimizer has no parameters of routers; unfreeze them, or use an "
+            "optimizer with groups (optim)"
+        )
+    for group, own in trained:
+        others = [p for p in group["params"] if id(p) not in ids]
+        if own and others:
+            group["params"] = others
+            optimizer.add_param_group({**group, "params": own, "lr": rate})
+        elif own:
+            group["lr"] = rate
 
 
 def on_quantized(model: nn.Module) -> nn.Module:

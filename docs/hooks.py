@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+
+from moe_peft.upit.recipe_fields import RecipeFields
+from moe_peft.utils.validation import Settings
 
 ROOT = Path(__file__).parents[1]
 LINKED = (
@@ -20,6 +25,12 @@ LINKED = (
     "compatibility/results/*.md",
     "recipes/*/*.md",
 )
+# What a recipe must say, as the page of its fields does.
+REQUIRED = {
+    "output_dir": "upit-defaults",
+    "model.name_or_path": "Qwen/Qwen3-0.6B-Base",
+    "data.train": "train.jsonl",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -45,8 +56,39 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown
 
 
+def recipe_fields() -> str:
+    """A recipe with every field at its default, and what its description says: the block of docs/upit-fields.md."""
+    lines: list[str] = []
+    for name, field in RecipeFields.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            lines += ["", *_commented(f"{name}:", field.annotation.__doc__, "")]
+            for own, value in field.annotation.model_fields.items():
+                lines += _commented(f"  {own}: {_text(f'{name}.{own}', value)}", value.description, "  ")
+        else:
+            lines += _commented(f"{name}: {_text(name, field)}", field.description, "")
+    return "\n".join(lines) + "\n"
+
+
+def _text(path: str, field: Any) -> str:
+    return REQUIRED.get(path) or json.dumps(field.get_default(call_default_factory=True)).strip('"')
+
+
+def _commented(line: str, description: str | None, indent: str) -> list[str]:
+    """A line with its comment, which stands above it where both do not fit on a page."""
+    if description is None or len(f"{line} # {description}") < 80:
+        return [line + (f" # {description}" if description else "")]
+    return [*textwrap.wrap(description, 79, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "), line]
+
+
 def on_template_context(context: dict[str, Any], template_name: str, config: MkDocsConfig) -> dict[str, Any]:
     """Without an address, mkdocs would have the page of wrong links look for its parts at the root of the disk."""
     if template_name == "404.html" and not config.site_url:
         context["base_url"] = "."
     return context
+
+
+if __name__ == "__main__":  # python docs/hooks.py, when a field has changed
+    page = ROOT / "docs/upit-fields.md"
+    before, _, after = page.read_text(encoding="utf-8").partition('```yaml title="every-field.yaml"\n')
+    block = f'```yaml title="every-field.yaml"\n{recipe_fields()}'
+    page.write_text(before + block + after[after.index("```\n") :], encoding="utf-8")

@@ -18,7 +18,7 @@ from ..utils.io import check_weights, hash_file
 from ..utils.loading import ADAPTER_CONFIG, CONFIG, Base, changed_embeddings, chat_template
 from ..utils.messages import InputError
 from .experts import ExpertKind
-from .recipe import Recipe
+from .recipe_rules import Recipe
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ from ..training.scoring import example_losses, loss_name, mean_loss
 from ..utils.io import hash_file
 from ..utils.loading import chat_template, check_template
 from ..utils.messages import InputError
-from .recipe import EvaluateSection, Recipe
+from .recipe_fields import EvaluateSection
+from .recipe_rules import Recipe
 from .stages import TrainerStage
 
 # --- held-out losses -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from trl import SFTConfig
 from ..utils.expert_merging import likeness, similarities
 from ..utils.loading import Base
 from .expansion import Descent
-from .recipe import Recipe
+from .recipe_rules import Recipe
 from .routing_vectors import is_vector
 
 Load = Callable[[Path], PreTrainedModel]

@@ -26,7 +26,7 @@ from .expand import expand_experts
 from .expansion import Descent, update_inner
 from .experts import ExpertKind, Load
 from .files import copy_adapter, write_adapter, written_experts
-from .recipe import FROM_EXPERTS
+from .recipe_rules import FROM_EXPERTS
 from .routing_vectors import VECTORS, put_vectors
 
 

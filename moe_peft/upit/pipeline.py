@@ -35,7 +35,7 @@ from .dense_experts import DenseExperts
 from .evaluate import Evaluate
 from .experts import ExpertKind
 from .lora_experts import LoraExperts
-from .recipe import Recipe
+from .recipe_rules import Recipe
 from .stage_cache import MANIFEST, Artefacts, Stage, is_run, outlook, run_stage
 from .stages import Expand, PostTrain, Prepare, RouterInit, TrainerStage
 

@@ -24,7 +24,7 @@ from ..utils.distributed import on_main_process
 from ..utils.io import read_json, remove, write_json
 from ..utils.messages import InputError
 from .context import RunContext
-from .recipe import Recipe
+from .recipe_rules import Recipe
 
 logger = logging.getLogger("moe_peft")
 

@@ -31,7 +31,7 @@ from .files import expert_folders, write_buckets, write_routers
 from .methods import TRAINING
 from .post_train import post_train
 from .prepare import chosen_steps, prepare_experts
-from .recipe import FROM_EXPERTS, Recipe
+from .recipe_rules import FROM_EXPERTS, Recipe
 from .router_init import init_routers
 from .stage_cache import Artefacts, Stage
 

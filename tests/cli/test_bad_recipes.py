@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from moe_peft.training.trainers import MoEDPOConfig, MoESFTConfig
-from moe_peft.upit import recipe_from_dict
-from moe_peft.upit.recipe import Recipe, load_recipe
+from moe_peft.upit import Recipe, load_recipe, recipe_from_dict
 from moe_peft.utils.messages import InputError
 from moe_peft.utils.validation import Settings, check_range, read_yaml, validate
 

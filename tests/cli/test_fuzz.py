@@ -23,8 +23,7 @@ from moe_peft.native import UpcycleConfig
 from moe_peft.native.safetensors_io import Checkpoint
 from moe_peft.routing import read_expert_map
 from moe_peft.training.data import check_rows
-from moe_peft.upit import recipe_from_dict
-from moe_peft.upit.recipe import Recipe
+from moe_peft.upit import Recipe, recipe_from_dict
 from moe_peft.utils.io import read_json
 from moe_peft.utils.loading import read_adapter_config, read_adapter_weights, read_config
 from moe_peft.utils.messages import InputError

@@ -110,7 +110,7 @@ def merged(settings: dict, change: dict) -> dict:
             {"prepare": {"num_experts": None, "experts": "copies", "num_checkpoints": 3}},
             "prepare.num_checkpoints=3: must be null",
         ),
-        ({"evaluate": {"limit": 3}}, "evaluate.limit=3.0: is of evaluate.tasks, which are none"),
+        ({"evaluate": {"limit": 3}}, "evaluate.limit=3.0: goes with evaluate.tasks, which are missing"),
         (
             with_sft("post_train", dataloader_drop_last=True, per_device_train_batch_size=64),
             "post_train.sft.dataloader_drop_last=True: 48 rows fill no batch of 64; lower",

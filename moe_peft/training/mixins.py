@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..models.introspection import native_routers
+from ..models.layer import native_layers
 from ..native.router_files import router_tensors
 from ..routing.routers import Router
 from ..utils.compat import require
@@ -104,7 +104,7 @@ class NativeResumeMixin:
 
     def _is_plain_native(self) -> bool:
         """Whether complete native MoEs are saved, by their own `save_pretrained`."""
-        native = bool(native_routers(self.model)) and not isinstance(self.model, PeftModel)
+        native = bool(native_layers(self.model)) and not isinstance(self.model, PeftModel)
         return native and not self.is_fsdp_enabled  # type: ignore[attr-defined]
 
 

@@ -15,13 +15,14 @@ import torch
 from torch import distributed, nn
 from transformers import TrainerCallback
 
-from ..models.introspection import RoutedPass, active_routers, observed_routing
+from ..models.introspection import RoutedPass, observed_routing
+from ..models.layer import routed_layers
 from ..utils.messages import InputError
 
 
 def has_biases(model: nn.Module) -> bool:
     """Whether an active router chooses experts by biased scores."""
-    return any(getattr(router, "expert_bias", None) is not None for router in active_routers(model))
+    return any(getattr(layer.router, "expert_bias", None) is not None for layer in routed_layers(model))
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
     """
     if not has_biases(model):
         raise InputError("router_bias_updates: no router has biases; set router_bias_update_rate in MoELoraConfig")
-    routers: list[Any] = active_routers(model)
+    routers = [layer.router for layer in routed_layers(model)]
     sizes = [router.num_experts for router in routers]
     counts: torch.Tensor | None = None  # of all layers' experts, one after the other
 

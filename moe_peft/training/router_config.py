@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 from peft import PeftModel
 
 from ..adapter.config import MoELoraConfig
-from ..models.introspection import active_routers, adapter_layers, router_parameters, text_config
-from ..models.native_routers import CONFIG_FIELD
+from ..models.introspection import text_config
+from ..models.layer import RoutedLayer, routed_layers, router_parameters
 from ..routing.losses import ROUTER_LOSSES, Scope, coefficient_field
 from ..utils.messages import InputError, choice_error
 
@@ -165,7 +165,8 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
                 f"router_learning_rate={args.router_learning_rate!r}: these routers have no parameters; leave it out"
             )
     coefficients = {name: getattr(args, coefficient_field(name)) for name in ROUTER_LOSSES}
-    constant = all(getattr(router, "by_token_id", False) for router in active_routers(model))
+    layers = routed_layers(model)
+    constant = all(getattr(layer.router, "by_token_id", False) for layer in layers)
     for name, loss in ROUTER_LOSSES.items():
         wanted = not loss.needs_labels or getattr(args, "expert_map", None) is not None
         if constant and wanted and coefficients[name]:
@@ -175,7 +176,7 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
             )
     if coefficients["aux"] is None:
         coefficients["aux"] = 0.0 if constant else getattr(text_config(model), "router_aux_loss_coef", 0.0)
-    if not adapter_layers(model) and is_reentrant(args) and any(coefficients.values()):
+    if not all(layer.trains_reentrant for layer in layers) and is_reentrant(args) and any(coefficients.values()):
         raise InputError(
             "gradient_checkpointing_kwargs.use_reentrant=True: a native MoE then has router logits "
             "without gradients, which router losses need; set it to False"
@@ -194,11 +195,9 @@ def trains_adapter(arguments: Iterable[Any]) -> bool:
     return any(isinstance(config, MoELoraConfig) for config in configs)
 
 
-def warn_of_top_1(model: Any, ks: Iterable[int]) -> None:
+def warn_of_top_1(layers: Iterable[RoutedLayer]) -> None:
     """A native gate that is divided by itself is 1 whatever its router says; those of adapters pass a gradient on."""
-    config = text_config(model)
-    stock = not adapter_layers(model) and not hasattr(config, CONFIG_FIELD)
-    if stock and 1 in ks and getattr(config, "norm_topk_prob", True):
+    if any(layer.top_k == 1 and not layer.learns_at_top_1 for layer in layers):
         logger.warning(
             "num_experts_per_tok=1: the only gate of a token is divided by itself, so routers learn from the balancing "
             "loss alone; use moe_peft.replace_routers(model, 'linear'), whose gates pass on the gradient of the loss"

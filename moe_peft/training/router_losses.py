@@ -23,13 +23,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ..models.introspection import (
     RoutedPass,
-    active_routers,
-    adapter_layers,
     observed_routing,
-    router_parameters,
-    router_sizes,
     text_config,
 )
+from ..models.layer import routed_layers, router_parameters
 from ..models.steering import steered
 from ..routing.gates import Steering
 from ..routing.losses import ROUTER_LOSSES, RouterBatch, Scope
@@ -97,15 +94,16 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
                 setattr(self.args, f.name, f.default)
         if self.args.n_gpu > 1:  # nn.DataParallel would mix up the passes of its replicas
             raise InputError(f"one process has {self.args.n_gpu} GPUs; start one for each: accelerate launch")
-        self._sizes, self._ks = zip(*router_sizes(self.model, type(self).__name__), strict=True)
-        routers = router_parameters(self.model)
+        layers = routed_layers(self.model, type(self).__name__)
+        self._sizes, self._ks = [layer.num_experts for layer in layers], [layer.top_k for layer in layers]
+        self._routers = [layer.router for layer in layers]
+        self._default_balancing = layers[0].default_balancing
         self._coefficients = loss_coefficients(self.model, self.args)
-        self._routers = active_routers(self.model)
         self._check_rate()
         self.aux_loss_enabled = False  # TRL would add its own balancing loss
-        warn_of_top_1(self.model, self._ks)
+        warn_of_top_1(layers)
         self._balance_by_bias()
-        self._frozen = freeze_for_stage(self.model, routers, self.args.training_stage)
+        self._frozen = freeze_for_stage(self.model, router_parameters(self.model), self.args.training_stage)
         self._added = False  # whether the current step's loss has the routers' losses
         self._log_of_routers = RouterLog(self, self._sizes)
         self._allowed: torch.Tensor | None = None  # experts of each label, bool [labels, n]
@@ -253,7 +251,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
             label_mask_T = self._label_tokens(inputs, mask_T)
         k = int(text_config(self.model).num_experts_per_tok)
-        scope: Scope = self.args.router_balancing or ("layer" if adapter_layers(self.model) else "global")
+        scope: Scope = self.args.router_balancing or self._default_balancing
         chosen = counted_experts(self._routers, logits, self._ks)
         mean = self._mean_over_processes if self.args.router_global_batch and self.model.training else None
         return RouterBatch(logits, mask_T, k, scope, allowed_TN, label_mask_T, mean, self._sizes, chosen)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, pack_dataset
 
-from ..models.introspection import router_sizes
+from ..models.layer import routed_layers
 from ..models.steering import common_size, fewest_allowed
 from ..routing.expert_map import check_allowed, expert_masks, label_text, read_expert_map
 from ..utils.loading import changed_embeddings, read_config, read_tokenizer
@@ -171,7 +171,7 @@ def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
     Raises:
         ValueError: `expert_map` names experts that the model, or a layer, lacks; or a mask leaves a token too few.
     """
-    sizes = [n for n, _ in router_sizes(model, "MoESFTTrainer")]
+    sizes = [layer.num_experts for layer in routed_layers(model, "MoESFTTrainer")]
     expert_map = read_expert_map(args.expert_map or {}, max(sizes), "expert_map")
     for label, experts in expert_map.items():
         if min(experts) >= min(sizes):

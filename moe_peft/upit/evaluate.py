@@ -35,7 +35,7 @@ from ..analysis.html import (
 from ..analysis.recorder import RoutingStatistics, record_routing
 from ..evaluation.harness import Harness
 from ..evaluation.results import Score, Scores, read_scores
-from ..models.introspection import adapter_layers, native_routers
+from ..models.layer import routed_layers
 from ..models.steering import allow_experts
 from ..routing.expert_map import in_order, label_text
 from ..routing.statistics import LoadHealth
@@ -96,7 +96,7 @@ def evaluate(
     labels = [label_text(label) for label in data[label_column]] if label_column else ["all"] * len(data)
     rows = rows_of_labels(labels)
     parts = {domain: data.select(rows[domain]) for domain in in_order(labels, label_mask)}
-    routed = bool(adapter_layers(model) or native_routers(model))
+    routed = bool(routed_layers(model))
     losses: dict[str, dict[str, float]] = defaultdict(dict)
 
     def score(name: str, scored: Any, domain: str) -> None:

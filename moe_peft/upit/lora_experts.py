@@ -19,7 +19,7 @@ from ..adapter.base_model import find_ffns
 from ..adapter.config import MoELoraConfig
 from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
-from ..models.introspection import router_parameters
+from ..models.layer import router_parameters
 from ..utils.loading import ADAPTER_CONFIG, read_adapter_config
 from ..utils.messages import InputError
 from .expand import expand_experts

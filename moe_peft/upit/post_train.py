@@ -18,7 +18,7 @@ from transformers import (
 )
 from trl import SFTConfig
 
-from ..models.introspection import router_parameters
+from ..models.layer import router_parameters
 from ..training.checkpointing import copy_result
 from ..training.preparation import for_one_trainer
 from ..training.resuming import Trained, train

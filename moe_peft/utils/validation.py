@@ -194,6 +194,14 @@ def prefixed(path: str) -> Iterator[None]:
         raise InputError(f"{path}: {error}") from error
 
 
+# Pydantic's words → ours.
+_WORDS = {
+    "Input should be": "must be", "List should have": "must have", " after validation, not": ", not",
+    "greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "above",
+    "less than": "below",
+}  # fmt: skip
+
+
 def _explain(kind: Any, error: Any, path: str) -> str:
     """One of pydantic's errors as field, value and what is allowed."""
     if error["type"] == "value_error":  # of a check of ours, which names the field itself
@@ -213,7 +221,9 @@ def _explain(kind: Any, error: Any, path: str) -> str:
     field = ".".join(names) or "recipe"
     if error["type"] == "missing":
         return f"{field}: must be given"
-    allowed = error["msg"].replace("Input should be", "must be").replace("List should have", "must have")
+    allowed = error["msg"]
+    for theirs, ours in _WORDS.items():
+        allowed = allowed.replace(theirs, ours)
     if error["type"] in ("model_type", "dict_type"):
         allowed = "must be a mapping"
     return f"{field}={one_line(repr(error['input']), 80)}: {allowed}"

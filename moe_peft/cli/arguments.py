@@ -284,7 +284,7 @@ def training_stages(options: Options) -> dict[str, Any]:
         raise InputError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
     if len(stages) > 1 and names_checkpoint(training):
         raise InputError(
-            f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: is of one of the stages "
+            f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: belongs to one of the stages "
             f"{', '.join(stages)}; use true, or stages.<name>.resume_from_checkpoint"
         )
     stage_args = {}

@@ -43,7 +43,7 @@ def prepare_help(parser: argparse.ArgumentParser, usual: Collection[str], everyt
     Change how a parser describes itself, before it prints its help and ends.
 
     Args:
-        usual: the options, without their dashes, that the short help has; if there are none, all.
+        usual: the options, without their dashes, that the short help has; empty: all.
         everything: every option, and all of their texts rather than the first sentence.
     """
     parser.add_argument("--quiet", action="store_true", help="no progress: results, our warnings and errors alone")

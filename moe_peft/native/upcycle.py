@@ -198,7 +198,7 @@ def upcycle(
             comes from the i-th (in turn, where there are fewer than experts), and all other weights are averaged.
         output_dir: a new or empty folder. A killed run leaves nothing in it.
         config: see `UpcycleConfig`.
-        router_weights: layer → gates, in the shapes of `UpcycleConfig.router_weights`; in place of what `router_init`
+        router_weights: layer → gates, in the shapes of `UpcycleConfig.router_weights`; they replace what `router_init`
             makes.
         calibration: for a `router_init` from data, batches of `input_ids` [B, S] and, if there is padding,
             `attention_mask` [B, S]. They run through the dense model, so the gates do not depend on the experts. For

@@ -128,7 +128,7 @@ def test_yaml_and_overrides(tmp_path):
         path.write_text(yaml.safe_dump({**MINIMAL, "method": "upit"}))
         with pytest.raises(ValueError, match=message):
             load_recipe(path, [override])
-    with pytest.raises(ValueError, match=r"'method=\[': no YAML .*: while parsing a flow"):
+    with pytest.raises(ValueError, match=r"'method=\[': cannot be read as YAML: while parsing a flow"):
         load_recipe(path, ["method=["])
     path.write_text("a: [1\n")
     with pytest.raises(ValueError, match="while parsing a flow sequence") as raised:

@@ -64,7 +64,7 @@ def test_what_is_wrong_is_named_with_its_section(values, message):
         (MoESFTConfig, {"output_dir": "a\0b"}, "sft.output_dir='a\\x00b': must be text without NUL"),
         (MoESFTConfig, {"learning_rate": -1.0}, "sft.learning_rate=-1.0: must be at least 0"),
         (MoESFTConfig, {"learning_rat": 1}, "sft.learning_rat: unknown key; did you mean 'learning_rate'?"),
-        (MoESFTConfig, {"adam_beta2": 1.0}, "sft.adam_beta2=1.0: must be from 0 to below 1"),
+        (MoESFTConfig, {"adam_beta2": 1.0}, "sft.adam_beta2=1.0: must be at least 0 and below 1"),
         (MoELoraConfig, {"top_k": 1.5}, "sft.top_k=1.5: must be a valid integer"),
     ],
 )

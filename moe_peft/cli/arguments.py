@@ -1,8 +1,6 @@
 """
-What the commands read alike, as flags and from YAML files.
-
-The commands that train take the fields of TRL's dataclasses and of `MoELoraConfig`, all under their own names. Flags go
-before the file.
+The options of the commands that train, as flags and from YAML files: the fields of TRL's dataclasses and of
+`MoELoraConfig`, all under their own names. Flags go before the file.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ import argparse
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,61 +18,17 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 from peft import PeftConfig
-from pydantic import TypeAdapter, ValidationError
 from transformers import TrainingArguments
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from ..adapter.config import MoELoraConfig
-from ..analysis.figures import FORMATS
 from ..native.export import read_adapter_config
 from ..training.resuming import names_checkpoint
 from ..training.router_config import RouterLossConfig, Stage
 from ..utils.loading import Base, adapter_base, check_tokenizer, read_tokenizer
 from ..utils.messages import InputError, arguments_error, choice_error, one_line, refused_settings, unknown_key
-from ..utils.validation import Count, check_range, prefixed, read_settings, read_yaml, validate
+from ..utils.validation import check_range, prefixed, read_settings, read_yaml, validate
 from .help import GroupedParser
-
-# --- flags of several commands ---------------------------------------------------------------------------------------
-
-
-def reads(kind: Any, example: str = "") -> Callable[[str], Any]:
-    """A reader for argparse: text as YAML (so JSON too), which must be of a type of the border's."""
-    adapter = TypeAdapter(kind)
-
-    def read(text: str) -> Any:
-        try:
-            return adapter.validate_python(read_yaml(text, repr(text)))
-        except ValidationError as error:
-            allowed = example or error.errors()[0]["msg"].replace("Input should be", "must be")
-            raise argparse.ArgumentTypeError(f"{one_line(repr(text), 60)}: {allowed}") from None
-        except InputError as error:
-            raise argparse.ArgumentTypeError(example or str(error)) from None
-
-    return read
-
-
-def add_data_options(options: argparse._ActionsContainer) -> None:
-    """Which examples run through a model, and how."""
-    add = options.add_argument
-    add("--split", default="train", metavar="NAME", help="split of the data; a file has only train, also train[:100]")
-    add("--batch-size", type=reads(Count), default=8, metavar="N", help="examples per forward pass")
-    add("--max-length", type=reads(Count), default=1024, metavar="N", help="maximum tokens per example")
-    add("--max-examples", type=reads(Count), metavar="N", help="use only the first N; shuffle a sorted file first")
-
-
-def add_weights_options(options: argparse._ActionsContainer) -> None:
-    """How the weights are held in memory."""
-    add, example = options.add_argument, '{"load_in_4bit": true}'
-    add("--dtype", default="auto", metavar="NAME", help="of the weights: auto, float32, bfloat16 or float16")
-    add(
-        "--quantization", metavar="JSON", type=reads(dict[str, Any], f"give JSON like {example}"),
-        help=f"fields of BitsAndBytesConfig, e.g. {example}",
-    )  # fmt: skip
-
-
-def add_figures_option(options: argparse._ActionsContainer) -> None:
-    options.add_argument("--figures", default="png", choices=FORMATS, help="format of the figures")
-
 
 # --- options of training ---------------------------------------------------------------------------------------------
 
@@ -202,6 +157,13 @@ class Options:
         return MoELoraConfig(task_type="CAUSAL_LM", revision=self.model.model_revision, **fields)
 
 
+def _read_mapping(text: str) -> dict[Any, Any]:
+    with suppress(InputError):
+        if isinstance(value := read_yaml(text, "text"), dict):
+            return value
+    raise argparse.ArgumentTypeError('must be JSON like {"name": 4}')
+
+
 # What the short help lists.
 USUAL = (
     "model_name_or_path", "dataset_name", "load_in_4bit",
@@ -238,7 +200,7 @@ class TrainingParser(GroupedParser, TrlParser):
         for action in self._actions:
             self.actions.setdefault(action.dest, action)
         for name in {*_MAPPINGS, "expert_map"} & self.actions.keys():
-            self.actions[name].type = reads(dict[str | int, Any], 'must be JSON like {"name": 4}')
+            self.actions[name].type = _read_mapping
         self.actions["init_lora_weights"].type = lambda text: {"true": True, "false": False}.get(text.lower(), text)
         self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings, and with plugins")
 
@@ -322,7 +284,7 @@ def training_stages(options: Options) -> dict[str, Any]:
         raise InputError(f"training_stage={training.training_stage!r}: stages says which; leave it out")
     if len(stages) > 1 and names_checkpoint(training):
         raise InputError(
-            f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: is of one of the stages "
+            f"resume_from_checkpoint={str(training.resume_from_checkpoint)!r}: belongs to one of the stages "
             f"{', '.join(stages)}; use true, or stages.<name>.resume_from_checkpoint"
         )
     stage_args = {}

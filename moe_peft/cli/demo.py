@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
-from ..utils.messages import InputError
+from pydantic import Field
+
+from ..utils.validation import Count, Settings, Text
+from .settings import SettingsParser
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class DemoSettings(Settings):
+    """The settings of `moe-peft demo`."""
+
+    model: Text | None = Field(None, description="another causal LM with a chat template, by name or folder")
+    output: Text = Field("demo", title="FOLDER", description="for all that is made")
+    steps: Count = Field(50, description="training steps of 8 rows, for each of the two")
+
+
+def parser(prog: str) -> SettingsParser:
+    return SettingsParser(
+        DemoSettings,
         prog,
         description="See it work in ten minutes on two cores: SmolLM2-135M-Instruct learns four kinds of requests, by "
         "LoRA and by LoRA experts, and is exported to a native MoE.",
         epilog="example:\n  moe-peft demo --output demo --steps 50",
     )
-    parser.add_argument("--model", help="another causal LM with a chat template, by name or folder")
-    parser.add_argument("--output", type=Path, default=Path("demo"), metavar="FOLDER", help="for all that is made")
-    parser.add_argument("--steps", type=int, default=50, help="training steps of 8 rows, for each of the two")
-    return parser
 
 
-def run(options: argparse.Namespace) -> None:
-    if options.steps < 1:
-        raise InputError(f"--steps {options.steps}: must be at least 1")
+def run(settings: DemoSettings) -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "20")
     from ..demo.run import run_demo  # only now: these imports take seconds
 
-    run_demo(options.output, options.model, options.steps)
+    run_demo(Path(settings.output), settings.model, settings.steps)

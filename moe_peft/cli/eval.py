@@ -2,106 +2,76 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Annotated
+import dataclasses
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from ..analysis.figures import FORMATS
 from ..evaluation import TaskSettings, evaluate_model
 from ..utils.distributed import leave_processes
 from ..utils.messages import InputError
-from ..utils.validation import Seed
-from .arguments import add_figures_option, add_weights_options, reads
+from ..utils.validation import Flag, Integer, Seed, Text, read_yaml
+from .settings import SettingsParser, WeightSettings, joined_by_commas, one_of, settings_of
 
 EXAMPLE = r"""
 example:
   moe-peft eval --model HuggingFaceTB/SmolLM2-135M-Instruct \
     --tasks arc_easy --limit 100
 """
+_TaskSettings: Any = settings_of(TaskSettings)
+_Index = Annotated[Integer, Field(ge=0, le=2**16)]
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog, description="Evaluate a model on tasks of lm-evaluation-harness.", epilog=EXAMPLE
+class EvalSettings(WeightSettings, _TaskSettings):
+    """The settings of `moe-peft eval`."""
+
+    model: Text = Field(title="FOLDER", description="an adapter, a native MoE or a dense model")
+    base: Text | None = Field(
+        None, description="an adapter's base, by default the one that it names; else a model to compare with"
     )
-    model, tasks, report = map(parser.add_argument_group, ("Model", "Tasks", "Report"))
-    add = model.add_argument
-    add("--model", required=True, metavar="FOLDER", help="an adapter, a native MoE or a dense model")
-    add("--base", help="an adapter's base, by default the one that it names; else a model to compare with")
-    add("--no-base", action="store_true", help="do not evaluate an adapter's base beside it")
-    add(
-        "--experts",
-        metavar="N,N,…",
-        type=_experts,
-        help="let routers choose among these only; a single one gets all tokens",
+    no_base: Flag = Field(False, description="do not evaluate an adapter's base beside it")
+    experts: Annotated[list[_Index], joined_by_commas(lambda text: read_yaml(text, "experts"))] | None = Field(
+        None, title="N,N,…", description="let routers choose among these only; a single one gets all tokens"
     )
-    add("--each-expert", action="store_true", help="evaluate each expert alone, too (of --experts, if given)")
-    add_weights_options(model)
-    add = tasks.add_argument
-    add(
-        "--tasks",
-        required=True,
-        nargs="+",
-        action="extend",
-        metavar="NAME",
-        help="tasks, groups, tags, patterns or YAML files, also with commas",
+    each_expert: Flag = Field(False, description="evaluate each expert alone, too (of --experts, if given)")
+    tasks: Annotated[list[Text], joined_by_commas()] = Field(
+        title="NAME", description="tasks, groups, tags, patterns or YAML files, also with commas"
     )
-    add("--include-path", "--include_path", metavar="FOLDER", help="a folder with further tasks")
-    add(
-        "--num-fewshot",
-        "--num_fewshot",
-        type=reads(Annotated[int, Field(ge=0)]),
-        metavar="N",
-        help="examples in the context",
+    seed: Seed | None = Field(None, description="of all that is drawn; default: the harness's seeds")
+    output: Text = Field("evaluation", title="FOLDER", description="folder for results.json, results.md and the figure")
+    figures: Annotated[Text, one_of(FORMATS)] | None = Field(
+        None, title="|".join(FORMATS), description="format of the figure of --each-expert; default: png"
     )
-    add("--batch-size", "--batch_size", default="8", metavar="N", help="requests per forward pass, or auto")
-    add(
-        "--limit",
-        type=reads(Annotated[float, Field(gt=0)]),
-        metavar="N",
-        help="examples per task, or below 1 their share",
-    )
-    add(
-        "--apply-chat-template", "--apply_chat_template", nargs="?", const=True, default=False, metavar="NAME",
-        help="put prompts into the chat template; by default not",
-    )  # fmt: skip
-    add("--seed", type=reads(Seed), metavar="N", help="of all that is drawn; default: the harness's seeds")
-    report.add_argument(
-        "--output", default="evaluation", metavar="FOLDER", help="folder for results.json, results.md and the figure"
-    )
-    add_figures_option(report)
-    parser.set_defaults(figures=None)
-    return parser
 
 
-def _experts(text: str) -> list[int]:
-    """Indices with commas."""
-    read = reads(list[Annotated[int, Field(ge=0, le=2**16)]], "give numbers with commas, e.g. 0,3")
-    return sorted(set(read(f"[{text}]")))
+_GROUPS = {
+    "Model": ("model", "base", "no_base", "experts", "each_expert", "dtype", "quantization"),
+    "Tasks": [field.name for field in dataclasses.fields(TaskSettings)],
+    "Report": ("output", "figures"),
+}
 
 
-def run(options: argparse.Namespace) -> None:
-    if options.figures is not None and not options.each_expert:
-        raise InputError(f"--figures {options.figures}: the figure shows --each-expert; add that, or leave it out")
-    settings = TaskSettings(
-        tuple(task for names in options.tasks for task in names.split(",") if task),
-        include_path=options.include_path,
-        num_fewshot=options.num_fewshot,
-        batch_size=options.batch_size,
-        limit=options.limit,
-        apply_chat_template=options.apply_chat_template,
-        seed=options.seed,
-    )
+def parser(prog: str) -> SettingsParser:
+    description = "Evaluate a model on tasks of lm-evaluation-harness."
+    return SettingsParser(EvalSettings, prog, groups=_GROUPS, description=description, epilog=EXAMPLE)
+
+
+def run(settings: EvalSettings) -> None:
+    if settings.figures is not None and not settings.each_expert:
+        raise InputError(f"figures={settings.figures!r}: the figure shows each_expert; add that, or leave it out")
+    given: Any = settings
+    tasks = {field.name: getattr(given, field.name) for field in dataclasses.fields(TaskSettings)}
     evaluate_model(
-        options.model,
-        settings,
-        options.output,
-        base=options.base,
-        with_base=not options.no_base,
-        experts=options.experts,
-        each_expert=options.each_expert,
-        dtype=options.dtype,
-        quantization=options.quantization,
-        suffix=f".{options.figures or 'png'}",
+        settings.model,
+        TaskSettings(**tasks),
+        settings.output,
+        base=settings.base,
+        with_base=not settings.no_base,
+        experts=None if settings.experts is None else sorted(set(settings.experts)),
+        each_expert=settings.each_expert,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        suffix=f".{settings.figures or 'png'}",
     )
     leave_processes()

@@ -2,73 +2,84 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from ..native import export_adapter, export_gguf, verify_export
+from pydantic import Field
+
+from ..native import verify_export
 from ..native.engines import inexact
 from ..native.export import check_verifiable
+from ..native.formats import FORMATS
 from ..utils.io import read_text
-from ..utils.loading import read_config
-from ..utils.messages import InputError
+from ..utils.loading import CONFIG, read_config
+from ..utils.messages import InputError, one_line
+from ..utils.validation import Settings, Text
+from .settings import SettingsParser, one_of
+
+_ABOUT = [f"{name}: {form.about}{f' (extra {form.extra})' * bool(form.extra)}" for name, form in FORMATS.items()]
+_DTYPES = [f"{', '.join(form.dtypes)} ({name})" for name, form in FORMATS.items()]
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class ExportSettings(Settings):
+    """The settings of `moe-peft export`."""
+
+    adapter: Text | None = Field(None, title="FOLDER", description="a MoE-LoRA adapter")
+    model: Text | None = Field(
+        None, title="FOLDER", description="a native MoE (upcycled, exported, pruned), for another format"
+    )
+    base: Text | None = Field(None, description="the base in full precision; default: the one that the adapter names")
+    output: Text = Field(title="PATH", description="folder for the MoE, new or empty; or file")
+    format: Annotated[Text, one_of(FORMATS)] = Field("safetensors", title="NAME", description="; ".join(_ABOUT))
+    family: Text | None = Field(
+        None, title="NAME", description="model type of the MoE, e.g. mixtral; default: the one that fits"
+    )
+    dtype: Text | None = Field(None, title="NAME", description=f"{'; '.join(_DTYPES)}; default: the base's")
+    max_shard_size: Text | None = Field(
+        None, title="SIZE", description="largest size of an output file of a folder; default: 5GB"
+    )
+    verify: str | None = Field(
+        None, title="TEXT", description="compare logits on this text, or on each line of a text file"
+    )
+
+
+def parser(prog: str) -> SettingsParser:
+    return SettingsParser(
+        ExportSettings,
         prog,
         usage="%(prog)s (--adapter | --model) FOLDER --output PATH [options]",
         description="Make a native MoE from a MoE-LoRA adapter and its base, or a GGUF file from either.",
         epilog='example:\n  moe-peft export --adapter adapter --output exported --verify "Hello, world."',
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--adapter", metavar="FOLDER", help="a MoE-LoRA adapter")
-    source.add_argument("--model", metavar="FOLDER", help="a native MoE (upcycled, exported, pruned) for --format gguf")
-    parser.add_argument("--base", help="the base in full precision; default: the one that the adapter names")
-    parser.add_argument(
-        "--output", required=True, metavar="PATH", help="folder for the MoE, new or empty; or GGUF file"
-    )
-    parser.add_argument("--format", choices=("safetensors", "gguf"), default="safetensors", help="gguf: for llama.cpp")
-    parser.add_argument(
-        "--family", metavar="NAME", help="model type of the MoE, e.g. mixtral; default: the one that fits"
-    )
-    parser.add_argument(
-        "--dtype",
-        metavar="NAME",
-        help="float32, bfloat16 or float16; with gguf float32, bfloat16 or q8_0; default: the base's",
-    )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of an output file, not of gguf"
-    )
-    parser.add_argument("--verify", metavar="TEXT", help="compare logits on this text, or on each line of a text file")
-    return parser
 
 
-def run(options: argparse.Namespace) -> None:
-    if options.model is not None and (options.base or options.family):
-        raise InputError(f"--model {options.model}: --base and --family go with --adapter")
-    if options.format == "gguf":
-        if options.verify is not None:
-            raise InputError("--verify: goes with --format safetensors, which transformers loads")
-        source = options.adapter or options.model
-        print(export_gguf(source, options.output, options.base, family=options.family, dtype=options.dtype))
-        return
-    if options.model is not None:
-        raise InputError(f"--model {options.model}: is no adapter; give --format gguf, or --adapter FOLDER")
-    texts = None if options.verify is None else _texts(options.verify)
+def run(settings: ExportSettings) -> None:
+    # What the format does not read.
+    written, source = FORMATS[settings.format], settings.adapter or settings.model
+    if source is None or (settings.adapter and settings.model):
+        raise InputError("adapter, model: give one of the two")
+    if settings.model is not None and (settings.base or settings.family):
+        raise InputError(f"model={settings.model!r}: base and family go with adapter")
+    for name in {name for form in FORMATS.values() for name in form.reads} - {*written.reads}:
+        if (value := getattr(settings, name)) is not None:
+            readers = " or ".join(each for each, form in FORMATS.items() if name in form.reads)
+            raise InputError(f"{name}={value!r}: goes with --format {readers}")
+    texts = None if settings.verify is None else _texts(settings.verify)
     if texts is not None:
-        check_verifiable(options.adapter, options.base)
-    folder = export_adapter(
-        options.adapter, options.output, options.base,
-        family=options.family, dtype=options.dtype, max_shard_size=options.max_shard_size,
-    )  # fmt: skip
-    print(folder)
-    for engine, reason in inexact(read_config(folder, folder)).items():
-        print(f"not for {engine}: {reason}")
+        check_verifiable(source, settings.base)
+    # Write it.
+    own = {name: getattr(settings, name) for name in written.reads if name not in ("model", "verify")}
+    own = {name: value for name, value in own.items() if value is not None}
+    path = written.export(source, settings.output, settings.base, family=settings.family, dtype=settings.dtype, **own)
+    print(path)
+    # Say what it is good for.
+    if (path / CONFIG).is_file():
+        print_engines(path)
     if texts is not None:
-        c = verify_export(options.adapter, folder, texts, options.base)
+        c = verify_export(source, path, texts, settings.base)
         print(
             f"{'verified' if c.passed else 'not verified'}: of {c.tokens} tokens, {c.within:.1%} have logits within "
             f"{c.tolerance:.0e} of the largest ({c.largest:.3g}; the largest difference is {c.difference:.2g}), "
@@ -76,6 +87,16 @@ def run(options: argparse.Namespace) -> None:
         )
         if not c.passed:
             sys.exit(1)
+
+
+def print_engines(folder: Path) -> None:
+    """The programs that do not compute the model as transformers does. The model is written: nothing may fail here."""
+    try:
+        reasons = inexact(read_config(folder, folder))
+    except Exception as error:
+        reasons = {"other programs": f"not known ({type(error).__name__}: {one_line(error, 80)})"}
+    for engine, reason in reasons.items():
+        print(f"not for {engine}: {reason}")
 
 
 def _texts(text_or_file: str) -> list[str]:

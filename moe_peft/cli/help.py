@@ -11,12 +11,12 @@ from typing import Any
 
 ASKED = {"-h", "--help", "--help-all"}
 _METAVARS = {"int": "N", "float": "X", "string_to_bool": "true|false"}  # by what reads the value
-_LISTED = 4  # choices that are shown in the place of a value
+_LISTED = 4  # choices that are shown instead of NAME
 
 
 class GroupedParser(argparse.ArgumentParser):
     """
-    A parser whose options go to the group that names them, also those that a dataclass or a loop adds.
+    A parser that puts each option into the group that names it.
 
     Args:
         groups: title → names of options.
@@ -43,17 +43,16 @@ def prepare_help(parser: argparse.ArgumentParser, usual: Collection[str], everyt
     Change how a parser describes itself, before it prints its help and ends.
 
     Args:
-        usual: the options, without their dashes, that the short help has; if there are none, all.
+        usual: the options, without their dashes, that the short help has; empty: all.
         everything: every option, and all of their texts rather than the first sentence.
     """
     parser.add_argument("--quiet", action="store_true", help="no progress: results, our warnings and errors alone")
     parser.add_argument("--plugins", nargs="+", metavar="MODULE", help="modules to import first, e.g. with a router")
-    in_yaml = any(action.dest == "config" for action in parser._actions)  # whose keys have underscores
     names = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings}
     shown = names if everything else {*usual, "help", "help-all", "quiet", "plugins"} if usual else names - {"help-all"}
     for action in parser._actions:
         if any(flag.lstrip("-") in shown for flag in action.option_strings):
-            _describe(action, in_yaml, everything)
+            _describe(action, everything)
         elif action.option_strings:
             action.help = argparse.SUPPRESS
     # What belongs to no group goes last.
@@ -68,11 +67,11 @@ def prepare_help(parser: argparse.ArgumentParser, usual: Collection[str], everyt
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # examples keep their lines
 
 
-def _describe(action: argparse.Action, in_yaml: bool, everything: bool) -> None:
+def _describe(action: argparse.Action, everything: bool) -> None:
     """One spelling of a flag, a short name of its value, and its default."""
     flags = action.option_strings
-    if any("_" in flag for flag in flags) and any("-" in flag[2:] for flag in flags):
-        flags = action.option_strings = [flag for flag in flags if ("_" in flag) == in_yaml]
+    spellings = {flag.replace("_", "-"): flag for flag in reversed(flags)}  # the first of --max-length and --max_length
+    flags = action.option_strings = list(reversed(spellings.values()))
     if isinstance(action, argparse._HelpAction):
         action.help = "list every option" if "--help-all" in flags else "show this and stop"
     text = action.help or ""

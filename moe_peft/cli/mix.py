@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
 from ..combine.held_out import HeldOut
 from ..combine.mix import MixSettings, mix
-from ..utils.messages import InputError
-from ..utils.validation import plain_types, read_settings, read_yaml, validate
-from .help import GroupedParser
+from .settings import SettingsParser
 
 _GROUPS = {
     "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "add_to", "replace"),
@@ -26,39 +21,18 @@ example, of two LoRA adapters and a file with a few texts for each:
 """
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    parser = GroupedParser(
+def parser(prog: str) -> SettingsParser:
+    return SettingsParser(
+        MixSettings,
         prog,
+        groups=_GROUPS,
         usage="%(prog)s (--adapters A B | --models A B) --output FOLDER [options]",
         description="Make one mixture of LoRA adapters, or of dense models, with gates that need no training.",
         epilog=EXAMPLE,
-        groups=_GROUPS,
-        allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
-    for name, field in MixSettings.model_fields.items():
-        kinds = list(plain_types(field.annotation))
-        options: dict[str, Any] = {"nargs": "+"} if list in kinds and dict not in kinds else {}
-        default = "" if field.default is None or field.is_required() else f" (default: {field.default})"
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=_read_flag if {int, dict} & {*kinds} else str,
-            default=argparse.SUPPRESS, help=f"{field.description}{default}", **options,
-        )  # fmt: skip
-    return parser
 
 
-def _read_flag(text: str) -> Any:
-    try:
-        return read_yaml(text, repr(text))
-    except InputError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def run(options: argparse.Namespace) -> None:
-    flags = {name: value for name, value in vars(options).items() if name != "config"}
-    file = {} if options.config is None else read_settings(options.config)
-    file.pop("plugins", None)  # `main` has imported them
-    settings = validate(MixSettings, {**file, **flags})
+def run(settings: MixSettings) -> None:
     measured = mix(settings)
     if measured is not None:
         print_held_out(measured)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
 from ..pruning import Pruning, prune_experts
 from ..pruning.prune import MIN_LOAD
-from ..utils.validation import Count, Share
-from .arguments import add_data_options, reads
+from ..utils.validation import Count, Share, Text
+from .settings import DataSettings, SettingsParser
 
 EXAMPLE = r"""
 example:
@@ -19,46 +18,50 @@ example:
 """
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog,
-        description="Drop experts that get next to nothing, and merge experts that are nearly the same.",
-        epilog=EXAMPLE,
+class PruneSettings(DataSettings):
+    """The settings of `moe-peft prune`."""
+
+    model: Text = Field(title="FOLDER", description="an adapter or a native MoE")
+    base: Text | None = Field(None, description="an adapter's base; default: the one that it names")
+    output: Text = Field(title="FOLDER", description="folder for the result; new or empty")
+    min_load: Share | None = Field(
+        None,
+        title="SHARE",
+        description="with --data, drop experts with a smaller share of their layer's assignments "
+        f"(default: {MIN_LOAD})",
     )
-    folders, rules, data = map(parser.add_argument_group, ("Model", "Which experts go", "Data"))
-    folders.add_argument("--model", required=True, metavar="FOLDER", help="an adapter or a native MoE")
-    folders.add_argument("--base", help="an adapter's base; default: the one that it names")
-    folders.add_argument("--output", required=True, metavar="FOLDER", help="folder for the result; new or empty")
-    data.add_argument("--data", metavar="FILE", help="a .jsonl, .json, .csv or .parquet file, or a dataset's name")
-    data.add_argument("--label-column", metavar="NAME", help="column that holds the domains, for losses by domain")
-    rules.add_argument(
-        "--min-load",
-        type=reads(Share),
-        metavar="SHARE",
-        help=f"with --data, drop experts with a smaller share of their layer's assignments (default: {MIN_LOAD})",
+    merge_twins: Share | None = Field(
+        None, title="COSINE", description="merge experts that are at least this much alike, e.g. 0.99"
     )
-    rules.add_argument(
-        "--merge-twins",
-        type=reads(Share),
-        metavar="COSINE",
-        help="merge experts that are at least this much alike, e.g. 0.99",
+    experts_per_layer: Count | None = Field(None, description="keep this many in every layer")
+    drop: list[int] | dict[str | int, list[int]] | None = Field(
+        None, description='experts to drop: [1, 3] in every layer, or by layer, {"0": [1], "5": [2]}'
     )
-    rules.add_argument("--experts-per-layer", type=reads(Count), metavar="N", help="keep this many in every layer")
-    rules.add_argument(
-        "--drop",
-        metavar="JSON",
-        type=reads(list[int] | dict[str | int, list[int]], 'give JSON like [1, 3] or {"0": [1], "5": [2]}'),
-        help='experts to drop: [1, 3] in every layer, or by layer, {"0": [1], "5": [2]}',
+    data: Text | None = Field(
+        None, title="FILE", description="a .jsonl, .json, .csv or .parquet file, or a dataset's name"
     )
-    data.add_argument("--dtype", default="auto", metavar="NAME", help="of the weights while data run through them")
-    add_data_options(data)
-    return parser
+    label_column: Text | None = Field(
+        None, title="NAME", description="column that holds the domains, for losses by domain"
+    )
+    dtype: Text = Field("auto", title="NAME", description="of the weights while data run through them")
 
 
-def run(options: argparse.Namespace) -> None:
-    settings = {name: value for name, value in vars(options).items() if name not in ("model", "output")}
-    print_pruning(prune_experts(options.model, options.output, **settings))
-    print(options.output)
+_GROUPS = {
+    "Model": ("model", "base", "output"),
+    "Which experts go": ("min_load", "merge_twins", "experts_per_layer", "drop"),
+    "Data": ("data", "label_column", "dtype", *DataSettings.model_fields),
+}
+
+
+def parser(prog: str) -> SettingsParser:
+    description = "Drop experts that get next to nothing, and merge experts that are nearly the same."
+    return SettingsParser(PruneSettings, prog, groups=_GROUPS, description=description, epilog=EXAMPLE)
+
+
+def run(settings: PruneSettings) -> None:
+    others = settings.model_dump(exclude={"model", "output"})
+    print_pruning(prune_experts(settings.model, settings.output, **others))
+    print(settings.output)
 
 
 def print_pruning(pruning: Pruning) -> None:

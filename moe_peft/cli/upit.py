@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import Annotated
+
+from pydantic import Field
 
 from ..training.estimate import STRATEGIES, planned_launch
 from ..upit.methods import METHODS
@@ -12,6 +14,8 @@ from ..upit.summary import print_plan, print_summary
 from ..upit.sweep import print_sweep, sweep
 from ..utils.distributed import leave_processes
 from ..utils.messages import InputError
+from ..utils.validation import Flag, Integer, Settings, Text
+from .settings import SettingsParser, one_of
 
 EXAMPLE = r"""
 example:
@@ -21,45 +25,47 @@ example:
 """
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
+class UpitSettings(Settings):
+    """The settings of `moe-peft upit`; what is done is in the recipe."""
+
+    config: Text = Field(title="FILE", description="the recipe, a YAML file")
+    set: list[str] = Field([], title="KEY=VALUE", description="override a setting, e.g. post_train.seed=1")
+    sweep: list[str] = Field(
+        [],
+        title="KEY=VALUE,VALUE,…",
+        description="one run for each value, in a folder of its own in output_dir, and how they compare",
+    )
+    dry_run: Flag = Field(False, description="print the plan and stop")
+    time: Flag = Field(False, description="with --dry-run: time a few steps of each stage")
+    processes: Integer | None = Field(None, description="with --dry-run: plan for this many processes")
+    strategy: Annotated[Text, one_of(STRATEGIES)] | None = Field(
+        None, title="|".join(STRATEGIES), description="with --dry-run: what shards the state among them"
+    )
+    redo: Flag = Field(False, description="do finished stages again that a changed recipe does not fit")
+
+
+def parser(prog: str) -> SettingsParser:
     methods = "\n".join(f"  mode: {mode:5} {', '.join(names)}" for mode, names in METHODS.items())
-    parser = argparse.ArgumentParser(
+    return SettingsParser(
+        UpitSettings,
         prog,
         description="Run a recipe: UpIT or one of its baselines.",
         epilog=f"methods (in the recipe, or --set method=NAME):\n{methods}\n{EXAMPLE}",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting, e.g. post_train.seed=1"
-    )
-    parser.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE,…",
-        help="one run for each value, in a folder of its own in output_dir, and how they compare",
-    )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--time", action="store_true", help="with --dry-run: time a few steps of each stage")
-    parser.add_argument("--processes", type=int, metavar="N", help="with --dry-run: plan for this many processes")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="with --dry-run: what shards the state among them")
-    parser.add_argument(
-        "--redo",
-        action="store_true",
-        help="remove finished stages that a changed recipe does not fit, and do them again",
-    )
-    return parser
 
 
-def run(options: argparse.Namespace) -> None:
-    launch = planned_launch(options.processes, options.strategy, options.dry_run, options.time)
-    if options.sweep:
-        if options.dry_run:
-            raise InputError("--dry-run: prints the plan of one run; give --set instead of --sweep")
-        print_sweep(sweep(options.config, options.set, options.sweep, options.redo))
+def run(settings: UpitSettings) -> None:
+    launch = planned_launch(settings.processes, settings.strategy, settings.dry_run, settings.time)
+    if settings.sweep:
+        if settings.dry_run:
+            raise InputError("dry_run=True: prints the plan of one run; give --set instead of --sweep")
+        print_sweep(sweep(settings.config, settings.set, settings.sweep, settings.redo))
         leave_processes()
         return
-    pipeline = UpIT(load_recipe(options.config, options.set))
-    if options.dry_run:
-        print_plan(pipeline, launch, options.time)
+    pipeline = UpIT(load_recipe(settings.config, settings.set))
+    if settings.dry_run:
+        print_plan(pipeline, launch, settings.time)
     else:
-        pipeline.run(options.redo)
+        pipeline.run(settings.redo)
         print_summary(pipeline)
         leave_processes()

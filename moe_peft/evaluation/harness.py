@@ -6,7 +6,7 @@ import difflib
 import logging
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from accelerate import Accelerator, PartialState
 
 from ..training.scoring import to_device
 from ..utils.messages import InputError, one_line
+from ..utils.settings import Range, check_settings, setting
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,16 @@ class TaskSettings:
     ```
     """
 
-    tasks: tuple[str, ...]
-    include_path: str | None = None
-    num_fewshot: int | None = None
-    batch_size: int | str = 8
-    limit: float | None = None
-    apply_chat_template: bool | str = False
-    seed: int | None = None
+    tasks: Sequence[str]
+    include_path: str | None = setting(None, "a folder with further tasks")
+    num_fewshot: int | None = setting(None, "examples in the context", Range(at_least=0, whole=True))
+    batch_size: int | str = setting(8, "requests per forward pass, or auto")
+    limit: float | None = setting(None, "examples per task, or below 1 their share")
+    apply_chat_template: bool | str = setting(False, "put prompts into the chat template; by default not")
+    seed: int | None = setting(None, "of all that is drawn; default: the harness's seeds")
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if not self.tasks:
             raise InputError("tasks: name at least one")
         if self.include_path is not None and not Path(self.include_path).is_dir():

@@ -13,10 +13,18 @@ from .families import FAMILIES
 INTERLEAVED = ("llama", "granitemoe")
 
 
+# Model type → architecture of llama.cpp. Qwen2's attention is a Llama's with biases, which its Llama may have.
+_ARCHITECTURES = {
+    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "granitemoe": "granitemoe",
+    "flex_olmo": "olmo2",
+}  # fmt: skip
+
+
 def architecture(config: PreTrainedConfig) -> str:
-    """The one of llama.cpp for a native MoE. Qwen2's attention is a Llama's with biases, which its Llama may have."""
-    names = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "granitemoe": "granitemoe", "flex_olmo": "olmo2"}
-    return names.get(config.model_type) or ("llama" if config.norm_topk_prob else "qwen2moe")
+    """The one of llama.cpp for a native MoE; empty: it is not known."""
+    if config.model_type == "qwen2_moe" and config.norm_topk_prob:
+        return "llama"
+    return _ARCHITECTURES.get(config.model_type, "")
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
@@ -33,6 +41,8 @@ def inexact(config: PreTrainedConfig, has_shared: bool = False) -> dict[str, str
     Args:
         has_shared: whether its shared experts compute something; an exported Qwen2-MoE's do not.
     """
+    if config.model_type not in _ARCHITECTURES:
+        return dict.fromkeys(("llama.cpp", "mlx-lm"), f"what it computes of a {config.model_type!r} is not known")
     family, kind, scaling = FAMILIES[config.model_type], config.model_type, config.rope_parameters["rope_type"]
     normalises = family.normalises is None or getattr(config, family.normalises)
     dense = [layer for layer in range(config.num_hidden_layers) if not family.has_experts(config, layer)]

@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +27,7 @@ from ..models.gate_init import GATE_INITS, dense_gates
 from ..utils.io import reading
 from ..utils.loading import read_model
 from ..utils.messages import InputError, choice_error
+from ..utils.settings import Range, check_settings, setting
 from .expert_init import (
     FFN,
     INITIALISATION_READS,
@@ -47,13 +48,9 @@ from .moe_config import EMPTY_SHARED, moe_config
 
 # Fields with choices → the settings that each choice reads.
 _READS = {"init": INITIALISATION_READS, "router_init": ROUTER_READS}
-# Least and most of numbers. More experts would take all memory, more noise would not be finite in half precision.
-_LIMITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("num_experts", "granularity", "top_k", "router_num_heads"), (1, 2**16)),
-    **dict.fromkeys(("num_shared_experts", "num_added_shared_experts"), (0, 2**16)),
-    **dict.fromkeys(("noise_share", "drop_rate"), (0, 1)),
-    **dict.fromkeys(("noise_scale", "noise_std", "router_init_std", "router_aux_loss_coef"), (0, 1000)),
-}
+# More experts would take all memory, more noise would not be finite in half precision.
+_COUNT, _COUNT_OR_NONE = Range(1, 2**16, whole=True), Range(0, 2**16, whole=True)
+_SHARE, _SIZE = Range(0, 1), Range(0, 1000)
 
 
 def needs_calibration(router_init: str) -> bool:
@@ -114,52 +111,44 @@ class UpcycleConfig:
     ```
     """
 
-    num_experts: int = field(default=8, metadata={"help": "Experts per layer."})
-    top_k: int = field(default=2, metadata={"help": "Experts per token."})
-    family: str | None = field(default=None, metadata={"help": "Model type of the MoE, e.g. mixtral."})
-    init: str = field(default="copy", metadata={"help": f"Initial experts: {', '.join(INITIALISATIONS)}."})
-    noise_scale: float = field(
-        default=0.01, metadata={"help": "noise: standard deviation, in multiples of the weight's."}
+    num_experts: int = setting(8, "experts per layer", _COUNT)
+    top_k: int = setting(2, "experts per token", _COUNT)
+    family: str | None = setting(None, "model type of the MoE, e.g. mixtral")
+    init: str = setting("copy", f"initial experts: {', '.join(INITIALISATIONS)}", INITIALISATIONS)
+    noise_scale: float = setting(0.01, "noise: standard deviation, in multiples of the weight's", _SIZE)
+    noise_std: float = setting(0.02, "random_noise, random, scratch: standard deviation", _SIZE)
+    noise_share: float = setting(0.5, "random_noise: share of the weights that get noise", _SHARE)
+    drop_rate: float = setting(0.5, "drop: share of the neurons that are drawn again", _SHARE)
+    shared_indices: bool = setting(True, "drop: the same neurons in gate, up and down")
+    granularity: int = setting(1, "fine-grained experts that each expert is split into", _COUNT)
+    fine_grained_split: str = setting(
+        "partition", f"neurons of fine-grained experts: {', '.join(get_args(Split))}", get_args(Split)
     )
-    noise_std: float = field(default=0.02, metadata={"help": "random_noise, random, scratch: standard deviation."})
-    noise_share: float = field(default=0.5, metadata={"help": "random_noise: share of the weights that get noise."})
-    drop_rate: float = field(default=0.5, metadata={"help": "drop: share of the neurons that are drawn again."})
-    shared_indices: bool = field(default=True, metadata={"help": "drop: the same neurons in gate, up and down."})
-    granularity: int = field(default=1, metadata={"help": "Fine-grained experts that each expert is split into."})
-    fine_grained_split: str = field(
-        default="partition",
-        metadata={"help": f"Neurons of fine-grained experts: {', '.join(Split.__args__)}."},  # type: ignore[attr-defined]
+    num_shared_experts: int = setting(0, "fine-grained experts that are always active", _COUNT_OR_NONE)
+    num_added_shared_experts: int = setting(
+        0, "complete FFNs that are always active, beside all routed experts", _COUNT_OR_NONE
     )
-    num_shared_experts: int = field(default=0, metadata={"help": "Fine-grained experts that are always active."})
-    num_added_shared_experts: int = field(
-        default=0, metadata={"help": "Complete FFNs that are always active, beside all routed experts."}
-    )
-    weight_scaling: bool = field(default=True, metadata={"help": "Keep the size of the FFN's output."})
-    router_init: str = field(default="normal", metadata={"help": f"Initial gates: {', '.join(_router_inits())}."})
-    router_init_std: float = field(default=0.02, metadata={"help": "Standard deviation of random gates."})
-    router_num_heads: int | None = field(default=None, metadata={"help": "attention: groups of heads (m)."})
-    router_weights: str | None = field(default=None, metadata={"help": "Safetensors file with the given gates."})
-    router_aux_loss_coef: float = field(default=0.02, metadata={"help": "Load-balancing loss coefficient."})
-    dtype: str | None = field(default=None, metadata={"help": "float32, bfloat16 or float16; default: the model's."})
-    max_shard_size: str = field(default="5GB", metadata={"help": "Size of the output's files."})
-    seed: int = field(default=0, metadata={"help": "Seed of everything random."})
+    weight_scaling: bool = setting(True, "keep the size of the FFN's output")
+    router_init: str = setting("normal", f"initial gates: {', '.join(_router_inits())}")
+    router_init_std: float = setting(0.02, "standard deviation of random gates", _SIZE)
+    router_num_heads: int | None = setting(None, "attention: groups of heads (m)", _COUNT)
+    router_weights: str | None = setting(None, "safetensors file with the given gates")
+    router_aux_loss_coef: float = setting(0.02, "load-balancing loss coefficient", _SIZE)
+    dtype: str | None = setting(None, "float32, bfloat16 or float16; default: the model's")
+    max_shard_size: str = setting("5GB", "size of the output's files")
+    seed: int = setting(0, "seed of everything random")
 
     def __post_init__(self) -> None:
-        choices = {"init": INITIALISATIONS, "router_init": _router_inits(), "fine_grained_split": get_args(Split)}
-        for name, options in choices.items():
-            if getattr(self, name) not in options:
-                raise InputError(choice_error(name, getattr(self, name), options))
-        for name, (least, most) in _LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise self._error(name, f"must be from {least} to {most}")
+        check_settings(self)
+        if self.router_init not in _router_inits():
+            raise InputError(choice_error("router_init", self.router_init, _router_inits()))
         parse_size(self.max_shard_size)
         if self.dtype is not None:
             parse_dtype(self.dtype)
         if self.top_k > self.num_experts:
             raise self._error("top_k", f"must be at most num_experts={self.num_experts}")
         if self.num_shared_experts >= self.granularity * self.top_k:
-            raise self._error("num_shared_experts", f"use fewer than granularity·top_k={self.granularity * self.top_k}")
+            raise self._error("num_shared_experts", f"must be below granularity·top_k={self.granularity * self.top_k}")
         if self.num_shared_experts and self.num_added_shared_experts:
             raise self._error("num_added_shared_experts", "use this or num_shared_experts")
         if self.granularity == 1 and not self.num_shared_experts and self.fine_grained_split != "partition":
@@ -168,7 +157,7 @@ class UpcycleConfig:
             raise self._error("router_weights", "goes with router_init='given'")
         # Settings that the chosen initialisation does not read would be ignored.
         for choice, reads in _READS.items():
-            for name in dict.fromkeys(setting for settings in reads.values() for setting in settings):
+            for name in dict.fromkeys(name for settings in reads.values() for name in settings):
                 changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
                 if changed and name not in reads.get(getattr(self, choice), (name,)):
                     readers = " or ".join(repr(option) for option, settings in reads.items() if name in settings)
@@ -209,7 +198,7 @@ def upcycle(
             comes from the i-th (in turn, where there are fewer than experts), and all other weights are averaged.
         output_dir: a new or empty folder. A killed run leaves nothing in it.
         config: see `UpcycleConfig`.
-        router_weights: layer → gates, in the shapes of `UpcycleConfig.router_weights`; in place of what `router_init`
+        router_weights: layer → gates, in the shapes of `UpcycleConfig.router_weights`; they replace what `router_init`
             makes.
         calibration: for a `router_init` from data, batches of `input_ids` [B, S] and, if there is padding,
             `attention_mask` [B, S]. They run through the dense model, so the gates do not depend on the experts. For

@@ -37,7 +37,7 @@ def reading(source: object, remedy: str = "") -> Iterator[None]:
         remedy: what to do.
 
     Raises:
-        ValueError: anything was raised but a lack of memory, which is no fault of what is read.
+        ValueError: anything was raised but a lack of memory, which what is read has no part in.
     """
     try:
         yield
@@ -71,7 +71,7 @@ def read_text(path: str | os.PathLike, source: object = None) -> str:
     except OSError as error:
         raise InputError(f"{source}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{source}: no UTF-8 text at byte {error.start}; save it as UTF-8") from error
+        raise InputError(f"{source}: not UTF-8 text at byte {error.start}; save it as UTF-8") from error
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: no JSON ({one_line(error, 80)}); write or download it again") from error
+        raise InputError(f"{path}: is not JSON ({one_line(error, 80)}); write or download it again") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: must be a JSON object, not {one_line(repr(value), 40)}")
     return value
@@ -232,12 +232,12 @@ def output_folder(
     remedy: str = "choose another",
 ) -> Iterator[Path]:
     """
-    Make a folder and hold it for this process. If nothing is put into it, it goes again.
+    Make a folder and hold it for this process. If nothing is put into it, it is removed.
 
     Args:
         path: its `~` is expanded.
         field: the field that names it, for messages.
-        is_ours: whether a folder with content is of a run that this one resumes. None: it must be empty.
+        is_ours: whether a folder with content belongs to a run that this one resumes. None: it must be empty.
         remedy: what to do if it is not.
 
     Raises:
@@ -267,7 +267,7 @@ def output_folder(
 
 @contextmanager
 def _locked(lock: Path, setting: str) -> Iterator[None]:
-    """Hold a lock, a file that is there as long. A process that died holds none."""
+    """Hold a lock: a file that exists while it is held. A process that died no longer holds it."""
     held = WeakFileLock(lock, timeout=0.1)
     try:
         held.__enter__()

@@ -53,20 +53,20 @@ def arguments_error(error: object, flag: str) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left: Python's, torch's on any device, or accelerate's."""
+    """Whether an error says that memory ran out: Python's, torch's on any device, or accelerate's."""
     if not isinstance(error, (RuntimeError, OSError)):
         return isinstance(error, MemoryError)
     return any(text in f"{type(error).__name__} {error}".lower() for text in _NO_MEMORY)
 
 
 def choice_error(field: str, value: object, names: Iterable[str | None]) -> str:
-    """The message for a value that is none of `names`."""
+    """The message for a value that is not among `names`."""
     return f"{field}={value!r}: must be one of {', '.join(map(str, names))}"
 
 
 def unknown_key(path: str, names: Iterable[str], documented: str | None = None) -> str:
     """
-    The message for a key that is none of `names`: the closest of them, else where to look them up.
+    The message for a key that is not among `names`: the closest of them, else where to look them up.
 
     Args:
         path: the key with its sections, dotted.

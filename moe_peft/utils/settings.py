@@ -26,11 +26,11 @@ class Range:
 
     def __str__(self) -> str:
         if self.at_least > -inf and self.at_most < inf:
-            bounds = [f"from {self.at_least:g} to {self.at_most:g}"]
+            bounds = [f"from {self.at_least} to {self.at_most}"]
         else:
             names = ("at_least", "above", "at_most", "below")
             ends = {name.replace("_", " "): getattr(self, name) for name in names}
-            bounds = [f"{name} {end:g}" for name, end in ends.items() if abs(end) < inf]
+            bounds = [f"{name} {end}" for name, end in ends.items() if abs(end) < inf]
         return ", ".join([*["an integer"] * self.whole, " and ".join(bounds) or "finite"])
 
 

@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from .io import read_text
 from .messages import InputError, choice_error, one_line, unknown_key
+from .settings import Range
 
 # --- yaml -------------------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ def read_settings(path: str | os.PathLike) -> dict[str, Any]:
     The mapping in a YAML file.
 
     Raises:
-        ValueError: there is no such file, or something else in it.
+        ValueError: there is no such file, or it holds something else.
     """
     settings = read_yaml(read_text(path), path)
     if not isinstance(settings, dict):
@@ -136,7 +137,7 @@ Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 
 
 class Settings(BaseModel):
-    """A section of a recipe, or the options of a command: unknown keys are errors, and `"1"` is no number."""
+    """A section of a recipe, or the options of a command: unknown keys are errors, and `"1"` is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
@@ -197,6 +198,14 @@ def prefixed(path: str) -> Iterator[None]:
         raise InputError(f"{path}: {error}") from error
 
 
+# Pydantic's words → ours.
+_WORDS = {
+    "Input should be": "must be", "List should have": "must have", " after validation, not": ", not",
+    "greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "above",
+    "less than": "below",
+}  # fmt: skip
+
+
 def _explain(kind: Any, error: Any, path: str) -> str:
     """One of pydantic's errors as field, value and what is allowed."""
     if error["type"] == "value_error":  # of a check of ours, which names the field itself
@@ -216,7 +225,9 @@ def _explain(kind: Any, error: Any, path: str) -> str:
     field = ".".join(names) or "recipe"
     if error["type"] == "missing":
         return f"{field}: must be given"
-    allowed = error["msg"].replace("Input should be", "must be").replace("List should have", "must have")
+    allowed = error["msg"]
+    for theirs, ours in _WORDS.items():
+        allowed = allowed.replace(theirs, ours)
     if error["type"] in ("model_type", "dict_type"):
         allowed = "must be a mapping"
     return f"{field}={one_line(repr(error['input']), 80)}: {allowed}"
@@ -249,48 +260,50 @@ def _check_type(path: str, value: Any, hint: Any) -> None:
 
 # --- ranges of training arguments ------------------------------------------------------------------------------------
 
-_FROM_1 = {
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-    "eval_accumulation_steps", "torch_empty_cache_steps", "dataset_num_proc", "dataloader_prefetch_factor",
-    "pad_to_multiple_of",
+# Training argument → its numbers; others are at least 0.
+_NUMBERS = {
+    **dict.fromkeys(
+        (
+            "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+            "eval_accumulation_steps", "torch_empty_cache_steps", "dataset_num_proc", "dataloader_prefetch_factor",
+            "pad_to_multiple_of",
+        ),
+        Range(at_least=1),
+    ),
+    **dict.fromkeys(("logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"), Range(above=0)),
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "label_smoothing_factor", "label_smoothing"), Range(at_least=0, below=1)
+    ),
+    **dict.fromkeys(("seed", "data_seed"), Range(0, 2**32 - 1)),
+    "num_train_epochs": Range(above=0, at_most=10**6),
+    "local_rank": Range(),
 }  # fmt: skip
-_ABOVE_0 = {"logging_steps", "save_steps", "eval_steps", "adam_epsilon", "beta"}
-_BELOW_1 = {"adam_beta1", "adam_beta2", "label_smoothing_factor", "label_smoothing"}
-_OF_ANY_SIGN = {"local_rank"}
 
 
 def check_range(name: str, value: Any, section: str = "") -> None:
     """
-    What training arguments themselves take as it is: numbers out of range, and strings in the place of mappings.
+    Check what training arguments themselves let through: numbers out of range, and strings for mappings.
 
     Raises:
-        ValueError: the value is one of these.
+        ValueError: the value cannot be right.
     """
+    allowed: object
     if isinstance(value, str) and (name.endswith("_kwargs") or name == "liger_kernel_config"):
         good, allowed = value.startswith("{"), 'a mapping, like {"name": 4}'  # which the arguments then read
     elif isinstance(value, str):
         good, allowed = "\0" not in value, "text without NUL"
     elif name == "loss_type" and isinstance(value, list):
         good, allowed = bool(value), "at least one"
-    elif isinstance(value, bool) or not isinstance(value, (int, float)) or name in _OF_ANY_SIGN:
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     elif not math.isfinite(value):
         good, allowed = False, "finite"
     elif name == "max_steps":
         good, allowed = value == -1 or 1 <= value <= 1e9, "from 1 to 1,000,000,000, or -1 for num_train_epochs"
-    elif name == "num_train_epochs":
-        good, allowed = 0 < value <= 1e6, "above 0, up to 1,000,000"
     elif name == "max_length":
         good, allowed = value >= 2, "at least 2: a token is predicted from those before it"
-    elif name in _FROM_1:
-        good, allowed = value >= 1, "at least 1"
-    elif name in _ABOVE_0:
-        good, allowed = value > 0, "above 0"
-    elif name in _BELOW_1:
-        good, allowed = 0 <= value < 1, "from 0 to below 1"
-    elif name.endswith("seed"):
-        good, allowed = 0 <= value < 2**32, "from 0 to 2**32 - 1"
     else:
-        good, allowed = value >= 0, "at least 0"
+        allowed = _NUMBERS.get(name, Range(at_least=0))
+        good = value in allowed
     if not good:
         raise InputError(f"{section}{name}={value!r}: must be {allowed}")

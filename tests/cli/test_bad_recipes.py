@@ -99,20 +99,20 @@ def test_a_field_takes_what_it_can_be_alone(path):
         ("", "must be a mapping of keys"),
         ("- 1\n", "must be a mapping of keys"),
         ("just words", "must be a mapping of keys"),
-        ("output_dir: [", "no YAML"),
+        ("output_dir: [", "read as YAML"),
         ("output_dir: a\noutput_dir: b\n", "'output_dir' occurs twice"),
         ("model: {name_or_path: a, name_or_path: b}\n", "'name_or_path' occurs twice"),
-        ("a: &a [1]\nb: *c\n", "no YAML"),
-        ("a: !!python/object/apply:os.system ['true']\n", "no YAML"),
-        ("a: !!python/name:os.system\n", "no YAML"),
-        ("a: b\n---\nc: d\n", "no YAML"),
-        ("? [1, 2]\n: 3\n", "no YAML|unknown key"),
+        ("a: &a [1]\nb: *c\n", "read as YAML"),
+        ("a: !!python/object/apply:os.system ['true']\n", "read as YAML"),
+        ("a: !!python/name:os.system\n", "read as YAML"),
+        ("a: b\n---\nc: d\n", "read as YAML"),
+        ("? [1, 2]\n: 3\n", "read as YAML|unknown key"),
         ("1: 2\n", "output_dir: must be given"),
-        ("{" * 5000, "no YAML"),
-        ("a: " + "[" * 5000 + "]" * 5000, "no YAML"),
-        ("a: 2024-13-45\n", "no YAML|unknown key"),
-        ("\x00", "no YAML"),
-        ("a:\tb\n\t- c", "no YAML"),
+        ("{" * 5000, "read as YAML"),
+        ("a: " + "[" * 5000 + "]" * 5000, "read as YAML"),
+        ("a: 2024-13-45\n", "read as YAML|unknown key"),
+        ("\x00", "read as YAML"),
+        ("a:\tb\n\t- c", "read as YAML"),
     ],
 )  # fmt: skip
 def test_a_text_that_is_no_recipe(text, words, tmp_path):
@@ -134,7 +134,7 @@ def test_a_file_that_is_no_text(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # that nobody fills
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
     for name, words in (
-        (".", "not a file"), ("none", "no such file"), ("pipe", "not a file"), ("binary", "no UTF-8 text at byte 0"),
+        (".", "not a file"), ("none", "no such file"), ("pipe", "not a file"), ("binary", "not UTF-8 text at byte 0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             load_recipe(tmp_path / name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import moe_peft
 from moe_peft.cli import COMMANDS, main
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.upit.methods import METHODS
+from moe_peft.utils.messages import InputError
 from tests.helpers.models import tiny_llama
 
 LIGHT = """
@@ -145,13 +148,17 @@ def test_noise_of_other_packages_is_hidden_unless_the_user_wants_it(loud):
         (["sft", "--model_name_or_path", "nowhere"], "dataset_name=None: name a file"),
         (["upcicle"], "command='upcicle': must be one of sft, dpo"),
         (["upit", "--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["upit"], "--config"),
+        (["upit"], "config: must be given"),
         (["upit", "--config"], "--config: expected one argument"),
         (["upcycle", "--plugins"], "--plugins: expected at least one argument"),
         (["inspect", "--model", "nowhere", "--data", "nowhere.jsonl"], "nowhere"),
-        (["upcycle", "--model", "m", "--output", "o", "--num-expert", "x"], "invalid int value: 'x'"),
-        (["upcycle", "--model", "m", "--output", "o", "--router-init", "attention"], "--calibration None: goes with"),
-        (["upcycle", "--model", "m", "--output", "o", "--calibration", "x.jsonl"], "goes with --router-init attention"),
+        (["upcycle", "--model", "m", "--output", "o", "--num-expert", "4"], "did you mean '--num-experts'?"),
+        (
+            ["upcycle", "--model", "m", "--output", "o", "--num_experts", "x"],
+            "num_experts='x': must be a valid integer",
+        ),
+        (["upcycle", "--model", "m", "--output", "o", "--router-init", "attention"], "calibration=None: goes with"),
+        (["upcycle", "--model", "m", "--output", "o", "--calibration", "x.jsonl"], "goes with router_init='attention'"),
         (["export", "--adapter", "nowhere", "--output", "o", "--verify", " "], "--verify"),
         (["export", "--adapter", "a", "--output", "o", "--verify", "texts.txt"], "'texts.txt': no such file"),
         (
@@ -166,6 +173,36 @@ def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, capsys):
     assert end.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in last and "Traceback" not in last
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "settings"),
+    [
+        ("inspect", '--model m --data d --max-length 9 --html --expert-map {"a":[0]}',
+         {"model": "m", "data": "d", "max_length": 9, "html": True, "expert_map": {"a": [0]}}),
+        ("eval", "--model m --tasks a b --experts 0,3 --num-fewshot 2 --each-expert",
+         {"model": "m", "tasks": ["a", "b"], "experts": [0, 3], "num_fewshot": 2, "each_expert": True}),
+        ("prune", "--model m --output o --merge-twins 0.5 --drop [1,2]",
+         {"model": "m", "output": "o", "merge_twins": 0.5, "drop": [1, 2]}),
+        ("upcycle", "--model m n --output o --drop-rate 1 --no-weight-scaling",
+         {"model": ["m", "n"], "output": "o", "drop_rate": 1, "weight_scaling": False}),
+        ("mix", "--output o --adapters a b --gates arrow --top-k 1",
+         {"output": "o", "adapters": ["a", "b"], "gates": "arrow", "top_k": 1}),
+        ("export", "--adapter a --output o --max-shard-size 1GB",
+         {"adapter": "a", "output": "o", "max_shard_size": "1GB"}),
+        ("demo", "--steps 2", {"steps": 2}),
+    ],
+)  # fmt: skip
+def test_settings_are_flags_in_two_spellings_or_in_a_file(command, flags, settings, tmp_path):
+    options, file = import_module(COMMANDS[command][0], "moe_peft.cli").parser(command), tmp_path / "file.yaml"
+    file.write_text(json.dumps({**settings, "plugins": []}))
+    spellings = (flags, re.sub(r"(?<=\w)-(?=\w)", "_", flags), f"--config {file}")
+    made = [options.parse_args(each.split()) for each in spellings]
+    assert made[0] == made[1] == made[2] and settings.items() <= made[0].model_dump().items()
+    first = next(iter(settings))
+    file.write_text(json.dumps({f"{first}x": 1}))
+    with pytest.raises(InputError, match=f"{first}x: unknown key; did you mean '{first}'"):
+        options.parse_args(["--config", str(file)])
 
 
 def test_without_the_training_extra_a_file_ends_with_one_line(tmp_path, monkeypatch, capsys):
@@ -199,11 +236,7 @@ def test_what_is_no_list_of_experts_is_not_ignored(drop, tmp_path, capsys):
     command = ["prune", "--model", str(tmp_path / "moe"), "--output", str(tmp_path / "out"), "--merge-twins", "0.99"]
     with pytest.raises(SystemExit) as end:
         main([*command, "--drop", drop])
-    assert (
-        end.value.code == 2
-        and "error: argument --drop: " in capsys.readouterr().err
-        and not (tmp_path / "out").exists()
-    )
+    assert end.value.code == 2 and "error: drop=" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_link_that_leads_nowhere_is_no_folder(tmp_path, capsys):

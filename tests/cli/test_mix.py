@@ -83,7 +83,7 @@ BAD = {
     "prompts of others": ({"prompts": '{"x": {"positive": ["w3"]}}'}, "prompts: 'x': give prompts for each of"),
     "prompts for arrow": ({"prompts": PROMPTS, "gates": "arrow"}, "prompts: gates='arrow' read no texts"),
     "top-k": ({"top-k": "4"}, "top_k=4: must be at most the number of experts (3)"),
-    "top-k of 0": ({"top-k": "0"}, "top_k=0: must be greater than or equal to 1"),
+    "top-k of 0": ({"top-k": "0"}, "top_k=0: must be at least 1"),
     "top-k a text": ({"top-k": "x"}, "top_k='x': must be a valid integer"),
     "mixing": ({"mixing": "x"}, "mixing='x': must be 'output' or 'projection'"),
     "dtype": ({"dtype": "int8"}, "--dtype='int8': must be one of auto"),
@@ -96,7 +96,7 @@ BAD = {
     "models that are none": (
         {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models: '{case}/a': no tokenizer"
     ),
-    "an unknown flag": ({"gate": "ridge"}, "unrecognized arguments: --gate"),
+    "an unknown flag": ({"gate": "ridge"}, "--gate: unknown key; did you mean '--gates'?"),
     "too short": ({"max-length": "1"}, "none of 6 examples has a token to score; raise max_length"),
 }  # fmt: skip
 

@@ -351,7 +351,9 @@ def test_a_later_stage_of_routers_without_parameters(case, tmp_path, capsys):
 def test_a_checkpoint_is_of_one_stage(case, tmp_path, capsys):
     settings = {**case, "label_column": "domain", "expert_map": MAPS, "lr_scheduler_type": "constant"}
     flags = ("--stages", "routers", "rest", "--resume_from_checkpoint", str(tmp_path / "out/routers/checkpoint-3"))
-    message = "checkpoint-3': is of one of the stages routers, rest; use true, or stages.<name>.resume_from_checkpoint"
+    message = (
+        "checkpoint-3': belongs to one of the stages routers, rest; use true, or stages.<name>.resume_from_checkpoint"
+    )
     assert message in refused("sft", tmp_path, settings, *flags, capsys=capsys)
     whole = weights(run("sft", tmp_path, {**settings, "stages": ["routers", "rest"]}))
     (tmp_path / "again").mkdir()

@@ -133,12 +133,12 @@ def empty(folder: Path) -> None:
 UP = "model.layers.1.mlp.up_proj.weight"
 NO_MODEL: dict[str, tuple[Damage, str]] = {
     "no config": (without(CONFIG), "no config.json"),
-    "config empty": (text(CONFIG, ""), "config.json: no JSON"),
-    "config cut off": (cut(CONFIG), "config.json: no JSON"),
+    "config empty": (text(CONFIG, ""), "config.json: not JSON"),
+    "config cut off": (cut(CONFIG), "config.json: not JSON"),
     "config a list": (text(CONFIG, "[]"), "must be a JSON object"),
     "config null": (text(CONFIG, "null"), "must be a JSON object"),
-    "config no text": (text(CONFIG, b"\xff\xfe\x00"), "no UTF-8 text"),
-    "config very deep": (text(CONFIG, "[" * 100_000), "no JSON"),
+    "config no text": (text(CONFIG, b"\xff\xfe\x00"), "not UTF-8 text"),
+    "config very deep": (text(CONFIG, "[" * 100_000), "not JSON"),
     "config a folder": (a_folder(CONFIG), "not a file"),
     "no model type": (changed(CONFIG, model_type=...), "model_type"),
     "unknown model type": (changed(CONFIG, model_type="nonsense"), "nonsense"),
@@ -178,7 +178,7 @@ NO_MODEL: dict[str, tuple[Damage, str]] = {
 NO_SHARDS: dict[str, tuple[Damage, str]] = {
     "shard missing": (without("model-00002-of-00004.safetensors"), "lacks model-00002"),
     "shard cut off": (cut("model-00002-of-00004.safetensors"), "cannot be read"),
-    "index cut off": (cut(INDEX), "no JSON"),
+    "index cut off": (cut(INDEX), "not JSON"),
     "index a list": (text(INDEX, "[]"), "must be a JSON object"),
     "index without map": (text(INDEX, "{}"), "no weight_map"),
     "map a list": (text(INDEX, '{"weight_map": []}'), "no weight_map"),
@@ -189,9 +189,9 @@ NO_SHARDS: dict[str, tuple[Damage, str]] = {
 }
 NO_TOKENIZER: dict[str, tuple[Damage, str]] = {
     "no tokenizer": (without("tokenizer*"), "no tokenizer"),
-    "tokenizer cut off": (cut("tokenizer.json"), "no tokenizer|no JSON"),
+    "tokenizer cut off": (cut("tokenizer.json"), "no tokenizer|not JSON"),
     "tokenizer a list": (text("tokenizer.json", "[]"), "no tokenizer|must be a JSON object"),
-    "tokenizer config cut off": (cut("tokenizer_config.json"), "no tokenizer|no JSON"),
+    "tokenizer config cut off": (cut("tokenizer_config.json"), "no tokenizer|not JSON"),
     "fewer embeddings than tokens": (
         changed("tokenizer.json", added_tokens=[
             {"id": i, "content": f"<{i}>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
@@ -207,7 +207,7 @@ def first(t: dict[str, torch.Tensor]) -> str:
 
 NO_ADAPTER: dict[str, tuple[Damage, str]] = {
     "no config": (without(ADAPTER), "adapter_config.json|no config.json"),
-    "config cut off": (cut(ADAPTER), "no JSON"),
+    "config cut off": (cut(ADAPTER), "not JSON"),
     "config a list": (text(ADAPTER, "[1]"), "must be a JSON object"),
     "config empty": (text(ADAPTER, "{}"), "peft_type=None"),
     "unknown type": (changed(ADAPTER, peft_type="NONSENSE"), "peft_type='NONSENSE'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from moe_peft.adapter.experts.lora import LoraExperts as Experts
 from moe_peft.analysis import inputs as loading
 from moe_peft.cli import main
 from moe_peft.native import export_adapter, verify_export
+from moe_peft.native.families import FAMILIES
 from tests.helpers.native_case import DENSE, IDS, MOE, adapter, dense_model, logits, saved
 
 ROUTERS = {
@@ -390,3 +392,21 @@ def test_the_base_and_its_tokenizer_are_of_the_adapters_revision(tokenizer, tmp_
             load(given)
             assert ("AutoModelForCausalLM", wanted) in asked
             assert [revision for kind, revision in asked if kind == "AutoTokenizer"] == [wanted] * tokenizers
+
+
+def test_a_family_of_the_page_on_extending_is_exported(tmp_path, capsys):
+    """Which programs compute it is not known, and nothing that is asked once the model is written may fail."""
+    page = Path(__file__).parents[2].joinpath("docs/extending.md").read_text(encoding="utf-8")
+    try:
+        exec(page.split('title="my_family.py"\n')[1].split("```")[0], {})
+        base = dense_model("granite")
+        model = adapter(base, tmp_path / "adapter", saved(base, tmp_path / "base"))
+        command = ["export", "--adapter", str(tmp_path / "adapter"), "--family", "granitemoeshared", "--output"]
+        main([*command, str(tmp_path / "moe")])
+        assert "not for llama.cpp: what it computes of a 'granitemoeshared' is not known" in capsys.readouterr().out
+        torch.testing.assert_close(logits(tmp_path / "moe"), logits(model), rtol=1e-4, atol=1e-4)
+        with pytest.raises(SystemExit) as end:
+            main([*command, str(tmp_path / "moe.gguf"), "--format", "gguf"])
+        assert end.value.code == 2 and "granitemoeshared" in capsys.readouterr().err
+    finally:
+        FAMILIES.pop("granitemoeshared", None)

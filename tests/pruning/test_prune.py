@@ -429,7 +429,7 @@ def test_the_command_prints_what_changed(base: str, data: str, tmp_path: Path, c
         main(
             ["prune", "--model", str(folder), "--output", str(tmp_path / "b"), "--merge-twins", "0.1", "--drop", "null"]
         )
-    assert "--drop: 'null': give JSON like" in capsys.readouterr().err
+    assert "--drop: 'null': is not a value" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

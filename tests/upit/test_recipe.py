@@ -57,13 +57,13 @@ def recipe(**settings):
         ({"method": "mola"}, "method='mola': must be one of lora, loramoe_pt, loramoe_sft, upit, self_moe, pesc"),
         ({"num_experts": "many"}, "num_experts='many': must be a valid integer"),
         ({"num_experts": 1}, "num_experts=1: must be at least 2"),
-        ({"prepare_share": 1.0}, "prepare_share=1.0: must be less than 1"),
-        ({"prepare_share": 0.0}, "prepare_share=0.0: must be greater than 0"),
-        ({"num_train_epochs": 0}, "num_train_epochs=0: must be greater than 0"),
-        ({"prepare": {"num_checkpoints": 0}}, "prepare.num_checkpoints=0: must be greater than or equal to 1"),
-        ({"router_init": {"alpha": 1.1}}, "router_init.alpha=1.1: must be less than or equal to 1"),
-        ({"expand": {"drop_rate": 1.0}}, "expand.drop_rate=1.0: must be less than 1"),
-        ({"router_init": {"seed_fraction": 0}}, "router_init.seed_fraction=0: must be greater than 0"),
+        ({"prepare_share": 1.0}, "prepare_share=1.0: must be below 1"),
+        ({"prepare_share": 0.0}, "prepare_share=0.0: must be above 0"),
+        ({"num_train_epochs": 0}, "num_train_epochs=0: must be above 0"),
+        ({"prepare": {"num_checkpoints": 0}}, "prepare.num_checkpoints=0: must be at least 1"),
+        ({"router_init": {"alpha": 1.1}}, "router_init.alpha=1.1: must be at most 1"),
+        ({"expand": {"drop_rate": 1.0}}, "expand.drop_rate=1.0: must be below 1"),
+        ({"router_init": {"seed_fraction": 0}}, "router_init.seed_fraction=0: must be above 0"),
         ({"router_init": {"buckets": "label"}}, "data.label_column=None"),
         ({"prepare": {"order": "blocks"}}, "data.label_column=None"),
         ({"prepare": {"adapters": []}}, r"prepare.adapters=\[\]: must have at least 1 item"),
@@ -80,7 +80,7 @@ def recipe(**settings):
             {"router_init": {"expert_map": {"a": [0, 1]}}},
             "router_init.buckets='perplexity': must be 'label' beside router_init.expert_map",
         ),
-        ({"router_init": {"capacity": 0}}, "router_init.capacity=0: must be greater than or equal to 1"),
+        ({"router_init": {"capacity": 0}}, "router_init.capacity=0: must be at least 1"),
         ({"sft": {"save_steps": 0.1}}, "sft.save_steps=0.1: must be a whole number of at least 1"),
         ({"prepare": {"sft": {"save_steps": 0}}}, "sft.save_steps=0: must be"),
         ({"model": {"name_or_path": "m", "dtype": "bf16"}}, "model.dtype='bf16': must be 'auto', 'float32'"),
@@ -128,7 +128,7 @@ def test_yaml_and_overrides(tmp_path):
         path.write_text(yaml.safe_dump({**MINIMAL, "method": "upit"}))
         with pytest.raises(ValueError, match=message):
             load_recipe(path, [override])
-    with pytest.raises(ValueError, match=r"'method=\[': no YAML .*: while parsing a flow"):
+    with pytest.raises(ValueError, match=r"'method=\[': cannot be read as YAML: while parsing a flow"):
         load_recipe(path, ["method=["])
     path.write_text("a: [1\n")
     with pytest.raises(ValueError, match="while parsing a flow sequence") as raised:

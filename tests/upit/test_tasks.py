@@ -97,9 +97,9 @@ def test_settings_of_tasks_do_not_count_without_them(case):
     [
         ({"tasks": ["toy_bo"]}, "evaluate.tasks='toy_bo': no such task; did you mean 'toy_b'"),
         ({"include_path": "nowhere"}, "evaluate.include_path='nowhere': no such folder"),
-        ({"num_fewshot": -1}, "evaluate.num_fewshot=-1: must be greater than or equal to 0"),
+        ({"num_fewshot": -1}, "evaluate.num_fewshot=-1: must be at least 0"),
         ({"batch_size": "many"}, "evaluate.batch_size='many': must be"),
-        ({"limit": 0}, "evaluate.limit=0: must be greater than 0"),
+        ({"limit": 0}, "evaluate.limit=0: must be above 0"),
         ({"few_shot": 1}, "evaluate.few_shot: unknown key"),
     ],
 )

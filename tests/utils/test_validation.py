@@ -36,12 +36,12 @@ def test_a_model_is_made_of_what_a_file_says():
         ({"section": {"name": " "}}, "r.section.name=' ': must be a string of printable characters"),
         ({"section": {"name": "a", "count": "1"}}, "r.section.count='1': must be a valid integer"),
         ({"section": {"name": "a", "count": True}}, "r.section.count=True: must be a valid integer"),
-        ({"section": {"name": "a", "count": 0}}, "r.section.count=0: must be greater than or equal to 1"),
+        ({"section": {"name": "a", "count": 0}}, "r.section.count=0: must be at least 1"),
         ({"section": {"name": "a", "share": float("nan")}}, "r.section.share=nan: must be a finite number"),
         ({"section": {"name": "a", "cuont": 2}}, "r.section.cuont: unknown key; did you mean 'count'?"),
         ({"sektion": {"name": "a"}}, "r.sektion: unknown key; did you mean 'section'?"),
         ({"section": {"name": "a"}, "other": {"x": 1}}, "r.other.x: unknown key; known: count, name, share"),
-        ({"section": {"name": "a"}, "names": []}, "r.names=[]: must have at least 1 item after validation, not 0"),
+        ({"section": {"name": "a"}, "names": []}, "r.names=[]: must have at least 1 item, not 0"),
         ({"section": {"name": "a"}, "data": 3}, "r.data=3: must be a valid string"),
     ],
 )  # fmt: skip
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_named_with_its_section(values, message):
         (MoESFTConfig, {"output_dir": "a\0b"}, "sft.output_dir='a\\x00b': must be text without NUL"),
         (MoESFTConfig, {"learning_rate": -1.0}, "sft.learning_rate=-1.0: must be at least 0"),
         (MoESFTConfig, {"learning_rat": 1}, "sft.learning_rat: unknown key; did you mean 'learning_rate'?"),
-        (MoESFTConfig, {"adam_beta2": 1.0}, "sft.adam_beta2=1.0: must be from 0 to below 1"),
+        (MoESFTConfig, {"adam_beta2": 1.0}, "sft.adam_beta2=1.0: must be at least 0 and below 1"),
         (MoELoraConfig, {"top_k": 1.5}, "sft.top_k=1.5: must be a valid integer"),
     ],
 )

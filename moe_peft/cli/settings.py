@@ -1,0 +1,155 @@
+"""The settings of a command: fields with a description, from which its flags, `--help` and YAML file are made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any, get_type_hints
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, create_model
+from pydantic.fields import FieldInfo
+
+from ..utils.messages import InputError, choice_error, one_line, unknown_key
+from ..utils.validation import Count, Settings, Text, plain_types, read_settings, read_yaml, validate
+from .help import GroupedParser
+
+# --- types of fields -------------------------------------------------------------------------------------------------
+
+
+def one_of(names: Collection[str]) -> AfterValidator:
+    """Names that a table has, which plugins may add to."""
+
+    def check(value: Any, field: ValidationInfo) -> Any:
+        if value not in names:
+            raise ValueError(choice_error(str(field.field_name), value, names))
+        return value
+
+    return AfterValidator(check)
+
+
+def joined_by_commas(read: Callable[[str], Any] = str) -> BeforeValidator:
+    """A list whose texts may each be several, `a,b`."""
+
+    def split(values: Any) -> Any:
+        if not isinstance(values, list):
+            return values
+        parts = [part for value in values for part in (value.split(",") if isinstance(value, str) else [value])]
+        return [read(part) if isinstance(part, str) else part for part in parts if part != ""]
+
+    return BeforeValidator(split)
+
+
+def settings_of(kind: type) -> Any:
+    """The settings that are the fields of a dataclass, made by `moe_peft.utils.settings.setting`."""
+    hints = get_type_hints(kind)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], Field(field.default, description=field.metadata["help"]))
+        for field in dataclasses.fields(kind)
+        if field.default is not dataclasses.MISSING
+    }
+    return create_model(kind.__name__, __base__=Settings, **fields)
+
+
+# --- settings of several commands ------------------------------------------------------------------------------------
+
+
+class WeightSettings(Settings):
+    """How the weights are held in memory."""
+
+    dtype: Text = Field("auto", title="NAME", description="of the weights: auto, float32, bfloat16 or float16")
+    quantization: dict[str, Any] | None = Field(
+        None, description='fields of BitsAndBytesConfig, e.g. {"load_in_4bit": true}'
+    )
+
+
+class DataSettings(Settings):
+    """Which examples run through a model, and how."""
+
+    split: Text = Field("train", title="NAME", description="split of the data; a file has only train, also train[:100]")
+    batch_size: Count = Field(8, description="examples per forward pass")
+    max_length: Count = Field(1024, description="maximum tokens per example")
+    max_examples: Count | None = Field(None, description="use only the first N; shuffle a sorted file first")
+
+
+# --- the parser ------------------------------------------------------------------------------------------------------
+
+
+class SettingsParser(GroupedParser):
+    """
+    A parser whose flags are the fields of settings, which a YAML file (`--config`) may have too. Flags go before it.
+
+    Args:
+        kind: the settings; a field's title is what `--help` calls its value.
+        groups: title → fields; what is in none goes last.
+    """
+
+    def __init__(
+        self, kind: type[Settings], prog: str, *, groups: Mapping[str, Collection[str]] | None = None, **kwargs: Any
+    ) -> None:
+        self.kind, fields = kind, kind.model_fields
+        required = [f"{_flag(name)} {_metavar(field)}" for name, field in fields.items() if field.is_required()]
+        usage = " ".join(["%(prog)s", *required, "[options]"])
+        super().__init__(prog, groups=groups or {}, allow_abbrev=False, **{"usage": usage, **kwargs})
+        if "config" not in fields:
+            self.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
+        for name in dict.fromkeys([*chain(*self.groups.values()), *fields]):
+            field = fields[name]
+            no_default = field.is_required() or field.default is None or field.default == []
+            default = "" if no_default else f" (default: {field.default})"
+            text = f"{field.description}{default if 'default' not in str(field.description) else ''}"
+            self._add(name, field, text.replace("%", "%%"))
+
+    def _add(self, name: str, field: FieldInfo, text: str) -> None:
+        flags, kinds = dict.fromkeys((_flag(name), f"--{name}")), {*plain_types(field.annotation)}
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
+        if kinds == {bool}:
+            self.add_argument(*flags, action="store_true", help=field.description, **options)
+            if field.default:
+                off = dict.fromkeys((_flag(f"no_{name}"), f"--no_{name}"))
+                self.add_argument(*off, action="store_false", **options)
+            return
+        if bool in kinds:
+            options |= {"nargs": "?", "const": True}
+        elif list in kinds and dict not in kinds:
+            options |= {"nargs": "+", "action": "extend"}
+        if kinds & {int, float, dict}:
+            options["type"] = _read
+        self.add_argument(*flags, metavar=_metavar(field), help=text, **options)
+
+    def parse_args(self, arguments: Sequence[str]) -> Settings:  # type: ignore[override]
+        """
+        Raises:
+            ValueError: no such file, an unknown key or flag, or a wrong value.
+        """
+        options, unknown = self.parse_known_args(arguments)
+        for flag in unknown:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            raise InputError(unknown_key(flag, known, f"`{self.prog} --help`"))
+        flags, file = vars(options), {}
+        if "config" not in self.kind.model_fields and (path := flags.pop("config")) is not None:
+            file = read_settings(path)
+            file.pop("plugins", None)  # `main` has imported them
+        return validate(self.kind, {**file, **flags})
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _read(text: str) -> Any:
+    """A flag's value, which is written as in YAML, so in JSON, too."""
+    try:
+        value = read_yaml(text, one_line(repr(text), 60))
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: is not a value; leave the flag out")
+    return value
+
+
+def _metavar(field: FieldInfo) -> str:
+    """What `--help` calls a value."""
+    kinds, names = {*plain_types(field.annotation)}, {dict: "JSON", float: "X", int: "N"}
+    return field.title or next((name for kind, name in names.items() if kind in kinds), "VALUE")

@@ -134,7 +134,7 @@ def step(s: Shape, method: str, backward: bool = True) -> Step:
 
 
 def memory(s: Shape, method: str, launch: planning.Launch) -> int:
-    """Bytes of one process, as a dry run estimates them: a bfloat16 base, adapters in float32, Adam."""
+    """Bytes of one process but for activations, as a dry run has them: a bfloat16 base, float32 adapters, Adam."""
     args = SFTConfig(
         per_device_train_batch_size=s.tokens // s.length, gradient_checkpointing=s.checkpointing, bf16=False
     )
@@ -146,7 +146,7 @@ def memory(s: Shape, method: str, launch: planning.Launch) -> int:
     )
     with torch.device("meta"):
         model = get_peft_model(s.model().to(torch.bfloat16), config)
-    return planning.memory(model, args, s.length, half=True, launch=launch).total
+    return planning.memory(model, args, launch=launch).total
 
 
 def sent(s: Shape, method: str, launch: planning.Launch) -> float:

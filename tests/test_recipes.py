@@ -174,9 +174,8 @@ def test_dry_run(path, tmp_path, tokenizer, capsys):
         half = path.stem.endswith("qlora") or (path.stem in DENSE and path.stem not in BASES)
         size = 2 if half else 4  # bytes of what is trained
         beside = size * (trainable - DENSE.get(path.stem, 0))
-        needed = stages["post_train"].memory
-        held = needed.total - needed.activations
-        assert held == pytest.approx(base + beside + 3 * size * trainable, rel=0.15) and needed.activations > 0
+        held = stages["post_train"].memory.total
+        assert held == pytest.approx(base + beside + 3 * size * trainable, rel=0.15)
 
 
 @pytest.mark.parametrize(("mode", "rate"), [("lora", "0.0002"), ("ffn", "2e-05")])

@@ -18,7 +18,7 @@ from ..adapter.config import MoELoraConfig
 from ..models.introspection import native_routers, router_sizes
 from ..training.checkpointing import numbered_checkpoints
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
-from ..training.estimate import planned_launch, print_estimates, seconds_per_step
+from ..training.estimate import Measured, measured_steps, memory_line, planned_launch, print_estimates
 from ..training.preflight import preflight
 from ..training.resuming import resumes, save_full_weights, train
 from ..training.router_config import loss_coefficients
@@ -68,8 +68,9 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
                 check_expert_labels(model, args, {"train": data, "eval": eval_data})
 
     if options.run.dry_run:
-        seconds = _step_times(options, trainer_class, stages, config, data) if options.run.time else {}
-        print_estimates(base, model, stages, data, tokenizer, launch, seconds)
+        said = memory_line()
+        measured = _measured(options, trainer_class, stages, config, data) if options.run.time else {}
+        print_estimates(base, model, stages, data, tokenizer, launch, measured, said)
         return
     if len(stages) > 1 and options.training.deepspeed_plugin is not None:
         raise InputError(
@@ -99,10 +100,10 @@ def train_or_plan(options: Options, trainer_class: Any) -> None:
     leave_processes()
 
 
-def _step_times(
+def _measured(
     options: Options, trainer_class: Any, stages: Mapping[str, Any], config: MoELoraConfig | None, data: Dataset
-) -> dict[str, float]:
-    """Section → seconds of an optimizer step here, measured by some that are thrown away."""
+) -> dict[str, Measured]:
+    """Section → what optimizer steps take here, by some that are thrown away."""
     model, config = _load_model(options, config)
     if config is not None:
         model = get_peft_model(model, config)
@@ -110,7 +111,7 @@ def _step_times(
     def make_trainer(args: Any, rows: Dataset) -> Any:
         return trainer_class(model=model, args=args, train_dataset=rows, processing_class=options.tokenizer)
 
-    return {path: seconds_per_step(make_trainer, args, data) for path, args in stages.items()}
+    return {path: measured_steps(make_trainer, args, data) for path, args in stages.items()}
 
 
 def _train(

@@ -1,13 +1,11 @@
-"""What a training will take: rows, tokens and memory, found without loading weights; and time, by a few steps."""
+"""What a training will take: rows, tokens and memory, by rules; time and the peak of memory, by a few steps."""
 
 from __future__ import annotations
 
-import copy
-import logging
 import statistics
+import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,31 +14,23 @@ import psutil
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import SFTConfig
 
 from ..models.introspection import base_model, router_parameters
 from ..models.model_size import model_size
-from ..utils.compat import private
 from ..utils.loading import Base, chat_template
-from ..utils.messages import InputError, choice_error, one_line, refused_settings
+from ..utils.messages import InputError, choice_error, refused_settings
 from .data import drawn
 from .preparation import for_one_trainer
 from .schedule import steps_and_rows
 from .trainable import freeze_for_stage
 
-logger = logging.getLogger("moe_peft")
-
 _SAMPLED_ROWS = 500  # for lengths
-_TRACED_LAYERS = 4
 
 # What each strategy shards among the processes; the rest is the same in all of them.
 STRATEGIES = {
@@ -93,53 +83,45 @@ def planned_launch(processes: int | None, strategy: str | None, dry_run: bool, t
 @dataclass(frozen=True)
 class Memory:
     """
-    Bytes of one process on its device. On a CPU, those of Python and its libraries come on top.
+    Bytes of one process on its device, but for activations, which come on top: no rule knows those of any model's code.
 
     Args:
         weights: all of them, quantized ones at their packed size.
         gradients, optimizer: of the trainable parameters.
-        activations: the most that forward and backward hold at once beside these; None: unknown.
     """
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int | None
 
     @property
     def total(self) -> int:
-        return sum(filter(None, asdict(self).values()))
-
-    @property
-    def total_gib(self) -> str:
-        """The total, as plans show it."""
-        return f"{self.total / 2**30:.2f} GiB" + " + activations" * (self.activations is None)
+        return self.weights + self.gradients + self.optimizer
 
     def __str__(self) -> str:
-        sizes = {name: "unknown" if size is None else f"{size / 2**30:.2f} GiB" for name, size in asdict(self).items()}
-        return ", ".join(f"{name} {size}" for name, size in sizes.items())
+        return ", ".join(f"{name} {gib(size)}" for name, size in asdict(self).items())
+
+
+def gib(size: int) -> str:
+    """Bytes, as plans show them."""
+    return f"{size / 2**30:.2f} GiB"
 
 
 def memory(
     model: nn.Module,
     args: SFTConfig,
-    longest: int,
     *,
-    half: bool,
     quantization: Mapping[str, Any] | None = None,
     launch: Launch = Launch(),
 ) -> Memory:
     """
-    An estimate for one process: the weights, gradients and Adam's two moments of the trainable ones, and the
-    activations of one batch of the longest rows, see `activation_bytes`.
+    An estimate for one process: the weights, and gradients and Adam's two moments of the trainable ones.
 
     DDP's buckets hold the gradients once more. Where parameters are sharded, two layers (the one that computes and the
     next) and what is in no layer, such as embeddings, are full all the same.
 
     Args:
         model: what is trained, without weights, each parameter with its dtype; see `on_quantized`.
-        longest: tokens of the longest row; of a preference, those of both answers.
-        half: whether it trains in mixed precision.
         quantization: fields of a `BitsAndBytesConfig`, of the base.
     """
     weights, largest, outside = _weight_bytes(model, quantization or {})
@@ -147,18 +129,11 @@ def memory(
     gradients = sum(p.numel() * p.element_size() for p in trainable)
     moments = sum(p.numel() for p in trainable) if "8bit" in getattr(args.optim, "value", args.optim) else gradients
     buckets = 2 if launch.strategy == "ddp" and launch.processes > 1 else 1
-    activations = activation_bytes(model, args, longest, half=half, quantized=bool(quantization))
-    needed = Memory(weights, gradients * buckets, 2 * moments, activations)
+    needed = Memory(weights, gradients * buckets, 2 * moments)
     shares = {name: -(-getattr(needed, name) // launch.processes) for name in STRATEGIES[launch.strategy]}
     if "weights" in shares and launch.processes > 1:
         shares["weights"] = min(shares["weights"] + 2 * largest + outside, needed.weights)
     return replace(needed, **shares)
-
-
-def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of a model's decoder layers, and its name: that with the most parameters."""
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=lambda named: sum(p.numel() for p in named[1].parameters()))
 
 
 def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -176,124 +151,36 @@ def _weight_bytes(model: nn.Module, quantization: Mapping[str, Any]) -> tuple[in
                 sizes[id(parameter)] = parameter.numel() * width
         return sum(sizes.values())
 
-    layers = [size(layer) for layer in _layers(model)[1]]
+    # The list of decoder layers is that with the most weights.
+    lists = ([size(layer) for layer in module] for module in model.modules() if isinstance(module, nn.ModuleList))
+    layers = max(lists, key=sum)
     total = size(model)
     return round(total), round(max(layers)), round(total - sum(layers))
 
 
-# --- activations -----------------------------------------------------------------------------------------------------
-
-
-def activation_bytes(
-    model: nn.Module, args: SFTConfig, longest: int, *, half: bool, quantized: bool = False
-) -> int | None:
-    """
-    The most bytes that forward and backward of one batch hold at once, beside weights and gradients.
-
-    Both run on tensors without values, so this follows the model's own code (its attention, experts, checkpoints and
-    TRL's loss in tiles), whatever it is. Layers beyond the fourth are taken to be like the two before.
-
-    Args:
-        model: what is trained, without weights. It stays as it is.
-        longest: tokens of a row; of a preference, those of both answers.
-        half: whether it trains in mixed precision.
-        quantized: whether the base's weights are unpacked for each matrix product.
-
-    Returns:
-        the bytes; None, with a warning, if the model does not run without values, as where shapes depend on them.
-    """
-    rows, tokens = args.per_device_train_batch_size, longest
-    if not hasattr(args, "assistant_only_loss"):  # both answers of a preference
-        rows, tokens = 2 * rows, -(-longest // 2)
-    traced = copy.deepcopy(model)
-    name, layers = _layers(traced)
-    traced.set_submodule(name, layers[:_TRACED_LAYERS])
-    try:
-        peak, after = _trace(traced, args, rows, max(tokens, 2), half)
-    except Exception as error:  # of any model's code
-        logger.warning("activations: unknown, as they need values: %s: %s", type(error).__name__, one_line(error))
-        return None
-    if (untraced := len(layers) - _TRACED_LAYERS) > 0:
-        peak += untraced * (after[_TRACED_LAYERS - 1] - after[_TRACED_LAYERS - 3]) // 2
-    linears = (m.weight for m in layers.modules() if isinstance(m, nn.Linear) and not m.weight.requires_grad)
-    return peak + (max((w.numel() * w.element_size() for w in linears), default=0) if quantized else 0)
-
-
-def _trace(model: Any, args: SFTConfig, rows: int, tokens: int, half: bool) -> tuple[int, list[int]]:
-    """
-    Run a forward and a backward pass without values: the most bytes that are alive at once, and those that are alive
-    after each layer.
-    """
-    base, layers = base_model(model), _layers(model)[1]
-    base.config.get_text_config().num_hidden_layers = len(layers)
-    full_logits = args.label_smoothing_factor > 0
-    if not full_logits:
-        outputs = ("log_probs", "entropy", "is_top1")  # those that TRL logs
-        private("trl.trainer.utils", "add_fused_lm_head")(base, outputs=outputs)
-    if args.gradient_checkpointing:
-        base.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        if isinstance(model, PeftModel):
-            base.enable_input_require_grads()
-    with FakeTensorMode(), _LiveBytes() as live:
-        model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
-        base.tie_weights()
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        ids = torch.ones(rows, tokens, dtype=torch.long)
-        before, after = live.restart(), list[int]()
-        for layer in layers:
-            layer.register_forward_hook(lambda *_: after.append(live.live))
-        with torch.autocast("cpu", torch.float16 if args.fp16 else torch.bfloat16, enabled=half):
-            loss = model.train()(
-                input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False,
-                **({} if full_logits else {"fused_lm_head": True}),
-            ).loss  # fmt: skip
-        loss.backward()
-        return live.peak - before, after
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations inside it make, while they are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.live = self.peak = 0
-
-    def restart(self) -> int:
-        """Forget the peak so far; returns the bytes that are alive."""
-        self.peak = self.live
-        return self.live
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # Without values, it takes bfloat16 alone.
-            halves = [part.to(torch.bfloat16) for part in args[:2]]
-            result = func(*halves, *args[2:], **(kwargs or {})).to(args[0].dtype)
-        else:
-            result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.sizes:
-                    self.sizes[storage._cdata] = storage.nbytes()
-                    self.live += storage.nbytes()
-                    weakref.finalize(storage, self._free, storage._cdata)
-        self.peak = max(self.peak, self.live)
-        return result
-
-    def _free(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
-
-
-# --- time ------------------------------------------------------------------------------------------------------------
+# --- measurements ----------------------------------------------------------------------------------------------------
 
 _TIMED_STEPS = 3
 
 
-def seconds_per_step(make_trainer: Callable[[Any, Dataset], Trainer], args: SFTConfig, data: Dataset) -> float:
+@dataclass(frozen=True)
+class Measured:
     """
-    The median time of three optimizer steps, after one that does not count. Nothing is saved or reported.
+    What a few optimizer steps took.
+
+    Args:
+        seconds: of one step.
+        peak: the most bytes that were held at once, of batches as long as theirs; see `memory_line` for where.
+    """
+
+    seconds: float
+    peak: int
+
+
+def measured_steps(make_trainer: Callable[[Any, Dataset], Trainer], args: SFTConfig, data: Dataset) -> Measured:
+    """
+    The median time of three optimizer steps, after one that does not count, and their peak of memory. Nothing is saved
+    or reported.
 
     Args:
         make_trainer: arguments and rows → the trainer.
@@ -311,8 +198,23 @@ def seconds_per_step(make_trainer: Callable[[Any, Dataset], Trainer], args: SFTC
         with refused_settings():
             trainer = make_trainer(args, drawn(data, min(rows * PartialState().num_processes, len(data)), args.seed))
         trainer.add_callback(clock)
+        if on_gpu := _counts_bytes(args.device):
+            torch.accelerator.reset_peak_memory_stats()
         trainer.train()
-    return statistics.median(end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False))
+    peak = torch.accelerator.max_memory_allocated() if on_gpu else _process_peak()
+    return Measured(statistics.median(e - b for b, e in zip(clock.ends, clock.ends[1:], strict=False)), peak)
+
+
+def _counts_bytes(device: torch.device) -> bool:
+    """Whether torch counts the bytes that it allocates on a device."""
+    return device.type not in ("cpu", "mps")
+
+
+def _process_peak() -> int:
+    """The most bytes of memory that this process has had, since it began."""
+    import resource  # Windows has none
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class _Clock(TrainerCallback):
@@ -335,10 +237,17 @@ def duration(seconds: float) -> str:
 
 # --- the plan of a training ------------------------------------------------------------------------------------------
 
+# Of a plan's table; the last two are measured.
+COLUMNS = ("steps", "tokens", "trainable parameters", "memory per process, about", "peak, measured", "time, about")
 
-def python_line() -> str:
-    """What a process takes before it holds a model, which on a CPU comes on top of the estimates."""
-    return f"on a CPU, add {psutil.Process().memory_info().rss / 2**30:.2f} GiB for Python and its libraries"
+
+def memory_line() -> str:
+    """What a plan's memory leaves out, to be said before a model is loaded, and where a peak is measured."""
+    python = gib(psutil.Process().memory_info().rss)
+    return (
+        f"memory: without activations, which are part of the peak that --time measures; on a CPU, add {python} for "
+        "Python and its libraries, which such a peak has too"
+    )
 
 
 def print_estimates(
@@ -348,7 +257,8 @@ def print_estimates(
     data: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     launch: Launch,
-    seconds: Mapping[str, float],
+    measured: Mapping[str, Measured],
+    memory_said: str,
 ) -> None:
     """
     Print what each stage of `sft` or `dpo` will take: steps, tokens, parameters, memory and time.
@@ -356,13 +266,12 @@ def print_estimates(
     Args:
         model: what is trained, without weights: the base, or the base with an adapter.
         stages: section → training arguments.
-        seconds: section → measured time of a step; empty: no times.
+        measured: section → what some steps took; empty: nothing was measured.
+        memory_said: `memory_line()`, from before a model was loaded.
     """
-    python = python_line()  # before the traces
     quantization = {} if base.quantization is None else base.quantization.to_dict()
     table = Table("stage", title=f"{base.name_or_path}: {len(data):,} examples")
-    columns = ("steps", "tokens", "trainable parameters", "memory per process, about")
-    for column in (*columns, *["time, about"] * bool(seconds)):
+    for column in COLUMNS if measured else COLUMNS[:-2]:
         table.add_column(column, justify="right")
     lines = []
     for section, args in stages.items():
@@ -370,27 +279,25 @@ def print_estimates(
         steps, read = steps_and_rows(args, rows.count, launch.processes)
         freeze_for_stage(model, router_parameters(model), args.training_stage)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        half = bool(args.bf16 or args.fp16)
-        needed = memory(model, args, rows.longest, half=half, quantization=quantization, launch=launch)
-        numbers = [f"{steps:,}", f"{round(read * rows.length):,}", f"{trainable:,}", needed.total_gib]
-        if section in seconds:
-            numbers.append(duration(steps * seconds[section]))
+        needed = memory(model, args, quantization=quantization, launch=launch)
+        numbers = [f"{steps:,}", f"{round(read * rows.length):,}", f"{trainable:,}", gib(needed.total)]
+        if took := measured.get(section):
+            numbers += [gib(took.peak), duration(steps * took.seconds)]
         table.add_row(args.training_stage, *numbers)
         lines.append(f"{args.training_stage}: {training_line(args)}; {needed}")
     if PartialState().is_main_process:
         console = Console(markup=False, emoji=False)
         console.print(table)
-        for line in (*lines, python, f"model: {model_size(model)}"):
+        for line in (*lines, memory_said, f"model: {model_size(model)}"):
             console.print(line, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a training has, the mean of their tokens, and those of the longest one."""
+    """How many rows a training has, and the mean of their tokens."""
 
     count: int
     length: float
-    longest: int
 
 
 def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> Rows:
@@ -403,8 +310,8 @@ def count_rows(data: Dataset, tokenizer: PreTrainedTokenizerBase, args: SFTConfi
     if getattr(args, "packing", False) and args.max_length:
         kept = cut if args.packing_strategy == "bfd" else lengths  # others split what is too long
         tokens = len(data) * statistics.fmean(kept)
-        return Rows(max(1, round(tokens / args.max_length)), float(args.max_length), args.max_length)
-    return Rows(len(data), statistics.fmean(cut), int(max(cut)))
+        return Rows(max(1, round(tokens / args.max_length)), float(args.max_length))
+    return Rows(len(data), statistics.fmean(cut))
 
 
 def row_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template: str | None = None) -> int:

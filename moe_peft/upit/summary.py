@@ -14,13 +14,16 @@ from rich.table import Table
 from ..evaluation.results import as_table, by_metric
 from ..models.model_size import ModelSize, model_size
 from ..training.estimate import (
+    COLUMNS,
     Launch,
+    Measured,
     Memory,
     count_rows,
     duration,
+    gib,
+    measured_steps,
     memory,
-    python_line,
-    seconds_per_step,
+    memory_line,
     training_line,
 )
 from ..training.trainable import on_quantized
@@ -35,8 +38,7 @@ from .stages import PostTrain, TrainingStage
 class StagePlan:
     """
     One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context;
-    `moe` is the size of the MoE, of the stage that trains all of it; `seconds` is the time it will take, if steps were
-    timed.
+    `moe` is the size of the MoE, of the stage that trains all of it; `measured` is what a step took, if some were run.
     """
 
     name: str
@@ -47,7 +49,7 @@ class StagePlan:
     memory: Memory
     training: str
     moe: ModelSize | None = None
-    seconds: float | None = None
+    measured: Measured | None = None
 
 
 def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> list[StagePlan]:
@@ -59,7 +61,7 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
 
     Args:
         launch: how the run will be launched; None: as this process was.
-        timed: whether to load the base and time a few steps of each stage, which are thrown away.
+        timed: whether to load the base and measure a few steps of each stage, which are thrown away.
 
     Raises:
         ValueError: the recipe, its base or its data do not fit together.
@@ -78,15 +80,11 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
             continue
         args, model = stage.example_arguments(**overrides), stage.planned(base.empty())
         rows = count_rows(data, base.tokenizer, args)
-        needed = memory(
-            on_quantized(model) if quantization else model, args, rows.longest,
-            half=bool(stage.sft.get("bf16", True) or stage.sft.get("fp16")),  # TRL's default is bf16
-            quantization=quantization, launch=launch,
-        )  # fmt: skip
-        steps, seconds = stage.steps(rows.count, launch.processes), None
+        needed = memory(on_quantized(model) if quantization else model, args, quantization=quantization, launch=launch)
+        steps, measured = stage.steps(rows.count, launch.processes), None
         if timed:
             trained = stage.planned(base.load())
-            seconds = steps * seconds_per_step(partial(stage.planned_trainer, trained), args, data)
+            measured = measured_steps(partial(stage.planned_trainer, trained), args, data)
         plans.append(
             StagePlan(
                 stage.name,
@@ -97,7 +95,7 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
                 needed,
                 training_line(args),
                 model_size(model) if isinstance(stage, PostTrain) else None,
-                seconds,
+                measured,
             )
         )
     return plans
@@ -168,7 +166,7 @@ def _loss_table(losses: dict[str, dict[str, float]]) -> Table:
 
 def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> None:
     """The stages, what they will take, and how many examples there are."""
-    python = python_line()  # before models are traced or loaded
+    memory_said = memory_line()  # before models are loaded
     plans = {stage_plan.name: stage_plan for stage_plan in plan(pipeline, launch, timed)}
     if not PartialState().is_main_process:
         return
@@ -177,15 +175,14 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False
     r = pipeline.recipe
     title = f"{r.method}: {len(pipeline.context.train_data):,} examples, {r.num_train_epochs:g} passes, seed {r.seed}"
     table = Table("stage", title=title)
-    for column in (
-        "passes", "steps", "tokens", "trainable parameters", "memory per process, about", *["time, about"] * timed
-    ):  # fmt: skip
+    for column in ("passes", *(COLUMNS if timed else COLUMNS[:-2])):
         table.add_column(column, justify="right")
     for stage in pipeline.stages:
         cells: tuple[str, ...] = ()
         if p := plans.get(stage.name):
-            cells = (f"{p.epochs:.3g}", f"{p.steps:,}", f"{p.tokens:,}", f"{p.trainable:,}", p.memory.total_gib)
-            cells += () if p.seconds is None else (duration(p.seconds),)
+            cells = (f"{p.epochs:.3g}", f"{p.steps:,}", f"{p.tokens:,}", f"{p.trainable:,}", gib(p.memory.total))
+            if p.measured is not None:
+                cells += (gib(p.measured.peak), duration(p.steps * p.measured.seconds))
         table.add_row(stage.name, *cells)
     console.print(table)
     if pipeline.root.exists():
@@ -193,7 +190,7 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False
             say(f"{name}: {outlook}")
     for p in plans.values():
         say(f"{p.name}: {p.memory}")
-    say(python)
+    say(memory_said)
     for training in dict.fromkeys(p.training for p in plans.values()):
         say(f"{', '.join(p.name for p in plans.values() if p.training == training)}: {training}")
     for p in plans.values():

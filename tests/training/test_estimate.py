@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import copy
-from itertools import accumulate
 
+import psutil
 import pytest
-import torch
 from datasets import Dataset
-from peft import get_peft_model
-from torch.profiler import ProfilerActivity, profile
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.utils import add_fused_lm_head
 
-from moe_peft import MoELoraConfig, MoESFTConfig
+from moe_peft import MoESFTConfig
 from moe_peft.training.estimate import (  # fmt: skip
     STRATEGIES,
     Launch,
     Rows,
-    activation_bytes,
     count_rows,
     duration,
+    measured_steps,
     memory,
     planned_launch,
-    seconds_per_step,
     training_line,
 )
 from moe_peft.training.schedule import steps_and_rows
 from moe_peft.training.trainable import on_quantized
 from tests.helpers.models import ATTENTION, FFN, tiny_llama
-from tests.helpers.routed_models import NATIVE
 
 LAYER = ATTENTION + FFN + 2 * 64
 OUTSIDE = 2 * 128 * 64 + 64  # embeddings, head, norm
@@ -49,7 +43,7 @@ def trained():
 @pytest.fixture(scope="module")
 def needed(tmp_path_factory):
     args = arguments(tmp_path_factory.mktemp("out"), per_device_train_batch_size=4, gradient_checkpointing=False)
-    return lambda launch: memory(trained(), args, 10, half=False, launch=launch)
+    return lambda launch: memory(trained(), args, launch=launch)
 
 
 def arguments(folder, **fields):
@@ -60,11 +54,11 @@ def arguments(folder, **fields):
 def test_one_process_holds_everything(strategy, needed):
     planned = needed(Launch(1, strategy))
     assert (planned.weights, planned.gradients, planned.optimizer) == (BASE, 4 * TRAINED, 8 * TRAINED)
-    assert planned.total == BASE + 12 * TRAINED + planned.activations
+    assert planned.total == BASE + 12 * TRAINED
 
 
 def test_an_optimizer_of_eight_bits(tmp_path):
-    planned = memory(trained(), arguments(tmp_path, optim="adamw_bnb_8bit"), 10, half=False)
+    planned = memory(trained(), arguments(tmp_path, optim="adamw_bnb_8bit"))
     assert (planned.gradients, planned.optimizer) == (4 * TRAINED, 2 * TRAINED)
 
 
@@ -77,88 +71,24 @@ def test_what_is_sharded(processes, needed):
     assert zero2.optimizer == 8 * TRAINED // processes
     assert zero3 == fsdp2
     assert zero3.weights == min(-(-weights // processes) + weights, weights)  # this model has but two layers
-    assert len({planned.activations for planned in (ddp, zero2, zero3)}) == 1
 
 
 def test_many_layers_shrink_with_the_processes(tmp_path):
     args, model = arguments(tmp_path, per_device_train_batch_size=1), tiny_llama(layers=12)
-    one, many = (memory(model, args, 10, half=False, launch=Launch(n, "fsdp2")) for n in (1, 8))
+    one, many = (memory(model, args, launch=Launch(n, "fsdp2")) for n in (1, 8))
     assert one.weights == 4 * (12 * LAYER + OUTSIDE)
     assert many.weights == one.weights // 8 + 4 * (2 * LAYER + OUTSIDE)
-    assert many.activations == one.activations  # tracing leaves the model as it is
 
 
 def test_a_tied_head_counts_once(tmp_path):
-    untied, tied = (
-        memory(tiny_llama(tie_word_embeddings=tie), arguments(tmp_path), 10, half=False).weights
-        for tie in (False, True)
-    )
+    untied, tied = (memory(tiny_llama(tie_word_embeddings=tie), arguments(tmp_path)).weights for tie in (False, True))
     assert untied - tied == 4 * 128 * 64
 
 
-# --- activations -----------------------------------------------------------------------------------------------------
+# --- measurements ----------------------------------------------------------------------------------------------------
 
 
-def allocated(model, ids, args, half):
-    """The most that a forward and a backward pass with values allocate at once, as torch's profiler sees it."""
-    mask = torch.ones_like(ids)
-    mask[0, -5:] = 0  # without padding, transformers makes no mask
-    options = {"fused_lm_head": True} if args.label_smoothing_factor == 0 else {}
-    if options:
-        add_fused_lm_head(model.base_model.model, outputs=("log_probs", "entropy", "is_top1"))
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.enable_input_require_grads()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    # oneDNN's products of bfloat16 have work space besides, where the CPU has AVX-512.
-    with (
-        torch.backends.mkldnn.flags(enabled=False),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-    ):
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, **options).loss
-        loss.backward()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
-def adapted(**fields):
-    config = MoELoraConfig(task_type="CAUSAL_LM", num_experts=4, top_k=2, r=8, **fields)
-    return get_peft_model(tiny_llama(layers=6), config).train()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mixing", "half", "fields"),
-    [
-        ("output", False, {"gradient_checkpointing": False}),
-        ("projection", False, {"gradient_checkpointing": False, "label_smoothing_factor": 0.1}),
-        ("output", False, {"label_smoothing_factor": 0.1}),
-        ("projection", True, {"label_smoothing_factor": 0.1}),
-    ],
-)
-def test_activations_are_those_of_a_batch_with_values(mixing, half, fields, tmp_path):
-    """Of six layers, of which four are traced; with TRL's loss in tiles or, with smoothed labels, complete logits."""
-    args = arguments(tmp_path, per_device_train_batch_size=4, **fields)
-    expected = allocated(adapted(mixing=mixing), torch.randint(3, 128, (4, 64)), args, half)
-    with torch.device("meta"):
-        model = adapted(mixing=mixing)
-    assert activation_bytes(model, args, 64, half=half) == pytest.approx(expected, rel=0.02)
-
-
-def test_a_model_that_needs_values_has_a_plan_without_its_activations(tmp_path, caplog):
-    model = NATIVE["mixtral"]()
-    model.set_experts_implementation("eager")  # a loop over the experts that get tokens
-    planned = memory(model, arguments(tmp_path), 10, half=False)
-    assert "activations: unknown, as they need values: DynamicOutputShapeException" in caplog.text
-    assert planned.total_gib == "0.00 GiB + activations" and str(planned).endswith("activations unknown")
-
-
-# --- time ------------------------------------------------------------------------------------------------------------
-
-
-def test_times_steps_and_leaves_nothing(tmp_path, tokenizer):
+def test_measures_steps_and_leaves_nothing(tmp_path, tokenizer):
     args = arguments(tmp_path / "out", per_device_train_batch_size=1, max_steps=500)
     data, trainers = Dataset.from_list([{"text": f"w{i} w5"} for i in range(40)]), []
 
@@ -167,7 +97,9 @@ def test_times_steps_and_leaves_nothing(tmp_path, tokenizer):
         trainers.append(SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer))
         return trainers[0]
 
-    assert 0 < seconds_per_step(make, args, data) < 60
+    before = psutil.Process().memory_info().rss
+    measured = measured_steps(make, args, data)
+    assert 0 < measured.seconds < 60 and measured.peak >= before
     assert trainers[0].state.global_step == 4 and args.max_steps == 500 and not (tmp_path / "out").exists()
 
 
@@ -193,7 +125,7 @@ def test_wrong_launches_are_refused_in_one_line():
 
 def test_half_the_bytes_where_bfloat16_weights_train(tmp_path):
     model = on_quantized(trained())
-    planned = memory(model, arguments(tmp_path), 10, half=False, quantization={"load_in_8bit": True})
+    planned = memory(model, arguments(tmp_path), quantization={"load_in_8bit": True})
     assert (planned.gradients, planned.optimizer) == (2 * TRAINED, 4 * TRAINED)
 
 
@@ -207,7 +139,7 @@ def test_half_the_bytes_where_bfloat16_weights_train(tmp_path):
     ],
 )
 def test_frozen_linears_but_the_head_are_quantized(quantization, size, tmp_path):
-    planned = memory(trained(), arguments(tmp_path), 10, half=False, quantization=quantization)
+    planned = memory(trained(), arguments(tmp_path), quantization=quantization)
     assert planned.weights == round(size * 2 * (ATTENTION + FFN) + 4 * (2 * 2 * 64 + OUTSIDE))
 
 
@@ -223,7 +155,7 @@ def test_frozen_linears_but_the_head_are_quantized(quantization, size, tmp_path)
 )
 def test_tokens_of_a_row_count_its_end_and_both_answers(row, length, tmp_path, tokenizer):
     args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=None)
-    assert count_rows(Dataset.from_list([row] * 3), tokenizer, args) == Rows(3, length, length)
+    assert count_rows(Dataset.from_list([row] * 3), tokenizer, args) == Rows(3, length)
     if "chosen" not in row:
         trainer = SFTTrainer(
             tiny_llama(hidden=8, layers=1), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
@@ -274,7 +206,7 @@ def test_steps_are_the_trainers(fields, processes, expected, tmp_path, tokenizer
 def test_packing_cuts_or_splits_long_rows(strategy, rows, tmp_path, tokenizer):
     args = SFTConfig(str(tmp_path), bf16=False, use_cpu=True, packing=True, packing_strategy=strategy, max_length=64)
     data = Dataset.from_list([{"text": " ".join(["w5"] * 511)}] * 10)  # 512 with the end
-    assert count_rows(data, tokenizer, args) == Rows(rows, 64.0, 64)
+    assert count_rows(data, tokenizer, args) == Rows(rows, 64.0)
 
 
 def test_the_schedule_is_named_as_it_is(tmp_path):

@@ -599,9 +599,6 @@ def pin_dispatch(method: Method) -> Iterator[None]:
             input or output is multiplied, blocks or sorted for the hidden activations of mixing `"output"`. `"auto"`,
             which holds outside the block: chosen by measured crossover points.
 
-    Raises:
-        ValueError: there is no such method.
-
     Example:
 
     ```python
@@ -646,9 +643,6 @@ def choose_method(
 
     Args:
         unit: a common divisor of the rank and all widths.
-
-    Raises:
-        ValueError: the method that is pinned cannot compute these sizes: torch has no grouped product for them.
     """
     if _pinned != "auto":
         if _pinned.endswith("sorted") and not _has_grouped_mm(unit, dtype):

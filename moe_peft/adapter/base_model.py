@@ -21,9 +21,6 @@ def find_ffns(model: nn.Module) -> set[str]:
     """
     Every FFN of the language model, as a set of name endings that match nothing else (usually `{"mlp"}`). Where no
     block holds them, but decoder layers hold an FFN's parts (OPT), the linears of these FFNs instead.
-
-    Raises:
-        ValueError: there is neither, or the model is an encoder-decoder.
     """
     if is_encoder_decoder(model):
         raise InputError(

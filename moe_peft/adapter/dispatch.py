@@ -599,9 +599,6 @@ def pin_dispatch(method: Method) -> Iterator[None]:
             input or output is multiplied, blocks or sorted for the hidden activations of mixing `"output"`. `"auto"`,
             which holds outside the block: chosen by measured crossover points.
 
-    Raises:
-        ValueError: there is no such method.
-
     Example:
 
     ```python
@@ -641,13 +638,11 @@ def choose_method(
     Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
     (`update`), so from two tokens on, products with all experts are as fast, as long as they are narrow. Mixing
     "output" takes blocks for many pairs. Where an expert gets so few tokens that blocks would be mostly padding, the
-    grouped products of a GPU are fastest (on a CPU they loop over the experts).
+    grouped products of a GPU are fastest (on a CPU they loop over the experts, and meta tensors have them in bfloat16
+    alone).
 
     Args:
         unit: a common divisor of the rank and all widths.
-
-    Raises:
-        ValueError: the method that is pinned cannot compute these sizes: torch has no grouped product for them.
     """
     if _pinned != "auto":
         if _pinned.endswith("sorted") and not _has_grouped_mm(unit, dtype):
@@ -662,7 +657,7 @@ def choose_method(
         return "gather"
     if tokens * k <= FEW_PAIRS:
         return "dense"
-    if tokens < 32 * num_experts and device.type != "cpu" and _has_grouped_mm(unit, dtype):
+    if tokens < 32 * num_experts and device.type not in ("cpu", "meta") and _has_grouped_mm(unit, dtype):
         return "dense-sorted" if narrow else "sorted"
     return "dense-blocks" if narrow else "blocks"
 

@@ -19,6 +19,7 @@ from torch import nn
 from ..routing.gates import Steering
 from ..routing.routers import Router, make_router
 from ..utils.compat import private
+from ..utils.messages import InputError
 from .dispatch import Dispatch, make_dispatch
 from .experts import Experts
 from .experts.base import empty_parameters
@@ -118,8 +119,15 @@ class MoELoraLayer(BaseTunerLayer):
         """A linear of the base."""
         raise NotImplementedError
 
-    def running_adapters(self) -> list[str]:
-        return [] if self.disable_adapters else [a for a in self.active_adapters if a in self.moe_lora_spec]
+    def running_adapters(self, x: torch.Tensor) -> list[str]:
+        """The active adapters that this layer has, if it is not disabled."""
+        running = [] if self.disable_adapters else [a for a in self.active_adapters if a in self.moe_lora_spec]
+        if not x.is_meta and any(p.is_meta for a in running for p in self.expert_parameters(a)[0].values()):
+            raise InputError(  # products of tensors without values give any numbers
+                f"MoE-LoRA: adapter {running[0]!r}: its experts are offloaded, and nothing brings them back; load the "
+                "adapter with a device_map of GPUs alone"
+            )
+        return running
 
     def route(
         self, adapter_name: str, x_TD: torch.Tensor, dtype: torch.dtype, mixes_outputs: bool = False
@@ -207,7 +215,7 @@ class MoELoraLinear(nn.Module, MoELoraLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = self.base_layer(x, *args, **kwargs)
-        adapters = self.running_adapters()
+        adapters = self.running_adapters(x)
         if not adapters:
             return result
         x_TM = x.reshape(-1, x.shape[-1])
@@ -234,7 +242,7 @@ class MoELoraFFN(nn.Module, MoELoraLayer):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The block's output for x [..., d]; layouts with `residual` add that, of the same shape."""
         by_kind: dict[type[Experts], list[str]] = {}
-        for adapter in self.running_adapters():
+        for adapter in self.running_adapters(x):
             by_kind.setdefault(type(self.moe_lora_spec[adapter]), []).append(adapter)
         if not by_kind:
             return self.base_layer(x) if residual is None else self.base_layer(x, residual)

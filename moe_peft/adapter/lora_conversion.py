@@ -142,9 +142,6 @@ def determined_fields(model: nn.Module, adapters: Sequence[Adapter]) -> dict[str
     """
     The fields of `lora_to_moe`'s config that adapters determine, without `num_experts`. The base may be on the meta
     device.
-
-    Raises:
-        ValueError: it cannot take them.
     """
     return _determined(*_read_loras(model, adapters))
 

@@ -81,9 +81,6 @@ def run_demo(output: Path, model: str | None = None, steps: int = 50) -> dict[st
 
     Returns:
         "base", "LoRA" and "experts" → what they do.
-
-    Raises:
-        ValueError: the model cannot be had or has no chat template, or the folder holds something else.
     """
     console, began = Console(markup=False, emoji=False, highlight=False, soft_wrap=True), time.monotonic()
     with output_folder(output, "--output", lambda folder: (folder / "demo.yaml").is_file()) as folder:

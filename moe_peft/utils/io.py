@@ -59,9 +59,6 @@ def read_text(path: str | os.PathLike, source: object = None) -> str:
 
     Args:
         source: the field and its value, for messages; None: the path.
-
-    Raises:
-        ValueError: there is no such file, or it is not UTF-8.
     """
     path, source = Path(path), source or path
     if not path.is_file():  # a pipe that nobody fills would wait for ever
@@ -75,12 +72,7 @@ def read_text(path: str | os.PathLike, source: object = None) -> str:
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """
-    A file with a JSON object.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """A file with a JSON object."""
     text = read_text(path)
     try:
         value = json.loads(text)
@@ -95,13 +87,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, source: object) -> dict[str, str]:
-    """
-    The tensors of a model folder: name → file.
-
-    Raises:
-        ValueError: the folder has no safetensors, or its index is wrong or names files that are missing or outside of
-            the folder.
-    """
+    """The tensors of a model folder: name → file."""
     if (folder / SINGLE).is_file():  # as transformers, which looks for an index after it
         with open_safetensors(folder / SINGLE, source) as file:
             return dict.fromkeys(file.keys(), SINGLE)
@@ -119,12 +105,7 @@ def weight_files(folder: Path, source: object) -> dict[str, str]:
 
 
 def check_weights(folder: Path, source: object) -> None:
-    """
-    Look at the safetensors files of a model folder, without reading the weights.
-
-    Raises:
-        ValueError: one is missing or cannot be read, or a tensor is in no file.
-    """
+    """Raise if a safetensors file of a model folder is missing or damaged, or a tensor is in none of them."""
     files = weight_files(folder, source)
     for file in sorted(set(files.values())):
         inside = set(open_safetensors(folder / file, source).keys())
@@ -136,12 +117,7 @@ def check_weights(folder: Path, source: object) -> None:
 
 
 def open_safetensors(path: Path, source: object) -> Any:
-    """
-    A safetensors file, whose header is checked against its length.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """A safetensors file, whose header is checked against its length."""
     with reading(f"{source}: {path} cannot be read", "download or save it again"):
         return safe_open(path, framework="pt")
 
@@ -239,9 +215,6 @@ def output_folder(
         field: the field that names it, for messages.
         is_ours: whether a folder with content belongs to a run that this one resumes. None: it must be empty.
         remedy: what to do if it is not.
-
-    Raises:
-        ValueError: it cannot be made or written to, holds something else, or another process holds it.
     """
     folder, setting = Path(path).expanduser(), f"{field}={os.fspath(path)!r}"
     if not os.fspath(path).strip():

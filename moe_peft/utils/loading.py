@@ -110,17 +110,30 @@ def _check_sizes(saved: Mapping[str, Any], source: object) -> None:
 def _check_patterns(saved: Mapping[str, Any], source: object) -> None:
     """
     Raises:
-        ValueError: a pattern in an adapter's config is no regex.
+        ValueError: a pattern in an adapter's config is not a regex, or one that may take for ever.
     """
     for name in ("target_modules", "exclude_modules", "layers_pattern", *_PATTERNS):
         value = saved.get(name) or ()
         for pattern in [value] if isinstance(value, str) else value:
             if not isinstance(pattern, str):
                 raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={value!r}: must be names of modules")
+            field = f"{source}: {ADAPTER_CONFIG}: {name}={one_line(pattern, 60)!r}"
             try:
                 re.compile(pattern)
             except (re.error, RecursionError) as error:
-                raise InputError(f"{source}: {ADAPTER_CONFIG}: {name}={one_line(pattern, 60)!r}: {error}") from error
+                raise InputError(f"{field}: {error}") from error
+            if _may_take_for_ever(pattern):
+                raise InputError(f"{field}: repeats what repeats, so a match may take for ever; write it without that")
+
+
+def _may_take_for_ever(pattern: str) -> bool:
+    """Whether a regex repeats a group that has a repetition, as in `(.*)*`, or has three wildcards in a row."""
+    text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "_", pattern)  # escapes and classes are characters
+    text = re.sub(r"(?:[*+]|\{\d*,\})[?+]?", "*", text)
+    groups = text.count("(")
+    while groups and "\0*" not in text:  # from the innermost on; a group with a repetition becomes "\0"
+        text, groups = re.subn(r"\([^()]*\)", lambda group: "\0" if re.search(r"[*\0]", group[0][1:-1]) else "_", text)
+    return "\0*" in text or ".*.*.*" in pattern
 
 
 def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str, torch.Tensor]:

@@ -34,7 +34,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:
     """Disable autocast on the tensor's device inside the block, so that products keep the dtypes of their inputs."""
     device = tensor.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    on = device != "meta" and torch.is_autocast_enabled(device)  # of the meta device, torch raises
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def free_memory() -> None:

@@ -21,6 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
@@ -906,6 +907,22 @@ def test_an_offloaded_ffn_is_refused():
     base = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp' is offloaded"):
         get_peft_model(base, MoELoraConfig(num_experts=2, task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_experts": 1}, {"target_modules": ["q_proj"]}, {"expert_type": "bottleneck"}], ids=str
+)
+def test_offloaded_experts_are_refused_and_planned_ones_are_not(settings: dict[str, Any]):
+    """accelerate's hooks bring the weights of a module that is called, and experts are parameters alone."""
+    model = cpu_offload(adapted(**settings), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="adapter 'default': its experts are offloaded, and"):
+        model(input_ids=IDS)
+    flops = []
+    for device in ("cpu", "meta"):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            adapted(**settings).to(device)(input_ids=IDS.to(device))
+        flops.append(counter.get_total_flops())
+    assert flops[0] > 0 and flops[1] > 0
 
 
 def test_a_peft_model_is_no_base():

@@ -128,6 +128,9 @@ class RouterInitSection(Settings):
         "perplexity", description="or label, random; none leaves the stage out"
     )
     alpha: Share = Field(0.5, description="weight of the language-modelling loss; the routing loss has 1 - alpha")
+    router_learning_rate: Annotated[Number, Field(gt=0)] | None = Field(
+        0.01, description="of the routing vectors, constant; null: theirs is the experts' of sft"
+    )
     train_experts: Flag = Field(True, description="false trains the routing vectors alone")
     seed_fraction: Annotated[Number, Field(gt=0, le=1)] = Field(
         0.01, description="share of the data that is the seed set, drawn at random"

@@ -35,6 +35,7 @@ from .router_init import init_routers
 from .stage_cache import Artefacts, Stage
 
 ROUTERS = "routers.safetensors"  # what stage 3 leaves beside the experts
+_FEW_STEPS = 30  # of an expert's routing vectors; with fewer, they stay close to random ones
 _OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")  # rows of one process
 
 
@@ -138,6 +139,10 @@ class TrainingStage(TrainerStage):
         Raises:
             ValueError: the recipe does not fit the base.
         """
+
+    def advice(self, rows: int, processes: int) -> str:
+        """What a plan says about the stage beside its numbers."""
+        return ""
 
     def planned_trainer(self, model: Any, args: Any, data: Dataset) -> Trainer:
         """A trainer of what is planned, to time it. Stage 3's has the language loss alone."""
@@ -330,6 +335,7 @@ class RouterInit(TrainingStage):
             output_dir=folder,
             buckets=section.buckets,
             alpha=section.alpha,
+            router_learning_rate=section.router_learning_rate,
             train_experts=section.train_experts,
             capacity=section.capacity,
             label_column=self.recipe.data.label_column,
@@ -339,7 +345,8 @@ class RouterInit(TrainingStage):
         on_main_process(lambda: write_buckets(folder, routed.buckets, routed.perplexity))
         result: dict[str, Any] = {"bucket_sizes": [len(bucket) for bucket in routed.buckets]}
         if routed.trained:  # losses of the last expert, steps of all
-            result |= {**metrics(routed.trained[-1]), "steps": sum(max(t.checkpoints) for t in routed.trained)}
+            result |= {**metrics(routed.trained[-1]), "steps": sum(routed.steps)}
+            result |= {"steps_per_expert": routed.steps, "vectors_moved": routed.moved}
         return result
 
     def settings(self) -> dict[str, Any]:
@@ -362,13 +369,29 @@ class RouterInit(TrainingStage):
 
     def steps(self, rows: int, processes: int) -> int:
         """Experts are trained one after the other, each on its bucket."""
-        n, epochs = self.recipe.num_experts, self.recipe.router_init.num_train_epochs
+        return self.recipe.num_experts * self._steps_per_expert(rows, processes)
+
+    def _steps_per_expert(self, rows: int, processes: int) -> int:
         batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
-        bucket = -(-self.recipe.bucketed(rows) // n)
-        return n * epochs * steps_in_epoch(bucket, batch * processes, accumulated, False)[0]
+        bucket = -(-self.recipe.bucketed(rows) // self.recipe.num_experts)
+        steps = steps_in_epoch(bucket, batch * processes, accumulated, False)[0]
+        return self.recipe.router_init.num_train_epochs * steps
+
+    def advice(self, rows: int, processes: int) -> str:
+        steps, section = self._steps_per_expert(rows, processes), self.recipe.router_init
+        if steps >= _FEW_STEPS:
+            return f"{steps} steps per expert"
+        passes = math.ceil(_FEW_STEPS * section.num_train_epochs / steps)
+        return (
+            f"{steps} steps per expert are few: routing vectors and experts hardly learn their buckets; raise "
+            f"router_init.seed_fraction={section.seed_fraction:g}, or num_train_epochs={section.num_train_epochs} to "
+            f"about {passes}"
+        )
 
     def describe(self, metrics: dict[str, Any]) -> str:
-        return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
+        made = f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
+        moved = metrics.get("vectors_moved")
+        return f"{made}; vectors moved by {100 * sum(moved) / len(moved):.0f} % of their length" if moved else made
 
 
 class PostTrain(TrainingStage):

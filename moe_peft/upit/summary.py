@@ -36,7 +36,7 @@ class StagePlan:
     """
     One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context;
     `moe` is the size of the MoE, of the stage that trains all of it; `seconds` is the time it will take, if steps were
-    timed.
+    timed; `advice` is what else there is to say.
     """
 
     name: str
@@ -48,6 +48,7 @@ class StagePlan:
     training: str
     moe: ModelSize | None = None
     seconds: float | None = None
+    advice: str = ""
 
 
 def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> list[StagePlan]:
@@ -98,6 +99,7 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
                 training_line(args),
                 model_size(model) if isinstance(stage, PostTrain) else None,
                 seconds,
+                stage.advice(rows.count, launch.processes),
             )
         )
     return plans
@@ -193,6 +195,8 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False
             say(f"{name}: {outlook}")
     for p in plans.values():
         say(f"{p.name}: {p.memory}")
+        if p.advice:
+            say(f"{p.name}: {p.advice}")
     say(python)
     for training in dict.fromkeys(p.training for p in plans.values()):
         say(f"{', '.join(p.name for p in plans.values() if p.training == training)}: {training}")

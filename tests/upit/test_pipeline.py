@@ -491,6 +491,10 @@ def test_plan_is_what_happens(method, of_method, upit):
         lora = PeftModel.from_pretrained(tiny_llama(), upit.root / "prepare" / "experts" / "0", is_trainable=True)
         assert stages["prepare"].trainable == lora.get_nb_trainable_parameters()[0]
         assert stages["prepare"].tokens == pytest.approx(24 * 4 * 10.5, rel=0.15)
+        assert stages["router_init"].advice.startswith("2 steps per expert are few")
+        assert "num_train_epochs=2 to about 30" in stages["router_init"].advice
+        measured = upit.records["router_init"]["metrics"]
+        assert measured["steps_per_expert"] == [2] * 4 and min(measured["vectors_moved"]) > 0.05
     if method == "self_moe":
         assert stages["post_train"].trainable == 2 * 4 * 64
 

@@ -39,9 +39,9 @@ def budget(recipe: Recipe, rows: int) -> Budget:
         ValueError: stage 4 would get none.
     """
     total = recipe.num_train_epochs
-    if not recipe.facts.assembles:
-        return Budget(total, 0, 0)
     first = total * recipe.prepare_share if recipe.prepares else 0.0
+    if not recipe.facts.assembles:
+        return Budget(first if recipe.facts.averages else total, 0, 0)
     seeds = 0.0
     if recipe.initialises_routers:
         seeds = recipe.bucketed(rows) / rows * recipe.router_init.num_train_epochs

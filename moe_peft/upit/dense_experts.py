@@ -17,9 +17,9 @@ from ..models.attention_init import check_attention, fold_routers, init_attentio
 from ..models.native_routers import replace_routers
 from ..native.expert_init import FFN
 from ..native.families import FAMILIES, DenseFamily, find_families
-from ..native.model_folder import TERMS, copy_companions, open_dense
+from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS, TERMS, copy_companions, open_dense
 from ..native.router_files import read_routed_model
-from ..native.safetensors_io import Checkpoint
+from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
@@ -67,6 +67,20 @@ class DenseExperts(ExpertKind):
             drop_rate=0.9 if section.drop_rate is None else section.drop_rate,
             seed=seed,
         )[1]
+
+    def mean(self, experts: Sequence[Path], folder: Path) -> None:
+        """A dense model with the mean weights, one tensor in memory at a time."""
+        first, *others = (Checkpoint(expert) for expert in experts)
+        link_model(experts[0], folder, weights=False)
+        names = [name for name in first if not name.endswith(NOT_WEIGHTS)]
+        with ShardedWriter(folder, {name: (first.dtype(name), first.shape(name)) for name in names}) as writer:
+            for name in names:
+                tied = EMBEDDINGS if name == HEAD else None  # a tied head may be stored or not
+                total = first.tensor(name).double()
+                for other in others:
+                    total += other.tensor(other.stored_name(name, tied)).double()
+                writer.write(name, total / len(experts))
+        copy_companions(self.base_folder, folder, TERMS)
 
     def gram(self, folder: Path) -> torch.Tensor | None:
         """Of the displacements from the base's FFNs, of a stage's dense models or of the experts of its MoE."""

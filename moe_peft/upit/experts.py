@@ -69,6 +69,10 @@ class ExpertKind(ABC):
         """Write to `folder` the experts and, merged from them, further ones up to the recipe's number."""
 
     @abstractmethod
+    def mean(self, experts: Sequence[Path], folder: Path) -> None:
+        """Write the mean of the experts: one LoRA, or a dense model."""
+
+    @abstractmethod
     def gram(self, folder: Path) -> torch.Tensor | None:
         """Inner products [n, n] of what the experts in a stage's folder change; None if there are none to compare."""
 

@@ -71,6 +71,37 @@ class LoraExperts(ExpertKind):
             initial=initial,
         )[1]
 
+    def mean(self, experts: Sequence[Path], folder: Path) -> None:
+        """
+        One LoRA whose updates are exactly the mean of the experts': their A's and B's side by side, of the sum of their
+        ranks. Means of the A's and of the B's would be another update.
+        """
+        states = [_scaled(expert) for expert in experts]
+        weights, ranks = {}, {}
+        for name in sorted({name for state in states for name in state if ".lora_A." in name}):
+            name_B = name.replace(".lora_A.", ".lora_B.")
+            having = [state for state in states if name in state]  # given LoRAs may differ in modules
+            weights[name] = torch.cat([state[name] for state in having])
+            weights[name_B] = torch.cat([state[name_B] for state in having], dim=1) / len(states)
+            ranks[name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")] = len(weights[name])
+        configs = [read_adapter_config(expert, f"mean: {expert}") for expert in experts]
+        targets = [config.target_modules for config in configs]
+        rank = max(ranks.values())
+        pattern = {name: own for name, own in ranks.items() if own != rank}
+        write_adapter(weights, experts[0], folder)
+        config = _LoraConfig(
+            r=rank,
+            lora_alpha=rank,  # the experts' scalings are in their B's
+            rank_pattern=pattern,
+            alpha_pattern=pattern,
+            target_modules=targets[0] if all(own == targets[0] for own in targets) else sorted(ranks),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=configs[0].base_model_name_or_path,
+            revision=configs[0].revision,
+            inference_mode=True,
+        )
+        config.save_pretrained(folder)
+
     def gram(self, folder: Path) -> torch.Tensor | None:
         """Of the updates s B A of a stage's LoRA adapters, or of the experts of its MoE adapter."""
         if experts := written_experts(folder):

@@ -242,8 +242,8 @@ class RecipeFields(Settings):
     )
     model: ModelSection
     data: DataSection
-    prepare: PrepareSection = PrepareSection()
-    expand: ExpandSection = ExpandSection()
-    router_init: RouterInitSection = RouterInitSection()
-    post_train: PostTrainSection = PostTrainSection()
-    evaluate: EvaluateSection = EvaluateSection()
+    prepare: PrepareSection = PrepareSection.model_validate({})
+    expand: ExpandSection = ExpandSection.model_validate({})
+    router_init: RouterInitSection = RouterInitSection.model_validate({})
+    post_train: PostTrainSection = PostTrainSection.model_validate({})
+    evaluate: EvaluateSection = EvaluateSection.model_validate({})

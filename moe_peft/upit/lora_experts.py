@@ -19,12 +19,14 @@ from ..adapter.base_model import find_ffns
 from ..adapter.config import MoELoraConfig
 from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
+from ..models.gate_init import init_gates
 from ..models.introspection import router_parameters
+from ..training.scoring import to_device
 from ..utils.loading import ADAPTER_CONFIG, read_adapter_config
 from ..utils.messages import InputError
 from .expand import expand_experts
 from .expansion import Descent, update_inner
-from .experts import ExpertKind, Load
+from .experts import Batches, ExpertKind, Load
 from .files import copy_adapter, write_adapter, written_experts
 from .recipe_rules import FROM_EXPERTS
 from .routing_vectors import VECTORS, put_vectors
@@ -175,6 +177,15 @@ class LoraExperts(ExpertKind):
     def without_vectors(checkpoint: Path, source: Path, target: Path) -> None:
         weights = load_peft_weights(str(checkpoint), device="cpu")
         write_adapter({name: weight for name, weight in weights.items() if VECTORS not in name}, source, target)
+
+    @staticmethod
+    def gates(load: Load, folders: Sequence[Path], way: str, texts: Batches) -> list[torch.Tensor]:
+        """The texts run through the base."""
+        base = load(folders[0])
+        to_device(base)
+        moe = lora_to_moe(base, folders, task_type="CAUSAL_LM")
+        init_gates(moe, way, texts)
+        return [weight.detach().float().cpu() for weight in router_parameters(moe).values()]
 
     def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PeftModel:
         config = self._moe_config(base)

@@ -40,13 +40,15 @@ from ..training.scoring import Collator, example_losses
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write
-from ..utils.loading import ADAPTER_CONFIG
+from ..utils.loading import ADAPTER_CONFIG, without_zero3
 from ..utils.torch_contexts import free_memory
+from ..utils.validation import prefixed
 from .buckets import Buckets, fill_buckets
 from .dense_experts import DenseExperts
 from .experts import ExpertKind, Load
 from .files import expert_folders
 from .lora_experts import LoraExperts
+from .recipe_fields import TRAINED
 from .routing_vectors import is_vector, moved, record_scores
 
 logger = logging.getLogger("moe_peft")
@@ -183,6 +185,7 @@ def init_routers(
     *,
     output_dir: str | Path,
     buckets: str = "perplexity",
+    gates: str = "vectors",
     alpha: float = 0.5,
     router_learning_rate: float | None = 1e-2,
     train_experts: bool = True,
@@ -206,6 +209,8 @@ def init_routers(
         processing_class: the tokenizer.
         output_dir: gets `experts/0`, …, adapter or model folders. The trainings' state goes to `args.output_dir`.
         buckets: how examples are assigned to experts, a name in `BUCKETS`: `"perplexity"`, `"label"` or `"random"`.
+        gates: `"vectors"` trains; `"ridge"` or `"prompts"` make the routers from the buckets instead, as texts of their
+            experts (see `moe_peft.init_gates`), and leave the experts as they are.
         alpha: weight of the language-modelling loss; the routing loss has 1 - alpha.
         router_learning_rate: of the routing vectors, constant, whatever the experts' schedule. At the experts' rate few
             steps leave them nearly random. None: the experts' rate and schedule.
@@ -270,6 +275,10 @@ def init_routers(
         label_column=label_column,
         expert_map=expert_map,
     )
+    if gates != TRAINED:
+        with prefixed(f"router_init.gates={gates!r}"), without_zero3():
+            routers = kind.gates(load, sources, gates, _texts(data, collator, filled))
+        return InitialRouters(sources, routers, filled, perplexity_SN, [], [0] * len(sources), [0.0] * len(sources))
     names: list[str] = []
     vectors, logs = [], []
     steps, moves = [0] * len(sources), [0.0] * len(sources)
@@ -304,6 +313,16 @@ def init_routers(
         free_memory()
     routers = [torch.stack(rows) for rows in zip(*vectors, strict=True)]
     return InitialRouters(targets, routers, filled, perplexity_SN, logs, steps, moves)
+
+
+def _texts(data: Dataset, collator: Collator, buckets: Buckets, batch_size: int = 8) -> Iterator[dict[str, Any]]:
+    """Batches of all buckets' examples, each with the expert that it is for."""
+    texts = [(example, expert) for expert, bucket in enumerate(buckets) for example in bucket]
+    for start in range(0, len(texts), batch_size):
+        part = texts[start : start + batch_size]
+        batch = collator([data[example] for example, _ in part])
+        kept = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        yield {**kept, "expert": torch.tensor([expert for _, expert in part])}
 
 
 def _expert_arguments(args: SFTConfig, expert: int) -> SFTConfig:

@@ -31,6 +31,7 @@ from .files import expert_folders, write_buckets, write_routers
 from .methods import TRAINING
 from .post_train import post_train
 from .prepare import chosen_steps, prepare_experts
+from .recipe_fields import TRAINED
 from .recipe_rules import FROM_EXPERTS, Recipe
 from .router_init import init_routers
 from .stage_cache import Artefacts, Stage
@@ -333,7 +334,9 @@ class RouterInit(TrainingStage):
 
     @property
     def result(self) -> Artefacts:
-        experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
+        experts = self.given.experts
+        if self.recipe.router_init.gates == TRAINED:
+            experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
         return replace(self.given, experts=experts, routers=self.folder / ROUTERS)
 
     def planned(self, base: PreTrainedModel) -> Any:
@@ -357,6 +360,7 @@ class RouterInit(TrainingStage):
             self.context.base.tokenizer,
             output_dir=folder,
             buckets=section.buckets,
+            gates=section.gates,
             alpha=section.alpha,
             router_learning_rate=section.router_learning_rate,
             train_experts=section.train_experts,

@@ -75,7 +75,7 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
     base, quantization = pipeline.context.base, r.model.quantization
     plans = []
     for stage in pipeline.stages:
-        if not isinstance(stage, TrainingStage):
+        if not isinstance(stage, TrainingStage) or not stage.epochs:
             continue
         args, model = stage.example_arguments(**overrides), stage.planned(base.empty())
         rows = count_rows(data, base.tokenizer, args)

@@ -432,6 +432,20 @@ def test_blocks_take_the_steps_that_were_planned(case, tmp_path):
     assert plan(pipeline)[0].steps == pipeline.records["prepare"]["metrics"]["steps"] == 3
 
 
+def test_gates_from_buckets_take_no_training(case, tmp_path):
+    own = {"num_train_epochs": 2, "router_init": {**case["router_init"], "gates": "ridge"}}
+    pipeline = run(case, tmp_path, **own)
+    assert [stage.name for stage in plan(pipeline)] == ["prepare", "post_train"]
+    assert "steps" not in pipeline.records["router_init"]["metrics"]
+    stage = next(stage for stage in pipeline.stages if stage.name == "post_train")
+    assert stage.given.experts == tuple(pipeline.root / "expand/experts" / str(i) for i in range(4))
+    for router in load_file(stage.given.routers).values():
+        torch.testing.assert_close(router.norm(dim=1), torch.full((4,), 10.0))
+    for wrong in ("arrow", "vector"):
+        with pytest.raises(ValueError, match=f"^router_init.gates='{wrong}': must be one of vectors, ridge, prompts"):
+            recipe_from_dict({**case, "router_init": {"gates": wrong}})
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 

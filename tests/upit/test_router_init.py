@@ -247,6 +247,33 @@ def test_vectors_learn_the_inputs_of_their_expert(experts, tokenizer, tmp_path):
     assert history[-2]["routing_loss"] < history[0]["routing_loss"] - 0.1 and "lm_loss" in history[0]
 
 
+def test_ridge_gates_tell_the_buckets_apart(experts, tokenizer, tmp_path):
+    """The regression from the inputs of each FFN, of the base or of the mean of the models, to the bucket."""
+    own = {"buckets": "label", "label_column": "domain", "expert_map": {"a": [2], "b": [0, 3], "c": [1]}}
+    routed = run(experts, tokenizer, tmp_path, gates="ridge", **own)
+    assert routed.experts == experts and routed.trained == [] and not (tmp_path / "experts").exists()
+    model, inputs = load(experts[0]), {0: [], 1: []}
+    if not is_lora(experts[0]):
+        mean = [torch.stack(values).mean(0) for values in zip(*(load(e).parameters() for e in experts), strict=True)]
+        for parameter, value in zip(model.parameters(), mean, strict=True):
+            parameter.data = value
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda module, args, i=i: inputs[i].append(args[0][0].double()))
+    data, _ = tokenized(seeds(), tokenizer, arguments(tmp_path))
+    targets = []
+    for expert, bucket in enumerate(routed.buckets):
+        for example in bucket:
+            ids = torch.tensor([data[example]["input_ids"]])
+            with torch.no_grad():
+                model(input_ids=ids)
+            targets += [expert] * ids.shape[1]
+    y = torch.nn.functional.one_hot(torch.tensor(targets), N).double()
+    for i, router in enumerate(routed.routers):
+        x = torch.cat(inputs[i])
+        w = torch.linalg.solve(x.T @ x + 1e-2 * torch.eye(64).double(), x.T @ y)
+        torch.testing.assert_close(router.double(), (w / w.norm(dim=0)).T / 0.1, rtol=1e-3, atol=1e-3)
+
+
 def test_one_model_is_in_memory(experts, tokenizer, tmp_path):
     alive = []
 

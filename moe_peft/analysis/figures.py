@@ -42,6 +42,7 @@ _METHODS = {
     "pesc": ("PESC", "#009e73"),
     "self_moe": ("Self-MoE", "#cc79a7"),
     "upit": ("UpIT", "#d55e00"),
+    "mean": ("mean of the checkpoints", "#f0e442"),
     "checkpoints": ("checkpoints", "#d55e00"),
 }
 

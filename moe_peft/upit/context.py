@@ -18,6 +18,7 @@ from ..utils.io import check_weights, hash_file
 from ..utils.loading import ADAPTER_CONFIG, CONFIG, Base, changed_embeddings, chat_template
 from ..utils.messages import InputError
 from .experts import ExpertKind
+from .recipe_fields import TRAINED
 from .recipe_rules import Recipe
 
 
@@ -39,11 +40,11 @@ def budget(recipe: Recipe, rows: int) -> Budget:
         ValueError: stage 4 would get none.
     """
     total = recipe.num_train_epochs
-    if not recipe.facts.assembles:
-        return Budget(total, 0, 0)
     first = total * recipe.prepare_share if recipe.prepares else 0.0
+    if not recipe.facts.assembles:
+        return Budget(first if recipe.facts.averages else total, 0, 0)
     seeds = 0.0
-    if recipe.initialises_routers:
+    if recipe.initialises_routers and recipe.router_init.gates == TRAINED:
         seeds = recipe.bucketed(rows) / rows * recipe.router_init.num_train_epochs
     taken = seeds if recipe.router_init.within_budget else 0.0
     if first + taken >= total:

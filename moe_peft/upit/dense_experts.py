@@ -14,16 +14,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from trl import SFTConfig
 
 from ..models.attention_init import check_attention, init_attention_routers
+from ..models.gate_init import dense_gates
 from ..models.gates import fold_routers
 from ..models.native_routers import replace_routers
 from ..native.expert_init import FFN
 from ..native.families import FAMILIES, DenseFamily, find_families
-from ..native.model_folder import TERMS, copy_companions, open_dense
+from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS, TERMS, copy_companions, open_dense
 from ..native.router_files import read_routed_model
-from ..native.safetensors_io import Checkpoint
-from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
+from ..native.safetensors_io import Checkpoint, ShardedWriter
+from ..native.upcycle import UpcycleConfig, check_same_architecture, mean_model, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches
+from ..training.scoring import to_device
 from ..utils.distributed import on_main_process
 from ..utils.expert_merging import value_gram
 from ..utils.loading import empty_model, without_zero3
@@ -31,7 +33,7 @@ from ..utils.messages import InputError
 from ..utils.validation import prefixed
 from .expand import expand_checkpoints
 from .expansion import Descent
-from .experts import ExpertKind, Load
+from .experts import Batches, ExpertKind, Load
 from .files import finish_native, link_model, write_without, written_experts
 from .routing_vectors import VECTORS, put_vectors
 
@@ -68,6 +70,20 @@ class DenseExperts(ExpertKind):
             drop_rate=0.9 if section.drop_rate is None else section.drop_rate,
             seed=seed,
         )[1]
+
+    def mean(self, experts: Sequence[Path], folder: Path) -> None:
+        """A dense model with the mean weights, one tensor in memory at a time."""
+        first, *others = (Checkpoint(expert) for expert in experts)
+        link_model(experts[0], folder, weights=False)
+        names = [name for name in first if not name.endswith(NOT_WEIGHTS)]
+        with ShardedWriter(folder, {name: (first.dtype(name), first.shape(name)) for name in names}) as writer:
+            for name in names:
+                tied = EMBEDDINGS if name == HEAD else None  # a tied head may be stored or not
+                total = first.tensor(name).double()
+                for other in others:
+                    total += other.tensor(other.stored_name(name, tied)).double()
+                writer.write(name, total / len(experts))
+        copy_companions(self.base_folder, folder, TERMS)
 
     def gram(self, folder: Path) -> torch.Tensor | None:
         """Of the displacements from the base's FFNs, of a stage's dense models or of the experts of its MoE."""
@@ -131,6 +147,13 @@ class DenseExperts(ExpertKind):
     @staticmethod
     def without_vectors(checkpoint: Path, source: Path, target: Path) -> None:
         write_without(checkpoint, f"{VECTORS}.", source, target)
+
+    @staticmethod
+    def gates(load: Load, folders: Sequence[Path], way: str, texts: Batches) -> list[torch.Tensor]:
+        """The texts run through the model with the mean weights."""
+        mean = mean_model(folders)
+        to_device(mean)
+        return [weight.float() for weight in dense_gates(mean, way, texts, len(folders))]
 
     def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PreTrainedModel:
         return self.add_vectors(base, self.base_folder, self.routed_modules(base, ()), seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -23,6 +23,7 @@ from .recipe_rules import Recipe
 from .routing_vectors import is_vector
 
 Load = Callable[[Path], PreTrainedModel]
+Batches = Iterable[Mapping[str, Any]]
 Trained: TypeAlias = PeftModel | PreTrainedModel
 
 
@@ -67,6 +68,10 @@ class ExpertKind(ABC):
     @abstractmethod
     def merge(self, experts: Sequence[Path], folder: Path, seed: int, initial: Path | None) -> list[Descent]:
         """Write to `folder` the experts and, merged from them, further ones up to the recipe's number."""
+
+    @abstractmethod
+    def mean(self, experts: Sequence[Path], folder: Path) -> None:
+        """Write the mean of the experts: one LoRA, or a dense model."""
 
     @abstractmethod
     def gram(self, folder: Path) -> torch.Tensor | None:
@@ -128,6 +133,11 @@ class ExpertKind(ABC):
     @abstractmethod
     def without_vectors(checkpoint: Path, source: Path, target: Path) -> None:
         """Write a trained expert without its routing vectors, in the form of the one that it was."""
+
+    @staticmethod
+    @abstractmethod
+    def gates(load: Load, folders: Sequence[Path], way: str, texts: Batches) -> list[torch.Tensor]:
+        """Gates [n, d] for each routed module, made without training from texts of each expert; see `init_gates`."""
 
     @abstractmethod
     def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> Trained:

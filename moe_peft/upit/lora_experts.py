@@ -19,12 +19,14 @@ from ..adapter.base_model import find_ffns
 from ..adapter.config import MoELoraConfig
 from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
+from ..models.gate_init import init_gates
 from ..models.layer import router_parameters
+from ..training.scoring import to_device
 from ..utils.loading import ADAPTER_CONFIG, read_adapter_config
 from ..utils.messages import InputError
 from .expand import expand_experts
 from .expansion import Descent, update_inner
-from .experts import ExpertKind, Load
+from .experts import Batches, ExpertKind, Load
 from .files import copy_adapter, write_adapter, written_experts
 from .recipe_rules import FROM_EXPERTS
 from .routing_vectors import VECTORS, put_vectors
@@ -70,6 +72,37 @@ class LoraExperts(ExpertKind):
             seed=seed,
             initial=initial,
         )[1]
+
+    def mean(self, experts: Sequence[Path], folder: Path) -> None:
+        """
+        One LoRA whose updates are exactly the mean of the experts': their A's and B's side by side, of the sum of their
+        ranks. Means of the A's and of the B's would be another update.
+        """
+        states = [_scaled(expert) for expert in experts]
+        weights, ranks = {}, {}
+        for name in sorted({name for state in states for name in state if ".lora_A." in name}):
+            name_B = name.replace(".lora_A.", ".lora_B.")
+            having = [state for state in states if name in state]  # given LoRAs may differ in modules
+            weights[name] = torch.cat([state[name] for state in having])
+            weights[name_B] = torch.cat([state[name_B] for state in having], dim=1) / len(states)
+            ranks[name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")] = len(weights[name])
+        configs = [read_adapter_config(expert, f"mean: {expert}") for expert in experts]
+        targets = [config.target_modules for config in configs]
+        rank = max(ranks.values())
+        pattern = {name: own for name, own in ranks.items() if own != rank}
+        write_adapter(weights, experts[0], folder)
+        config = _LoraConfig(
+            r=rank,
+            lora_alpha=rank,  # the experts' scalings are in their B's
+            rank_pattern=pattern,
+            alpha_pattern=pattern,
+            target_modules=targets[0] if all(own == targets[0] for own in targets) else sorted(ranks),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=configs[0].base_model_name_or_path,
+            revision=configs[0].revision,
+            inference_mode=True,
+        )
+        config.save_pretrained(folder)
 
     def gram(self, folder: Path) -> torch.Tensor | None:
         """Of the updates s B A of a stage's LoRA adapters, or of the experts of its MoE adapter."""
@@ -144,6 +177,15 @@ class LoraExperts(ExpertKind):
     def without_vectors(checkpoint: Path, source: Path, target: Path) -> None:
         weights = load_peft_weights(str(checkpoint), device="cpu")
         write_adapter({name: weight for name, weight in weights.items() if VECTORS not in name}, source, target)
+
+    @staticmethod
+    def gates(load: Load, folders: Sequence[Path], way: str, texts: Batches) -> list[torch.Tensor]:
+        """The texts run through the base."""
+        base = load(folders[0])
+        to_device(base)
+        moe = lora_to_moe(base, folders, task_type="CAUSAL_LM")
+        init_gates(moe, way, texts)
+        return [weight.detach().float().cpu() for weight in router_parameters(moe).values()]
 
     def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> PeftModel:
         config = self._moe_config(base)

@@ -14,7 +14,8 @@ class Method:
     Args:
         prepares: stage 1 trains what the experts are made of. Otherwise they are new LoRAs or copies of the base's
             FFNs, and the complete budget is stage 4's.
-        assembles: the result is a MoE. Otherwise it is what stage 1 trained, with the complete budget.
+        assembles: the result is a MoE. Otherwise it is what stage 1 trained, with the complete budget, or `averages`.
+        averages: the result is the mean of the experts, after stage 1's share of the budget alone.
         copies: every expert is a copy of stage 1's last checkpoint. Otherwise several checkpoints become experts.
         initialises_routers: stage 3 runs.
         trains_experts: stage 4 trains more than the routers.
@@ -23,10 +24,16 @@ class Method:
 
     prepares: bool = True
     assembles: bool = True
+    averages: bool = False
     copies: bool = False
     initialises_routers: bool = False
     trains_experts: bool = True
     expert_type: str | None = None
+
+    @property
+    def collects(self) -> bool:
+        """Whether the result is made of several experts."""
+        return self.assembles or self.averages
 
     @property
     def specialises(self) -> bool:
@@ -35,6 +42,7 @@ class Method:
 
 
 _DENSE = Method(assembles=False)
+_MEAN = Method(assembles=False, averages=True)
 _FRESH = Method(prepares=False)
 _COPIES = Method(copies=True)
 _UPIT = Method(initialises_routers=True)
@@ -50,8 +58,16 @@ METHODS: dict[str, dict[str, Method]] = {
         "upit": _UPIT,
         "self_moe": _SELF_MOE,
         "pesc": _PESC,
+        "mean": _MEAN,
     },
-    "ffn": {"sft": _DENSE, "upcycle_pt": _FRESH, "upcycle_sft": _COPIES, "upit": _UPIT, "self_moe": _SELF_MOE},
+    "ffn": {
+        "sft": _DENSE,
+        "upcycle_pt": _FRESH,
+        "upcycle_sft": _COPIES,
+        "upit": _UPIT,
+        "self_moe": _SELF_MOE,
+        "mean": _MEAN,
+    },
 }
 
 # Mode → training arguments that the method rests on, for all stages; a recipe's `sft` overrides them. Learning rates

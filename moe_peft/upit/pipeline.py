@@ -37,7 +37,7 @@ from .experts import ExpertKind
 from .lora_experts import LoraExperts
 from .recipe_rules import Recipe
 from .stage_cache import MANIFEST, Artefacts, Stage, is_run, outlook, run_stage
-from .stages import Expand, PostTrain, Prepare, RouterInit, TrainerStage
+from .stages import Expand, Mean, PostTrain, Prepare, RouterInit, TrainerStage
 
 _FIGURE = "routing.png"
 
@@ -47,7 +47,7 @@ class Mode:
     """What the experts of a recipe's mode are, and its stages in order, to which further ones can be appended."""
 
     kind: type[ExpertKind]
-    stages: list[type[Stage]] = field(default_factory=lambda: [Prepare, Expand, RouterInit, PostTrain, Evaluate])
+    stages: list[type[Stage]] = field(default_factory=lambda: [Prepare, Expand, Mean, RouterInit, PostTrain, Evaluate])
 
 
 MODES = {"lora": Mode(LoraExperts), "ffn": Mode(DenseExperts)}

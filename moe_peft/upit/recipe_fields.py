@@ -11,13 +11,15 @@ from pydantic_core import PydanticCustomError
 from transformers import BitsAndBytesConfig
 
 from ..evaluation.harness import TaskSettings
-from ..utils.messages import InputError, unknown_key
+from ..models.gate_init import GATE_INITS
+from ..utils.messages import InputError, choice_error, unknown_key
 from ..utils.validation import Count, Flag, Integer, Number, NumExperts, Seed, Settings, Share, Text, Texts
 from .buckets import BUCKETS, BucketRule
 from .expansion import Expansion, Similarity
 from .prepare import SELECTIONS
 
 NONE = "none"  # leaves a stage out
+TRAINED = "vectors"  # gates of stage 3 that are trained
 
 
 def name_in(table: Collection[str], *others: str) -> AfterValidator:
@@ -127,7 +129,13 @@ class RouterInitSection(Settings):
     buckets: Annotated[Text, name_in(BUCKETS, NONE)] = Field(
         "perplexity", description="or label, random; none leaves the stage out"
     )
+    gates: Text = Field(
+        TRAINED, description="trained routing vectors, as in the paper; or ridge, prompts: from the buckets in seconds"
+    )
     alpha: Share = Field(0.5, description="weight of the language-modelling loss; the routing loss has 1 - alpha")
+    router_learning_rate: Annotated[Number, Field(gt=0)] | None = Field(
+        0.01, description="of the routing vectors, constant; null: theirs is the experts' of sft"
+    )
     train_experts: Flag = Field(True, description="false trains the routing vectors alone")
     seed_fraction: Annotated[Number, Field(gt=0, le=1)] = Field(
         0.01, description="share of the data that is the seed set, drawn at random"
@@ -150,6 +158,9 @@ class RouterInitSection(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> RouterInitSection:
+        linear = [name for name, way in GATE_INITS.items() if way.needs_texts and way.router_type == "linear"]
+        if self.gates not in (TRAINED, *linear):
+            raise InputError(choice_error("router_init.gates", self.gates, (TRAINED, *linear)))
         if self.rule is not None:  # without one, the recipe may serve several methods
             takes_capacity = self.capacity is None or self.rule.needs_perplexities
             require("router_init.capacity", self.capacity, takes_capacity, "null: it is for buckets by perplexity")
@@ -239,8 +250,8 @@ class RecipeFields(Settings):
     )
     model: ModelSection
     data: DataSection
-    prepare: PrepareSection = PrepareSection()
-    expand: ExpandSection = ExpandSection()
-    router_init: RouterInitSection = RouterInitSection()
-    post_train: PostTrainSection = PostTrainSection()
-    evaluate: EvaluateSection = EvaluateSection()
+    prepare: PrepareSection = PrepareSection.model_validate({})
+    expand: ExpandSection = ExpandSection.model_validate({})
+    router_init: RouterInitSection = RouterInitSection.model_validate({})
+    post_train: PostTrainSection = PostTrainSection.model_validate({})
+    evaluate: EvaluateSection = EvaluateSection.model_validate({})

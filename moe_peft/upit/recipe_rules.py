@@ -269,6 +269,8 @@ class Recipe(RecipeFields):
     def _check_number_of_experts(self) -> None:
         n, m, method = self.num_experts, self.given_experts(), self.expand.method
         self._forbid("num_experts", n < 2 and self.facts.assembles, "at least 2")
+        copies = self.copies and self.facts.averages
+        self._forbid("prepare.experts", copies, "'checkpoints' with the method 'mean', as copies have none")
         if not self.facts.specialises or self.copies:
             return
         names = [f"prepare.{name}" for name in ("adapters", "checkpoints") if getattr(self.prepare, name)]
@@ -303,8 +305,8 @@ class Recipe(RecipeFields):
 
     @property
     def prepares(self) -> bool:
-        """Whether stage 1 runs: it is not needed for a MoE whose experts are given."""
-        return self.facts.prepares and (self.prepare.folders is None or not self.facts.assembles)
+        """Whether stage 1 runs: it is not needed for a MoE, or a mean, whose experts are given."""
+        return self.facts.prepares and (self.prepare.folders is None or not self.facts.collects)
 
     @property
     def expands(self) -> bool:

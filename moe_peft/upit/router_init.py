@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -39,14 +41,18 @@ from ..training.scoring import Collator, example_losses
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write
-from ..utils.loading import ADAPTER_CONFIG
+from ..utils.loading import ADAPTER_CONFIG, without_zero3
 from ..utils.torch_contexts import free_memory
+from ..utils.validation import prefixed
 from .buckets import Buckets, fill_buckets
 from .dense_experts import DenseExperts
 from .experts import ExpertKind, Load
 from .files import expert_folders
 from .lora_experts import LoraExperts
-from .routing_vectors import is_vector, record_scores
+from .recipe_fields import TRAINED
+from .routing_vectors import is_vector, moved, record_scores
+
+logger = logging.getLogger("moe_peft")
 
 # --- training of one expert ------------------------------------------------------------------------------------------
 
@@ -60,13 +66,46 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
     Args:
         names: the routed modules.
         alpha: α.
+        router_learning_rate: of the routing vectors, constant; None: theirs is the experts'.
     """
 
-    def __init__(self, model: Any, *args: Any, names: Sequence[str], alpha: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *args: Any,
+        names: Sequence[str],
+        alpha: float,
+        router_learning_rate: float | None,
+        **kwargs: Any,
+    ) -> None:
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         self.scores, self.alpha = record_scores(base, names), alpha
+        self.router_learning_rate = router_learning_rate
         super().__init__(model, *args, **kwargs)
         self.log_of_losses = RouterLog(self, ())
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The routing vectors are a group of their own, the last."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        rate = self.router_learning_rate
+        if is_new and rate is not None:
+            vectors = {id(p): p for name, p in self.model.named_parameters() if is_vector(name)}
+            groups = optimizer.param_groups
+            own = {**groups[0], "params": list(vectors.values()), "lr": rate, "initial_lr": rate}
+            for group in groups:
+                group["params"] = [p for p in group["params"] if id(p) not in vectors]
+            groups[:] = [group for group in groups if group["params"]]
+            optimizer.add_param_group(own)
+        return optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        scheduler = super().create_scheduler(*args, **kwargs)
+        rate = self.router_learning_rate
+        if rate is not None and isinstance(scheduler, LambdaLR):
+            scheduler.lr_lambdas[-1] = _constant
+            scheduler.optimizer.param_groups[-1]["lr"] = rate  # warm-up would begin at 0
+        return scheduler
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
         """The batches of an optimizer step; their tokens are counted, over all processes."""
@@ -102,6 +141,10 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def _constant(step: int) -> float:
+    return 1.0
+
+
 # --- the stage -------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +164,8 @@ class InitialRouters:
         buckets: each expert's indices into the seed examples.
         perplexity: of every expert on every seed example, [S, n]; None if the rule did not need it.
         trained: the trainings of the experts that have examples.
+        steps: of each expert.
+        moved: how far its routing vectors moved, relative to their length, mean of the modules.
     """
 
     experts: list[Path]
@@ -128,6 +173,8 @@ class InitialRouters:
     buckets: Buckets
     perplexity: torch.Tensor | None
     trained: list[Trained]
+    steps: list[int]
+    moved: list[float]
 
 
 def init_routers(
@@ -139,7 +186,9 @@ def init_routers(
     *,
     output_dir: str | Path,
     buckets: str = "perplexity",
+    gates: str = "vectors",
     alpha: float = 0.5,
+    router_learning_rate: float | None = 1e-2,
     train_experts: bool = True,
     capacity: int | None = None,
     label_column: str | None = None,
@@ -161,7 +210,11 @@ def init_routers(
         processing_class: the tokenizer.
         output_dir: gets `experts/0`, …, adapter or model folders. The trainings' state goes to `args.output_dir`.
         buckets: how examples are assigned to experts, a name in `BUCKETS`: `"perplexity"`, `"label"` or `"random"`.
+        gates: `"vectors"` trains; `"ridge"` or `"prompts"` make the routers from the buckets instead, as texts of their
+            experts (see `moe_peft.init_gates`), and leave the experts as they are.
         alpha: weight of the language-modelling loss; the routing loss has 1 - alpha.
+        router_learning_rate: of the routing vectors, constant, whatever the experts' schedule. At the experts' rate few
+            steps leave them nearly random. None: the experts' rate and schedule.
         train_experts: False trains the routing vectors alone.
         capacity: the most examples in a bucket of `"perplexity"`; `ceil(S / n)` if None.
         label_column: the column of labels, for `"label"`.
@@ -223,8 +276,13 @@ def init_routers(
         label_column=label_column,
         expert_map=expert_map,
     )
+    if gates != TRAINED:
+        with prefixed(f"router_init.gates={gates!r}"), without_zero3():
+            routers = kind.gates(load, sources, gates, _texts(data, collator, filled))
+        return InitialRouters(sources, routers, filled, perplexity_SN, [], [0] * len(sources), [0.0] * len(sources))
     names: list[str] = []
     vectors, logs = [], []
+    steps, moves = [0] * len(sources), [0.0] * len(sources)
     for i, (source, target, bucket) in enumerate(zip(sources, targets, filled, strict=True)):
         expert_args = _expert_arguments(args, i)  # before the model, which ZeRO-3 then shards
         set_seed(expert_args.seed)
@@ -235,11 +293,15 @@ def init_routers(
             kind.train(model, train_experts)
             trainer = RouterInitTrainer(
                 model, expert_args, train_dataset=data.select(bucket), processing_class=processing_class,
-                names=names, alpha=alpha,
+                names=names, alpha=alpha, router_learning_rate=router_learning_rate,
             )  # fmt: skip
-            trained = train(trainer, alpha=alpha)
+            trained = train(trainer, alpha=alpha, router_learning_rate=router_learning_rate)
             logs.append(trained)
             vectors.append(kind.vectors(trained.last, len(names)))
+            steps[i], moves[i] = max(trained.checkpoints), moved(vectors[-1], expert_args.seed)
+            logger.info(
+                "expert %d: %d steps; its routing vectors moved by %.0f %% of their length", i, steps[i], 100 * moves[i]
+            )
             if args.should_save:
                 kind.without_vectors(trained.last, source, target)
             del trainer
@@ -251,7 +313,17 @@ def init_routers(
         del model  # one at a time
         free_memory()
     routers = [torch.stack(rows) for rows in zip(*vectors, strict=True)]
-    return InitialRouters(targets, routers, filled, perplexity_SN, logs)
+    return InitialRouters(targets, routers, filled, perplexity_SN, logs, steps, moves)
+
+
+def _texts(data: Dataset, collator: Collator, buckets: Buckets, batch_size: int = 8) -> Iterator[dict[str, Any]]:
+    """Batches of all buckets' examples, each with the expert that it is for."""
+    texts = [(example, expert) for expert, bucket in enumerate(buckets) for example in bucket]
+    for start in range(0, len(texts), batch_size):
+        part = texts[start : start + batch_size]
+        batch = collator([data[example] for example, _ in part])
+        kept = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        yield {**kept, "expert": torch.tensor([expert for _, expert in part])}
 
 
 def _expert_arguments(args: SFTConfig, expert: int) -> SFTConfig:

@@ -25,14 +25,26 @@ class RoutingVectors(nn.Module):
 
     def __init__(self, modules: Sequence[nn.Module], seed: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        vectors = [torch.empty(_input_size(module)).normal_(std=0.02, generator=generator) for module in modules]
+        vectors = initial_vectors([_input_size(module) for module in modules], seed)
         device = next(modules[0].parameters()).device
         self.vectors = nn.ParameterList(vector.to(device) for vector in vectors)
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """`x·r` [B, S] in float32. Not a matrix product, which autocast would compute in half precision."""
         return (x.float() * self.vectors[index].float()).sum(-1)
+
+
+def initial_vectors(sizes: Sequence[int], seed: int) -> list[torch.Tensor]:
+    """Vectors [d] of these sizes, N(0, 0.02²)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.empty(size).normal_(std=0.02, generator=generator) for size in sizes]
+
+
+def moved(vectors: Sequence[torch.Tensor], seed: int) -> float:
+    """How far vectors are from their initial values, relative to the length of these; the mean of the modules."""
+    start = initial_vectors([len(vector) for vector in vectors], seed)
+    shares = [float((v - s).norm() / s.norm()) for v, s in zip(vectors, start, strict=True)]
+    return sum(shares) / len(shares)
 
 
 def _input_size(module: nn.Module) -> int:

@@ -39,12 +39,14 @@ class Artefacts:
 
     Args:
         experts: folders of the experts: LoRA adapters, or in the mode `ffn` dense models.
+        tokenizer: the folder of the experts' tokenizer, where it is needed.
         initial: the LoRA adapter from which the experts were trained.
         routers: the file of the routers' weights.
         model: the trained adapter or model.
     """
 
     experts: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
     initial: Path | None = None
     routers: Path | None = None
     model: Path | None = None

@@ -15,6 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ..models.introspection import router_parameters
 from ..models.model_size import model_size
+from ..native.model_folder import copy_companions
 from ..training.checkpointing import INCIDENTAL, copy_result
 from ..training.data import drawn, in_blocks, source_name
 from ..training.labels import unknown_labels
@@ -31,11 +32,14 @@ from .files import expert_folders, write_buckets, write_routers
 from .methods import TRAINING
 from .post_train import post_train
 from .prepare import chosen_steps, prepare_experts
+from .recipe_fields import TRAINED
 from .recipe_rules import FROM_EXPERTS, Recipe
 from .router_init import init_routers
 from .stage_cache import Artefacts, Stage
 
+_TOKENIZER = "tokenizer"  # in the folder of stage 1, for the mean of its experts
 ROUTERS = "routers.safetensors"  # what stage 3 leaves beside the experts
+_FEW_STEPS = 30  # of an expert's routing vectors; with fewer, they stay close to random ones
 _OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")  # rows of one process
 
 
@@ -140,22 +144,14 @@ class TrainingStage(TrainerStage):
             ValueError: the recipe does not fit the base.
         """
 
+    def advice(self, rows: int, processes: int) -> str:
+        """What a plan says about the stage beside its numbers."""
+        return ""
+
     def planned_trainer(self, model: Any, args: Any, data: Dataset) -> Trainer:
         """A trainer of what is planned, to time it. Stage 3's has the language loss alone."""
         trainer_class = MoESFTTrainer if self.config is MoESFTConfig else SFTTrainer
         return trainer_class(model, args, train_dataset=data, processing_class=self.context.base.tokenizer)
-
-    def write_card(self, folder: Path) -> None:
-        """The model card of the result."""
-        r = self.recipe
-        data = source_name(r.data.train)
-        earlier = [
-            f"{name} ({count:.0f} steps)" if (count := record["metrics"].get("steps")) else name
-            for name, record in self.context.records.items()
-        ]
-        stages = f": {', '.join([*earlier, self.name])}" if earlier else ""
-        made = f"`moe-peft upit`, method `{r.method}`{stages}"
-        write_model_card(folder, base=r.model.name_or_path, made=made, datasets=[data] if data else [])
 
     def steps(self, rows: int, processes: int) -> int:
         """Optimizer steps for `rows` training rows."""
@@ -195,10 +191,11 @@ class Prepare(TrainingStage):
 
     @property
     def result(self) -> Artefacts:
-        if not self.recipe.facts.assembles:
+        if not self.recipe.facts.collects:
             return replace(self.given, model=self.folder / self.kind.output)
         experts = self.recipe.assembled_from(expert_folders(self.folder, self._selection()[0]))
-        return replace(self.given, experts=experts, initial=self.kind.initial(self.folder))
+        tokenizer = self.folder / _TOKENIZER if self.recipe.facts.averages else None
+        return replace(self.given, experts=experts, tokenizer=tokenizer, initial=self.kind.initial(self.folder))
 
     def check(self) -> None:
         if self._blocks and self.sft.get("packing") and self.sft.get("packing_strategy") != "wrapped":
@@ -236,9 +233,11 @@ class Prepare(TrainingStage):
             num_checkpoints=num_checkpoints,
             selection=selection,
         )
-        if not self.recipe.facts.assembles:
+        if not self.recipe.facts.collects:
             on_main_process(lambda: copy_result(prepared.trained.last, folder / self.kind.output))
-            on_main_process(lambda: self.write_card(folder / self.kind.output))
+            on_main_process(lambda: write_card(self, folder / self.kind.output))
+        if (tokenizer := self.result.tokenizer) is not None:
+            on_main_process(lambda: copy_companions(prepared.trained.last, tokenizer))
         return {"checkpoint_steps": prepared.steps, **metrics(prepared.trained)}
 
     def describe(self, metrics: dict[str, Any]) -> str:
@@ -246,7 +245,7 @@ class Prepare(TrainingStage):
 
     def _selection(self) -> tuple[int, int | None, str]:
         """How many experts, from how many checkpoints, chosen how."""
-        if not self.recipe.facts.assembles or self.recipe.copies:
+        if not self.recipe.facts.collects or self.recipe.copies:
             return 1, 1, "uniform"
         section = self.recipe.prepare
         return self.recipe.given_experts(), section.num_checkpoints, section.selection
@@ -289,6 +288,36 @@ class Expand(Stage):
         return ", ".join(f"{d['expert']} from {d['parents'][0]}+{d['parents'][1]}" for d in metrics["descents"])
 
 
+class Mean(Stage):
+    """The mean of stage 1's experts, as one LoRA or one dense model: a result, and a baseline of all that follows."""
+
+    name = "mean"
+    inputs = ("model", "experts")
+
+    @classmethod
+    def wanted(cls, recipe: Recipe) -> bool:
+        return recipe.facts.averages
+
+    @property
+    def result(self) -> Artefacts:
+        return replace(self.given, model=self.folder / self.kind.output)
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        on_main_process(lambda: self._write(folder / self.kind.output))
+        return {"experts": len(self.given.experts)}
+
+    def _write(self, output: Path) -> None:
+        self.kind.mean(self.given.experts, output)
+        if self.given.tokenizer is not None:
+            copy_companions(self.given.tokenizer, output)
+        else:
+            self.context.base.tokenizer.save_pretrained(output)
+        write_card(self, output)
+
+    def describe(self, metrics: dict[str, Any]) -> str:
+        return f"the mean of {metrics['experts']} experts"
+
+
 class RouterInit(TrainingStage):
     """Stage 3: seed examples are assigned to experts, which learn from them with their routing vectors."""
 
@@ -306,7 +335,9 @@ class RouterInit(TrainingStage):
 
     @property
     def result(self) -> Artefacts:
-        experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
+        experts = self.given.experts
+        if self.recipe.router_init.gates == TRAINED:
+            experts = tuple(expert_folders(self.folder, self.recipe.num_experts))
         return replace(self.given, experts=experts, routers=self.folder / ROUTERS)
 
     def planned(self, base: PreTrainedModel) -> Any:
@@ -330,7 +361,9 @@ class RouterInit(TrainingStage):
             self.context.base.tokenizer,
             output_dir=folder,
             buckets=section.buckets,
+            gates=section.gates,
             alpha=section.alpha,
+            router_learning_rate=section.router_learning_rate,
             train_experts=section.train_experts,
             capacity=section.capacity,
             label_column=self.recipe.data.label_column,
@@ -340,7 +373,8 @@ class RouterInit(TrainingStage):
         on_main_process(lambda: write_buckets(folder, routed.buckets, routed.perplexity))
         result: dict[str, Any] = {"bucket_sizes": [len(bucket) for bucket in routed.buckets]}
         if routed.trained:  # losses of the last expert, steps of all
-            result |= {**metrics(routed.trained[-1]), "steps": sum(max(t.checkpoints) for t in routed.trained)}
+            result |= {**metrics(routed.trained[-1]), "steps": sum(routed.steps)}
+            result |= {"steps_per_expert": routed.steps, "vectors_moved": routed.moved}
         return result
 
     def settings(self) -> dict[str, Any]:
@@ -363,13 +397,29 @@ class RouterInit(TrainingStage):
 
     def steps(self, rows: int, processes: int) -> int:
         """Experts are trained one after the other, each on its bucket."""
-        n, epochs = self.recipe.num_experts, self.recipe.router_init.num_train_epochs
+        return self.recipe.num_experts * self._steps_per_expert(rows, processes)
+
+    def _steps_per_expert(self, rows: int, processes: int) -> int:
         batch, accumulated = (self.sft.get(name, getattr(SFTConfig, name)) for name in _OF_A_STEP)
-        bucket = -(-self.recipe.bucketed(rows) // n)
-        return n * epochs * steps_in_epoch(bucket, batch * processes, accumulated, False)[0]
+        bucket = -(-self.recipe.bucketed(rows) // self.recipe.num_experts)
+        steps = steps_in_epoch(bucket, batch * processes, accumulated, False)[0]
+        return self.recipe.router_init.num_train_epochs * steps
+
+    def advice(self, rows: int, processes: int) -> str:
+        steps, section = self._steps_per_expert(rows, processes), self.recipe.router_init
+        if steps >= _FEW_STEPS:
+            return f"{steps} steps per expert"
+        passes = math.ceil(_FEW_STEPS * section.num_train_epochs / steps)
+        return (
+            f"{steps} steps per expert are few: routing vectors and experts hardly learn their buckets; raise "
+            f"router_init.seed_fraction={section.seed_fraction:g}, or num_train_epochs={section.num_train_epochs} to "
+            f"about {passes}"
+        )
 
     def describe(self, metrics: dict[str, Any]) -> str:
-        return f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
+        made = f"buckets of {', '.join(map(str, metrics['bucket_sizes']))} examples"
+        moved = metrics.get("vectors_moved")
+        return f"{made}; vectors moved by {100 * sum(moved) / len(moved):.0f} % of their length" if moved else made
 
 
 class PostTrain(TrainingStage):
@@ -439,11 +489,24 @@ class PostTrain(TrainingStage):
             model, data, args, self.context.base.tokenizer, output_dir=output, train_experts=self.recipe.trains_experts
         )
         on_main_process(lambda: self.kind.finish(output, model))
-        on_main_process(lambda: self.write_card(output))
+        on_main_process(lambda: write_card(self, output))
         return {**metrics(trained), "size": asdict(size)}
 
     def describe(self, metrics: dict[str, Any]) -> str:
         return "the MoE"
+
+
+def write_card(stage: Stage, folder: Path) -> None:
+    """The model card of a run's result, which the stage made."""
+    r, records = stage.recipe, stage.context.records
+    data = source_name(r.data.train)
+    earlier = [
+        f"{name} ({count:.0f} steps)" if (count := record["metrics"].get("steps")) else name
+        for name, record in records.items()
+    ]
+    stages = f": {', '.join([*earlier, stage.name])}" if earlier else ""
+    made = f"`moe-peft upit`, method `{r.method}`{stages}"
+    write_model_card(folder, base=r.model.name_or_path, made=made, datasets=[data] if data else [])
 
 
 def metrics(trained: Trained) -> dict[str, Any]:

@@ -38,7 +38,8 @@ from .stages import PostTrain, TrainingStage
 class StagePlan:
     """
     One stage. `memory` is an estimate for one process; `training` names the rate, the schedule and the context;
-    `moe` is the size of the MoE, of the stage that trains all of it; `measured` is what a step took, if some were run.
+    `moe` is the size of the MoE, of the stage that trains all of it; `measured` is what a step took, if some were run;
+    `advice` is what else there is to say.
     """
 
     name: str
@@ -50,6 +51,7 @@ class StagePlan:
     training: str
     moe: ModelSize | None = None
     measured: Measured | None = None
+    advice: str = ""
 
 
 def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> list[StagePlan]:
@@ -76,7 +78,7 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
     base, quantization = pipeline.context.base, r.model.quantization
     plans = []
     for stage in pipeline.stages:
-        if not isinstance(stage, TrainingStage):
+        if not isinstance(stage, TrainingStage) or not stage.epochs:
             continue
         args, model = stage.example_arguments(**overrides), stage.planned(base.empty())
         rows = count_rows(data, base.tokenizer, args)
@@ -96,6 +98,7 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
                 training_line(args),
                 model_size(model) if isinstance(stage, PostTrain) else None,
                 measured,
+                stage.advice(rows.count, launch.processes),
             )
         )
     return plans
@@ -190,6 +193,8 @@ def print_plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False
             say(f"{name}: {outlook}")
     for p in plans.values():
         say(f"{p.name}: {p.memory}")
+        if p.advice:
+            say(f"{p.name}: {p.advice}")
     say(memory_said)
     for training in dict.fromkeys(p.training for p in plans.values()):
         say(f"{', '.join(p.name for p in plans.values() if p.training == training)}: {training}")

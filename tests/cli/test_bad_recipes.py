@@ -42,6 +42,7 @@ MAY = {
     "prepare.adapters": [None], "prepare.checkpoints": [None], "prepare.experts": [], "prepare.seed": SEEDS,
     "prepare.sft": MAPS, "expand.method": [], "expand.similarity": [None], "expand.drop_rate": [None, 0, 0.5],
     "expand.seed": SEEDS, "router_init.buckets": [], "router_init.alpha": [0, 0.5],
+    "router_init.gates": [], "router_init.router_learning_rate": [None, 0.5, 1.5, 10**9, 10**30],
     "router_init.train_experts": FLAGS, "router_init.seed_fraction": [0.5], "router_init.num_train_epochs": COUNTS,
     "router_init.within_budget": FLAGS, "router_init.capacity": [None, *COUNTS], "router_init.expert_map": [None],
     "router_init.seed": SEEDS, "router_init.sft": MAPS, "post_train.train_experts": FLAGS, "post_train.seed": SEEDS,

@@ -432,6 +432,20 @@ def test_blocks_take_the_steps_that_were_planned(case, tmp_path):
     assert plan(pipeline)[0].steps == pipeline.records["prepare"]["metrics"]["steps"] == 3
 
 
+def test_gates_from_buckets_take_no_training(case, tmp_path):
+    own = {"num_train_epochs": 2, "router_init": {**case["router_init"], "gates": "ridge"}}
+    pipeline = run(case, tmp_path, **own)
+    assert [stage.name for stage in plan(pipeline)] == ["prepare", "post_train"]
+    assert "steps" not in pipeline.records["router_init"]["metrics"]
+    stage = next(stage for stage in pipeline.stages if stage.name == "post_train")
+    assert stage.given.experts == tuple(pipeline.root / "expand/experts" / str(i) for i in range(4))
+    for router in load_file(stage.given.routers).values():
+        torch.testing.assert_close(router.norm(dim=1), torch.full((4,), 10.0))
+    for wrong in ("arrow", "vector"):
+        with pytest.raises(ValueError, match=f"^router_init.gates='{wrong}': must be one of vectors, ridge, prompts"):
+            recipe_from_dict({**case, "router_init": {"gates": wrong}})
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -491,6 +505,10 @@ def test_plan_is_what_happens(method, of_method, upit):
         lora = PeftModel.from_pretrained(tiny_llama(), upit.root / "prepare" / "experts" / "0", is_trainable=True)
         assert stages["prepare"].trainable == lora.get_nb_trainable_parameters()[0]
         assert stages["prepare"].tokens == pytest.approx(24 * 4 * 10.5, rel=0.15)
+        assert stages["router_init"].advice.startswith("2 steps per expert are few")
+        assert "num_train_epochs=2 to about 30" in stages["router_init"].advice
+        measured = upit.records["router_init"]["metrics"]
+        assert measured["steps_per_expert"] == [2] * 4 and min(measured["vectors_moved"]) > 0.05
     if method == "self_moe":
         assert stages["post_train"].trainable == 2 * 4 * 64
 

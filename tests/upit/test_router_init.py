@@ -84,12 +84,13 @@ def weights(folder):
 # --- the plain loop --------------------------------------------------------------------------------------------------
 
 
-def plain_training(folder, seed, steps, args):
+def plain_training(folder, seed, steps, args, rate):
     """
     Algorithm 1 for one expert: one model, one routing vector per layer, one optimizer.
 
     Args:
         steps: the micro-batches of each optimizer step.
+        rate: of the vectors, constant; None: the experts'.
 
     Returns:
         the trained weights by name, and the vectors.
@@ -108,8 +109,14 @@ def plain_training(folder, seed, steps, args):
     for layer in layers:
         layer.mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0][0]))
     parameters = [*trained.values(), *vectors]
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, eps=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / len(steps))
+    groups = [{"params": list(trained.values())}, {"params": vectors, "lr": rate or args.learning_rate}]
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, weight_decay=args.weight_decay, eps=1e-3)
+
+    def decay(step):
+        return 1 - step / len(steps)
+
+    own = [decay, (lambda step: 1.0) if rate else decay]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, own)
     for batches in steps:
         rows = [
             (batch["input_ids"][i][real], batch["labels"][i][real])
@@ -148,14 +155,18 @@ def steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "own", [{"per_device_train_batch_size": 2}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}]
+    ("rate", "own"),
+    [
+        (None, {"per_device_train_batch_size": 2}),
+        (0.05, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}),
+    ],
 )
-def test_each_expert_is_trained_as_by_itself(own, experts, steps, tokenizer, tmp_path):
+def test_each_expert_is_trained_as_by_itself(rate, own, experts, steps, tokenizer, tmp_path):
     """Buckets of 5, 2, 5 and 0 examples; each with its own updates, schedule, clipping and weight decay."""
     args = arguments(
         tmp_path, weight_decay=0.1, max_grad_norm=0.5, adam_epsilon=1e-3, lr_scheduler_type="linear", **own
     )
-    routed = run(experts, tokenizer, tmp_path, args=args, **UNEVEN)
+    routed = run(experts, tokenizer, tmp_path, args=args, router_learning_rate=rate, **UNEVEN)
     assert [len(bucket) for bucket in routed.buckets] == [5, 2, 5, 0]
     size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert [len(steps.get(f"expert-{i}", [])) for i in range(N)] == [
@@ -167,7 +178,12 @@ def test_each_expert_is_trained_as_by_itself(own, experts, steps, tokenizer, tmp
         if i == 3:  # no examples
             assert all(torch.equal(before[name], after[name]) for name in before)
             continue
-        wanted, vectors = plain_training(source, args.seed + i, steps[f"expert-{i}"], args)
+        wanted, vectors = plain_training(source, args.seed + i, steps[f"expert-{i}"], args, rate)
+        generator = torch.Generator().manual_seed(args.seed + i)
+        start = [torch.empty(64).normal_(std=0.02, generator=generator) for _ in vectors]
+        shares = [float((r.detach() - s).norm() / s.norm()) for r, s in zip(vectors, start, strict=True)]
+        assert routed.moved[i] == pytest.approx(sum(shares) / len(shares), rel=1e-3)
+        assert routed.steps[i] == len(steps[f"expert-{i}"])
         for name in after:
             if name in wanted:
                 torch.testing.assert_close(after[name], wanted[name], rtol=1e-3, atol=2e-6, msg=name)
@@ -229,6 +245,33 @@ def test_vectors_learn_the_inputs_of_their_expert(experts, tokenizer, tmp_path):
     assert history[0]["routing_loss"] == pytest.approx(0.69, abs=0.15)
     assert history[0]["routing_loss"] == pytest.approx(history[0]["loss"], rel=1e-3)  # alpha 0: nothing but it
     assert history[-2]["routing_loss"] < history[0]["routing_loss"] - 0.1 and "lm_loss" in history[0]
+
+
+def test_ridge_gates_tell_the_buckets_apart(experts, tokenizer, tmp_path):
+    """The regression from the inputs of each FFN, of the base or of the mean of the models, to the bucket."""
+    own = {"buckets": "label", "label_column": "domain", "expert_map": {"a": [2], "b": [0, 3], "c": [1]}}
+    routed = run(experts, tokenizer, tmp_path, gates="ridge", **own)
+    assert routed.experts == experts and routed.trained == [] and not (tmp_path / "experts").exists()
+    model, inputs = load(experts[0]), {0: [], 1: []}
+    if not is_lora(experts[0]):
+        mean = [torch.stack(values).mean(0) for values in zip(*(load(e).parameters() for e in experts), strict=True)]
+        for parameter, value in zip(model.parameters(), mean, strict=True):
+            parameter.data = value
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda module, args, i=i: inputs[i].append(args[0][0].double()))
+    data, _ = tokenized(seeds(), tokenizer, arguments(tmp_path))
+    targets = []
+    for expert, bucket in enumerate(routed.buckets):
+        for example in bucket:
+            ids = torch.tensor([data[example]["input_ids"]])
+            with torch.no_grad():
+                model(input_ids=ids)
+            targets += [expert] * ids.shape[1]
+    y = torch.nn.functional.one_hot(torch.tensor(targets), N).double()
+    for i, router in enumerate(routed.routers):
+        x = torch.cat(inputs[i])
+        w = torch.linalg.solve(x.T @ x + 1e-2 * torch.eye(64).double(), x.T @ y)
+        torch.testing.assert_close(router.double(), (w / w.norm(dim=0)).T / 0.1, rtol=1e-3, atol=1e-3)
 
 
 def test_one_model_is_in_memory(experts, tokenizer, tmp_path):

@@ -1,0 +1,75 @@
+"""The method `mean`: what stage 1's checkpoints average to, as one LoRA or one dense model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_peft.upit import recipe_from_dict
+from moe_peft.upit.lora_experts import LoraExperts
+from moe_peft.upit.summary import plan
+from tests.helpers.models import tiny_llama
+from tests.helpers.upit_case import make_case, make_ffn_case, run
+
+pytestmark = pytest.mark.slow
+
+
+def merged(base, folder):
+    model = PeftModel.from_pretrained(copy.deepcopy(base), folder).merge_and_unload()
+    return {name: value.double() for name, value in model.state_dict().items()}
+
+
+def check_mean(base, experts, result):
+    of_experts, found = [merged(base, folder) for folder in experts], merged(base, result)
+    for name, value in found.items():
+        torch.testing.assert_close(value, torch.stack([own[name] for own in of_experts]).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_of_loras_it_is_one_lora_of_the_sum_of_their_ranks(tokenizer, tmp_path):
+    case = make_case(tmp_path, tokenizer)
+    pipeline = run({**case, "method": "mean", "num_experts": 3, "prepare": {}}, tmp_path)
+    assert list(pipeline.records) == ["prepare", "mean", "evaluate"]
+    assert [stage.epochs for stage in plan(pipeline)] == [2]  # stage 1's share, as UpIT's
+    base = AutoModelForCausalLM.from_pretrained(case["model"]["name_or_path"])
+    check_mean(base, [pipeline.root / "prepare/experts" / str(i) for i in range(3)], pipeline.result)
+    model = AutoPeftModelForCausalLM.from_pretrained(pipeline.result)
+    assert model.peft_config["default"].r == 3 * 4
+    assert AutoTokenizer.from_pretrained(pipeline.result).get_vocab() == tokenizer.get_vocab()
+    losses = pipeline.records["evaluate"]["metrics"]["loss"]
+    assert losses["adapted"]["mean"] < losses["base"]["mean"]
+
+
+def test_given_loras_may_differ_in_rank_scaling_and_modules(tmp_path):
+    base, folders = tiny_llama(), [tmp_path / str(i) for i in range(3)]
+    settings = [
+        {"r": 2, "lora_alpha": 6, "target_modules": ["up_proj", "q_proj"], "use_rslora": True},
+        {"r": 3, "lora_alpha": 2, "target_modules": ["up_proj"], "rank_pattern": {r"layers\.0\.mlp": 5}},
+        {"r": 2, "lora_alpha": 8, "target_modules": ["up_proj", "down_proj"], "alpha_pattern": {"down_proj": 30}},
+    ]
+    for i, (folder, own) in enumerate(zip(folders, settings, strict=True)):
+        torch.manual_seed(i)
+        config = LoraConfig(**own, init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(copy.deepcopy(base), config).save_pretrained(folder)
+    LoraExperts(None).mean(folders, tmp_path / "mean")
+    check_mean(base, folders, tmp_path / "mean")
+
+
+def test_of_dense_models_it_is_the_mean_of_all_weights(tokenizer, tmp_path):
+    case = make_ffn_case(tmp_path, tokenizer, num_train_epochs=2)
+    pipeline = run({**case, "method": "mean", "num_experts": 2, "prepare": {}}, tmp_path)
+    own = [load_file(pipeline.root / f"prepare/experts/{i}/model.safetensors") for i in range(2)]
+    found = AutoModelForCausalLM.from_pretrained(pipeline.result).state_dict()
+    for name in own[0]:
+        torch.testing.assert_close(found[name], (own[0][name] + own[1][name]) / 2, rtol=1e-6, atol=1e-7)
+    assert AutoTokenizer.from_pretrained(pipeline.result).get_vocab() == tokenizer.get_vocab()
+
+
+def test_the_mean_of_copies_is_refused():
+    settings = {"output_dir": "out", "model": {"name_or_path": "base"}, "data": {"train": "t"}, "method": "mean"}
+    with pytest.raises(ValueError, match=r"^prepare\.experts='copies': must be 'checkpoints' with the method 'mean'"):
+        recipe_from_dict({**settings, "prepare": {"experts": "copies"}})

@@ -196,3 +196,37 @@ def test_the_cost_model_counts_what_runs(method):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert trained == shape.trained(method)
     assert sum(p.numel() for p in model.parameters() if p.dim() > 1) - trained == shape.base_parameters
+
+
+def test_the_study_of_granularity_tunes_each_method_and_reports_what_its_ledger_has(tmp_path):
+    from studies import granularity
+    from studies.runs import Ledger
+
+    ledger = Ledger(tmp_path / "runs.jsonl")
+    tasks, tokens = [task for task in granularity.TASKS for _ in range(3)], [1, 2, 3] * 4
+    ledger.add({"method": "rows", "data": "", "tasks": tasks, "tokens": tokens}, "")
+    made = []
+    while (job := next(granularity.jobs(ledger), None)) is not None:
+        made.append(job)
+        loss = abs(job.rate - 8e-3) + job.seed + len(job.method) / 100
+        run = {"loss": loss, "exact": 0.5, "seconds_per_step": 1.0, "parameters": 10**6}
+        run |= {"tasks": {task: [loss, 0.5] for task in granularity.TASKS}}
+        answers = {"log_probs": [-loss * n for n in tokens], "matches": "01" * 6}
+        ledger.add({**job._asdict(), **run, "answers": answers}, "")
+    assert len(made) == len(set(made)) == len(granularity.METHODS) * (4 + len(granularity.SEEDS))
+    assert {job.method for job in made[:5]} == set(granularity.PHASES[0])  # all of a phase at one rate, then the next
+    page = granularity.report(ledger)
+    assert "Incomplete" not in page
+    row = "| 8/8/2 − LoRA, rank k·r | -0.04 to +0 | -0.0200 | [-0.0200, -0.0200] | [-0.0200, -0.0200] |"
+    assert row in page  # 5 letters and 7
+
+
+def test_seeds_of_the_study_of_granularity_leave_out_other_rows():
+    from studies.granularity import PARTS, TASKS, split
+
+    rows = [{"prompt": f"{task} {i}", "domain": task} for task in TASKS for i in range(8)]
+    left_out = [split(rows, seed)[1] for seed in range(PARTS)]
+    assert sorted(row["prompt"] for part in left_out for row in part) == sorted(row["prompt"] for row in rows)
+    assert all(
+        len(part) == 8 and not [row for row in split(rows, s)[0] if row in part] for s, part in enumerate(left_out)
+    )

@@ -123,11 +123,12 @@ def test_the_study_of_upit_makes_every_run_once_and_those_of_stage_1s_rate_after
     for name in ("train.jsonl", "test.jsonl", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("")
     study = upit.Study(tmp_path, tmp_path, Ledger(tmp_path / "runs.jsonl"))
-    jobs, layers = [], {"specialization": {"a": [0.1, 0.2]}}
+    jobs, layers = [], {"specialization": {"sql": [0.1, 0.2]}}
     while (job := next(study.jobs(), None)) is not None:
         jobs.append(job)
         loss = abs(job.rate - 2e-3) + (1 + job.seed) * len(job.method) / 100
-        run = {**job._asdict(), "loss": loss, "exact": 0.5, "curve": [["prepare", 1.0, 3.0], ["prepare", 2.0, 2.0]]}
+        run = {**job._asdict(), "loss": loss, "exact": 0.5, "tasks": {"logic": [loss - 1, 0.5], "sql": [loss + 1, 0.5]}}
+        run["curve"] = [["prepare", 1.0, 3.0], ["prepare", 2.0, 2.0]]
         study.ledger.add({**run, "data": study.digest, **({} if "lora_" in job.method else layers)}, "")
     assert len(jobs) == len(set(jobs))
     counted = {(job.method, job.size, job.seed) for job in jobs if job.rate == 2e-3 and job.seed != upit.TUNING_SEED}
@@ -137,7 +138,8 @@ def test_the_study_of_upit_makes_every_run_once_and_those_of_stage_1s_rate_after
     assert sorted(job[:1] + job[3:] for job in tuning) == sorted(
         (name, r) for name in tuned for r in (1e-3, 2e-3, 4e-3)
     )
-    staged = [i for i, job in enumerate(jobs) if job.method != "base" and upit.METHODS[job.method].experts is not None]
+    starting = [name for name, method in upit.METHODS.items() if method.experts is not None]
+    staged = [i for i, job in enumerate(jobs) if job.method in starting]
     assert min(staged) > max(jobs.index(("lora_kr", "quarter", upit.TUNING_SEED, rate)) for rate in (1e-3, 2e-3, 4e-3))
 
     upit.report(study)
@@ -231,3 +233,19 @@ def test_seeds_of_the_study_of_granularity_leave_out_other_rows():
     assert all(
         len(part) == 8 and not [row for row in split(rows, s)[0] if row in part] for s, part in enumerate(left_out)
     )
+
+
+def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
+    from studies import label_routing, upcycling, upit
+    from studies.runs import Ledger
+
+    ledgers = {name: Ledger(ROOT / f"studies/results/{name}.jsonl") for name in ("upit", "label_routing", "upcycling")}
+    for study in (label_routing, upcycling, upit):
+        monkeypatch.setattr(study, "RESULTS", tmp_path)
+    of_upit = object.__new__(upit.Study)  # without the rows and the model
+    of_upit.ledger, of_upit.digest = ledgers["upit"], ledgers["upit"].records()[0]["data"]
+    upit.report(of_upit)
+    label_routing.report(ledgers["label_routing"].records())
+    upcycling.report(ledgers["upcycling"].records())
+    for path in tmp_path.glob("*.md"):
+        assert path.read_text() == (ROOT / "studies/results" / path.name).read_text(), path.name

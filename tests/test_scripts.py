@@ -68,7 +68,7 @@ def test_a_ledger_keeps_runs_as_lines(tmp_path, capsys):
 
 
 def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
-    from studies.exact_match import measure
+    from studies.exact_match import answers, by_task
 
     model = tiny_llama(vocab=16).eval()
     generator = torch.Generator().manual_seed(0)
@@ -88,12 +88,15 @@ def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
         whole = [{**example, "attention_mask": [1] * len(example["input_ids"])} for example in examples]
         return {k: torch.tensor([e[k] + [v] * (length - len(e[k])) for e in whole]) for k, v in pad.items()}
 
-    found = measure(model, Dataset.from_list(rows), collate)
+    each = answers(model, Dataset.from_list(rows[::-1]), collate)[::-1]  # in the rows' order, not that of their lengths
+    found = by_task(each)
     losses = {"a": [], "b": []}
-    for row in rows:
+    for answer, row in zip(each, rows, strict=True):
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
         nll = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], labels[1:], reduction="none")
         losses[row["domain"]].append(nll[labels[1:] != -100])
+        expected = (row["domain"], pytest.approx(-nll[labels[1:] != -100].sum().item(), rel=1e-5), len(labels) - 3)
+        assert answer[:3] == expected
     for task, exact in (("a", 0.0), ("b", 1.0)):
         assert found["tasks"][task] == [pytest.approx(torch.cat(losses[task]).mean().item(), rel=1e-5), exact]
     assert found["loss"] == pytest.approx((found["tasks"]["a"][0] + found["tasks"]["b"][0]) / 2)

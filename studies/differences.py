@@ -19,6 +19,10 @@ class Difference(NamedTuple):
     low: float
     high: float
 
+    def excludes_zero(self) -> bool:
+        """Whether the interval does."""
+        return self.low > 0 or self.high < 0
+
     def cells(self) -> tuple[str, str]:
         """Mean and interval, as they stand in tables of losses."""
         return f"{self.mean:+.4f}", f"[{self.low:+.4f}, {self.high:+.4f}]"

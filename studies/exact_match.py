@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -16,38 +15,65 @@ from moe_peft.utils.torch_contexts import evaluating
 _ROWS = 20  # of a forward pass
 
 
+class Answer(NamedTuple):
+    """
+    A row's answer, as a model sees it.
+
+    Args:
+        task: the row's.
+        log_prob: the sum over its tokens, in nats.
+        tokens: how many it has.
+        is_match: whether each of them is the most probable one after those before it: greedy decoding gives it.
+    """
+
+    task: str
+    log_prob: float
+    tokens: int
+    is_match: bool
+
+
 @torch.no_grad()
-def measure(
+def answers(
     model: Any,
     rows: Dataset,
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]],
     statistics: RoutingStatistics | None = None,
-) -> dict[str, Any]:
+) -> list[Answer]:
     """
-    An answer is an exact match if each of its tokens is the most probable one after those before it: greedy decoding
-    gives it. Logits are computed for answer tokens alone.
+    The answer of every row, in their order. Logits are computed for answer tokens alone.
 
     Args:
         rows: tokenized, with `labels` and the task as `domain`.
         statistics: of the routing, which records it and is told the tasks.
-
-    Returns:
-        `loss` and `exact`, means over tasks, and `tasks`: task → [loss, exact].
     """
-    losses, counts, matches = (defaultdict(list) for _ in range(3))
+    found: dict[int, Answer] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
     with fused_lm_head(model, ("log_probs", "is_top1")), evaluating(model):
         for start in range(0, len(order), _ROWS):
-            part = [rows[i] for i in order[start : start + _ROWS]]
-            batch = {name: value for name, value in collator(part).items() if isinstance(value, torch.Tensor)}
+            part = order[start : start + _ROWS]
+            examples = [rows[i] for i in part]
+            batch = {name: value for name, value in collator(examples).items() if isinstance(value, torch.Tensor)}
             if statistics is not None:
-                statistics.current = [row["domain"] for row in part]
+                statistics.current = [row["domain"] for row in examples]
             outputs = model(**batch, fused_lm_head=True)
             missed_B = ((outputs.is_top1 == 0) & outputs.label_mask).any(-1)
-            for i, row in enumerate(part):
-                losses[row["domain"]].append(-outputs.log_probs[i].sum().item())
-                counts[row["domain"]].append(outputs.label_mask[i].sum().item())
-                matches[row["domain"]].append(not missed_B[i].item())
-    tasks = {t: [sum(losses[t]) / sum(counts[t]), sum(matches[t]) / len(matches[t])] for t in sorted(losses)}
+            values = zip(outputs.log_probs.sum(-1), outputs.label_mask.sum(-1), missed_B, strict=True)
+            for i, (log_prob, tokens, missed) in zip(part, values, strict=True):
+                found[i] = Answer(rows[i]["domain"], log_prob.item(), int(tokens), not missed)
+    return [found[i] for i in range(len(rows))]
+
+
+def by_task(found: Sequence[Answer]) -> dict[str, Any]:
+    """`loss` per answer token and `exact` matches, means over tasks, and `tasks`: task → [loss, exact]."""
+    tasks = {}
+    for task in sorted({answer.task for answer in found}):
+        of = [answer for answer in found if answer.task == task]
+        loss = -sum(answer.log_prob for answer in of) / sum(answer.tokens for answer in of)
+        tasks[task] = [loss, sum(answer.is_match for answer in of) / len(of)]
     loss, exact = (sum(of) / len(tasks) for of in zip(*tasks.values(), strict=True))
     return {"loss": loss, "exact": exact, "tasks": tasks}
+
+
+def measure(model: Any, rows: Dataset, collator: Any, statistics: RoutingStatistics | None = None) -> dict[str, Any]:
+    """`by_task` of the `answers`."""
+    return by_task(answers(model, rows, collator, statistics))

@@ -15,7 +15,9 @@ would show one without zero where there is no difference at all.
 
 Added after the first results, for what else might explain them: three methods with a rate that decays linearly, as
 Trainer's does by default (UpIT's after stage 1); and, neither trained further, the mean of stage 1's eight checkpoints
-as one LoRA, and the last of them. Their contrasts are further ones, marked with a star.
+as one LoRA, and the last of them. Their contrasts are further ones, marked with a star. Added, too: the split of the
+losses into tasks that the model can do and tasks that it cannot, the routing of mixtures before any training, and the
+order of the paper's Table 1.
 """
 
 from __future__ import annotations
@@ -27,17 +29,19 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
 from filelock import FileLock, Timeout
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from scipy import stats
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from moe_peft import MoELoraConfig
 from moe_peft.analysis.figures import plot_bars, plot_curves
 from moe_peft.analysis.recorder import record_routing
 from moe_peft.demo.smollm2 import smollm2_folder
@@ -52,6 +56,7 @@ from .differences import Difference, paired_difference, plot_differences
 from .exact_match import measure
 from .rates import best_rate, next_rate
 from .runs import Ledger, parser, score_answers_only, start_workers
+from .short_tasks import TASKS
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 RESULTS = Path(__file__).parent / "results"
@@ -110,6 +115,12 @@ ADDED = (  # after the first results
     ("upit_decay", "mean"), ("self_moe", "mean"), ("mean", "last"), ("upit", "pesc"),
 )  # fmt: skip
 ROUTED = ("loramoe_pt", "loramoe_sft", "upit", "self_moe")  # whose routing a figure shows
+DECAYING = ("loramoe_pt_decay", "upit_decay")  # and which decay
+BEYOND = ("arithmetic", "sql")  # tasks that the model cannot do: on all rows no method gets a quarter of them right
+# Averages of nine benchmarks in UpIT's Table 1, with 8 experts, 2 active (LoRA has none), at constant rates.
+PAPER = {
+    "pesc": 47.07, "loramoe_pt": 47.32, "lora_kr": 47.53, "self_moe": 49.30, "loramoe_sft": 49.99, "upit": 52.21,
+}  # fmt: skip
 CURVES = ("lora_kr", "lora_kr_decay", "pesc", *ROUTED)  # and whose training loss
 
 
@@ -174,8 +185,8 @@ class Study:
                 for seed in SEEDS:
                     of_seed = (Job(name, size, seed, rate) for name in phase if (rate := rates[name]) is not None)
                     yield from (job for job in of_seed if job not in done)
-        if (base := Job("base", "none", 0, 0.0)) not in done:
-            yield base
+        untrained = [Job("base", "none", 0, 0.0), *(Job("untrained", "none", seed, 0.0) for seed in SEEDS)]
+        yield from (job for job in untrained if job not in done)
 
     def is_complete(self) -> bool:
         return next(self.jobs(), None) is None
@@ -189,6 +200,8 @@ class Study:
             adapter = self._mean(job, folder)
         elif job.method == "last":
             adapter = self._stage_1(job)[-1]
+        elif job.method == "untrained":
+            adapter = self._untrained(job, folder)
         elif job.method != "base":
             adapter, curve = self._trained(job, folder)
         record = {**job._asdict(), **self.measure(adapter), "curve": curve, "data": self.digest}
@@ -254,6 +267,14 @@ class Study:
         model.save_pretrained(str(folder), selected_adapters=["mean"])
         return folder / "mean"
 
+    def _untrained(self, job: Job, folder: Path) -> Path:
+        """A mixture as it begins: routers are random, and experts change nothing yet."""
+        base = AutoModelForCausalLM.from_pretrained(smollm2_folder())
+        set_seed(job.seed)
+        config = MoELoraConfig(num_experts=8, top_k=2, r=8, lora_alpha=16, mixing="projection", task_type="CAUSAL_LM")
+        get_peft_model(base, config).save_pretrained(str(folder))
+        return folder
+
     def measure(self, adapter: Path | None) -> dict[str, Any]:
         """
         Loss and exact matches of an adapter, or of the base, on the held-out rows; of a mixture, its `specialization`.
@@ -308,7 +329,11 @@ def report(study: Study) -> None:
         f'Methods with "decay", "{METHODS["mean"].label}", "{METHODS["last"].label}" and contrasts with * were added '
         "after the first results.",
         "",
+        "A seed varies initial values and the order of the rows, and on the quarter the rows as well. So on all rows "
+        "the intervals say nothing about other rows, and the learning rates are those of the quarter.",
+        "",
     ]
+    excluding = 0
     panels: dict[str, list[tuple[str, Difference]]] = {}
     for size in SIZES:
         runs = {name: _by_seed(study, name, size) for name in METHODS}
@@ -318,20 +343,29 @@ def report(study: Study) -> None:
         if not any(runs.values()):
             continue
         lines += [*_means(study, runs), "", *_contrasts(runs), ""]
-        if any(rows := _differences(runs, "loss")):
+        if rows := _differences(runs, _LOSSES["loss"]):
+            fixed = [row for row in rows if not row[0].endswith("*")]
+            without = sum(difference.excludes_zero() for _, difference in fixed)
+            excluding += without
+            lines += [f"Intervals of the loss without 0: {without} of the {len(fixed)} fixed contrasts.", ""]
             panels[f"{size} of the rows"] = rows
             curves = {METHODS[name].label: points for name in CURVES if (points := _curve(runs[name]))}
             plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
             title = "Training loss by half passes, mean of the seeds; methods with stages after the first one"
             lines += [f"![{title}](upit_{size}.svg)", ""]
-            if shares := {METHODS[name].label: of for name in ROUTED if (of := _specialization(runs[name]))}:
+            by_name = {METHODS[name].label: runs[name] for name in (*ROUTED, *DECAYING)}
+            by_name["untrained"] = {run["seed"]: run for run in study.records(method="untrained")}
+            if shares := {label: of for label, made in by_name.items() if (of := _specialization(made))}:
+                means = [f"{label} {np.mean(list(of.values())):.1%}" for label, of in shares.items()]
                 title = "Share of a task's tokens that go to other experts than the average task's"
                 plot_bars(shares, RESULTS / f"upit_{size}_routing.svg", title, "{:.0%}")
                 lines += [f"![{title}, mean of layers and seeds](upit_{size}_routing.svg)", ""]
+                lines += [f"Mean of the tasks: {', '.join(means)}.", ""]
     if panels:
         plot_differences(panels, RESULTS / "upit_differences.svg", "difference of held-out loss")
         lines += ["![Differences of held-out loss with 95 % intervals](upit_differences.svg)", ""]
-    lines += ["## Learning rates", "", *_rates(study)]
+    lines += [f"Of all fixed contrasts, {excluding} of {len(SIZES) * len(CONTRASTS)} exclude 0.", ""]
+    lines += [*_paper(study), "", "## Learning rates", "", *_rates(study)]
     (RESULTS / "upit.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
@@ -343,7 +377,7 @@ def _by_seed(study: Study, name: str, size: str) -> dict[int, dict[str, Any]]:
 
 def _means(study: Study, runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     """Each method's means over its seeds, the lowest loss first, and those of the base; by task, loss and exact."""
-    tasks = sorted({row["domain"] for row in study.test})
+    tasks = sorted({task for of in runs.values() for run in of.values() for task in run["tasks"]})
     lines = [f"| method | parameters | seeds | loss | exact | {' | '.join(tasks)} |", f"|{'---|' * (5 + len(tasks))}"]
     made = {METHODS[name].label: list(of.values()) for name, of in runs.items() if of}
     made |= {"no training": study.records(method="base")}
@@ -360,22 +394,55 @@ def _mean(runs: list[dict[str, Any]], measure: str) -> float:
     return float(np.mean([run[measure] for run in runs])) if runs else float("inf")
 
 
-def _differences(runs: dict[str, dict[int, dict[str, Any]]], measure: str) -> list[tuple[str, Difference]]:
+def _loss_of(run: dict[str, Any], beyond: bool) -> float:
+    """Mean loss of the tasks that are beyond the model, or of the others."""
+    return float(np.mean([loss for task, (loss, _) in run["tasks"].items() if (task in BEYOND) is beyond]))
+
+
+_LOSSES: dict[str, Callable[[dict[str, Any]], float]] = {
+    "loss": lambda run: run["loss"],
+    "loss of the tasks that it can do": lambda run: _loss_of(run, False),
+    "of those that it cannot": lambda run: _loss_of(run, True),
+}
+
+
+def _differences(
+    runs: dict[str, dict[int, dict[str, Any]]], measure: Callable[[dict[str, Any]], float]
+) -> list[tuple[str, Difference]]:
     """The contrasts that at least two seeds have: label, difference."""
     rows = []
     for name, other in (*CONTRASTS, *ADDED):
         seeds = sorted(runs[name].keys() & runs[other].keys())
         if len(seeds) > 1:
-            pairs = [[runs[method][seed][measure] for seed in seeds] for method in (name, other)]
+            pairs = [[measure(runs[method][seed]) for seed in seeds] for method in (name, other)]
             star = " *" if (name, other) in ADDED else ""
             rows.append((f"{METHODS[name].label} − {METHODS[other].label}{star}", paired_difference(*pairs)))
     return rows
 
 
 def _contrasts(runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
-    lines = ["| contrast | loss | 95 % interval | exact | 95 % interval |", "|---|---|---|---|---|"]
-    for (label, loss), (_, exact) in zip(_differences(runs, "loss"), _differences(runs, "exact"), strict=True):
-        lines.append(f"| {' | '.join([label, *loss.cells(), *exact.cells()])} |")
+    measures = {**_LOSSES, "exact": lambda run: run["exact"]}
+    lines = [
+        f"| contrast | {' | '.join(f'{name} | 95 % interval' for name in measures)} | share that those have |",
+        f"|{'---|' * (2 + 2 * len(measures))}",
+    ]
+    for of_contrast in zip(*(_differences(runs, value) for value in measures.values()), strict=True):
+        (label, loss), _, (_, beyond), _ = of_contrast
+        cells = [cell for _, difference in of_contrast for cell in difference.cells()]
+        share = f"{beyond.mean * len(BEYOND) / (loss.mean * len(TASKS)):.0%}" if loss.excludes_zero() else ""
+        lines.append(f"| {' | '.join([label, *cells, share])} |")
+    return lines
+
+
+def _paper(study: Study) -> list[str]:
+    """The methods of UpIT's Table 1 in its order, and what they have here."""
+    shares = {name: 100 * _mean(list(of.values()), "exact") for name in PAPER if (of := _by_seed(study, name, "all"))}
+    lines = ["## The order of the paper's Table 1, its half with LoRA", ""]
+    lines += ["| method, at a constant rate | paper: average | here, all of the rows: right answers |", "|---|---|---|"]
+    lines += [f"| {METHODS[name].label} | {PAPER[name]:.2f} | {share:.1f} % |" for name, share in shares.items()]
+    if len(shares) == len(PAPER):
+        rho = stats.spearmanr(list(PAPER.values()), list(shares.values())).statistic
+        lines += ["", f"Spearman's rank correlation: {rho:.2f}."]
     return lines
 
 

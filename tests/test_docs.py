@@ -76,7 +76,7 @@ def differences(text: str) -> list[tuple[float, ...]]:
 
 
 def test_pages_have_the_numbers_of_the_study():
-    """The table's and, of either sign and in points or not, all differences."""
+    """The table's and shares, and of either sign and in points or not, all differences."""
     results = (ROOT / "studies/results/upit.md").read_text(encoding="utf-8")
     page = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
     section = page[page.index("## Does UpIT pay?") : page.index("## Can routers learn domains?")]
@@ -86,6 +86,12 @@ def test_pages_have_the_numbers_of_the_study():
     assert shown
     for row in shown:
         assert any(pytest.approx(each, abs=6e-4) == tuple(map(float, row)) for each in known), row
+
+    percent = r"([\d.]+) ?%"
+    shares = {exact for _, exact in known} | {float(share) for share in re.findall(percent, results)}
+    assert {float(share) for share in re.findall(percent, section)} <= shares
+    for count in (r"(\d+) of (?:the )?20", r"orrelation(?: with the paper's averages is|:) ([\d.]*\d)"):
+        assert re.findall(count, results) == re.findall(count, section.replace("\n", " ")) != []
 
     results = differences(results)
     results += [(-mean, -high, -low) for mean, low, high in results]

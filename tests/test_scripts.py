@@ -68,7 +68,7 @@ def test_a_ledger_keeps_runs_as_lines(tmp_path, capsys):
 
 
 def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
-    from studies.exact_match import measure
+    from studies.exact_match import answers, by_task
 
     model = tiny_llama(vocab=16).eval()
     generator = torch.Generator().manual_seed(0)
@@ -88,12 +88,15 @@ def test_exact_matches_and_losses_are_those_of_single_rows(tmp_path):
         whole = [{**example, "attention_mask": [1] * len(example["input_ids"])} for example in examples]
         return {k: torch.tensor([e[k] + [v] * (length - len(e[k])) for e in whole]) for k, v in pad.items()}
 
-    found = measure(model, Dataset.from_list(rows), collate)
+    each = answers(model, Dataset.from_list(rows[::-1]), collate)[::-1]  # in the rows' order, not that of their lengths
+    found = by_task(each)
     losses = {"a": [], "b": []}
-    for row in rows:
+    for answer, row in zip(each, rows, strict=True):
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
         nll = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], labels[1:], reduction="none")
         losses[row["domain"]].append(nll[labels[1:] != -100])
+        expected = (row["domain"], pytest.approx(-nll[labels[1:] != -100].sum().item(), rel=1e-5), len(labels) - 3)
+        assert answer[:3] == expected
     for task, exact in (("a", 0.0), ("b", 1.0)):
         assert found["tasks"][task] == [pytest.approx(torch.cat(losses[task]).mean().item(), rel=1e-5), exact]
     assert found["loss"] == pytest.approx((found["tasks"]["a"][0] + found["tasks"]["b"][0]) / 2)
@@ -123,11 +126,12 @@ def test_the_study_of_upit_makes_every_run_once_and_those_of_stage_1s_rate_after
     for name in ("train.jsonl", "test.jsonl", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("")
     study = upit.Study(tmp_path, tmp_path, Ledger(tmp_path / "runs.jsonl"))
-    jobs, layers = [], {"specialization": {"a": [0.1, 0.2]}}
+    jobs, layers = [], {"specialization": {"sql": [0.1, 0.2]}}
     while (job := next(study.jobs(), None)) is not None:
         jobs.append(job)
         loss = abs(job.rate - 2e-3) + (1 + job.seed) * len(job.method) / 100
-        run = {**job._asdict(), "loss": loss, "exact": 0.5, "curve": [["prepare", 1.0, 3.0], ["prepare", 2.0, 2.0]]}
+        run = {**job._asdict(), "loss": loss, "exact": 0.5, "tasks": {"logic": [loss - 1, 0.5], "sql": [loss + 1, 0.5]}}
+        run["curve"] = [["prepare", 1.0, 3.0], ["prepare", 2.0, 2.0]]
         study.ledger.add({**run, "data": study.digest, **({} if "lora_" in job.method else layers)}, "")
     assert len(jobs) == len(set(jobs))
     counted = {(job.method, job.size, job.seed) for job in jobs if job.rate == 2e-3 and job.seed != upit.TUNING_SEED}
@@ -137,7 +141,8 @@ def test_the_study_of_upit_makes_every_run_once_and_those_of_stage_1s_rate_after
     assert sorted(job[:1] + job[3:] for job in tuning) == sorted(
         (name, r) for name in tuned for r in (1e-3, 2e-3, 4e-3)
     )
-    staged = [i for i, job in enumerate(jobs) if job.method != "base" and upit.METHODS[job.method].experts is not None]
+    starting = [name for name, method in upit.METHODS.items() if method.experts is not None]
+    staged = [i for i, job in enumerate(jobs) if job.method in starting]
     assert min(staged) > max(jobs.index(("lora_kr", "quarter", upit.TUNING_SEED, rate)) for rate in (1e-3, 2e-3, 4e-3))
 
     upit.report(study)
@@ -196,3 +201,54 @@ def test_the_cost_model_counts_what_runs(method):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert trained == shape.trained(method)
     assert sum(p.numel() for p in model.parameters() if p.dim() > 1) - trained == shape.base_parameters
+
+
+def test_the_study_of_granularity_tunes_each_method_and_reports_what_its_ledger_has(tmp_path):
+    from studies import granularity
+    from studies.runs import Ledger
+
+    ledger = Ledger(tmp_path / "runs.jsonl")
+    tasks, tokens = [task for task in granularity.TASKS for _ in range(3)], [1, 2, 3] * 4
+    ledger.add({"method": "rows", "data": "", "tasks": tasks, "tokens": tokens}, "")
+    made = []
+    while (job := next(granularity.jobs(ledger), None)) is not None:
+        made.append(job)
+        loss = abs(job.rate - 8e-3) + (1 + job.seed) * len(job.method) / 100
+        run = {"loss": loss, "exact": 0.5, "seconds_per_step": 1.0, "parameters": 10**6}
+        run |= {"tasks": {task: [loss, 0.5] for task in granularity.TASKS}}
+        answers = {"log_probs": [-loss * n for n in tokens], "matches": "01" * 6}
+        ledger.add({**job._asdict(), **run, "answers": answers}, "")
+    assert len(made) == len(set(made)) == len(granularity.METHODS) * (4 + len(granularity.SEEDS))
+    assert {job.method for job in made[:5]} == set(granularity.PHASES[0])  # all of a phase at one rate, then the next
+    page = granularity.report(ledger)
+    assert "Incomplete" not in page
+    # 5 letters and 7, so -0.02, -0.04 and -0.06; 4.303 · 0.02 / √3 around it, and 1.96 · √(4 · 3 · 0.04² / 6²) / 4
+    row = "| 8/8/2 − LoRA, rank k·r | -0.04 to +0 | -0.0400 | [-0.0897, +0.0097] | [-0.0513, -0.0287] |"
+    assert row in page
+
+
+def test_seeds_of_the_study_of_granularity_leave_out_other_rows():
+    from studies.granularity import PARTS, TASKS, split
+
+    rows = [{"prompt": f"{task} {i}", "domain": task} for task in TASKS for i in range(8)]
+    left_out = [split(rows, seed)[1] for seed in range(PARTS)]
+    assert sorted(row["prompt"] for part in left_out for row in part) == sorted(row["prompt"] for row in rows)
+    assert all(
+        len(part) == 8 and not [row for row in split(rows, s)[0] if row in part] for s, part in enumerate(left_out)
+    )
+
+
+def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
+    from studies import label_routing, upcycling, upit
+    from studies.runs import Ledger
+
+    ledgers = {name: Ledger(ROOT / f"studies/results/{name}.jsonl") for name in ("upit", "label_routing", "upcycling")}
+    for study in (label_routing, upcycling, upit):
+        monkeypatch.setattr(study, "RESULTS", tmp_path)
+    of_upit = object.__new__(upit.Study)  # without the rows and the model
+    of_upit.ledger, of_upit.digest = ledgers["upit"], ledgers["upit"].records()[0]["data"]
+    upit.report(of_upit)
+    label_routing.report(ledgers["label_routing"].records())
+    upcycling.report(ledgers["upcycling"].records())
+    for path in tmp_path.glob("*.md"):
+        assert path.read_text() == (ROOT / "studies/results" / path.name).read_text(), path.name

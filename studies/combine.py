@@ -32,9 +32,10 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft import force_experts, init_gates, lora_to_moe
 from moe_peft.analysis.figures import plot_bars
-from moe_peft.combine.held_out import first_choices, uniform_gates
+from moe_peft.combine.held_out import first_choices
 from moe_peft.demo.smollm2 import smollm2_folder
-from moe_peft.models.introspection import routed_adapters
+from moe_peft.models.gates import uniform_gates
+from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import calibration_batches, preparation, tokenized
 from studies.exact_match import measure
 from studies.runs import Ledger
@@ -161,7 +162,7 @@ def measured(model: Any, parts: dict[str, Dataset], collator: Any) -> dict[str, 
 @contextmanager
 def active(model: Any, k: int) -> Iterator[None]:
     """`k` experts for each token."""
-    layers = list(routed_adapters(model))
+    layers = [(layer.module, layer.adapter) for layer in routed_layers(model)]
     before = [layer.moe_lora_spec[name] for layer, name in layers]
     for layer, name in layers:
         layer.moe_lora_spec[name] = replace(layer.moe_lora_spec[name], top_k=k)

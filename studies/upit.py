@@ -45,7 +45,7 @@ from moe_peft import MoELoraConfig
 from moe_peft.analysis.figures import plot_bars, plot_curves
 from moe_peft.analysis.recorder import record_routing
 from moe_peft.demo.smollm2 import smollm2_folder
-from moe_peft.models.introspection import adapter_layers
+from moe_peft.models.layer import routed_layers
 from moe_peft.training.preparation import preparation, tokenized
 from moe_peft.upit import UpIT, load_recipe
 from moe_peft.upit.files import expert_folders
@@ -285,7 +285,7 @@ class Study:
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
         rows, collator = tokenized(Dataset.from_list(self.test), tokenizer, preparation(max_length=64))
-        if not adapter_layers(model):
+        if not routed_layers(model):
             return measure(model, rows, collator)
         with record_routing(model, sorted(set(rows["domain"]))) as statistics:
             measured = measure(model, rows, collator, statistics)

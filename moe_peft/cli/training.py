@@ -15,7 +15,7 @@ from peft import PeftModel, get_peft_model
 from transformers import set_seed
 
 from ..adapter.config import MoELoraConfig
-from ..models.introspection import native_routers, router_sizes
+from ..models.layer import native_layers, routed_layers
 from ..training.checkpointing import numbered_checkpoints
 from ..training.data import PREFERENCES, SUPERVISED, check_has_labels, check_rows, load_data
 from ..training.estimate import Measured, measured_steps, memory_line, planned_launch, print_estimates
@@ -200,12 +200,12 @@ def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
     if (
         options.run.adapter is not None
         or options.run.use_peft
-        or (options.run.use_peft is None and not native_routers(model))
+        or (options.run.use_peft is None and not native_layers(model))
     ):
         with without_zero3(), torch.device("meta"):
             adapted = get_peft_model(model, options.adapter_config())
         return adapted if options.base.quantization is None else on_quantized(adapted), options.adapter_config()
-    router_sizes(model, "use_peft=False")
+    routed_layers(model, "use_peft=False")
     for name, default in vars(AdapterOptions()).items():
         if (value := options.adapter[name]) != default:
             raise InputError(

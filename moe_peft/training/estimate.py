@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import SFTConfig
 
-from ..models.introspection import base_model, router_parameters
+from ..models.introspection import base_model
+from ..models.layer import router_parameters
 from ..models.model_size import model_size
 from ..utils.loading import Base, chat_template
 from ..utils.messages import InputError, choice_error, refused_settings

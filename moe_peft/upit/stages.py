@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, Trainer
 from trl import SFTConfig, SFTTrainer
 
-from ..models.introspection import router_parameters
+from ..models.layer import router_parameters
 from ..models.model_size import model_size
 from ..native.model_folder import copy_companions
 from ..training.checkpointing import INCIDENTAL, copy_result

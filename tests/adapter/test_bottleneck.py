@@ -27,7 +27,7 @@ from moe_peft import (
 )
 from moe_peft.adapter.layers import MoELoraFFN
 from moe_peft.analysis import record_routing
-from moe_peft.models.introspection import router_parameters
+from moe_peft.models.layer import router_parameters
 from moe_peft.native import export_adapter
 from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.expert_layers import EXACT, HALF, SINGLE, RecordedDropout, add_adapter, ffn_layer, tensors

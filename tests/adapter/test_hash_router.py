@@ -17,13 +17,13 @@ from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.adapter.ffn_layout import find_layout
 from moe_peft.adapter.layers import MoELoraFFN
 from moe_peft.adapter.router_recorder import Collection, state
-from moe_peft.models.introspection import adapter_layers
 from moe_peft.native import export_adapter
 from moe_peft.routing.routers import HashRouter, RouterSettings, make_router
 from moe_peft.utils.messages import InputError
 from tests.helpers.expert_layers import D, dense_ffn, tensors
 from tests.helpers.models import tiny_llama
 from tests.helpers.reference import assert_same, reference, run
+from tests.helpers.routed_models import tuner_layers
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -140,7 +140,7 @@ def test_another_adapter_of_as_many_experts_hashes_alike():
     adapted = model()
     adapted.add_adapter("ref", adapted.peft_config["default"])
     adapted.add_adapter("other", config(num_experts=3))
-    for layer in adapter_layers(adapted):
+    for layer in tuner_layers(adapted):
         salts = {name: router.salt for name, router in layer.moe_lora_router.items()}
         assert torch.equal(salts["ref"], salts["default"]) and not torch.equal(salts["other"], salts["default"])
 

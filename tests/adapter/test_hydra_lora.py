@@ -16,7 +16,7 @@ from torch import nn
 from moe_peft import MoELoraConfig, expert_to_lora, lora_to_moe, pin_dispatch
 from moe_peft.adapter.experts import EXPERTS
 from moe_peft.adapter.layers import MoELoraFFN, MoELoraLayer
-from moe_peft.models.introspection import router_parameters
+from moe_peft.models.layer import router_parameters
 from moe_peft.models.model_size import expert_similarity, model_size
 from moe_peft.native import export_adapter
 from tests.helpers.expert_layers import (

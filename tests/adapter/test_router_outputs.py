@@ -15,11 +15,12 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from compatibility.families import tiny
 from moe_peft import MoELoraConfig
-from moe_peft.models.introspection import adapter_layers, observed_routing
+from moe_peft.models.introspection import observed_routing
 from moe_peft.routing.losses import balancing_loss
 from tests.helpers.adapters import COEF, adapted, adapter, batch
 from tests.helpers.balance import layer_balancing_loss
 from tests.helpers.models import tiny_llama
+from tests.helpers.routed_models import tuner_layers
 
 
 def router_logits_by_hand(model, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -431,7 +432,7 @@ def test_the_k_of_each_active_adapters_routers_counts():
     out = model.eval()(**batch())
     real = batch()["attention_mask"].flatten().bool()
     losses = []
-    routers = [layer.moe_lora_spec[name].top_k for layer in adapter_layers(model) for name in ("default", "other")]
+    routers = [layer.moe_lora_spec[name].top_k for layer in tuner_layers(model) for name in ("default", "other")]
     for k, logits in zip(routers, out.router_logits, strict=True):
         f, p = torch.zeros(4), torch.zeros(4)
         for token in logits[real]:

@@ -23,11 +23,11 @@ from moe_peft import MoELoraConfig
 from moe_peft.cli import main
 from moe_peft.cli.arguments import training_stages
 from moe_peft.cli.sft import parser
-from moe_peft.models.introspection import adapter_layers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.training import MoESFTConfig, MoESFTTrainer
 from moe_peft.training.checkpointing import fingerprint_of, mark_complete
 from tests.helpers.models import tiny_llama
+from tests.helpers.routed_models import tuner_layers
 from tests.helpers.training_case import ADAPTER, MAPS, MASKS, SETTINGS, make_case, run, weights
 from tests.helpers.upit_case import make_case as make_recipe
 from tests.helpers.upit_case import rows
@@ -199,7 +199,7 @@ def test_attention_experts_and_patterns(case, tmp_path):
     own = {"target_modules": ["mlp", "q_proj", "v_proj"], "num_experts_pattern": {"[qv]_proj": 1}}
     out = run("sft", tmp_path, {**case, **own})
     model = AutoPeftModelForCausalLM.from_pretrained(out)
-    assert len(adapter_layers(model)) == 2
+    assert len(tuner_layers(model)) == 2
     names = {name.split(".moe_lora")[0].rsplit(".", 1)[-1] for name in weights(out)}
     assert {"mlp", "q_proj", "v_proj"} <= names
 

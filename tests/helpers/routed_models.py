@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from moe_peft import MoELoraConfig
-from moe_peft.models.introspection import native_routers, router_parameters
+from moe_peft.models.layer import AdapterLayer, native_layers, routed_layers, router_parameters
 from tests.helpers.models import tiny_llama
 
 N, K = 6, 2
@@ -30,6 +30,26 @@ NATIVE = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, num_experts=N, moe_intermediate_size=16)),
     "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=N)),
 }
+
+
+def gates_of(model):
+    """The gates of a native MoE, in its order."""
+    return [layer.module for layer in native_layers(model)]
+
+
+def sizes_of(model):
+    """(n, k) of every routed layer."""
+    return [(layer.num_experts, layer.top_k) for layer in routed_layers(model)]
+
+
+def routers_of(model):
+    """The active routers of a model, in its order."""
+    return [layer.router for layer in routed_layers(model)]
+
+
+def tuner_layers(model):
+    """The layers of a model's active MoE-LoRA adapters that have a router."""
+    return [layer.module for layer in routed_layers(model) if isinstance(layer, AdapterLayer)]
 
 
 def adapter(**settings):
@@ -57,7 +77,7 @@ def ids(rows=3, length=7):
 
 def biased(model, allowed):
     """The same model with every other expert's logits pushed out of reach by hooks of the test's own."""
-    routers = native_routers(model)
+    routers = gates_of(model)
 
     def hook(router, args, output):
         logits = output[0].float() + torch.where(

@@ -10,7 +10,7 @@ from peft import get_peft_model
 from trl import KTOConfig, KTOTrainer
 
 from moe_peft import MoELoraConfig
-from moe_peft.models.introspection import router_parameters
+from moe_peft.models.layer import router_parameters
 from moe_peft.training.router_config import RouterLossConfig
 from moe_peft.training.router_losses import RouterLossesMixin
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer

@@ -21,13 +21,12 @@ from transformers import (
 
 from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
 from moe_peft.adapter.layers import MoELoraFFN
-from moe_peft.models.introspection import native_routers
 from moe_peft.routing.attention_heads import attention_weights, group_heads, share_keys
 from moe_peft.routing.routers import RouterSettings, make_router
 from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from tests.helpers.attention_case import BATCHES, IDS, mean_keys
 from tests.helpers.models import tiny_llama
-from tests.helpers.routed_models import NATIVE
+from tests.helpers.routed_models import NATIVE, gates_of
 
 W, H, D = 4, 8, 12  # head width, heads, hidden size of the loops
 
@@ -315,24 +314,24 @@ def test_native_gates_are_initialised_trained_and_folded_back(kind, tmp_path):
     model = native(kind)
     means, names = mean_keys(model), list(model.state_dict())
     init_attention_routers(model, BATCHES, num_heads=2)
-    for gate, layer, mean in zip(native_routers(model), model.model.layers, means, strict=True):
+    for gate, layer, mean in zip(gates_of(model), model.model.layers, means, strict=True):
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 8, 2, 6)
         expected = key[:, 0].double() @ query.sum(0).double() / 16**0.5
         torch.testing.assert_close(gate.fold(), expected, rtol=1e-4, atol=1e-6)
-    before = [gate.fold() for gate in native_routers(model)]
+    before = [gate.fold() for gate in gates_of(model)]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(3):
         out = model(input_ids=IDS, labels=IDS, output_router_logits=True)
         assert len(out.router_logits) == 2
         out.loss.backward()
         optimizer.step()
-    after = [gate.fold().float() for gate in native_routers(model)]
+    after = [gate.fold().float() for gate in gates_of(model)]
     assert all((a - b).abs().max() > 1e-5 for a, b in zip(after, before, strict=True))
     logits = model(input_ids=IDS).logits
     fold_routers(model)
     assert sorted(model.state_dict()) == sorted(names)
-    torch.testing.assert_close([gate.weight.data for gate in native_routers(model)], after, rtol=0, atol=0)
-    assert all(gate.weight.requires_grad for gate in native_routers(model))
+    torch.testing.assert_close([gate.weight.data for gate in gates_of(model)], after, rtol=0, atol=0)
+    assert all(gate.weight.requires_grad for gate in gates_of(model))
     torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-5)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -356,7 +355,7 @@ def test_a_copy_is_folded_and_the_original_goes_on(tmp_path):
 
 def test_gates_that_peft_saves_whole_are_found_once():
     model = get_peft_model(native("mixtral"), LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"]))
-    routers = native_routers(model)
+    routers = gates_of(model)
     assert len(routers) == 2 and all(p.requires_grad for router in routers for p in router.parameters())
     init_attention_routers(model, BATCHES, num_heads=2)
     model(input_ids=IDS, labels=IDS).loss.backward()
@@ -405,7 +404,7 @@ def test_trainer_of_labels_trains_attention_gates(tokenizer, tmp_path):
     model = native("mixtral")
     model.resize_token_embeddings(128)
     init_attention_routers(model, BATCHES, num_heads=2)
-    before = [gate.fold().float() for gate in native_routers(model)]
+    before = [gate.fold().float() for gate in gates_of(model)]
     data = Dataset.from_list([{"text": "w3 w5 w7 w9", "domain": d} for d in ("a", "b") * 4])
     args = MoESFTConfig(
         output_dir=str(tmp_path), max_steps=2, label_column="domain", expert_map={"a": [0, 1], "b": [2, 3]},
@@ -413,7 +412,7 @@ def test_trainer_of_labels_trains_attention_gates(tokenizer, tmp_path):
     )  # fmt: skip
     MoESFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer).train()
     fold_routers(model)
-    changes = [(gate.weight - b).abs().max() for gate, b in zip(native_routers(model), before, strict=True)]
+    changes = [(gate.weight - b).abs().max() for gate, b in zip(gates_of(model), before, strict=True)]
     assert all(change > 1e-6 for change in changes)
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from datasets import Dataset
+from moe_peft.models.gates_of import CONFIG_FIELD
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralForCausalLM
@@ -19,9 +20,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moe_peft import allow_experts, fold_routers, force_experts, init_attention_routers, replace_routers
 from moe_peft.analysis import inspect
 from moe_peft.analysis.recorder import record_routing
-from moe_peft.models.introspection import native_routers, router_parameters, router_sizes
+from moe_peft.models.layer import router_parameters
 from moe_peft.models.model_size import model_size
-from moe_peft.models.native_routers import CONFIG_FIELD
 from moe_peft.models.routed_gate import RoutedGate
 from moe_peft.native import UpcycleConfig, load_routers, upcycle
 from moe_peft.routing import ROUTERS, RouterSettings
@@ -30,7 +30,7 @@ from moe_peft.training.trainers import MoESFTConfig, MoESFTTrainer
 from tests.helpers.attention_case import BATCHES, IDS, mean_keys
 from tests.helpers.native_case import dense_model, saved
 from tests.helpers.reference import assert_close, routed
-from tests.helpers.routed_models import COMMON
+from tests.helpers.routed_models import COMMON, gates_of, sizes_of
 
 N, K = 4, 2
 FAMILIES = {
@@ -175,8 +175,8 @@ def test_a_gate_returns_what_the_familys_own_returns(family):
     model = moe(family)
     other = copy.deepcopy(model)
     replace_routers(other, "linear")
-    assert router_sizes(other, "test") == router_sizes(model, "test") == [(N, K)] * 2
-    for gate, old in zip(native_routers(other), native_routers(model), strict=True):
+    assert sizes_of(other) == sizes_of(model) == [(N, K)] * 2
+    for gate, old in zip(gates_of(other), gates_of(model), strict=True):
         gate.moe_router.weight.data = old.weight.data.clone()
         x = torch.randn(9, 32)
         for found, expected in zip(gate(x), old(x), strict=True):
@@ -204,7 +204,7 @@ def test_half_precision_and_autocast_route_like_float32():
 def test_switch_drops_tokens_over_the_capacity_in_training_alone():
     model = with_router("switch").train()
     assert model.config.num_experts_per_tok == 1 and model.num_experts_per_tok == 1
-    gate = native_routers(model)[0]
+    gate = gates_of(model)[0]
     x = torch.randn(10, 32)
     logits, gates, experts = (found.detach() for found in gate(x))
     taken = [0] * N
@@ -239,7 +239,7 @@ def test_routers_in_place_get_the_layers_heads(kind):
     means = mean_keys(model)
     init_attention_routers(model, BATCHES)
     m = KINDS[kind].num_heads or N
-    for gate, layer, mean in zip(native_routers(model), model.model.layers, means, strict=True):
+    for gate, layer, mean in zip(gates_of(model), model.model.layers, means, strict=True):
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 8, m, N)
         own = gate.moe_router
         close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
@@ -253,7 +253,7 @@ def test_routers_in_place_get_the_layers_heads(kind):
 def test_more_heads_than_experts_need_no_settings():
     model = moe()
     init_attention_routers(model, BATCHES, num_heads=8)
-    assert all(gate.moe_router.key.shape == (N, 2, 4) for gate in native_routers(model))
+    assert all(gate.moe_router.key.shape == (N, 2, 4) for gate in gates_of(model))
     with pytest.raises(ValueError, match=r"fold_routers: .*the best of an expert's 2 keys counts"):
         fold_routers(model)
 
@@ -267,13 +267,13 @@ def test_keys_of_the_dense_model_do_not_depend_on_the_experts(init, tmp_path):
     replace_routers(model, RouterSettings("attention", num_heads=8, mixture="max"))
     init_attention_routers(model, BATCHES, dense=dense)
     means = mean_keys(dense)
-    for gate, layer, mean in zip(native_routers(model), dense.model.layers, means, strict=True):
+    for gate, layer, mean in zip(gates_of(model), dense.model.layers, means, strict=True):
         query, key = attention_weights(layer.self_attn.q_proj.weight.detach(), *mean, 16, 8, 4)
         torch.testing.assert_close(gate.moe_router.query.data, query, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gate.moe_router.key.data, key, rtol=1e-4, atol=1e-5)
     replace_routers(own, RouterSettings("attention", num_heads=8, mixture="max"))
     init_attention_routers(own, BATCHES)
-    pairs = list(zip(native_routers(own), native_routers(model), strict=True))
+    pairs = list(zip(gates_of(own), gates_of(model), strict=True))
     moved = [((a.moe_router.key - b.moe_router.key).norm() / b.moe_router.key.norm()).item() for a, b in pairs]
     assert moved[0] < 1e-4 and moved[1] > 0.1
     with pytest.raises(ValueError, match="dense: Qwen3ForCausalLM has no attention like that"):
@@ -433,7 +433,7 @@ def test_routers_can_be_replaced_again(first):
     model = with_router(first)
     model.requires_grad_(True)
     replace_routers(model, "mlp", top_k=2)
-    assert router_sizes(model, "test") == [(N, 2)] * 2 and model.config.num_experts_per_tok == 2
+    assert sizes_of(model) == [(N, 2)] * 2 and model.config.num_experts_per_tok == 2
     assert all(p.requires_grad for p in router_parameters(model).values())
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad.abs().sum() > 0 for p in router_parameters(model).values())
@@ -451,9 +451,9 @@ def test_a_second_replacement_goes_back_to_the_stock_gates_rule(family, normaliz
         other.save_pretrained(tmp_path)
         other = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         load_routers(other, tmp_path)
-        assert router_sizes(other, "test") == [(N, {"switch": 1, "soft": N, "mlp": 3}[first])] * 2
+        assert sizes_of(other) == [(N, {"switch": 1, "soft": N, "mlp": 3}[first])] * 2
     replace_routers(other, "linear", **own)
-    for gate, old in zip(native_routers(other), native_routers(model), strict=True):
+    for gate, old in zip(gates_of(other), gates_of(model), strict=True):
         gate.moe_router.weight.data = old.weight.data.clone()
     torch.testing.assert_close(other(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
     fold_routers(other)

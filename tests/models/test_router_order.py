@@ -18,9 +18,10 @@ from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
 from moe_peft.analysis import record_routing
 from moe_peft.analysis.load_callback import LoadCallback
 from moe_peft.analysis.routing_report import write_report
-from moe_peft.models.introspection import active_routers, adapter_layers, observed_routing
+from moe_peft.models.introspection import observed_routing
 from tests.helpers.adapters import adapted, batch
 from tests.helpers.models import tiny_llama, tiny_opt
+from tests.helpers.routed_models import routers_of, tuner_layers
 from tests.helpers.upit_case import rows
 
 IDS = torch.randint(3, 60, (3, 8), generator=torch.Generator().manual_seed(0))
@@ -43,7 +44,7 @@ def of_opt():
 
 def test_a_pass_has_the_routers_in_the_models_order():
     model, seen, own = of_opt(), [], {}
-    routers = active_routers(model)
+    routers = routers_of(model)
     for router in routers:
         router.register_forward_hook(lambda m, args, logits: own.update({m: logits}))
     with torch.no_grad(), observed_routing(model, seen.append):
@@ -61,7 +62,7 @@ def test_loads_are_the_layers_own():
     model = of_opt()
     with torch.no_grad(), record_routing(model) as statistics:
         model(input_ids=IDS)
-    names = [name for name, module in model.named_modules() if module in adapter_layers(model)]
+    names = [name for name, module in model.named_modules() if module in tuner_layers(model)]
     for name, load in zip(names, statistics.shares()["all"], strict=True):
         expected = [0.5, 0.5, 0, 0] if "q_proj" in name else [0, 0, 0.5, 0.5]
         assert load.tolist() == pytest.approx(expected), name
@@ -78,7 +79,7 @@ def interrupt(model, whole: bool = True) -> None:
     def stop(module, args):
         raise Interrupted
 
-    handle = adapter_layers(model)[1].register_forward_pre_hook(stop)
+    handle = tuner_layers(model)[1].register_forward_pre_hook(stop)
     with pytest.raises(Interrupted):
         target(input_ids=IDS + 1)
     handle.remove()
@@ -141,7 +142,7 @@ def test_a_router_of_an_adapter_that_comes_later_evaluates():
     model.set_adapter("later")
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=0)
-    assert not any(router.training for router in active_routers(model))
+    assert not any(router.training for router in routers_of(model))
 
 
 def test_losses_on_routers_where_the_causal_model_calls_its_decoder(tokenizer, tmp_path):

@@ -11,9 +11,8 @@ from transformers import (
 )
 
 from moe_peft import MoELoraConfig, allow_experts, force_experts
-from moe_peft.models.introspection import native_routers
 from tests.helpers.models import tiny_llama
-from tests.helpers.routed_models import KINDS, K, N, adapter, biased, ids, routed_model
+from tests.helpers.routed_models import KINDS, K, N, adapter, biased, gates_of, ids, routed_model
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +165,7 @@ def test_gates_that_choose_by_another_rule_are_not_steered(name, own, message):
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=message), force_experts(model, torch.zeros(3, dtype=torch.long)):
         pass
-    assert not any(hasattr(module, "steering") for module in native_routers(model))
+    assert not any(hasattr(module, "steering") for module in gates_of(model))
 
 
 def test_adapters_that_are_not_active_do_not_count():

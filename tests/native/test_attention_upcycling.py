@@ -14,7 +14,6 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM
 
 from moe_peft.cli import main
-from moe_peft.models.introspection import native_routers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.routing.attention_heads import attention_weights, fitting_heads
 from moe_peft.training.preparation import calibration_batches
@@ -22,6 +21,7 @@ from moe_peft.upit import UpIT, dense_experts, recipe_from_dict
 from tests.helpers.attention_case import BATCHES, mean_keys
 from tests.helpers.attention_case import IDS as ROWS
 from tests.helpers.native_case import DENSE, IDS, MOE, dense_model, logits, saved
+from tests.helpers.routed_models import gates_of
 from tests.helpers.upit_case import make_ffn_case, run, stage_of
 
 READABLE = [kind for kind in DENSE if kind != "phi3"]
@@ -30,7 +30,7 @@ READABLE = [kind for kind in DENSE if kind != "phi3"]
 def gates(folder) -> list[torch.Tensor]:
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return [gate.weight.detach() for gate in native_routers(model)]
+    return [gate.weight.detach() for gate in gates_of(model)]
 
 
 def expected_gates(dense, n: int) -> list[torch.Tensor]:

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
 from moe_peft import prune_experts
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.cli import main
-from moe_peft.models.introspection import native_routers
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.native.families import FAMILIES
 from moe_peft.native.safetensors_io import Checkpoint
@@ -26,6 +25,7 @@ from moe_peft.utils.expert_merging import mean_rows, mean_updates
 from tests.helpers.native_case import IDS, MOE, dense_model, saved
 from tests.helpers.pruning_case import WEIGHTS, load_double, make_adapter, masked_logits
 from tests.helpers.reference import merged_weight
+from tests.helpers.routed_models import gates_of
 from tests.helpers.upit_case import rows
 
 DROP = {0: [1], 1: [0, 3]}
@@ -160,7 +160,7 @@ def looped_logits(folder: Path, dropped: dict[int, list[int]], normalize: bool) 
 
         return change
 
-    gates = set(native_routers(model))
+    gates = set(gates_of(model))
     blocks = [m for m in model.modules() if gates & set(m.children())]
     assert len(blocks) == 2
     for layer, block in enumerate(blocks):

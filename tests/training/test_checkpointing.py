@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from trl import SFTConfig
 
 from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer
-from moe_peft.models.introspection import router_parameters
+from moe_peft.models.layer import router_parameters
 from moe_peft.training.checkpointing import base_values
 from moe_peft.training.data import in_blocks
 from moe_peft.upit import prepare_experts

@@ -8,9 +8,8 @@ from datasets import Dataset
 from torch.nn.functional import cross_entropy
 
 from moe_peft import MoEDPOConfig
-from moe_peft.models.introspection import adapter_layers
 from moe_peft.training.trainers import MoESFTConfig
-from tests.helpers.routed_models import biased
+from tests.helpers.routed_models import biased, tuner_layers
 from tests.helpers.trainers import EXPERTS, LABELS, MASKED, arguments, make_model, make_trainer, one_batch
 from tests.helpers.upit_case import rows
 
@@ -32,7 +31,7 @@ def expert_slices(model):
 
 def out_of_reach(model, allowed_BN):
     """Hooks of the test's own, by which other experts' logits are far below."""
-    layers = adapter_layers(model)
+    layers = tuner_layers(model)
     if not layers:
         return biased(model, allowed_BN)
 

@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import RouterBiasCallback, fold_routers, prune_experts, router_bias_updates
-from moe_peft.models.introspection import active_routers
 from moe_peft.models.native_routers import replace_routers
 from moe_peft.native import export_adapter
 from moe_peft.routing import RouterSettings, load_health, sigmoid_gates, top_k_gates
@@ -22,7 +21,7 @@ from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import adapter as saved_adapter
 from tests.helpers.native_case import dense_model, logits, saved
 from tests.helpers.processes import WORLD, in_processes
-from tests.helpers.routed_models import NATIVE
+from tests.helpers.routed_models import NATIVE, routers_of
 from tests.helpers.trainers import arguments, make_model, make_trainer
 
 BIAS = {"router_bias_update_rate": 0.01, "router_aux_loss_coef": 0}
@@ -30,7 +29,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def steps(model) -> list[list[int]]:
-    return [router.bias_steps.tolist() for router in active_routers(model)]
+    return [router.bias_steps.tolist() for router in routers_of(model)]
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ def counts_by_hand(model, inputs) -> torch.Tensor:
     with torch.no_grad():
         router_logits = model(**inputs, output_router_logits=True).router_logits
     counts = torch.zeros(len(router_logits), 4)
-    for router, logits_TN, count_N in zip(active_routers(model), router_logits, counts, strict=True):
+    for router, logits_TN, count_N in zip(routers_of(model), router_logits, counts, strict=True):
         for token, real in zip(logits_TN, inputs["attention_mask"].flatten().tolist(), strict=True):
             if real:
                 count_N[(token.softmax(-1) + 0.01 * router.bias_steps).topk(2).indices] += 1
@@ -113,7 +112,7 @@ def test_each_step_is_the_sign_of_what_is_missing(checkpointing):
 def test_it_balances_and_the_balancing_loss_counts_the_biased_choice():
     model = adapted(router_bias_update_rate=0.01, top_k=1).eval()
     with torch.no_grad():
-        for router in active_routers(model):
+        for router in routers_of(model):
             router.weight.mul_(20)  # uneven
 
     def load():
@@ -121,7 +120,7 @@ def test_it_balances_and_the_balancing_loss_counts_the_biased_choice():
             out = model(**batch(padded=False), output_router_logits=True)
         chosen = [
             (x.softmax(-1) + r.expert_bias).argmax(-1)
-            for x, r in zip(out.router_logits, active_routers(model), strict=True)
+            for x, r in zip(out.router_logits, routers_of(model), strict=True)
         ]
         counts = torch.stack([torch.bincount(of_layer, minlength=4) for of_layer in chosen]).double()
         p = torch.stack([x.softmax(-1) for x in out.router_logits]).mean(1)
@@ -205,7 +204,7 @@ def test_annealed_in_any_trainer_they_are_zero(tokenizer, tmp_path):
 
 
 def set_biases(model) -> None:
-    for i, router in enumerate(active_routers(model)):
+    for i, router in enumerate(routers_of(model)):
         router.bias_steps.copy_(torch.arange(router.num_experts) * 3 - i)
 
 

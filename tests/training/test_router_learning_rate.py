@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from moe_peft.models.introspection import router_parameters
+from moe_peft.models.layer import router_parameters
 from tests.helpers.trainers import LABELS, make_model, make_trainer
 
 RATE, ROUTERS, STEPS, DECAY = 1e-2, 0.1, 5, 0.3

@@ -14,7 +14,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl import RewardConfig, RewardTrainer, SFTConfig
 
 from moe_peft import MoELoraConfig, replace_routers
-from moe_peft.models.introspection import observed_routing, router_parameters
+from moe_peft.models.introspection import observed_routing
+from moe_peft.models.layer import router_parameters
 from moe_peft.training.preparation import tokenized
 from moe_peft.training.router_config import RouterLossConfig
 from moe_peft.training.router_losses import RouterLossesMixin

@@ -18,7 +18,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, fold_routers, init_attention_routers
-from moe_peft.models.introspection import router_parameters
+from moe_peft.models.layer import router_parameters
 from moe_peft.routing.losses import ROUTER_LOSSES
 from moe_peft.training.labels import COLUMN
 from moe_peft.training.router_config import RouterLossConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_peft.models.introspection import router_parameters
+from moe_peft.models.layer import router_parameters
 from moe_peft.models.native_routers import replace_routers
 from moe_peft.routing.routers import RouterSettings
 from tests.helpers.adapters import COEF, adapted, batch

@@ -23,7 +23,7 @@ from transformers import (
     Phi3ForCausalLM,
 )
 
-from moe_peft.models.introspection import router_parameters
+from moe_peft.models.layer import router_parameters
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.expand import expand_checkpoints
 from moe_peft.upit.summary import plan

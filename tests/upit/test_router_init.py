@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, softplus
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from trl import SFTConfig
 
-from moe_peft.models.introspection import router_parameters
+from moe_peft.models.layer import router_parameters
 from moe_peft.training.preparation import tokenized
 from moe_peft.upit.lora_experts import set_routers
 from moe_peft.upit.post_train import post_train

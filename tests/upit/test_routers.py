@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
 from moe_peft import fold_routers, init_attention_routers, replace_routers
-from moe_peft.models.native_routers import CONFIG_FIELD
+from moe_peft.models.gates import CONFIG_FIELD
 from moe_peft.models.routed_gate import RoutedGate
 from moe_peft.native import UpcycleConfig, upcycle
 from moe_peft.native.router_files import read_routed_model

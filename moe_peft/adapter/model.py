@@ -88,6 +88,8 @@ class MoELoraModel(BaseTuner):
     def _prepare_model(self, peft_config: MoELoraConfig, model: nn.Module) -> None:
         router_outputs.refuse_native_moe(model)
         liger.name_activations(model)
+
+        # The targets, as PEFT will find them.
         if peft_config.target_modules is None:
             peft_config.target_modules = find_ffns(model)
         _maybe_include_all_linear_layers(peft_config, model)
@@ -97,6 +99,8 @@ class MoELoraModel(BaseTuner):
             if self._check_target_module_exists(peft_config, name) and not name.endswith(".base_layer")
         }
         _refuse_placement(model, targets)
+
+        # Each by itself. A linear inside another target would have experts twice.
         names = list(targets)
         for name, module in targets.items():
             outer = next((n for n in names if name.startswith(f"{n}.")), None)
@@ -110,6 +114,8 @@ class MoELoraModel(BaseTuner):
                     "another adapter wraps; target the FFN, or add this adapter first"
                 )
             _check_target(name, module, peft_config, model)
+
+        # All together: settings that would change nothing.
         if targets and not any(map(layout_of, targets.values())):
             projections = peft_config.target_projections
             wrong = f"target_projections={sorted(projections)}" if projections is not None else ""
@@ -185,7 +191,11 @@ class MoELoraModel(BaseTuner):
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
         model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
         router_outputs.uninstall(model)
-        _remove_tags(model)
+        # The tags are the model's own again; without any, its class has none.
+        kept = [tag for tag in getattr(model, "model_tags", None) or [] if tag not in TAGS]
+        model.__dict__.pop("model_tags", None)
+        if kept:
+            cast(Any, model).model_tags = kept
         return model
 
     # --- what token-routed experts cannot do ------------------------------------------------------------------------
@@ -269,64 +279,24 @@ def _refuse_unbalanced(config: MoELoraConfig, model: nn.Module, names: list[str]
 
 
 def _refuse_unmatched(config: MoELoraConfig, names: list[str], model: nn.Module) -> None:
-    """Raise if a field speaks of modules that the model does not have, or its task is not the model's."""
+    """Raise if a field names modules that the model does not have, which PEFT passes over, or another task."""
     for field in ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern"):
         for key in getattr(config, field):
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):  # as PEFT matches rank_pattern
                 raise InputError(f"MoELoraConfig: {field}: {key!r} matches no targeted module; leave it out")
     every = [name for name, _ in model.named_modules()]
-    _refuse_layers(config.layers_to_transform, names)
-    _refuse_names(config, names, every)
-    for saved in set(config.modules_to_save or ()) - _OF_PEFT:
-        if not any(name == saved or name.endswith(f".{saved}") for name in every):
-            raise InputError(f"MoELoraConfig: modules_to_save: {saved!r} is no module of the model; leave it out")
+    targets = () if isinstance(config.target_modules, str) else config.target_modules or ()
+    saved = set(config.modules_to_save or ()) - _OF_PEFT
+    for field, wanted in (("target_modules", targets), ("modules_to_save", saved)):
+        for wrong in wanted:
+            if not any(name == wrong or name.endswith(f".{wrong}") for name in every):
+                raise InputError(f"MoELoraConfig: {field}: {wrong!r} is not a module of the model; leave it out")
     of_model = next((task for ending, task in _TASKS.items() if type(model).__name__.endswith(ending)), None)
     task = getattr(config.task_type, "value", config.task_type)
     if of_model is not None and task not in (None, "FEATURE_EXTRACTION", of_model):
         raise InputError(
             f"MoELoraConfig: task_type={task!r}: the model is a {type(model).__name__}; use task_type={of_model!r}"
         )
-
-
-def _refuse_layers(indices: list[int] | int | None, names: list[str]) -> None:
-    """Raise if a layer has no target, or a target is in another layer: PEFT adapts what has its full name given."""
-    layers = [indices] if isinstance(indices, int) else indices or []
-    for layer in layers:
-        if not any(f".{layer}." in f".{name}." for name in names):
-            raise InputError(
-                f"MoELoraConfig: layers_to_transform={indices}: layer {layer} has no targeted module; name layers that "
-                "do"
-            )
-    for name in names if layers else ():
-        if not any(f".{layer}." in f".{name}." for layer in layers):
-            raise InputError(
-                f"MoELoraConfig: layers_to_transform={indices}: target_modules names {name!r} of another layer; name "
-                "modules by their last part, or leave one of the two out"
-            )
-
-
-def _refuse_names(config: MoELoraConfig, names: list[str], every: list[str]) -> None:
-    """Raise if a name of `target_modules` is no module's, or one of `exclude_modules` is that of a target's parts."""
-    for target in () if isinstance(config.target_modules, str) else config.target_modules or ():
-        if not any(name == target or name.endswith(f".{target}") for name in every):
-            raise InputError(f"MoELoraConfig: target_modules: {target!r} is no module of the model; leave it out")
-    excluded = config.exclude_modules
-    for entry in [excluded] if isinstance(excluded, str) else excluded or ():
-        pattern = entry if isinstance(excluded, str) else rf"(.*\.)?{re.escape(entry)}"
-        matched = [name for name in every if re.fullmatch(pattern, name)]
-        if matched and all(any(name.startswith(f"{target}.") for target in names) for name in matched):
-            raise InputError(
-                f"MoELoraConfig: exclude_modules: {entry!r} is a part of the target {matched[0].rpartition('.')[0]!r}, "
-                "which has experts as a whole; choose its projections with target_projections"
-            )
-
-
-def _remove_tags(model: Any) -> None:
-    """Undo what `inject_adapter` has done to the model's tags."""
-    kept = [tag for tag in getattr(model, "model_tags", None) or [] if tag not in TAGS]
-    model.__dict__.pop("model_tags", None)
-    if kept:
-        model.model_tags = kept
 
 
 def _spec(config: MoELoraConfig, name: str, model: nn.Module) -> Experts:
@@ -349,6 +319,8 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
     """Raise if `module` is neither a linear nor an FFN whose layout computes what its forward computes."""
     spec = _spec(config, name, model)
     layout = layout_of(module)
+
+    # Attention routers take their sizes from the base's attention, and their values from the layer of an FFN.
     if config.router_class.needs_attention and spec.num_experts > 1:
         if layout is None:
             raise InputError(
@@ -357,6 +329,9 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
             )
         with torch.device("meta"):
             make_router(1, spec.num_experts, spec.router)  # raises where sizes do not fit
+
+    # A single linear: whatever PEFT knows the sizes of, quantized or adapted already. Embeddings and convolutions have
+    # sizes, too, and compute something else.
     if layout is None:
         _refuse_kernels(name, model)
         base = without_adapters(module)
@@ -369,16 +344,15 @@ def _check_target(name: str, module: nn.Module, config: MoELoraConfig, model: nn
                 "nor a linear layer; choose another, or describe it with moe_peft.register_ffn_layout"
             )
         return
-    if spec.needs_ffn and (spec.r, spec.lora_alpha) != (config.r, config.lora_alpha):
-        raise InputError(
-            f"MoELoraConfig: rank_pattern or alpha_pattern matches {name!r}, which gets {config.expert_type} experts; "
-            "leave it out of the pattern"
-        )
+
+    # An FFN. Its projections are those of its layout …
     unknown = set(spec.target_projections or ()) - set(layout.projections)
     if unknown:
         raise InputError(
             f"MoELoraConfig: target_projections={sorted(unknown)}: {name!r} has only {list(layout.projections)}"
         )
+
+    # … and its forward is compared with the layout on random tokens, unless another adapter has done so.
     if isinstance(module, MoELoraFFN):
         return
     weight = next(chain(module.parameters(), module.buffers()))  # of GPTQ's and AWQ's linears, all are buffers

@@ -151,17 +151,21 @@ def _is_installed(model: nn.Module) -> bool:
 
 def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bool]) -> tuple[tuple, dict]:
     """Start a collection, unless the model around this backbone has already started one."""
+    # A backbone inside of its model: the model collects.
     outer = outer_collection(module)
     if outer is not None and module is getattr(outer.owner, "base_model", None):
         # A dense backbone does not know the argument. A caller that passes it to the backbone alone gets the backbone's
         # router logits and leaves the outer model's output and loss as they are.
         outer.of_backbone |= bool(kwargs.pop("output_router_logits", False))
         return args, {**kwargs, **overrides}
-    # transformers' own `set_adapter` and `delete_adapter` only change the layers, so compare with them each time.
+
+    # The config's fields follow the active adapters. transformers' own `set_adapter` and `delete_adapter` only change
+    # the layers, so compare with them each time.
     sync_config(module, getattr(module, "peft_config", {}))
-    # TRL's fused forward reads the argument, too, and adds transformers' balancing loss, which is NaN for a batch of
-    # padding alone. So it is not asked for it, except under torch.compile: where that forward breaks the graph, the
-    # collection is lost.
+
+    # Whether router logits are wanted: the call's argument says so, else the config. A dense model does not know it.
+    # TRL's fused forward does, and adds transformers' balancing loss, which is NaN for a batch of padding alone. So it
+    # is not asked for it, except under torch.compile: where that forward breaks the graph, the collection is lost.
     config, fused = text_config(module), kwargs.get("fused_lm_head")
     keep = fused and torch.compiler.is_compiling()
     asked = (kwargs.get if keep else kwargs.pop)("output_router_logits", None)
@@ -169,6 +173,7 @@ def _begin(module: nn.Module, args: tuple, kwargs: dict, overrides: dict[str, bo
     by_config = getattr(config, "output_router_logits", False) and not torch.compiler.is_exporting()
     if not keep:
         kwargs = {**kwargs, **({"output_router_logits": False} if fused else overrides)}
+
     begin(module, args, kwargs, attached=by_config if asked is None else bool(asked), explicit=bool(asked))
     return args, kwargs
 
@@ -182,6 +187,7 @@ def _overrides(module: nn.Module) -> dict[str, bool]:
 
 def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     """Add the router logits to the output and, if the model computes a loss, the balancing loss."""
+    # Only what belongs to this model or its backbone; the owner's pass ends here, also where its forward raised.
     collection = state.collection
     if collection is None or module not in (collection.owner, getattr(collection.owner, "base_model", None)):
         return None
@@ -189,8 +195,12 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         state.collection = collection.outer
     if output is None:  # the forward raised
         return None
+
+    # Whoever records this pass.
     if collection.logits and collection.observers:
         notify(collection)
+
+    # The router logits, if the model's or the backbone's caller wants them, padded to one number of experts.
     if not (collection.attached or (collection.of_backbone and module is module.base_model)):
         return None
     n = max([logits.shape[-1] for logits in collection.logits] or [0])  # torch.compile knows no `default`
@@ -203,6 +213,8 @@ def _end(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         output = _with_router_logits(output, router_logits)
     if router_logits is None:
         return output
+
+    # The balancing loss, on top of the model's own loss. Without one, the caller may have forgotten it.
     if _has_loss(module):
         output = _with_aux_loss(module, args, kwargs, output, router_logits, collection)
     forgotten = isinstance(output, dict) and output.get("loss") is None and not collection.explicit

@@ -63,7 +63,7 @@ def load_data(
         arguments = {"path": _FORMATS[suffix], "data_files": glob.escape(os.path.abspath(source))}
     elif isinstance(source, str) and Path(source).is_file():
         raise InputError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
-    # What it would do with these, nobody wants.
+    # Refuse folders that would be read as patterns, streams, and code that comes with data.
     arguments = {"split": split, **arguments}
     folder = str(arguments.get("path"))
     if os.path.isdir(folder) and glob.has_magic(os.path.abspath(folder)):

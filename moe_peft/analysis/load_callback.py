@@ -20,7 +20,7 @@ class LoadCallback(TrainerCallback):
     Plots how uneven the experts' load is during training with any `Trainer`: `load.png`, and `load.json` with the
     numbers, written at each save and at the end. Where the load becomes uneven or collapses it warns, once, and says
     what to try (`moe_peft.routing.LoadHealth`); not if an expert map asks for uneven loads. A training that resumes
-    continues the numbers that are there.
+    continues the numbers that are there. With several processes, the numbers are of the first one's batches, a sample.
 
     Args:
         output_dir: the folder for the files.

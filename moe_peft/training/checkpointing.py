@@ -115,7 +115,7 @@ def base_values(model: nn.Module) -> list[float]:
         return []
     parts = ((name.split("."), p) for name, p in model.named_parameters())
     base = [p for names, p in parts if not any(n.startswith((*prefixes, "modules_to_save")) for n in names)]
-    return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].double().tolist()]
+    return [x for p in base if not p.is_meta for x in p.detach().flatten()[:4].cpu().double().tolist()]
 
 
 def _digest(value: Any) -> str:

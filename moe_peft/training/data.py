@@ -54,6 +54,7 @@ def load_data(
     Raises:
         ValueError: the dataset does not exist, is empty, or lacks the label column.
     """
+    # The arguments of `load_dataset` for a file, a name, or a mapping of arguments.
     arguments = {"path": source} if isinstance(source, str) else source
     if isinstance(source, str) and (suffix := Path(source).suffix) in _FORMATS:
         if not Path(source).is_file():
@@ -62,6 +63,7 @@ def load_data(
         arguments = {"path": _FORMATS[suffix], "data_files": glob.escape(os.path.abspath(source))}
     elif isinstance(source, str) and Path(source).is_file():
         raise InputError(f"{field}={source!r}: is a file; its name must end in {', '.join(_FORMATS)}")
+    # Refuse folders that would be read as patterns, streams, and code that comes with data.
     arguments = {"split": split, **arguments}
     folder = str(arguments.get("path"))
     if os.path.isdir(folder) and glob.has_magic(os.path.abspath(folder)):
@@ -70,6 +72,7 @@ def load_data(
         raise InputError(f"{field}.streaming=True: rows are counted and checked before training; leave it out")
     if arguments.get("trust_remote_code"):
         raise InputError(f"{field}.trust_remote_code=True: code that comes with data is never run; leave it out")
+    # Load, and say in one line what is wrong with the files.
     _check_cache()
     try:
         with reading(f"{field}={source!r}", "give a file of rows, or arguments of datasets.load_dataset"):
@@ -88,6 +91,7 @@ def load_data(
         if not isinstance(error.__cause__, StopIteration):
             raise
         dataset = None  # an empty file
+    # There must be rows, in one of the formats, with labels if those are read.
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise InputError(f"{field}={source!r}: no examples; name a split that has some")
     if not any(columns <= set(dataset.column_names) for columns in formats):

@@ -58,8 +58,9 @@ def preflight(
 
 def check_packages(args: TrainingArguments, section: str = "") -> None:
     """
-    Make what a trainer will make of its arguments, long after the first stage of a run has begun: an optimizer's class,
-    a schedule, and the callbacks that report.
+    Build what a trainer builds of its arguments only as it begins to train: the optimizer's class, the schedule, and
+    the callbacks that report. The trainer would say the same, but as a traceback, after weights are loaded and, in
+    UpIT, after the stages before it.
 
     Args:
         section: that has them, with a dot at its end.

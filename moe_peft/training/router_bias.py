@@ -76,9 +76,9 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
         nonlocal counts
         if seen.trains:
             first = seen.mask.device
-            mask_T = seen.mask[:, -(len(seen.chosen[0]) // len(seen.mask)) :].flatten().double()
+            real_T1 = seen.mask[:, -(len(seen.chosen[0]) // len(seen.mask)) :].reshape(-1, 1).bool()
             of_pass = [
-                mask_T @ chosen_TN[:, :n].to(first).double() for chosen_TN, n in zip(seen.chosen, sizes, strict=True)
+                (real_T1 & chosen_TN[:, :n].to(first)).sum(0) for chosen_TN, n in zip(seen.chosen, sizes, strict=True)
             ]
             counts = torch.cat(of_pass) + (0 if counts is None else counts)
 
@@ -90,7 +90,8 @@ def router_bias_updates(model: nn.Module) -> Iterator[Callable[..., None]]:
                 distributed.all_reduce(counts)
             for router, count_N in zip(routers, counts.split(sizes), strict=True):
                 if router.expert_bias is not None:
-                    router.bias_steps.add_((count_N.mean() - count_N).sign().to(router.bias_steps))
+                    above_N = count_N.sum() - len(count_N) * count_N  # the mean's distance, times n: in integers, exact
+                    router.bias_steps.add_(above_N.sign().to(router.bias_steps))
         elif remaining is not None:
             for steps_N in (router.bias_steps for router in routers if router.expert_bias is not None):
                 steps_N.copy_(torch.div(steps_N * (remaining - 1), remaining, rounding_mode="trunc"))

@@ -34,7 +34,7 @@ class RouterLog:
     @torch.no_grad()
     def note(self, noted: Mapping[str, Sum]) -> None:
         """Values of one batch, by name."""
-        sums = torch.stack([torch.stack([part.detach().double() for part in pair]) for pair in noted.values()])
+        sums = torch.stack([torch.stack([part.detach().float() for part in pair]) for pair in noted.values()])
         for name, (total, count) in zip(noted, self._since_the_last_log(noted, sums).tolist(), strict=True):
             self._log[name] = [total / max(count, 1.0)]
 
@@ -42,11 +42,12 @@ class RouterLog:
     def note_load(self, passes: Sequence[RoutedPass], mask_T: torch.Tensor) -> None:
         """How evenly the experts were used."""
         by_layer = zip(*(seen.chosen for seen in passes), strict=True)
+        real_T1 = mask_T.bool().unsqueeze(1)
         counts_LN = torch.stack([
-            mask_T.double() @ torch.cat([chosen_TN.to(mask_T.device) for chosen_TN in of_layer]).double()
+            (real_T1 & torch.cat([chosen_TN.to(mask_T.device) for chosen_TN in of_layer])).sum(0)
             for of_layer in by_layer
         ])  # fmt: skip
-        tokens_L1 = mask_T.double().sum().expand(len(counts_LN), 1)
+        tokens_L1 = real_T1.sum().expand(len(counts_LN), 1)
         sums = self._since_the_last_log(["load_cv"], torch.cat([counts_LN, tokens_L1], dim=1).unsqueeze(0))
         health = load_health(sums[0, :, :-1], self.sizes, float(sums[0, 0, -1]))
         self._log["load_cv"] = [health.variation]
@@ -60,7 +61,8 @@ class RouterLog:
 
     def _since_the_last_log(self, names: Iterable[str], sums: torch.Tensor) -> torch.Tensor:
         """Sums of a batch, one per name, with those of other processes and of the batches before it."""
-        reduced = self.trainer.accelerator.reduce(sums, "sum").cpu()
+        # Sums of many batches are in float64, which not all devices have.
+        reduced = self.trainer.accelerator.reduce(sums, "sum").cpu().double()
         for i, name in enumerate(names):
             key = (self.trainer.model.training, name)
             if name in self._log:

@@ -51,12 +51,12 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     The load is what routers did since the last log, masks and dropped slots included; `load_cv_by_chance` is the
     variation that even routing of as many tokens would have, `dead_experts` the share of experts that get next to
-    nothing. Per-token losses are averaged over all real tokens of an
-    optimizer step (the label loss over those that `router_label_tokens` names), whatever the number of accumulation
-    steps and processes; if a trainer's batches hold no token ids, over those of each micro-batch. The balancing loss is
-    not a mean over tokens: as in TRL, it is computed for each micro-batch and averaged; with `router_global_batch`, for
-    those of all processes together. If a trainer runs the model several times for one loss, only the passes with
-    gradients count. What it saves has the card of `ModelCardMixin`.
+    nothing. Per-token losses are averaged over all real tokens of an optimizer step (the label loss over those that
+    `router_label_tokens` names), whatever the number of accumulation steps and processes; if a trainer's batches hold
+    no token ids, over those of each micro-batch. The balancing loss is not a mean over tokens: as in TRL, it is
+    computed for each micro-batch and averaged; with `router_global_batch`, for those of all processes together. If a
+    trainer runs the model several times for one loss, only the passes with gradients count. What it saves has the card
+    of `ModelCardMixin`.
 
     Args:
         kwargs: the trainer's arguments; put this class before the trainer's among the bases.
@@ -211,6 +211,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         trainer: Any = super()
+        # The trainer's own loss, with the routing of all passes that it makes observed.
         inputs = dict(inputs)
         masked = self._masked(inputs)
         token_labels = inputs.pop(COLUMN, None)
@@ -222,8 +223,10 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             )
         self._keep_frozen()  # checkpointed layers run again in the backward pass
         loss, *rest = result if return_outputs else (result,)
+        # It does not count in the stage of routers.
         if self.args.training_stage == "routers":  # with its graph, where routers get gradients as layers run again
             loss = (loss if is_reentrant(self.args) else loss.detach()) * 0
+        # Of several passes, such as those of a policy and a reference, the ones that train count.
         counted = [seen for seen in passes if seen.trains] or passes[:1]
         if not counted:
             raise RuntimeError(
@@ -232,6 +235,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             )
         if len(counted) > 1:
             self._step_tokens = self._step_label_tokens = None  # they count the tokens of one pass
+        # The losses of the routers, added and logged.
         batch = self._router_batch(counted, token_labels, inputs)
         loss = self._with_router_losses(loss, batch, loss_is_of_whole_step(self, num_items_in_batch))
         self._log_of_routers.note_load(counted, batch.mask)
@@ -240,16 +244,19 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
 
     def _router_batch(self, passes: list[RoutedPass], token_labels: torch.Tensor | None, inputs: Any) -> RouterBatch:
         """The inputs of the losses: the tokens of all passes, concatenated."""
+        # Each layer's logits and the mask, one pass after the other.
         device = passes[0].router_logits[0].device  # layers may be on different ones
         by_layer = zip(*(seen.router_logits for seen in passes), strict=True)
         logits = [torch.cat([logits_TN.to(device) for logits_TN in of_layer]) for of_layer in by_layer]
         mask_T = torch.cat([seen.mask.flatten().to(device) for seen in passes])
+        # What labels say of the tokens, if there are some.
         allowed_TN = label_mask_T = None
         if token_labels is not None and self._allowed is not None:
             labels_T = token_labels.flatten().to(device)
             mask_T = mask_T * (labels_T != NO_LABEL)
             allowed_TN = self._allowed.to(device)[labels_T.clamp(min=0)]
             label_mask_T = self._label_tokens(inputs, mask_T)
+        # How loads are balanced.
         k = int(text_config(self.model).num_experts_per_tok)
         scope: Scope = self.args.router_balancing or self._default_balancing
         chosen = counted_experts(self._routers, logits, self._ks)
@@ -269,6 +276,7 @@ class RouterLossesMixin(FullNormMixin, ModelCardMixin):
             if (entry.needs_labels and batch.allowed is None) or not (counts or entry.always_logged):
                 continue
             value = entry.function(batch)
+            # Means over the tokens of the whole step, or of the micro-batch.
             if value.dim():  # one per token
                 mask_T, step_tokens = batch.mask, self._step_tokens
                 if entry.needs_labels and batch.label_mask is not None:

@@ -76,7 +76,8 @@ def example_losses(
             inputs = collator([dataset[i] for i in range(start, min(start + rows, len(dataset)))])
             inputs = {name: value.to(state.device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             outputs = model(**inputs, fused_lm_head=True)
-            losses_B, counts_B = -outputs.log_probs.double().sum(-1), outputs.label_mask.sum(-1)
+            # Sums in float64, which not all devices have.
+            losses_B, counts_B = -outputs.log_probs.cpu().double().sum(-1), outputs.label_mask.sum(-1)
             scored.append((start, losses_B.tolist(), counts_B.tolist()))
         if len(mine) < -(-len(starts) // state.num_processes) and any(map(is_sharded, model.parameters())):
             # Sharded weights are gathered by all processes at once, so one that has a batch less runs one of padding.

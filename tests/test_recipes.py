@@ -33,9 +33,10 @@ from transformers import (
 from moe_peft.cli import main
 from moe_peft.models.attention_init import attention_gates
 from moe_peft.native.upcycle import upcycled_config
-from moe_peft.upit import load_recipe, summary
+from moe_peft.upit import load_recipe
+from moe_peft.upit import plan as planning
 from moe_peft.upit.pipeline import UpIT
-from moe_peft.upit.summary import plan
+from moe_peft.upit.plan import plan
 from tests.helpers.models import tiny_llama
 from tests.helpers.shapes import LLAMA_8B, QWEN_8B
 
@@ -140,7 +141,7 @@ def local(path, folder, config, tokenizer, row, rows):
 def printed_plan(path, overrides, capsys):
     """What `--dry-run` prints, and the stages by name."""
     plans = []
-    with patch.object(summary, "plan", lambda *args: plans.append(plan(*args)) or plans[0]):
+    with patch.object(planning, "plan", lambda *args: plans.append(plan(*args)) or plans[0]):
         main(["upit", "--config", str(path), "--dry-run", *(part for o in overrides for part in ("--set", o))])
     return capsys.readouterr().out, {stage.name: stage for stage in plans[0]}
 

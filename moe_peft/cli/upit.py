@@ -9,8 +9,9 @@ from pydantic import Field
 from ..training.estimate import STRATEGIES, planned_launch
 from ..upit.methods import METHODS
 from ..upit.pipeline import UpIT
+from ..upit.plan import print_plan
 from ..upit.recipe import load_recipe
-from ..upit.summary import print_plan, print_summary
+from ..upit.summary import print_summary
 from ..upit.sweep import print_sweep, sweep
 from ..utils.distributed import leave_processes
 from ..utils.messages import InputError

@@ -24,9 +24,9 @@ from ..utils.distributed import on_main_process
 from ..utils.io import link_folder, write_json
 from ..utils.messages import InputError
 from .pipeline import UpIT
+from .plan import StagePlan, plan
 from .recipe import load_recipe
 from .stage_cache import Stage, read_record
-from .summary import StagePlan, plan
 
 _PASSES = 3  # a backward pass takes about twice what a forward pass takes
 

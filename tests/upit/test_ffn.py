@@ -26,7 +26,7 @@ from transformers import (
 from moe_peft.models.layer import router_parameters
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.expand import expand_checkpoints
-from moe_peft.upit.summary import plan
+from moe_peft.upit.plan import plan
 from tests.helpers.models import tiny_llama
 from tests.helpers.native_case import dense_model, saved
 from tests.helpers.upit_case import (

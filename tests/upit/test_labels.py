@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from moe_peft.models.steering import allow_experts
 from moe_peft.routing.routers import ROUTERS, RouterSettings, make_router
 from moe_peft.upit import UpIT, recipe_from_dict
-from moe_peft.upit.summary import plan
+from moe_peft.upit.plan import plan
 from tests.helpers.upit_case import make_case, rows
 
 MASKS = {"a": [1, 1, 0, 0], "b": [0, 0, 1, 1], "c": [0, 1, 1, 1]}

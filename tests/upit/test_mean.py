@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_peft.upit import recipe_from_dict
 from moe_peft.upit.lora_experts import LoraExperts
-from moe_peft.upit.summary import plan
+from moe_peft.upit.plan import plan
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import make_case, make_ffn_case, run
 

@@ -26,7 +26,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from moe_peft.adapter.layers import MoELoraLayer
 from moe_peft.cli import main
 from moe_peft.upit import UpIT, recipe_from_dict
-from moe_peft.upit.summary import plan
+from moe_peft.upit.plan import plan
 from tests.helpers.eval_case import make_tasks
 from tests.helpers.models import tiny_llama
 from tests.helpers.upit_case import contents, make_case, run, run_as_two_processes

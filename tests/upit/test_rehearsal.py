@@ -19,7 +19,7 @@ from moe_peft.training.preparation import rehearse, tokenized
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit.context import most_positions
 from moe_peft.upit.evaluate import Evaluate
-from moe_peft.upit.summary import plan
+from moe_peft.upit.plan import plan
 from moe_peft.utils.loading import Base
 from moe_peft.utils.messages import InputError
 from tests.helpers.models import tiny_llama

@@ -14,6 +14,7 @@ from moe_peft.training.checkpointing import MARKER, Fingerprint
 from moe_peft.upit import UpIT, recipe_from_dict
 from moe_peft.upit import stage_cache as stages
 from moe_peft.upit.stage_cache import Stage, is_run, outlook, run_stage
+from moe_peft.utils.messages import InputError
 from tests.helpers.upit_case import contents, make_case, run, without_paths
 
 RECORD = "stage.json"
@@ -129,7 +130,7 @@ def test_one_that_was_complete_when_it_was_stopped(value, tmp_path, monkeypatch,
 def test_what_raised_an_error_before_it_made_anything_leaves_nothing(tmp_path):
     for words, left in (("at once", set()), ("late", {"work.state", "work"})):
         with pytest.raises(ValueError, match=words):
-            run_stage(Work(tmp_path, stop=ValueError(words)))
+            run_stage(Work(tmp_path, stop=InputError(words)))
         assert {path.name for path in tmp_path.iterdir()} == left
 
 

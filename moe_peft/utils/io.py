@@ -77,7 +77,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not JSON ({one_line(error, 80)}); write or download it again") from error
+        raise InputError(f"{path}: not JSON ({one_line(error, 80)}); write or download it again") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: must be a JSON object, not {one_line(repr(value), 40)}")
     return value

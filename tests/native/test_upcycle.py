@@ -74,7 +74,7 @@ def test_models_may_be_named_one_by_one(folders):
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (["--calibration-examples", "5"], "--calibration-examples 5: goes with --calibration"),
+    (["--calibration-examples", "5"], "calibration_examples=5: goes with calibration"),
     (["--fine-grained-split", "independent"], "fine_grained_split='independent': granularity=1 splits no expert"),
 ])  # fmt: skip
 def test_an_option_without_what_it_is_for_is_refused(options, words, folders, tmp_path, capsys):
@@ -435,7 +435,7 @@ def test_gates_of_another_shape(options, shape, message, folders):
     ("router_init", "attentive", "normal, uniform"), ("drop_rate", 1.5, "from 0 to 1"), ("noise_std", -1, "from 0 to"),
     ("router_init", "given", "goes with"), ("granularity", 0, "from 1 to"), ("router_num_heads", 0, "from 1 to"),
     ("dtype", "bf16", "float32, bfloat16"), ("max_shard_size", "0GB", "above 0"),
-    ("num_shared_experts", 2, "fewer than .*=2"), ("fine_grained_split", "random", "partition, independent"),
+    ("num_shared_experts", 2, "below .*=2"), ("fine_grained_split", "random", "partition, independent"),
     ("router_aux_loss_coef", -0.1, "from 0 to"), ("router_aux_loss_coef", math.nan, "from 0 to"),
     ("router_init_std", -1, "from 0 to"), ("noise_scale", 1e300, "1000"), ("noise_scale", 10**400, "1000"),
     ("num_added_shared_experts", -1, "from 0 to"), ("drop_rate", 0.3, "^drop_rate=0.3: goes with init='drop'"),

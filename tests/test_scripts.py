@@ -239,7 +239,7 @@ def test_seeds_of_the_study_of_granularity_leave_out_other_rows():
 
 
 def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
-    from studies import label_routing, upcycling, upit
+    from studies import granularity, label_routing, upcycling, upit
     from studies.runs import Ledger
 
     ledgers = {name: Ledger(ROOT / f"studies/results/{name}.jsonl") for name in ("upit", "label_routing", "upcycling")}
@@ -250,5 +250,7 @@ def test_pages_of_results_are_what_their_ledgers_say(tmp_path, monkeypatch):
     upit.report(of_upit)
     label_routing.report(ledgers["label_routing"].records())
     upcycling.report(ledgers["upcycling"].records())
+    page = granularity.report(Ledger(ROOT / "studies/results/granularity.jsonl"))
+    (tmp_path / "granularity.md").write_text(page)
     for path in tmp_path.glob("*.md"):
         assert path.read_text() == (ROOT / "studies/results" / path.name).read_text(), path.name

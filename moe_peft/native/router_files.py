@@ -66,19 +66,20 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
             raise InputError(f"{os.fspath(folder)!r} has no {path}.{missing[0]}; is it complete?")
 
 
-def read_routed_model(name: str | os.PathLike, source: object, **options: Any) -> Any:
+def read_routed_model(name: str | os.PathLike, source: object, revision: str | None = None, **options: Any) -> Any:
     """
     A causal language model, with the routers that replaced its gates, if its config names some.
 
     Args:
         source: the field and its value, for messages.
+        revision: of a name on the hub.
         options: arguments of `from_pretrained`.
 
     Raises:
         ValueError: it cannot be loaded.
     """
-    if not hasattr(read_config(name, source).get_text_config(), CONFIG_FIELD):
-        return read_model(name, source, **options)
+    if not hasattr(read_config(name, source, revision).get_text_config(), CONFIG_FIELD):
+        return read_model(name, source, revision=revision, **options)
     if Path(name).is_dir():
         check_weights(Path(name), source)
     with reading(source):  # the gates that were replaced are not in its files

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ..models.attention_init import check_attention, fold_routers, init_attention_routers
 from ..models.introspection import router_parameters
 from ..models.native_routers import replace_routers
-from ..native.model_folder import TERMS, copy_companions, open_dense
+from ..native.folders import open_dense
+from ..native.model_folder import TERMS, copy_companions
 from ..native.upcycle import UpcycleConfig, check_same_architecture, upcycle, upcycled_config
 from ..routing.routers import RouterSettings
 from ..training.preparation import calibration_batches

@@ -25,7 +25,8 @@ from moe_peft.cli.upcycle import parser
 from moe_peft.native import ExpertInit, UpcycleConfig, upcycle
 from moe_peft.native.expert_init import FFN, generator_for
 from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
-from moe_peft.native.model_folder import open_dense, parse_size
+from moe_peft.native.folders import open_dense
+from moe_peft.native.model_folder import parse_size
 from moe_peft.native.moe_config import backbone_shapes, moe_config
 from moe_peft.native.safetensors_io import new_folder
 from moe_peft.native.upcycle import Upcycled

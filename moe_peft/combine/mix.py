@@ -271,26 +271,17 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
 
 
 def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
-    """
-    The base of adapters that are to be experts of one mixture.
-
-    Raises:
-        ValueError: they name different ones, or different revisions of one.
-    """
-    first = adapters[0].base
-    for other in adapters[1:]:
-        if _same(other.base.path) != _same(first.path) or (other.base.revision or "main") != (first.revision or "main"):
-            bases = " and ".join(
-                f"{adapter} on {adapter.base.path!r} ({adapter.base.revision or 'main'})"
-                for adapter in (adapters[0], other)
+    """The base of adapters that become experts of one mixture; all must name the same, in one revision."""
+    bases = [adapter.base for adapter in adapters]
+    places = [Path(base.path).resolve() if Path(base.path).exists() else base.path for base in bases]
+    named = [f"{place} ({base.revision or 'main'})" for place, base in zip(places, bases, strict=True)]
+    for adapter, name in zip(adapters, named, strict=True):
+        if name != named[0]:
+            raise InputError(
+                f"{adapter}: its base is {name}, that of {adapters[0]} is {named[0]}; experts of one mixture need one "
+                "base, so say which (--base)"
             )
-            raise InputError(f"{bases}: experts of one mixture have one base; give the one to use (--base)")
-    return first
-
-
-def _same(path: str) -> str | Path:
-    """What folders have in common that are the same."""
-    return Path(path).resolve() if Path(path).exists() else path
+    return bases[0]
 
 
 def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:

@@ -9,7 +9,7 @@ import copy
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
@@ -35,7 +35,6 @@ from ..utils.loading import (
     read_adapter_config,
     read_adapter_weights,
     read_config,
-    read_model,
     read_tokenizer,
     refuse_adapter,
 )
@@ -83,7 +82,6 @@ class ModelFolder(ABC):
     def tokenizer(self) -> Any:
         """The tokenizer that goes with it."""
 
-    @abstractmethod
     def load(
         self, dtype: str = "auto", quantization: dict[str, Any] | None = None, *, on_accelerator: bool = True
     ) -> Any:
@@ -98,6 +96,18 @@ class ModelFolder(ABC):
         Raises:
             ValueError: it cannot be loaded, or a setting is not what `from_pretrained` takes.
         """
+        if dtype not in ("auto", *DTYPES):
+            raise InputError(choice_error("--dtype", dtype, ("auto", *DTYPES)))
+        options: dict[str, Any] = {"dtype": dtype}
+        if on_accelerator and torch.accelerator.is_available():
+            options["device_map"] = {"": PartialState().device}
+        if quantization is not None:
+            options["quantization_config"] = quantization_config(quantization, "--quantization")
+        return self._load(options).eval()
+
+    @abstractmethod
+    def _load(self, options: dict[str, Any]) -> Any:
+        """The model, as `from_pretrained` loads it with these arguments."""
 
     def companions(self) -> list[Path]:
         """The files beside its weights that go with what is made of it: see `companions` of `model_folder`."""
@@ -186,15 +196,19 @@ def _open_model(path: str | os.PathLike, field: str, revision: str | None = None
 
 
 def expect(folder: ModelFolder, *wanted: type[Kind]) -> Kind:
-    """
-    A folder of one of some kinds.
-
-    Raises:
-        ValueError: it is of another kind.
-    """
+    """The folder, which must be of one of these kinds."""
     if not isinstance(folder, wanted):
         raise InputError(f"{folder}: is {folder.kind}; give {' or '.join(kind.kind for kind in wanted)}")
     return folder
+
+
+def check_shapes(folder: ModelFolder, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    """Raise if a tensor is missing, is too many, or has another shape than the config says."""
+    for name in {**expected, **shapes}:
+        if shapes.get(name) != expected.get(name):
+            has = f"{name} is {list(shapes[name])}" if name in shapes else f"no tensor {name}"
+            wants = list(expected[name]) if name in expected else "nothing of it"
+            raise InputError(f"{folder}: {has}, its config says {wants}; use the config that it was saved with")
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
@@ -221,12 +235,7 @@ class AdapterFolder(ModelFolder):
 
     @cached_property
     def base(self) -> WholeModel:
-        """
-        The model that it was trained on.
-
-        Raises:
-            ValueError: the config names none, or one that is not there.
-        """
+        """The model that it was trained on, which must be there."""
         name, revision = adapter_base(self.config, self, self.other_base, self.remedy)
         return _open_model(name, "base" if self.other_base else f"{self}: base_model_name_or_path", revision)
 
@@ -249,15 +258,13 @@ class AdapterFolder(ModelFolder):
         check_tokenizer(tokenizer, None, self)
         return tokenizer
 
-    def load(
-        self, dtype: str = "auto", quantization: dict[str, Any] | None = None, *, on_accelerator: bool = True
-    ) -> Any:
-        model: Any = self.base.load(dtype, quantization, on_accelerator=on_accelerator)
+    def _load(self, options: dict[str, Any]) -> Any:
+        model = self.base._load(options)
         if self.has_tokenizer and len(self.tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(self.tokenizer))  # as PEFT, which saves such embeddings in the adapter
         read_adapter_weights(self.path, self)  # PEFT would take a pickled file
         with reading(self):
-            return PeftModel.from_pretrained(model, self.path).eval()
+            return PeftModel.from_pretrained(model, self.path)
 
 
 class LoraFolder(AdapterFolder):
@@ -292,12 +299,6 @@ class MoELoraFolder(AdapterFolder):
         """
         The settings of its routers that follow from the number of experts where the config does not set them, with the
         values that they have. Set to these, they stay what they are when experts come or go.
-
-        Args:
-            routers: of all layers.
-
-        Raises:
-            ValueError: the layers differ in one.
         """
         settings = {}
         for name, of_size in self.config.router_class.sized.items():
@@ -342,20 +343,14 @@ class WholeModel(ModelFolder):
         """A tensor by its name on disk. The head is the embeddings where the model ties them."""
         return self.tensors.tensor(self.tensors.stored_name(name, EMBEDDINGS if name == HEAD else None))
 
-    def load(
-        self, dtype: str = "auto", quantization: dict[str, Any] | None = None, *, on_accelerator: bool = True
-    ) -> Any:
-        if dtype not in ("auto", *DTYPES):
-            raise InputError(choice_error("--dtype", dtype, ("auto", *DTYPES)))
-        options: dict[str, Any] = {"dtype": dtype, "revision": self.revision}
-        if on_accelerator and torch.accelerator.is_available():
-            options["device_map"] = {"": PartialState().device}
-        if quantization is not None:
-            options["quantization_config"] = quantization_config(quantization, "--quantization")
-        return self._load(options).eval()
+    def check_tensors(self, expected: Mapping[str, torch.Size]) -> None:
+        """Raise if the tensors on disk are not these; a tied head need not be there."""
+        tied = getattr(self.config, "tie_word_embeddings", False) and HEAD not in self.tensors.files
+        shapes = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith(NOT_WEIGHTS)}
+        check_shapes(self, shapes, {name: shape for name, shape in expected.items() if not (tied and name == HEAD)})
 
     def _load(self, options: dict[str, Any]) -> Any:
-        return read_model(self.path, self, **options)
+        return read_routed_model(self.path, self, self.revision, **options)
 
 
 class DenseFolder(WholeModel):
@@ -388,7 +383,7 @@ class DenseFolder(WholeModel):
         for companion in self.companions():  # which will be copied
             if companion.suffix == ".json":
                 read_json(companion)
-        self._check_tensors()
+        self.check_tensors(self.shapes())
         return self
 
     def backbone(self, name: str) -> torch.Tensor:
@@ -408,20 +403,6 @@ class DenseFolder(WholeModel):
             count = self.config.vocab_size * self.config.hidden_size
             logger.info(f"the head, tied to the embeddings in the dense model, gets parameters of its own: {count:,}")
 
-    def _check_tensors(self) -> None:
-        """Raise if the tensors on disk are not those of the config."""
-        tied = bool(getattr(self.config, "tie_word_embeddings", False)) and HEAD not in self.tensors.files
-        shapes = {name: shape for name, shape in self.shapes().items() if not (tied and name == HEAD)}
-        for name, shape in shapes.items():
-            self.tensors.stored_name(name)
-            if self.tensors.shape(name) != shape:
-                raise InputError(
-                    f"{self.folder}: {name} is {list(self.tensors.shape(name))}, its config says {list(shape)}"
-                )
-        unknown = [name for name in self.tensors if name not in shapes and not name.endswith(NOT_WEIGHTS)]
-        if unknown:
-            raise InputError(f"{self.folder}: tensors that a native MoE does not have: {sorted(unknown)[:3]}")
-
 
 def open_dense(path: str | os.PathLike, family: str | None = None) -> DenseFolder:
     """A dense model that can become a native MoE; see `DenseFolder.to_moe`."""
@@ -435,10 +416,7 @@ class NativeFolder(WholeModel):
 
     @cached_property
     def family(self) -> MoEFamily:
-        """
-        Raises:
-            ValueError: it belongs to none of `FAMILIES`, or its gates are routers that the family does not have.
-        """
+        """Its family, which must be one of `FAMILIES`, with the family's own gates."""
         kind = self.config.model_type
         if kind not in FAMILIES:
             raise InputError(f"{self}: a {kind!r} model; give a native MoE of {', '.join(FAMILIES)}")
@@ -463,6 +441,3 @@ class NativeFolder(WholeModel):
 
     def shared(self, layer: int) -> FFN:
         return self.family.read_shared(layer, self.read)
-
-    def _load(self, options: dict[str, Any]) -> Any:
-        return read_routed_model(self.path, self, **options)

@@ -7,7 +7,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from ..adapter.config import MoELoraConfig, by_pattern
 from ..adapter.layers import MoELoraLayer
 from ..models.model_size import ModelSize, model_size
-from ..native.folders import ModelFolder, MoELoraFolder, NativeFolder, expect
-from ..native.model_folder import HEAD, NOT_WEIGHTS, copy_companions
+from ..native.folders import ModelFolder, MoELoraFolder, NativeFolder, check_shapes, expect
+from ..native.model_folder import copy_companions
 from ..native.moe_config import backbone_shapes
 from ..native.safetensors_io import ShardedWriter
 from ..routing.routers import make_router
@@ -69,10 +69,7 @@ class Prunable(ABC):
 
 
 def prunable(folder: ModelFolder) -> Prunable:
-    """
-    Raises:
-        ValueError: its tensors are not those of its config, or no router can lose an expert.
-    """
+    """The experts of a folder, which must have the tensors that its config says, and routers that can lose experts."""
     if isinstance(folder, MoELoraFolder):
         return PrunableAdapter(folder)
     return PrunableMoE(expect(folder, NativeFolder))
@@ -109,7 +106,7 @@ class PrunableAdapter(Prunable):
             )
         self.state, expected = folder.tensors, folder.shapes
         shapes = {key: w.shape for key, w in self.state.items() if ".moe_lora_" in key or key in expected}
-        _check_shapes(folder, shapes, expected)
+        check_shapes(folder, shapes, expected)
         for key, tensor in self.state.items():
             if not tensor.isfinite().all():
                 raise InputError(f"{folder}: {key} holds NaN or infinity; save the adapter again")
@@ -187,10 +184,7 @@ class PrunableMoE(Prunable):
         self.size = model_size(empty_model(self.config, folder))
         self.indices = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
         self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.indices]
-        tied = HEAD if self.config.tie_word_embeddings else None
-        plan = self.family.plan(self.config, backbone_shapes(self.config))
-        shapes = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith(NOT_WEIGHTS)}
-        _check_shapes(folder, *({name: shape for name, shape in of.items() if name != tied} for of in (shapes, plan)))
+        folder.check_tensors(self.family.plan(self.config, backbone_shapes(self.config)))
         if not self.layers:
             raise InputError(f"{folder}: no layer has experts; there is nothing to prune")
 
@@ -242,16 +236,6 @@ class PrunableMoE(Prunable):
             return self.tensors.tensor(self._names(layer, 0)[part])
         n = self.layers[layer].num_experts
         return torch.stack([self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n)])
-
-
-def _check_shapes(folder: ModelFolder, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    for name in {**expected, **shapes}:
-        if shapes.get(name) != expected.get(name):
-            has, wants = (list(of[name]) if name in of else "nothing" for of in (shapes, expected))
-            raise InputError(
-                f"{folder}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
-                "it was saved with"
-            )
 
 
 def _other(key: str) -> str:

@@ -228,7 +228,7 @@ def test_the_base_has_the_revision_that_the_adapters_name(case, tmp_path, monkey
 def test_adapters_of_different_bases_are_refused_unless_one_is_given(field, case, tmp_path):
     shutil.copytree(case / "base", tmp_path / "other")
     adapters = with_base(case, tmp_path, **{field: str(tmp_path / "other") if "name" in field else "v2"})
-    with pytest.raises(ValueError, match=r"adapters=.*/a' on .*base' \(main\) and adapters=.*/c' on .*one base"):
+    with pytest.raises(ValueError, match=r"adapters=.*/c': its base is .*, that of adapters=.*/a' is .*/base \(main\)"):
         mix(settings(case, output=str(tmp_path / "out"), adapters=adapters, **OF_ARROW))
     assert not (tmp_path / "out").exists()
     mix(settings(case, output=str(tmp_path / "out"), adapters=adapters, base=str(case / "base"), **OF_ARROW))
@@ -245,7 +245,7 @@ def test_an_expert_of_another_base_does_not_join(case, tmp_path):
     adapters = with_base(case, tmp_path, base_model_name_or_path=str(tmp_path / "other"))
     mix(settings(case, output=str(tmp_path / "mixed"), adapters=adapters[:2], **OF_ARROW))
     options = {"add_to": str(tmp_path / "mixed"), **OF_ARROW}
-    with pytest.raises(ValueError, match=r"add_to=.*: experts of one mixture have one base"):
+    with pytest.raises(ValueError, match=r"add_to=.*: its base is .*; experts of one mixture need one base"):
         mix(settings(case, output=str(tmp_path / "out"), adapters=adapters[2:], **options))
 
 

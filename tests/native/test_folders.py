@@ -72,6 +72,7 @@ def test_names_on_the_hub(world, monkeypatch):
     for name in ("lora", "ia3", "moe"):
         assert type(find_adapter(f"org/{name}", "model")) is KINDS[name]
     assert find_adapter("org/dense", "model") is None
+    assert [AdapterFolder(f"org/{name}", "model").has_tokenizer for name in ("moe", "dense")] == [False, True]
 
 
 def test_an_adapters_base_has_the_revision_that_it_names(world, tmp_path):

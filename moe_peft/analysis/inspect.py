@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import tqdm
 
-from ..models.introspection import adapter_layers, base_model
+from ..models.introspection import base_model
+from ..models.layer import routed_layers
 from ..models.model_size import ModelSize, expert_similarity, model_size
+from ..native.folders import open_folder
 from ..routing.expert_map import in_order
 from ..utils.expert_merging import likeness
 from ..utils.io import output_folder
 from ..utils.messages import InputError
 from .html import EFFECTIVE, STRONGEST, strongest, write_html
-from .inputs import Rows, describe, load, load_rows
+from .inputs import Rows, describe, load_rows
 from .recorder import RoutingStatistics, record_routing
 from .routing_report import REPORT, write_files
 from .token_classes import classify_tokens
@@ -71,7 +74,8 @@ def inspect_model(
     if position_width is not None and expert_map is None:
         raise InputError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")
     with output_folder(output_dir, "output_dir", REPORT.is_in) as folder:
-        model, tokenizer = load(model_path, dtype, quantization, base)
+        opened = open_folder(model_path, "--model", base=base)
+        model, tokenizer = opened.load(dtype, quantization), opened.tokenizer
         rows = load_rows(
             tokenizer, data, label_column, split,
             batch_size=batch_size, max_length=max_length, max_examples=max_examples,
@@ -113,10 +117,10 @@ def _about(model: Any) -> dict[str, Any]:
     cosines_NN = expert_similarity(model)
     return {
         **describe(model),
-        "base": base_model(model).config._name_or_path if adapter_layers(model) else None,
+        "base": base_model(model).config._name_or_path if isinstance(model, PeftModel) else None,
         "size": asdict(model_size(model)),
         "similarity": None if cosines_NN is None else cosines_NN.tolist(),
-        "similarity_of": "updates B A" if adapter_layers(model) else "weights",
+        "similarity_of": next((layer.compared for layer in routed_layers(model)), "weights"),
     }
 
 

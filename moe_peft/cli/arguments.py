@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from trl import ModelConfig, ScriptArguments, TrlParser, get_quantization_config
 
 from ..adapter.config import MoELoraConfig
-from ..native.export import read_adapter_config
+from ..native.folders import MoELoraFolder, open_folder
 from ..training.resuming import names_checkpoint
 from ..training.router_config import RouterLossConfig, Stage
 from ..utils.loading import Base, adapter_base, check_tokenizer, read_tokenizer
@@ -129,7 +129,7 @@ class Options:
         for name, default in vars(AdapterOptions()).items():
             if (value := self.adapter[name]) != default:
                 raise InputError(f"{name}={value!r}: is for a new adapter, and adapter names one; leave it out")
-        config = read_adapter_config(self.run.adapter)
+        config = open_folder(self.run.adapter, "adapter", MoELoraFolder).config
         config.inference_mode = False
         if self.training.router_aux_loss_coef is not None:
             config.router_aux_loss_coef = self.training.router_aux_loss_coef

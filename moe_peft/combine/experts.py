@@ -12,7 +12,7 @@ from peft import PeftModel
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
 from ..adapter.layers import MoELoraLayer
 from ..adapter.lora_conversion import expert_to_lora, lora_to_moe
-from ..native.export import read_adapter_config
+from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError
 
@@ -65,26 +65,28 @@ def put_expert(
     3
     ```
     """
-    config, named = read_adapter_config(mixture), f"mixture {os.fspath(mixture)!r}"
+    folder = open_folder(mixture, "mixture", MoELoraFolder)
+    config = folder.config
     if not config.router_class.expert_rows:
-        raise InputError(f"{named}: router_type={config.router_type!r} has no parameters of single experts")
+        raise InputError(f"{folder}: router_type={config.router_type!r} has no parameters of single experts")
     if expert is not None and not 0 <= expert < config.num_experts:
-        raise InputError(f"replace={expert}: {named} has experts 0 to {config.num_experts - 1}")
+        raise InputError(f"replace={expert}: {folder} has experts 0 to {config.num_experts - 1}")
     if config.modules_to_save:
         raise InputError(
-            f"{named}: modules_to_save={config.modules_to_save}: no expert can join what they are trained for"
+            f"{folder}: modules_to_save={config.modules_to_save}: no expert can join what they are trained for"
         )
-    read_adapter_weights(mixture, named)
-    model: Any = PeftModel.from_pretrained(base, os.fspath(mixture))
+    read_adapter_weights(folder.path, folder)  # PEFT would take a pickled file
+    model: Any = PeftModel.from_pretrained(base, folder.path)
     gates = _routers(model)
+    settings = {name: getattr(config, name) for name in _KEPT} | folder.sized_settings(gates.values())
     loras = [adapter if i == expert else expert_to_lora(model, i) for i in range(config.num_experts)]
     loras += [adapter] if expert is None else []
-    result = lora_to_moe(model.unload(), loras, **{name: getattr(config, name) for name in _KEPT})
+    result = lora_to_moe(model.unload(), loras, **settings)
     new = _routers(result)
     if new.keys() != gates.keys():
         path = min(new.keys() ^ gates.keys())
         raise InputError(
-            f"adapter {os.fspath(adapter)!r}: {path} has experts and a router in only one of it and {named}"
+            f"adapter {os.fspath(adapter)!r}: {path} has experts and a router in only one of it and {folder}"
         )
     kept = [i for i in range(config.num_experts) if i != expert]
     for path, router in new.items():

@@ -17,17 +17,24 @@ from pydantic import Field, model_validator
 from transformers.utils.logging import tqdm
 
 from ..adapter.lora_conversion import lora_to_moe
-from ..analysis.inputs import load
 from ..models.gate_init import find_gate_init, init_gates
 from ..native import UpcycleConfig, upcycle
-from ..native.router_files import read_routed_model
+from ..native.folders import (
+    AdapterFolder,
+    DenseFolder,
+    LoraFolder,
+    MoELoraFolder,
+    NativeFolder,
+    WholeModel,
+    open_folder,
+)
 from ..native.safetensors_io import new_folder
 from ..native.upcycle import mean_model
 from ..routing.expert_map import label_text
 from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels
 from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import read_json, write_json
-from ..utils.loading import adapter_base, read_adapter_config, read_tokenizer
+from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
@@ -234,52 +241,73 @@ def mix(settings: MixSettings) -> HeldOut | None:
 
 
 def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
-    adapters = settings.adapters or []
     with new_folder(settings.output) as folder:
-        named = [read_adapter_config(name, f"adapters: {name!r}") for name in adapters]
-        base_name, _ = adapter_base(named[0], f"adapters: {adapters[0]!r}", settings.base)
-        base, tokenizer = load(base_name, settings.dtype, option="base")
-        if Path(adapters[0], "tokenizer_config.json").is_file():
-            tokenizer = read_tokenizer(adapters[0], f"adapters: {adapters[0]!r}")
+        adapters = [open_folder(name, "adapters", LoraFolder, base=settings.base) for name in settings.adapters or []]
+        mixture = None
+        if settings.add_to is not None:
+            mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
+        base, tokenizer = common_base([*adapters, *([] if mixture is None else [mixture])]), adapters[0].tokenizer
+        check_tokenizer(tokenizer, base.config, adapters[0])
         source = Source(settings, labels, tokenizer)
         calibration, held_out = source.split()
         batches = source.batches(calibration)
-        if settings.add_to is None:
-            top_k, mixing = settings.top_k or min(2, len(adapters)), settings.mixing or "output"
-            model, changed = lora_to_moe(base, adapters, top_k=top_k, mixing=mixing), None
+        paths, loaded = [adapter.path for adapter in adapters], base.load(settings.dtype)
+        if mixture is None:
+            top_k, mixing = settings.top_k or min(2, len(paths)), settings.mixing or "output"
+            model, changed = lora_to_moe(loaded, paths, top_k=top_k, mixing=mixing), None
         else:
-            model = put_expert(base, settings.add_to, adapters[0], settings.replace)
+            model = put_expert(loaded, mixture.path, paths[0], settings.replace)
             expert = settings.replace if settings.replace is not None else len(labels) - 1
             n, changed = model.peft_config["default"].num_experts, [expert]
             if len(labels) != n:
                 raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
+        model.peft_config["default"].revision = base.revision
         init_gates(model, settings.gates, batches, experts=changed)
         measured = None if held_out is None else score_mixture(model.eval(), source.parts(held_out), settings.gates)
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
-        _report(settings, labels, measured, folder, base_name)
+        _report(settings, labels, measured, folder, base.path)
     return measured
 
 
+def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
+    """The base of adapters that become experts of one mixture; all must name the same, in one revision."""
+    bases = [adapter.base for adapter in adapters]
+    places = [Path(base.path).resolve() if Path(base.path).exists() else base.path for base in bases]
+    named = [f"{place} ({base.revision or 'main'})" for place, base in zip(places, bases, strict=True)]
+    for adapter, name in zip(adapters, named, strict=True):
+        if name != named[0]:
+            raise InputError(
+                f"{adapter}: its base is {name}, that of {adapters[0]} is {named[0]}; experts of one mixture need one "
+                "base, so say which (--base)"
+            )
+    return bases[0]
+
+
 def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
-    models = settings.models or []
-    source = Source(settings, labels, read_tokenizer(models[0], f"models: {models[0]!r}"))
+    paths = settings.models or []
+    models = [open_folder(path, "models", DenseFolder) for path in paths]
+    source = Source(settings, labels, models[0].tokenizer)
     calibration, held_out = source.split()
     parts = None if held_out is None else source.parts(held_out)
     config = UpcycleConfig(
-        num_experts=len(models), top_k=settings.top_k or min(2, len(models)), init="checkpoints",
+        num_experts=len(paths), top_k=settings.top_k or min(2, len(paths)), init="checkpoints",
         router_init=settings.gates, dtype=None if settings.dtype == "auto" else settings.dtype,
     )  # fmt: skip
-    folder = upcycle(models, settings.output, config, calibration=source.batches(calibration))
     measured = None
-    if parts is not None:
-        losses = {}
-        for label, path in tqdm([*zip(labels, models, strict=True), ("mean of the models", None)], desc="models"):
-            losses[label] = score(mean_model(models) if path is None else load(path, settings.dtype)[0], parts)
-            free_memory()
-        measured = score_mixture(read_routed_model(str(folder), "output").eval(), parts, settings.gates)
-        measured = HeldOut({**losses, **measured.losses}, measured.reached)
-    _report(settings, labels, measured, folder, models[0])
+    with new_folder(settings.output) as folder:
+        upcycle(paths, folder, config, calibration=source.batches(calibration))
+        if parts is not None:
+            losses = {}
+            for label, model in tqdm([*zip(labels, models, strict=True), ("mean of the models", None)], desc="models"):
+                loaded = mean_model(models, settings.dtype) if model is None else model.load(settings.dtype)
+                losses[label] = score(loaded, parts)
+                del loaded
+                free_memory()
+            mixture = open_folder(folder, "output", NativeFolder).load()
+            measured = score_mixture(mixture, parts, settings.gates)
+            measured = HeldOut({**losses, **measured.losses}, measured.reached)
+        _report(settings, labels, measured, folder, paths[0])
     return measured
 
 

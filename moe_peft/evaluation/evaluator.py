@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from ..analysis.inputs import describe, is_adapter, load
+from ..analysis.inputs import describe
 from ..models.introspection import base_model
 from ..models.layer import routed_layers
 from ..models.steering import allow_experts, force_experts
+from ..native.folders import AdapterFolder, open_folder
 from ..utils.distributed import on_main_process
 from ..utils.io import output_folder
 from ..utils.loading import check_template
@@ -78,13 +79,16 @@ def evaluate_model(
     ```
     """
     PartialState(cpu=not torch.accelerator.is_available())
-    adapter = is_adapter(model_path)
-    if base is not None and not with_base and not adapter:
-        raise InputError(f"--base {str(base)!r}: is to be compared with, and --no-base leaves it out; give one of them")
     with ExitStack() as stack:
         output = on_main_process(lambda: stack.enter_context(output_folder(output_dir, "output", RESULTS.is_in)))
+        folder = open_folder(model_path, "--model")
+        adapter = isinstance(folder, AdapterFolder)
+        if isinstance(folder, AdapterFolder):
+            folder.other_base = base
+        elif base is not None and not with_base:
+            raise InputError(f"--base {base!r}: is to be compared with, and --no-base leaves it out; give one of them")
         harness = Harness(settings)
-        model, tokenizer = load(model_path, dtype, quantization, base if adapter else None)
+        model, tokenizer = folder.load(dtype, quantization), folder.tokenizer
         check_template(tokenizer, settings.apply_chat_template, "apply_chat_template")
         results = _run(harness, model, tokenizer, experts, each_expert)
         about = {
@@ -98,7 +102,8 @@ def evaluate_model(
         elif with_base and base is not None:
             del model
             free_memory()
-            results["base"] = harness.run(*load(base, dtype, quantization, option="--base"))
+            other = open_folder(base, "--base")
+            results["base"] = harness.run(other.load(dtype, quantization), other.tokenizer)
             about["base"] = base
         scores = {name: read_scores(of_model) if of_model else {} for name, of_model in results.items()}
         if PartialState().is_main_process:

@@ -147,27 +147,3 @@ def _chosen(logits_TN: torch.Tensor, choice: Choice | None, k: int) -> tuple[tor
     if gates_TK is not None and gates_TK.shape != experts_TK.shape:  # of all experts, not of the slots
         gates_TK = None
     return chosen_experts(experts_TK, gates_TK, logits_TN.shape[-1]), gates_TK
-
-
-# SHIMS
-from .layer import AdapterLayer, router_parameters  # noqa: E402,F401
-
-
-def adapter_layers(model):
-    return list(dict.fromkeys(l.module for l in routed_layers(model) if isinstance(l, AdapterLayer)))
-
-
-def routed_adapters(model):
-    return [(l.module, l.adapter) for l in routed_layers(model) if isinstance(l, AdapterLayer)]
-
-
-def native_routers(model):
-    return [l.module for l in native_layers(model)]
-
-
-def router_sizes(model, caller):
-    return [(l.num_experts, l.top_k) for l in routed_layers(model, caller)]
-
-
-def active_routers(model):
-    return [l.router for l in routed_layers(model)]

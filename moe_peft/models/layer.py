@@ -45,6 +45,7 @@ class RoutedLayer:
     """
 
     default_balancing: ClassVar[Scope]  # over which tokens the balancing loss is taken where a user does not say
+    compared: ClassVar[str]  # of what experts' likeness is
     trains_reentrant: ClassVar[bool]  # whether logits have gradients under reentrant gradient checkpointing
 
     path: str
@@ -111,6 +112,7 @@ class AdapterLayer(RoutedLayer):
     """Of a MoE-LoRA adapter: a tuner layer and the adapter's name."""
 
     default_balancing = "layer"
+    compared = "updates B A"
     trains_reentrant = True
     learns_at_top_1 = True
 
@@ -207,6 +209,7 @@ class NativeLayer(RoutedLayer):
     """
 
     default_balancing = "global"  # as transformers does
+    compared = "weights"
     trains_reentrant = False
 
     block: nn.Module

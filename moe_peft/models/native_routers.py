@@ -128,7 +128,3 @@ def _adapter_config(settings: RouterSettings, n: int, k: int, normalizes: bool) 
 def _options(settings: RouterSettings) -> dict[str, Any]:
     """The settings that a user gives."""
     return {name: value for name, value in asdict(settings).items() if name != "attention_size"}
-
-
-def native_gates(model, caller):
-    return {l.path: l.module for l in native_layers(model, caller)}  # SHIM

@@ -7,7 +7,6 @@ Legend: n experts, r rank.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,21 +14,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import PreTrainedConfig
 
 from ..adapter.config import MoELoraConfig
 from ..adapter.experts import EXPERTS, Experts
 from ..routing.routers import make_router
-from ..utils import loading
 from ..utils.io import reading
-from ..utils.loading import Base, adapter_base, check_tokenizer, read_adapter_weights, read_tokenizer
+from ..utils.loading import check_tokenizer
 from ..utils.messages import InputError
 from .expert_init import FFN, zero_ffn
 from .families import DENSE_BLOCK
-from .model_folder import EMBEDDINGS, DenseModel, open_dense, parse_dtype, parse_size, write_moe
+from .folders import DenseFolder, MoELoraFolder, NativeFolder, expect, open_folder
+from .model_folder import EMBEDDINGS, parse_dtype, parse_size, write_moe
 from .moe_config import EMPTY_SHARED, moe_config
-from .safetensors_io import Checkpoint
 
 _PREFIX = "base_model.model."
 
@@ -75,39 +72,37 @@ def export_adapter(
     >>> folder = export_adapter("my-adapter", "moe")
     ```
     """
-    content, moe = adapted_moe(adapter, base, family)
+    folder = open_folder(adapter, "adapter", MoELoraFolder, base=base)
+    content, moe = adapted_moe(folder, family)
     content.dense.say_untied()
-    # The training may have changed the EOS token of the tokenizer beside the adapter.
-    has_tokenizer = Path(adapter, "tokenizer_config.json").is_file()
     return write_moe(
         output_dir,
         content.dense.moe,
         moe,
         content,
-        copied=[content.dense.folder, Path(adapter)],
+        copied=[content.dense.folder, folder.folder],
         dtype=content.dense.dtype if dtype is None else parse_dtype(dtype),
         max_shard_size=parse_size(max_shard_size),
-        bases=[_base_of(adapter, base)[0]],
+        bases=[content.dense.path],
         made="`moe-peft export` from a MoE-LoRA adapter on the base; expert i is the FFN with LoRA i merged",
-        eos_token_id=read_tokenizer(adapter, f"adapter {str(adapter)!r}").eos_token_id if has_tokenizer else None,
+        eos_token_id=folder.tokenizer.eos_token_id if folder.has_tokenizer else None,
     )
 
 
-def adapted_moe(
-    adapter: str | os.PathLike, base: str | os.PathLike | None = None, family: str | None = None
-) -> tuple[Adapted, PreTrainedConfig]:
+def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adapted, PreTrainedConfig]:
     """
     The tensors of the MoE that an adapter on its base is, made when asked for, and its config.
 
     Raises:
         ValueError: as `export_adapter`.
     """
-    config = read_adapter_config(adapter)
-    name, revision = _base_of(adapter, base)
-    dense = open_dense(name, family, revision)
-    weights = read_adapter_weights(adapter, f"adapter {str(adapter)!r}")
-    content = adapted_content({key.removeprefix(_PREFIX): w for key, w in weights.items()}, config, dense)
-    _check_complete(content.state, config, dense)
+    config, dense = adapter.config, expect(adapter.base, DenseFolder).to_moe(family)
+    state = {key.removeprefix(_PREFIX): w for key, w in adapter.tensors.items()}
+    content = adapted_content(state, config, dense)
+    for key in adapter.shapes:  # the base's tensor would replace one that is missing
+        name = key.removeprefix(_PREFIX)
+        if name not in state and ".moe_lora_router." not in name:  # which are read by now
+            raise InputError(f"the adapter lacks {name}, which its config asks for; save it again")
     return content, moe_config(
         (dense.family, dense.moe),
         dense.config,
@@ -118,32 +113,6 @@ def adapted_moe(
         router_aux_loss_coef=config.router_aux_loss_coef,
         dense_layers=[layer for layer in range(dense.config.num_hidden_layers) if layer not in content.routers],
     )
-
-
-def read_adapter_config(adapter: str | os.PathLike) -> MoELoraConfig:
-    """
-    Raises:
-        ValueError: the folder holds no config, or that of another adapter type.
-    """
-    config = loading.read_adapter_config(adapter, f"adapter {str(adapter)!r}")
-    if not isinstance(config, MoELoraConfig):
-        raise InputError(f"adapter {str(adapter)!r} is a {config.peft_type} adapter; give a MOE_LORA adapter")
-    return config
-
-
-def _base_of(adapter: str | os.PathLike, base: str | os.PathLike | None) -> tuple[str, str | None]:
-    return adapter_base(read_adapter_config(adapter), f"adapter {str(adapter)!r}", base)
-
-
-def _check_complete(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseModel) -> None:
-    """Raise if the adapter's file lacks a tensor that its config asks for: the base's would replace it."""
-    empty = loading.empty_model(dense.config, f"model {str(dense.folder)!r}")
-    with reading("adapter_config.json does not fit the base"), torch.device("meta"):
-        model = get_peft_model(empty, copy.deepcopy(config))
-    for key in get_peft_model_state_dict(model, save_embedding_layers=False):
-        name = key.removeprefix(_PREFIX)
-        if name not in state and ".moe_lora_router." not in name:  # which are read by now
-            raise InputError(f"the adapter lacks {name}, which its config asks for; save it again")
 
 
 # --- the MoE's tensors -----------------------------------------------------------------------------------------------
@@ -161,7 +130,7 @@ class _Update(NamedTuple):
 class Adapted:
     """A MoE's content, from the base's tensors and the adapter's."""
 
-    dense: DenseModel
+    dense: DenseFolder
     spec: Experts = field(init=False)  # of the FFNs that have a router
     state: Mapping[str, torch.Tensor]  # the adapter's tensors
     routers: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -200,7 +169,7 @@ class Adapted:
         return merged
 
 
-def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseModel) -> Adapted:
+def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, dense: DenseFolder) -> Adapted:
     """
     What a MoE is to be filled with, checked against what a native MoE can hold.
 
@@ -336,22 +305,19 @@ def verify_export(
     >>> comparison = verify_export("my-adapter", folder, ["The sea is blue."])
     ```
     """
-    if (Path(exported) / "adapter_config.json").is_file():
-        raise InputError(f"exported={os.fspath(exported)!r}: this is an adapter; give the export")
-    read_adapter_weights(adapter, f"adapter {os.fspath(adapter)!r}")  # PEFT would take a pickled file
-    dense = Base(*_base_of(adapter, base), dtype, field="base")
-    native = Base(os.fspath(exported), dtype=dtype, field="exported")
+    folder = open_folder(adapter, "adapter", MoELoraFolder, base=base)
+    native = open_folder(exported, "exported", NativeFolder)
     tokenizer = native.tokenizer
     ids = [ids for text in texts if (ids := tokenizer(text, return_tensors="pt")["input_ids"]).numel()]
     if not ids:
         raise InputError("texts: no token; give at least one text")
-    adapted = _logits(PeftModel.from_pretrained(dense.load(), os.fspath(adapter)), ids)
-    expected = _logits(native.load(), ids)
+    adapted = _logits(folder.load(dtype, on_accelerator=False), ids)
+    expected = _logits(native.load(dtype, on_accelerator=False), ids)
     pairs = list(zip(adapted, expected, strict=True))
     largest = max(float(a.abs().max()) for a in adapted)
     difference = torch.cat([(a - b).abs().amax(-1).flatten() for a, b in pairs])  # of every token
     same = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in pairs])
-    tolerance, share = _TOLERANCES[Checkpoint(Path(exported)).dtype(EMBEDDINGS)]
+    tolerance, share = _TOLERANCES[native.tensors.dtype(EMBEDDINGS)]
     within = float((difference <= tolerance * largest).float().mean())
     return Comparison(
         len(same), largest, float(difference.max()), float(same.float().mean()), tolerance, within, within >= share
@@ -365,14 +331,10 @@ def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None 
     Raises:
         ValueError: neither the adapter nor its base has one, or it has more tokens than the base has embeddings.
     """
-    dense = Base(*_base_of(adapter, base), field="base")
-    if (Path(adapter) / "tokenizer_config.json").is_file():
-        source = f"adapter {str(adapter)!r}"
-        check_tokenizer(read_tokenizer(adapter, source), dense.config, source)
-    else:
-        check_tokenizer(dense.tokenizer, dense.config, dense)
+    folder = open_folder(adapter, "adapter", MoELoraFolder, base=base)
+    check_tokenizer(folder.tokenizer, folder.base.config, folder)
 
 
 @torch.no_grad()
 def _logits(model: Any, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [model.eval()(input_ids=x).logits.float() for x in ids]
+    return [model(input_ids=x).logits.float() for x in ids]

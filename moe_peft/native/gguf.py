@@ -22,17 +22,16 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import tqdm
 
-from ..models.native_routers import CONFIG_FIELD
 from ..utils.io import atomic_write, read_json
-from ..utils.loading import check_tokenizer, read_config, read_tokenizer
+from ..utils.loading import check_tokenizer, read_tokenizer
 from ..utils.messages import InputError, choice_error
 from .engines import INTERLEAVED, architecture, inexact, sliding_window
 from .expert_init import FFN
 from .export import adapted_moe
-from .families import FAMILIES, Content, MoEFamily
+from .families import Content, MoEFamily
+from .folders import MoELoraFolder, NativeFolder, WholeModel, expect, open_folder
 from .model_folder import EMBEDDINGS, GENERATION_CONFIG, HEAD
 from .moe_config import backbone_shapes
-from .safetensors_io import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -79,31 +78,28 @@ def export_gguf(
         raise InputError(f"{error}; install the extra: pip install 'moe-peft-hf[gguf]'") from error
     if dtype is not None and dtype not in TYPES:
         raise InputError(choice_error("dtype", dtype, TYPES))
-    output, source = Path(output).expanduser(), Path(source)
+    output = Path(output).expanduser()
     if output.exists():
         raise InputError(f"output={str(output)!r}: is there already; choose another")
     # The tensors, and the folders of the tokenizer and generation config.
+    folder = open_folder(source, "model", MoELoraFolder, NativeFolder, base=base)
     content: Content
-    if (source / "adapter_config.json").is_file():
-        content, config = adapted_moe(source, base, family)
-        folder, stored = content.dense.folder, content.dense.dtype
-        tokenizer_folder = source if (source / "tokenizer_config.json").is_file() else folder
+    if isinstance(folder, MoELoraFolder):
+        content, config = adapted_moe(folder, family)
+        model: WholeModel = content.dense
+        moe_family, tokenizer_folder = content.dense.moe, (folder if folder.has_tokenizer else model).folder
     else:
-        config = read_config(source, f"model={str(source)!r}")
-        if config.model_type not in FAMILIES or hasattr(config, CONFIG_FIELD):
-            kind = "one with other routers than gates" if hasattr(config, CONFIG_FIELD) else config.model_type
-            raise InputError(f"model={str(source)!r}: give a native MoE ({', '.join(FAMILIES)}); this is {kind}")
-        content = _Stored(Checkpoint(source), FAMILIES[config.model_type], config)
-        folder, stored, tokenizer_folder = source, content.checkpoint.dtype(EMBEDDINGS), source
-    moe = _MoE(FAMILIES[config.model_type], config, content, str(source))
-    dtype = dtype or ("bfloat16" if stored == torch.bfloat16 else "float32")
+        content = model = expect(folder, NativeFolder)
+        config, moe_family, tokenizer_folder = model.config, model.family, model.folder
+    moe = _MoE(moe_family, config, content, os.fspath(source))
+    dtype = dtype or ("bfloat16" if model.dtype == torch.bfloat16 else "float32")
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(output) as unfinished:
         writer = GGUFWriter(unfinished, moe.architecture)
         writer.add_name(output.stem)
         writer.add_quantization_version(2)
         moe.add_settings(writer)
-        _add_tokenizer(writer, tokenizer_folder, folder / GENERATION_CONFIG, config)
+        _add_tokenizer(writer, tokenizer_folder, model.folder / GENERATION_CONFIG, config)
         # The names, shapes and types of all tensors, then each one's bytes.
         tensors, kinds = list(moe.tensors()), []
         for tensor in tensors:
@@ -138,28 +134,6 @@ _NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
 }  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-
-
-class _Stored:
-    """The content of a native MoE's folder."""
-
-    def __init__(self, checkpoint: Checkpoint, family: MoEFamily, config: PreTrainedConfig) -> None:
-        self.checkpoint, self.family, self.config = checkpoint, family, config
-        self._read = lru_cache(2)(checkpoint.tensor)  # where one tensor holds all experts
-
-    def backbone(self, name: str) -> torch.Tensor:
-        return self.checkpoint.tensor(self.checkpoint.stored_name(name, EMBEDDINGS if name == HEAD else None))
-
-    def router(self, layer: int) -> torch.Tensor:
-        return self.checkpoint.tensor(self.family.router_name(layer))
-
-    def experts(self, layer: int) -> Iterator[FFN]:
-        read = self._read if self.family.stacked else self.checkpoint.tensor
-        for expert in range(getattr(self.config, self.family.count)):
-            yield self.family.read_expert(layer, expert, read)
-
-    def shared(self, layer: int) -> FFN:
-        return self.family.read_shared(layer, self.checkpoint.tensor)
 
 
 class _Tensor(NamedTuple):

@@ -1,31 +1,24 @@
-"""Model folders: a dense one is opened and checked before any work, a MoE's is filled layer by layer."""
+"""Fills a MoE's folder, layer by layer, and copies what goes with the weights."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 from transformers.utils.logging import tqdm
 
-from ..utils.io import read_json, reading
-from ..utils.loading import read_config, refuse_adapter
+from ..utils.io import read_json
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
-from .expert_init import FFN
-from .families import Content, DenseFamily, MoEFamily, find_families
-from .moe_config import backbone_shapes, carried_settings
-from .safetensors_io import Checkpoint, ShardedWriter, new_folder
-
-logger = logging.getLogger(__name__)
+from .families import Content, MoEFamily
+from .moe_config import backbone_shapes
+from .safetensors_io import ShardedWriter, new_folder
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 GENERATION_CONFIG = "generation_config.json"
@@ -37,93 +30,8 @@ TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "COPYING*")
 COMPANIONS = (*_COMPANIONS, *TERMS)
 
 NOT_WEIGHTS = "rotary_emb.inv_freq"  # old checkpoints hold it, and models compute it
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-@dataclass(frozen=True)
-class DenseModel:
-    """A dense model folder: its config, its tensors, read when asked for, and the MoE family that it becomes."""
-
-    folder: Path
-    config: PreTrainedConfig
-    tensors: Checkpoint
-    family: DenseFamily
-    moe: MoEFamily
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor by its name on disk. The head is the embeddings where the model ties them."""
-        return self.tensors.tensor(self.tensors.stored_name(name, EMBEDDINGS if name == HEAD else None))
-
-    def backbone(self, name: str) -> torch.Tensor:
-        """The non-FFN tensor that the MoE calls `name`."""
-        return self.family.backbone(name, self.config, self.read)
-
-    def ffn(self, layer: int) -> FFN:
-        return self.family.ffn(layer).split(self.read)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of its config; of its embeddings on disk, where the config says none that is written here."""
-        name = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
-        return _DTYPES.get(name) or self.tensors.dtype(EMBEDDINGS)
-
-    def say_untied(self) -> None:
-        """Tell the user if the MoE has more parameters than the experts', because its head is no longer tied."""
-        if getattr(self.config, "tie_word_embeddings", False):
-            count = self.config.vocab_size * self.config.hidden_size
-            logger.info(f"the head, tied to the embeddings in the dense model, gets parameters of its own: {count:,}")
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Names and shapes of all tensors, the head among them even where it is tied."""
-        return backbone_shapes(self.config) | self.family.ffn_shapes(self.config)
-
-
-def open_dense(model: str, family: str | None = None, revision: str | None = None) -> DenseModel:
-    """
-    Open a dense model's folder, or download the safetensors of a model on the hub.
-
-    Args:
-        model: a folder, or a name on the hub.
-        family: the wanted MoE's model type; None takes the one that fits.
-        revision: of a model on the hub.
-
-    Raises:
-        ValueError: the model does not exist, is quantized, has settings that no MoE family can hold, or its tensors
-            are not those of its config.
-    """
-    source = f"model {model!r}"
-    config, folder = read_config(model, source, revision), Path(model)
-    if not folder.is_dir():
-        patterns = ["*.json", "*.safetensors", "README.md", *COMPANIONS]
-        with reading(source):
-            folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    if getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"{model} is quantized; give the full-precision model it was made from")
-    refuse_adapter(folder, source)
-    families = find_families(config.model_type, family)
-    carried_settings(families, config)  # names the setting of which a tensor that fits nowhere would be a symptom
-    dense = DenseModel(folder, config, Checkpoint(folder), *families)
-    for companion in companions(folder):  # which will be copied
-        if companion.suffix == ".json":
-            read_json(companion)
-    _check_tensors(dense)
-    return dense
-
-
-def _check_tensors(dense: DenseModel) -> None:
-    """Raise a ValueError if the tensors on disk are not those of the config."""
-    tied = bool(getattr(dense.config, "tie_word_embeddings", False)) and HEAD not in dense.tensors.files
-    shapes = {name: shape for name, shape in dense.shapes().items() if not (tied and name == HEAD)}
-    for name, shape in shapes.items():
-        dense.tensors.stored_name(name)
-        if dense.tensors.shape(name) != shape:
-            raise InputError(
-                f"{dense.folder}: {name} is {list(dense.tensors.shape(name))}, its config says {list(shape)}"
-            )
-    unknown = [name for name in dense.tensors if name not in shapes and not name.endswith(NOT_WEIGHTS)]
-    if unknown:
-        raise InputError(f"{dense.folder}: tensors that a native MoE does not have: {sorted(unknown)[:3]}")
 
 
 def write_moe(
@@ -246,6 +154,6 @@ def parse_size(size: str) -> int:
 
 def parse_dtype(name: str) -> torch.dtype:
     """The dtype of that name."""
-    if name not in _DTYPES:
-        raise InputError(choice_error("dtype", name, _DTYPES))
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise InputError(choice_error("dtype", name, DTYPES))
+    return DTYPES[name]

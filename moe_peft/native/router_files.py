@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..models.introspection import router_sizes, text_config
-from ..models.native_routers import CONFIG_FIELD, native_gates, replace_routers
+from ..models.gates import CONFIG_FIELD
+from ..models.introspection import text_config
+from ..models.layer import native_layers
+from ..models.native_routers import replace_routers
 from ..models.routed_gate import RoutedGate
 from ..routing.routers import RouterSettings
 from ..utils.io import check_weights, open_safetensors, reading
@@ -52,33 +54,35 @@ def load_routers(model: Any, folder: str | os.PathLike) -> None:
     >>> load_routers(model, "routed")
     ```
     """
-    sizes = router_sizes(model, "load_routers")
+    layers = native_layers(model, "load_routers")
     settings = getattr(text_config(model), CONFIG_FIELD, None)
     if settings is None:
         raise InputError(f"{os.fspath(folder)!r}: its config names no routers; use the model as it is")
     with reading(f"{os.fspath(folder)!r}: {CONFIG_FIELD} in its config", "save the model again"):
-        replace_routers(model, RouterSettings(**settings), top_k=sizes[0][1])
+        replace_routers(model, RouterSettings(**settings), top_k=layers[0].top_k)
     state = router_tensors(model, folder)
-    for path, gate in native_gates(model, "load_routers").items():
-        of_gate = {name.removeprefix(f"{path}."): w for name, w in state.items() if name.startswith(f"{path}.")}
-        missing = gate.load_state_dict(of_gate, strict=False).missing_keys
+    for layer in layers:
+        start = f"{layer.path}."
+        of_gate = {name.removeprefix(start): w for name, w in state.items() if name.startswith(start)}
+        missing = layer.module.load_state_dict(of_gate, strict=False).missing_keys
         if missing:
-            raise InputError(f"{os.fspath(folder)!r} has no {path}.{missing[0]}; is it complete?")
+            raise InputError(f"{os.fspath(folder)!r} has no {start}{missing[0]}; is it complete?")
 
 
-def read_routed_model(name: str | os.PathLike, source: object, **options: Any) -> Any:
+def read_routed_model(name: str | os.PathLike, source: object, revision: str | None = None, **options: Any) -> Any:
     """
     A causal language model, with the routers that replaced its gates, if its config names some.
 
     Args:
         source: the field and its value, for messages.
+        revision: of a name on the hub.
         options: arguments of `from_pretrained`.
 
     Raises:
         ValueError: it cannot be loaded.
     """
-    if not hasattr(read_config(name, source).get_text_config(), CONFIG_FIELD):
-        return read_model(name, source, **options)
+    if not hasattr(read_config(name, source, revision).get_text_config(), CONFIG_FIELD):
+        return read_model(name, source, revision=revision, **options)
     if Path(name).is_dir():
         check_weights(Path(name), source)
     with reading(source):  # the gates that were replaced are not in its files
@@ -94,9 +98,9 @@ def router_tensors(model: Any, folder: str | os.PathLike) -> dict[str, torch.Ten
     """
     stored = Checkpoint(Path(folder))
     gates = {
-        _LAYER.search(f".{path}.").group(1): path  # type: ignore[union-attr]
-        for path, gate in native_gates(model, "load_routers").items()
-        if isinstance(gate, RoutedGate)
+        _LAYER.search(f".{layer.path}.").group(1): layer.path  # type: ignore[union-attr]
+        for layer in native_layers(model)
+        if isinstance(layer.module, RoutedGate)
     }
     tensors = {}
     for name in stored:

@@ -25,7 +25,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..models.attention_init import attention_gates
 from ..models.gate_init import GATE_INITS, dense_gates
 from ..utils.io import reading
-from ..utils.loading import read_model
 from ..utils.messages import InputError, choice_error
 from ..utils.settings import Range, check_settings, setting
 from .expert_init import (
@@ -43,7 +42,8 @@ from .expert_init import (
     zero_ffn,
 )
 from .families import MoEFamily, find_families
-from .model_folder import DenseModel, open_dense, parse_dtype, parse_size, write_moe
+from .folders import DenseFolder, open_dense
+from .model_folder import parse_dtype, parse_size, write_moe
 from .moe_config import EMPTY_SHARED, moe_config
 
 # Fields with choices → the settings that each choice reads.
@@ -191,7 +191,7 @@ def upcycle(
     Write the MoE that dense models become: weights, config, tokenizer and generation config.
 
     Memory: a few times one FFN and the largest other tensor, whatever the models' size; with
-    `router_init="attention"` the dense model is loaded first, with `"ridge"` or `"prompts"` two.
+    `router_init="attention"`, `"ridge"` or `"prompts"` a dense model is loaded first.
 
     Args:
         models: a dense model's folder (or name on the hub), or several of one architecture. With several, expert i
@@ -292,7 +292,7 @@ def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoE
     return families[1], moe
 
 
-def check_same_architecture(model: DenseModel, other: DenseModel) -> None:
+def check_same_architecture(model: DenseFolder, other: DenseFolder) -> None:
     """
     Check that two models' weights can be averaged.
 
@@ -309,15 +309,13 @@ def check_same_architecture(model: DenseModel, other: DenseModel) -> None:
 
 
 def _calibrated_gates(
-    sources: Sequence[DenseModel], config: UpcycleConfig, calibration: Iterable[Mapping[str, Any]]
+    sources: Sequence[DenseFolder], config: UpcycleConfig, calibration: Iterable[Mapping[str, Any]]
 ) -> dict[int, torch.Tensor]:
     """The gates that data through the dense model give, by layer."""
     attention = config.router_init == "attention"
     if attention and len(sources) > 1:
         raise InputError("router_init='attention': takes one dense model; use another with several")
-    dense: Any = mean_model([source.folder for source in sources])
-    if torch.accelerator.is_available():
-        dense.to(torch.accelerator.current_accelerator())
+    dense = sources[0].load() if len(sources) == 1 else mean_model(sources, config.dtype or "auto")
     try:
         if attention:
             gates = attention_gates(dense, calibration, config.num_gates, config.router_num_heads)
@@ -329,15 +327,20 @@ def _calibrated_gates(
     return dict(enumerate(gates))
 
 
-def mean_model(folders: Sequence[str | os.PathLike]) -> PreTrainedModel:
-    """The dense model with the mean weights of several of one architecture, of which two are in memory at a time."""
-    dense = read_model(folders[0], "models", dtype="auto")
-    for i, folder in enumerate(folders[1:], 2):
-        other = read_model(folder, "models", dtype="auto")
-        for mean, value in zip(dense.parameters(), other.parameters(), strict=True):
-            mean.data.lerp_(value.data, 1 / i)
-        del other
+def mean_model(sources: Sequence[DenseFolder], dtype: str = "auto") -> PreTrainedModel:
+    """The dense model with the mean weights of several of one architecture, rounded as `upcycle` rounds them."""
+    dense = sources[0].load(dtype)
+    for name, parameter in dense.named_parameters():
+        parameter.data.copy_(_mean(source.read(name) for source in sources))
     return dense
+
+
+def _mean(tensors: Iterator[torch.Tensor]) -> torch.Tensor:
+    """In float64, with one of them in memory at a time."""
+    total, count = next(tensors).double(), 1
+    for count, tensor in enumerate(tensors, 2):  # noqa: B007
+        total += tensor
+    return total / count
 
 
 def _read_routers(path: str) -> dict[int, torch.Tensor]:
@@ -365,7 +368,7 @@ class Upcycled:
     """
 
     def __init__(
-        self, sources: list[DenseModel], config: UpcycleConfig, routers: Mapping[int, torch.Tensor] | None
+        self, sources: list[DenseFolder], config: UpcycleConfig, routers: Mapping[int, torch.Tensor] | None
     ) -> None:
         self.sources, self.config, self.routers = sources, config, routers
         self.init = ExpertInit(
@@ -405,10 +408,7 @@ class Upcycled:
             return weight.normal_(std=self.config.noise_std, generator=generator_for(self.config.seed, name))
         if len(self.sources) == 1:
             return self.sources[0].backbone(name)
-        total = self.sources[0].backbone(name).double()
-        for source in self.sources[1:]:
-            total += source.backbone(name)
-        return total / len(self.sources)
+        return _mean(source.backbone(name) for source in self.sources)
 
     def router(self, layer: int) -> torch.Tensor:
         c, d = self.config, self.sources[0].config.hidden_size
@@ -506,5 +506,5 @@ class Upcycled:
             parts = shard_indices(ffn.gate.shape[0], m, generator_for(c.seed, layer, expert, "shards"))
             yield ffn.neurons(torch.cat(parts[: c.num_shared_experts - first]))
 
-    def _source(self, expert: int) -> DenseModel:
+    def _source(self, expert: int) -> DenseFolder:
         return self.sources[expert % len(self.sources)]

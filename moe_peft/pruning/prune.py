@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ..analysis.inputs import load, load_rows
+from ..analysis.inputs import load_rows
 from ..models.model_size import ModelSize
+from ..native.folders import MoELoraFolder, NativeFolder, open_folder
 from ..native.safetensors_io import new_folder
 from ..utils.expert_merging import likeness
 from ..utils.io import write_json
@@ -20,7 +21,7 @@ from ..utils.model_card import plain, write_model_card
 from ..utils.torch_contexts import free_memory
 from .expert_groups import Groups, LayerFacts, Rules, plan_layers, weights_of
 from .measure import Choices, losses_of
-from .routed_folders import Folder, open_folder
+from .routed_folders import Prunable, prunable
 
 REPORT = "pruning.json"
 MIN_LOAD = 0.01
@@ -164,37 +165,37 @@ def prune_experts(
     lowest = 0.0 if data is None else MIN_LOAD if min_load is None else min_load
     rules = Rules(lowest, merge_twins, experts_per_layer)
     with new_folder(output_dir) as partial:
-        folder = open_folder(model, base)
-        choices, loss, rows = Choices([layer.num_experts for layer in folder.layers]), {}, None
+        folder = open_folder(model, "model", MoELoraFolder, NativeFolder, base=base)
+        folder.companions()  # which will be copied
+        before = prunable(folder)
+        choices, loss, rows = Choices([layer.num_experts for layer in before.layers]), {}, None
         if data is not None:
-            loaded, tokenizer = load(os.fspath(model), dtype, None, base)
             rows = load_rows(
-                tokenizer, data, label_column, split,
+                folder.tokenizer, data, label_column, split,
                 batch_size=batch_size, max_length=max_length, max_examples=max_examples,
             )  # fmt: skip
-            loss["before"] = losses_of(loaded, rows, choices)
-            del loaded
+            loss["before"] = losses_of(folder.load(dtype), rows, choices)
             free_memory()
-        layers = _write(folder, partial, None if rows is None else choices.loads(), drop, rules)
-        after = open_folder(partial)
-        after.check()
+        layers = _write(before, partial, None if rows is None else choices.loads(), drop, rules)
+        written = open_folder(partial, "output_dir", type(folder))
+        after = prunable(written)
         if rows is not None:
-            loss["after"] = losses_of(load(str(partial), dtype, None)[0], rows)
+            loss["after"] = losses_of(written.load(dtype), rows)
         pruning = Pruning(
             layers,
-            {"before": folder.size, "after": after.size},
+            {"before": before.size, "after": after.size},
             loss or None,
             None if rows is None else choices.share_with([layer.dropped for layer in layers]),
             None if rows is None else choices.share_with([layer.merged for layer in layers]),
         )
         write_json(partial / REPORT, asdict(pruning))
         made = f"`moe-peft prune` of `{plain(Path(model).name)}`; `{REPORT}` says which experts are left"
-        write_model_card(partial, base=folder.made_from or os.fspath(model), made=made)
+        write_model_card(partial, base=before.base or os.fspath(model), made=made)
     return pruning
 
 
 def _write(
-    folder: Folder,
+    folder: Prunable,
     output: Path,
     loads: Sequence[torch.Tensor] | None,
     drop: Mapping[Any, Sequence[int]] | Sequence[int] | None,
@@ -216,7 +217,7 @@ def _write(
 
 
 def _facts(
-    folder: Folder,
+    folder: Prunable,
     loads: Sequence[torch.Tensor] | None,
     drop: Mapping[Any, Sequence[int]] | Sequence[int] | None,
     rules: Rules,

@@ -1,36 +1,31 @@
-"""The folders that can be pruned: a MoE-LoRA adapter, or a native MoE."""
+"""What pruning does with a folder: how alike its experts are, and the folder with those that stay."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import get_peft_model
-from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from ..adapter.config import MoELoraConfig, by_pattern
 from ..adapter.layers import MoELoraLayer
 from ..models.model_size import ModelSize, model_size
-from ..models.native_routers import CONFIG_FIELD
-from ..native.export import read_adapter_config
-from ..native.families import FAMILIES
-from ..native.model_folder import HEAD, NOT_WEIGHTS, companions, copy_companions
+from ..native.folders import ModelFolder, MoELoraFolder, NativeFolder, check_shapes, expect
+from ..native.model_folder import copy_companions
 from ..native.moe_config import backbone_shapes
-from ..native.safetensors_io import Checkpoint, ShardedWriter
+from ..native.safetensors_io import ShardedWriter
 from ..routing.routers import make_router
 from ..utils.expert_merging import mean_rows, mean_tensor, similarities, value_gram
 from ..utils.io import read_json
-from ..utils.loading import adapter_base, empty_model, read_adapter_weights, read_config
+from ..utils.loading import ADAPTER_WEIGHTS, CONFIG, empty_model
 from ..utils.messages import InputError, one_line
 from .expert_groups import Groups
 
@@ -47,34 +42,17 @@ class RoutedLayer(NamedTuple):
     smallest: int
 
 
-class Folder(ABC):
-    """
-    What is pruned.
-
-    Args:
-        path: its folder.
-    """
+class Prunable(ABC):
+    """The experts of a folder."""
 
     same_size = False  # whether all layers must keep as many experts
     layers: list[RoutedLayer]  # in the order of the routers in a forward pass
     size: ModelSize
-    made_from: str | None  # the base, for the model card
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    base: str | None  # of an adapter, for the model card
 
     @abstractmethod
     def similarity(self, layer: int) -> torch.Tensor:
         """The cosines of a layer's experts, [n, n]."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """
-        Compare the tensors on disk with those that the config asks for.
-
-        Raises:
-            ValueError: one is missing, is too many, or has another shape.
-        """
 
     @abstractmethod
     def write(self, folder: Path, groups: Sequence[Groups], weights: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -90,68 +68,48 @@ class Folder(ABC):
         """
 
 
-def open_folder(path: str | os.PathLike, base: str | None = None) -> Folder:
-    """
-    Args:
-        base: an adapter's base; None: the one that it names.
-
-    Raises:
-        ValueError: it is neither a MoE-LoRA adapter nor a native MoE of `FAMILIES`; or its base cannot be found.
-    """
-    path = Path(path)
-    companions(path)  # which will be copied
-    if (path / "adapter_config.json").is_file():
-        return AdapterFolder(path, base)
-    if base is not None:
-        raise InputError(f"base={base!r}: is of an adapter, and {path} holds none; leave it out")
-    if (path / "config.json").is_file():
-        return NativeFolder(path)
-    raise InputError(f"model={str(path)!r}: no adapter_config.json and no config.json; name a model's folder")
+def prunable(folder: ModelFolder) -> Prunable:
+    """The experts of a folder, which must have the tensors that its config says, and routers that can lose experts."""
+    if isinstance(folder, MoELoraFolder):
+        return PrunableAdapter(folder)
+    return PrunableMoE(expect(folder, NativeFolder))
 
 
-class AdapterFolder(Folder):
+class PrunableAdapter(Prunable):
     """A MoE-LoRA adapter. Its layers may keep different numbers of experts."""
 
-    def __init__(self, path: Path, base: str | None) -> None:
-        super().__init__(path)
-        self.config = read_adapter_config(path)
-        self.made_from, self.config.revision = adapter_base(self.config, path, base)
-        self.config.base_model_name_or_path = self.made_from
-        named = f"{path}: base {self.made_from!r}"
-        base_config = read_config(self.made_from, named, self.config.revision)
-        empty = empty_model(base_config, named)
-        with torch.device("meta"):
-            model = get_peft_model(empty, copy.deepcopy(self.config))
-        self.size, self.text_config = model_size(model), base_config.get_text_config()
-        self.expected = {
-            key: tensor.shape for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
-        }
+    def __init__(self, folder: MoELoraFolder) -> None:
+        self.folder, self.config, self.base = folder, copy.deepcopy(folder.config), folder.base.path
+        self.config.base_model_name_or_path, self.config.revision = folder.base.path, folder.base.revision
+        self.text_config = folder.base.config.get_text_config()
+        self.size = model_size(folder.empty)
         adapted = {
             name.replace(".base_layer", ""): layer
-            for name, layer in model.get_base_model().named_modules()
+            for name, layer in folder.empty.get_base_model().named_modules()
             if isinstance(layer, MoELoraLayer)
         }
         routed = {name: layer for name, layer in adapted.items() if layer.moe_lora_router}
         self.single = [name for name in adapted if name not in routed]
         self.specs = {name: next(iter(layer.moe_lora_spec.values())) for name, layer in routed.items()}
-        self.widths = {name: layer.in_features for name, layer in routed.items()}
+        self.routers: dict[str, Any] = {n: next(iter(layer.moe_lora_router.values())) for n, layer in routed.items()}
         takes_all = self.config.router_class.all_experts  # and so has no k that must stay
         self.layers = [
             RoutedLayer(name, spec.num_experts, spec.top_k, 2 if takes_all else max(2, spec.top_k))
             for name, spec in self.specs.items()
         ]
         if not self.layers:
-            raise InputError(f"model={str(path)!r}: the adapter has no routers; there is nothing to prune")
+            raise InputError(f"{folder}: the adapter has no routers; there is nothing to prune")
         if not self.config.router_class.expert_rows:
             raise InputError(
                 f"router_type={self.config.router_type!r}: such a router has no parameters of single experts "
                 "that could go (expert_rows of its class)"
             )
-        self.state = read_adapter_weights(path, f"adapter {str(path)!r}")
-        self.check()
+        self.state, expected = folder.tensors, folder.shapes
+        shapes = {key: w.shape for key, w in self.state.items() if ".moe_lora_" in key or key in expected}
+        check_shapes(folder, shapes, expected)
         for key, tensor in self.state.items():
             if not tensor.isfinite().all():
-                raise InputError(f"{path}: {key} holds NaN or infinity; save the adapter again")
+                raise InputError(f"{folder}: {key} holds NaN or infinity; save the adapter again")
 
     def similarity(self, layer: int) -> torch.Tensor:
         name = self.layers[layer].name
@@ -171,14 +129,10 @@ class AdapterFolder(Folder):
                 key = f"{_PREFIX}{layer.name}.{_ROUTER}{name}"
                 state[key] = mean_rows(state[key], of_layer, w)
             self._check_router(layer.name, config, state)
-        copy_companions(self.path, folder)
-        save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "adapter_model.safetensors",
+        copy_companions(self.folder.folder, folder)
+        save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / ADAPTER_WEIGHTS,
                   metadata={"format": "pt"})  # fmt: skip
         config.save_pretrained(str(folder))
-
-    def check(self) -> None:
-        shapes = {key: w.shape for key, w in self.state.items() if ".moe_lora_" in key or key in self.expected}
-        _check_shapes(self.path, shapes, self.expected)
 
     def _keys(self, name: str, part: str) -> list[str]:
         return [key for key in self.state if key.startswith(f"{_PREFIX}{name}.{part}")]
@@ -189,14 +143,8 @@ class AdapterFolder(Folder):
         if config.num_experts > 1:
             config.num_experts = Counter(sizes.values()).most_common(1)[0][0]
         config.num_experts_pattern = {key: n for key, n in config.num_experts_pattern.items() if n == 1}
-        for name, of_size in config.router_class.sized.items():
-            fixed = {getattr(spec.router, name) or of_size(spec.num_experts) for spec in self.specs.values()}
-            if len(fixed) > 1:
-                raise InputError(
-                    f"router_{name}=None: it follows from the number of experts, in which layers differ; set it "
-                    "in adapter_config.json first"
-                )
-            setattr(config, f"router_{name}", fixed.pop())
+        for name, value in self.folder.sized_settings(self.routers.values()).items():
+            setattr(config, name, value)
         config.__post_init__()
         sizes = {**sizes, **dict.fromkeys(self.single, 1)}
         fixed_sizes, most = config.num_experts_pattern, config.num_experts
@@ -210,7 +158,7 @@ class AdapterFolder(Folder):
         spec = config.expert_spec(name, self.text_config)
         try:
             with torch.device("meta"):
-                router = make_router(self.widths[name], spec.num_experts, spec.router)
+                router = make_router(self.routers[name].hidden_size, spec.num_experts, spec.router)
             start = f"{_PREFIX}{name}.{_ROUTER}"
             wrong = [key for key, p in router.state_dict().items() if state[start + key].shape != p.shape]
         except (ValueError, KeyError) as error:
@@ -222,31 +170,23 @@ class AdapterFolder(Folder):
             )
 
 
-class NativeFolder(Folder):
+class PrunableMoE(Prunable):
     """A native MoE of `FAMILIES`. All its layers keep as many experts."""
 
     same_size = True
-    made_from = None
+    base = None
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.values: dict[str, Any] = read_json(path / "config.json")
-        kind = self.values.get("model_type")
-        if not isinstance(kind, str) or kind not in FAMILIES:
-            raise InputError(f"model={str(path)!r}: a {kind!r} model; native MoEs of {', '.join(FAMILIES)} can be")
-        if CONFIG_FIELD in self.values:
-            raise InputError(f"model={str(path)!r}: other routers have replaced its gates; fold them first")
-        self.family, self.config = FAMILIES[kind], read_config(path, f"model={str(path)!r}")
-        self.tensors = Checkpoint(path)
-        if getattr(self.config, self.family.count) < 1:
-            raise InputError(f"model={str(path)!r}: {self.family.count}: the config says there are no experts")
-        self.size = model_size(empty_model(self.config, f"model={str(path)!r}"))
-        n, k = getattr(self.config, self.family.count), self.config.num_experts_per_tok
+    def __init__(self, folder: NativeFolder) -> None:
+        self.folder, self.family, self.config, self.tensors = folder, folder.family, folder.config, folder.tensors
+        n, k = folder.num_experts, folder.config.num_experts_per_tok
+        if n < 1:
+            raise InputError(f"{folder}: {self.family.count}: the config says there are no experts")
+        self.size = model_size(empty_model(self.config, folder))
         self.indices = [i for i in range(self.config.num_hidden_layers) if self.family.has_experts(self.config, i)]
         self.layers = [RoutedLayer(f"model.layers.{i}.{self.family.block}", n, k, k) for i in self.indices]
-        self.check()
+        folder.check_tensors(self.family.plan(self.config, backbone_shapes(self.config)))
         if not self.layers:
-            raise InputError(f"model={str(path)!r}: no layer has experts; there is nothing to prune")
+            raise InputError(f"{folder}: no layer has experts; there is nothing to prune")
 
     def similarity(self, layer: int) -> torch.Tensor:
         parts = range(len(self._names(layer, 0)))
@@ -276,18 +216,10 @@ class NativeFolder(Folder):
         with ShardedWriter(folder, plan, _SHARD) as writer:
             for name, tensor in make.items():
                 writer.write(name, tensor())
-        counts = {key: m for key in ("num_experts", "num_local_experts") if key in self.values}
-        (folder / "config.json").write_text(json.dumps({**self.values, **counts}, indent=2, sort_keys=True) + "\n")
-        copy_companions(self.path, folder)
-
-    def check(self) -> None:
-        expected = self.family.plan(self.config, backbone_shapes(self.config))
-        if self.config.tie_word_embeddings:
-            expected.pop(HEAD)
-        shapes = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith(NOT_WEIGHTS)}
-        if self.config.tie_word_embeddings:
-            shapes.pop(HEAD, None)
-        _check_shapes(self.path, shapes, expected)
+        values = read_json(self.folder.folder / CONFIG)
+        counts = {key: m for key in ("num_experts", "num_local_experts") if key in values}
+        (folder / CONFIG).write_text(json.dumps({**values, **counts}, indent=2, sort_keys=True) + "\n")
+        copy_companions(self.folder.folder, folder)
 
     def _rows(self, name: str, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         return mean_rows(self.tensors.tensor(name), groups, weights)
@@ -304,16 +236,6 @@ class NativeFolder(Folder):
             return self.tensors.tensor(self._names(layer, 0)[part])
         n = self.layers[layer].num_experts
         return torch.stack([self.tensors.tensor(self._names(layer, expert)[part]) for expert in range(n)])
-
-
-def _check_shapes(path: Path, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    for name in {**expected, **shapes}:
-        if shapes.get(name) != expected.get(name):
-            has, wants = (list(of[name]) if name in of else "nothing" for of in (shapes, expected))
-            raise InputError(
-                f"{path}: {name} does not fit the config: it is {has}, the config says {wants}; use the config "
-                "it was saved with"
-            )
 
 
 def _other(key: str) -> str:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..utils.messages import InputError
+
+if TYPE_CHECKING:
+    from ..native.folders import MoELoraFolder
 
 ADAPTER_FIELD = "moe_lora_adapter"  # of the model's config, the adapter's folder
 PREFIX = "MoELora"  # of our architectures' names
@@ -35,38 +38,36 @@ def register() -> None:
 
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_adapter(self.model):
-            use_base(self)
+        adapter = find_moe_lora(self.model)
+        if adapter is not None:
+            use_base(self, adapter)
         return create(self, *args, **kwargs)
 
     EngineArgs.create_engine_config = create_engine_config
 
 
-def is_adapter(folder: str | os.PathLike) -> bool:
-    """Whether a folder holds a MoE-LoRA adapter."""
-    from ..utils.io import read_json
+def find_moe_lora(model: str) -> MoELoraFolder | None:
+    """The MoE-LoRA adapter that a folder holds; None if it holds something else, or is a name on the hub."""
+    if not Path(model).is_dir():
+        return None
+    from ..native.folders import MoELoraFolder, find_adapter
 
-    path = Path(folder, "adapter_config.json")
-    return path.is_file() and read_json(path).get("peft_type") == "MOE_LORA"
+    adapter = find_adapter(model, "adapter")
+    return adapter if isinstance(adapter, MoELoraFolder) else None
 
 
-def use_base(engine: Any) -> None:
+def use_base(engine: Any, adapter: MoELoraFolder) -> None:
     """
     Replace an adapter's folder in vLLM's engine arguments by its base and the overrides that add the adapter.
 
     Raises:
         ValueError: the adapter cannot be read, or vLLM has no such architecture with experts.
     """
-    from ..utils.loading import adapter_base, read_adapter_config, read_config
-
-    adapter = engine.model
-    source = f"adapter {adapter!r}"
-    config = read_adapter_config(adapter, source)
-    base, revision = adapter_base(config, source, remedy="set it in adapter_config.json")
-    (architecture,) = read_config(base, f"{source}: base {base!r}", revision).architectures or [None]
+    adapter.remedy = "set it in the adapter's config"
+    (architecture,) = adapter.base.config.architectures or [None]
     if architecture not in ARCHITECTURES:
         raise InputError(
-            f"{source}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
+            f"{adapter}: its base is a {architecture}, and vLLM serves adapters on {', '.join(ARCHITECTURES)}; export "
             "it with `moe-peft export`"
         )
     if not isinstance(engine.hf_overrides, dict):
@@ -74,9 +75,9 @@ def use_base(engine: Any) -> None:
     engine.hf_overrides = {
         **engine.hf_overrides,
         "architectures": [PREFIX + architecture],
-        ADAPTER_FIELD: os.path.abspath(adapter),
+        ADAPTER_FIELD: os.path.abspath(adapter.path),
     }
-    if engine.tokenizer is None and Path(adapter, "tokenizer_config.json").is_file():
-        engine.tokenizer = adapter  # training may have changed its chat template and EOS token
-    engine.served_model_name = engine.served_model_name or adapter
-    engine.model, engine.revision = base, revision
+    if engine.tokenizer is None and adapter.has_tokenizer:
+        engine.tokenizer = adapter.path  # training may have changed its chat template and EOS token
+    engine.served_model_name = engine.served_model_name or adapter.path
+    engine.model, engine.revision = adapter.base.path, adapter.base.revision

@@ -19,7 +19,8 @@ from ..models.gates import fold_routers
 from ..models.native_routers import replace_routers
 from ..native.expert_init import FFN
 from ..native.families import FAMILIES, DenseFamily, find_families
-from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS, TERMS, copy_companions, open_dense
+from ..native.folders import open_dense
+from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS, TERMS, copy_companions
 from ..native.router_files import read_routed_model
 from ..native.safetensors_io import Checkpoint, ShardedWriter
 from ..native.upcycle import UpcycleConfig, check_same_architecture, mean_model, upcycle, upcycled_config

@@ -37,7 +37,7 @@ from .io import check_weights, no_weights, read_json, read_text, reading
 from .messages import InputError, one_line, unknown_key
 
 EMPTY_IN_OTHERS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # the first process alone reads weights; accelerate sets it
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_SIZE, _MOST_LAYERS = 2**16, 10_000
 _PATTERNS = ("num_experts_pattern", "top_k_pattern", "rank_pattern", "alpha_pattern")  # their keys are names or regexes
@@ -243,14 +243,17 @@ def read_tokenizer(name: str | os.PathLike, source: object, revision: str | None
         return AutoTokenizer.from_pretrained(os.fspath(name), revision=revision or "main")
 
 
-def check_tokenizer(tokenizer: Any, config: PreTrainedConfig, source: object) -> None:
+def check_tokenizer(tokenizer: Any, config: PreTrainedConfig | None, source: object) -> None:
     """
+    Args:
+        config: of the model that it is used with; None: one whose embeddings are resized for it.
+
     Raises:
         ValueError: the tokenizer has more tokens than the model has embeddings, or no EOS token.
     """
     if tokenizer.eos_token is None:
         raise InputError(f"{source}: its tokenizer has no eos_token; set it in tokenizer_config.json")
-    rows = getattr(config.get_text_config(), "vocab_size", None)
+    rows = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
     if rows is not None and len(tokenizer) > rows:
         raise InputError(
             f"{source}: its tokenizer has {len(tokenizer)} tokens, its embeddings have {rows} rows; use the tokenizer "
@@ -387,7 +390,7 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
         ValueError: a model's config has so many layers or experts that listing them would take for ever.
     """
     for name, value in values.items():
-        most = _LARGEST_SIZE if name in _COUNTS else _MOST_LAYERS if "layer" in name else None
+        most = _LARGEST_SIZE if name in EXPERT_COUNTS else _MOST_LAYERS if "layer" in name else None
         if isinstance(value, dict):
             _check_counts(value, source)
         elif most is not None and isinstance(value, int) and value > most:
@@ -401,7 +404,7 @@ def _check_experts(config: PreTrainedConfig, source: object) -> None:
     """
     config = config.get_text_config()
     k = getattr(config, "num_experts_per_tok", None)
-    n = next((n for name in _COUNTS if (n := getattr(config, name, None)) is not None), None)
+    n = next((n for name in EXPERT_COUNTS if (n := getattr(config, name, None)) is not None), None)
     if type(k) is int and type(n) is int and n > 0 and not 1 <= k <= n:
         raise InputError(f"{source}: {CONFIG}: num_experts_per_tok={k}: must be from 1 to the number of experts, {n}")
 

@@ -219,8 +219,8 @@ def test_tasks_may_be_named_one_by_one():
         (["--tasks", "toy_aa"], "tasks='toy_aa': no such task; did you mean 'toy_a'"),
         (["--tasks", "toy_both,toy_a"], "Duplicate task 'toy_a'"),
         (["--tasks", ","], "tasks: name at least one"),
-        (["--model", "{folder}/nowhere"], "--model '{folder}/nowhere'"),
-        (["--base", "{folder}/nowhere"], "--base '{folder}/nowhere'"),
+        (["--model", "{folder}/nowhere"], "--model='{folder}/nowhere'"),
+        (["--base", "{folder}/nowhere"], "base='{folder}/nowhere'"),
         (["--include-path", "nowhere"], "include_path='nowhere': no such folder"),
         (["--model", "{folder}/native", "--base", "{folder}/base", "--no-base"], "give one of them"),
         (["--batch-size", "1000000"], "must be a whole number from 1 to 999999"),
@@ -248,7 +248,7 @@ def test_tasks_may_be_named_one_by_one():
         (["--output", "{folder}/base/config.json"], "not a folder"),
         (["--output", "{folder}/base/config.json/deeper"], "not a folder"),
         (["--model", "{folder}/base", "--each-expert"], "has no router"),
-        (["--model", "{folder}/tasks"], "--model '{folder}/tasks'"),
+        (["--model", "{folder}/tasks"], "--model='{folder}/tasks'"),
     ],
 )
 def test_wrong_input_ends_with_one_line_and_code_2(arguments, message, folder, tmp_path, capsys):

@@ -89,12 +89,12 @@ BAD = {
     "dtype": ({"dtype": "int8"}, "--dtype='int8': must be one of auto"),
     "replace alone": ({"replace": "1"}, "replace=1: goes with add_to"),
     "several to add": ({"add-to": "x"}, "one at a time joins add_to"),
-    "other base": ({"base": "nowhere"}, "base 'nowhere'"),
-    "no LoRA": ({"adapters": ["{case}/base", "{case}/b"], "labels": ["a", "b"]}, "is not a folder with adapter_config"),
+    "other base": ({"base": "nowhere"}, "base='nowhere'"),
+    "no LoRA": ({"adapters": ["{case}/base", "{case}/b"], "labels": ["a", "b"]}, "dense model; give a LORA adapter"),
     "models with arrow": ({"adapters": None, "models": ["x", "y"], "gates": "arrow"}, "are those of LoRA adapters"),
     "models with a mixing": ({"adapters": None, "models": ["x", "y"], "mixing": "output"}, "are for adapters; leave"),
     "models that are none": (
-        {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models: '{case}/a': no tokenizer"
+        {"adapters": None, "models": ["{case}/a", "{case}/b"]}, "models='{case}/a': is a LORA adapter; give"
     ),
     "an unknown flag": ({"gate": "ridge"}, "--gate: unknown key; did you mean '--gates'?"),
     "too short": ({"max-length": "1"}, "none of 6 examples has a token to score; raise max_length"),

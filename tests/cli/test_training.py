@@ -842,9 +842,9 @@ def test_an_adapter_of_other_kinds_of_trainers_and_its_plan(command, further, ca
     [
         ({"num_experts": 4}, "num_experts=4: is for a new adapter, and adapter names one"),
         ({"router_type": "mlp"}, "router_type='mlp': is for a new adapter"),
-        ({"adapter": "nowhere"}, "adapter 'nowhere'"),
-        ({"adapter": "base"}, "is not a folder with adapter_config.json"),
-        ({"adapter": "lora"}, "is a PeftType.LORA adapter; give a MOE_LORA adapter"),
+        ({"adapter": "nowhere"}, "adapter='nowhere'"),
+        ({"adapter": "base"}, "is a dense model; give a MOE_LORA adapter"),
+        ({"adapter": "lora"}, "is a LORA adapter; give a MOE_LORA adapter"),
         ({"adapter": "pickled"}, "only safetensors are read"),
     ],
 )

@@ -99,18 +99,39 @@ def test_biases_and_shared_experts_are_those_of_the_mixture(case, tmp_path):
                 torch.testing.assert_close(output, expected(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("router", "name", "value"), [("threshold", "threshold", 1 / 3), ("attention", "num_heads", 1)]
+)
+def test_settings_that_follow_from_the_number_of_experts_stay(router, name, value, case, tmp_path):
+    def base():
+        return AutoModelForCausalLM.from_pretrained(case / "base")
+
+    given = {} if router == "threshold" else {f"router_{name}": value}
+    mixed = lora_to_moe(base(), [case / name for name in DOMAINS], router_type=router, **given)
+    mixed.save_pretrained(tmp_path / "mixed")
+    model = put_expert(base(), tmp_path / "mixed", case / "d")
+    assert getattr(model.peft_config["default"], f"router_{name}") == value
+
+
+def test_heads_that_follow_from_the_number_of_experts_fit_no_other(case, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(case / "base")
+    lora_to_moe(base, [case / name for name in "ab"], router_type="attention").save_pretrained(tmp_path / "mixed")
+    with pytest.raises(ValueError, match=r"router_num_heads=2: must divide .* the 3 experts"):
+        put_expert(AutoModelForCausalLM.from_pretrained(case / "base"), tmp_path / "mixed", case / "d")
+
+
 def test_what_cannot_join(case, tmp_path):
     def base():
         return AutoModelForCausalLM.from_pretrained(case / "base")
 
-    with pytest.raises(ValueError, match=r"replace=3: mixture .* has experts 0 to 2"):
+    with pytest.raises(ValueError, match=r"replace=3: mixture=.* has experts 0 to 2"):
         put_expert(base(), case / "mixed", case / "d", 3)
     write_lora(tmp_path / "attention", case / "base", 9, ["q_proj", "up_proj"])
     with pytest.raises(ValueError, match="q_proj has experts and a router in only one of it and mixture"):
         put_expert(base(), case / "mixed", tmp_path / "attention")
     saved = lora_to_moe(base(), [case / name for name in DOMAINS], modules_to_save=["lm_head"])
     saved.save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"mixture .*: modules_to_save=\['lm_head'\]"):
+    with pytest.raises(ValueError, match=r"mixture=.*: modules_to_save=\['lm_head'\]"):
         put_expert(base(), tmp_path / "saved", case / "d")
     hashed = get_peft_model(tiny_llama(vocab=128), MoELoraConfig(router_type="hash", task_type="CAUSAL_LM"))
     hashed.save_pretrained(tmp_path / "hash")

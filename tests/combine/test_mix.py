@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from moe_peft import init_gates, lora_to_moe
 from moe_peft.combine.mix import Source, mix
+from moe_peft.native import UpcycleConfig, upcycle
+from moe_peft.native.folders import DenseFolder, open_folder
+from moe_peft.native.upcycle import mean_model
 from moe_peft.training.preparation import calibration_batches
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings
 
@@ -159,6 +164,89 @@ def test_dense_models_become_a_native_moe(case, tmp_path, tokenizer):
         parameter.data = torch.stack([parameter.data, *(p.data for p in others)]).double().mean(0).float()
     close(measured.losses["mean of the models"], losses(dense[0], tokenizer))
     assert all(shares[i] == max(shares) for i, shares in enumerate(measured.reached.values()))
+
+
+def test_bfloat16_models_are_averaged_as_the_mixture_is(case, tmp_path):
+    models = []
+    for name in DOMAINS:
+        model = AutoModelForCausalLM.from_pretrained(case / f"dense-{name}", dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / name)
+        models.append(str(tmp_path / name))
+    upcycle(models, tmp_path / "moe", UpcycleConfig(num_experts=3, init="checkpoints"))
+    mixture = load_file(tmp_path / "moe/model.safetensors")
+    mean = mean_model([open_folder(model, "models", DenseFolder) for model in models]).state_dict()
+    same = mean.keys() & mixture.keys()
+    assert "lm_head.weight" in same and all(torch.equal(mean[name], mixture[name]) for name in same)
+    parts = [load_file(f"{model}/model.safetensors")["model.layers.0.mlp.up_proj.weight"] for model in models]
+    expected = torch.stack(parts).double().mean(0).bfloat16()
+    assert torch.equal(mean["model.layers.0.mlp.up_proj.weight"], expected)
+
+
+def test_models_that_cannot_be_scored_leave_nothing(case, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("moe_peft.combine.mix.score", broken)
+    models = [str(case / f"dense-{name}") for name in DOMAINS]
+    with pytest.raises(RuntimeError):
+        mix(settings(case, output=str(tmp_path / "moe"), adapters=None, models=models, labels=list(DOMAINS)))
+    assert not list(tmp_path.iterdir())
+
+
+def with_base(case, folder, **changes) -> list[str]:
+    """Copies of the LoRAs; the last one's config with changes."""
+    for name in DOMAINS:
+        shutil.copytree(case / name, folder / name)
+    path = folder / DOMAINS[-1] / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return [str(folder / name) for name in DOMAINS]
+
+
+OF_ARROW = {"data": None, "label_column": None, "gates": "arrow"}
+
+
+def test_the_base_has_the_revision_that_the_adapters_name(case, tmp_path, monkeypatch):
+    loaded, original = [], AutoModelForCausalLM.from_pretrained
+
+    def recorded(*args, **options):
+        loaded.append(options.get("revision"))
+        return original(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recorded)
+    adapters = with_base(case, tmp_path)
+    for adapter in adapters:
+        path = Path(adapter, "adapter_config.json")
+        path.write_text(json.dumps({**json.loads(path.read_text()), "revision": "v2"}))
+    for base, revision in ((None, "v2"), (str(case / "base"), None)):
+        out = tmp_path / f"out {revision}"
+        mix(settings(case, output=str(out), adapters=adapters, base=base, **OF_ARROW))
+        assert loaded.pop() == (revision or "main")
+        assert json.loads((out / "adapter_config.json").read_text())["revision"] == revision
+
+
+@pytest.mark.parametrize("field", ["base_model_name_or_path", "revision"])
+def test_adapters_of_different_bases_are_refused_unless_one_is_given(field, case, tmp_path):
+    shutil.copytree(case / "base", tmp_path / "other")
+    adapters = with_base(case, tmp_path, **{field: str(tmp_path / "other") if "name" in field else "v2"})
+    with pytest.raises(ValueError, match=r"adapters=.*/c': its base is .*, that of adapters=.*/a' is .*/base \(main\)"):
+        mix(settings(case, output=str(tmp_path / "out"), adapters=adapters, **OF_ARROW))
+    assert not (tmp_path / "out").exists()
+    mix(settings(case, output=str(tmp_path / "out"), adapters=adapters, base=str(case / "base"), **OF_ARROW))
+
+
+def test_two_names_of_one_folder_are_one_base(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(case)
+    adapters = with_base(case, tmp_path, base_model_name_or_path="./base", revision="main")
+    mix(settings(case, output=str(tmp_path / "out"), adapters=adapters, **OF_ARROW))
+
+
+def test_an_expert_of_another_base_does_not_join(case, tmp_path):
+    shutil.copytree(case / "base", tmp_path / "other")
+    adapters = with_base(case, tmp_path, base_model_name_or_path=str(tmp_path / "other"))
+    mix(settings(case, output=str(tmp_path / "mixed"), adapters=adapters[:2], **OF_ARROW))
+    options = {"add_to": str(tmp_path / "mixed"), **OF_ARROW}
+    with pytest.raises(ValueError, match=r"add_to=.*: its base is .*; experts of one mixture need one base"):
+        mix(settings(case, output=str(tmp_path / "out"), adapters=adapters[2:], **options))
 
 
 def test_calibration_batches_have_the_numbers_of_their_rows(case, tokenizer):

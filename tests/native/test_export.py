@@ -24,10 +24,10 @@ from trl import SFTConfig, SFTTrainer
 
 from moe_peft import MoELoraConfig, init_attention_routers
 from moe_peft.adapter.experts.lora import LoraExperts as Experts
-from moe_peft.analysis import inputs as loading
 from moe_peft.cli import main
 from moe_peft.native import export_adapter, verify_export
 from moe_peft.native.families import FAMILIES
+from moe_peft.native.folders import open_folder
 from tests.helpers.native_case import DENSE, IDS, MOE, adapter, dense_model, logits, saved
 
 ROUTERS = {
@@ -200,13 +200,13 @@ def test_wrong_adapters_and_bases(tmp_path):
             export_adapter(tmp_path / "adapter", tmp_path / "moe", base)
         assert not list(tmp_path.glob("*moe*"))
 
-    refused("adapter '.*adapter'")
+    refused("adapter='.*adapter'")
     lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     get_peft_model(dense_model("llama"), lora).save_pretrained(tmp_path / "adapter")
     refused("is a .*LORA adapter; give a MOE_LORA adapter")
     name = saved(dense_model("llama"), tmp_path / "base")
     adapter(dense_model("llama"), tmp_path / "adapter", name=name)
-    refused("model '.*nowhere'", tmp_path / "nowhere")
+    refused("base='.*nowhere'", tmp_path / "nowhere")
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=128))
     gpt2.save_pretrained(tmp_path / "gpt2")
     refused("'gpt2' model does not become", tmp_path / "gpt2")
@@ -375,6 +375,10 @@ def test_the_base_and_its_tokenizer_are_of_the_adapters_revision(tokenizer, tmp_
     path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "revision": "second"}))
     export_adapter(tmp_path / "adapter", tmp_path / "moe")
+
+    def loaded(folder):
+        return folder.load(), folder.tokenizer
+
     asked = []
     for loader in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
 
@@ -386,7 +390,7 @@ def test_the_base_and_its_tokenizer_are_of_the_adapters_revision(tokenizer, tmp_
         monkeypatch.setattr(loader, "from_pretrained", spy)
     for load, tokenizers in (
         (lambda base: verify_export(tmp_path / "adapter", tmp_path / "moe", ["w5 w7 w9"], base), 0),  # the export's
-        (lambda base: loading.load(str(tmp_path / "adapter"), base=base), 1),
+        (lambda base: loaded(open_folder(tmp_path / "adapter", "adapter", base=base)), 1),
     ):
         for given, wanted in ((None, "second"), (name, "main")):
             asked.clear()

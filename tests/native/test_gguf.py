@@ -109,7 +109,7 @@ def test_shared_experts_with_gates_that_sum_to_1_are_refused(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--model", "base"], "model='base': goes with --format gguf"),
-    (["--model", "base", "--format", "gguf"], "give a native MoE .* this is llama"),
+    (["--model", "base", "--format", "gguf"], "is a dense model; give a MOE_LORA adapter or a native MoE"),
     (["--model", "base", "--format", "gguf", "--family", "mixtral"], "base and family go with adapter"),
     (["--adapter", "adapter", "--format", "gguf", "--dtype", "float16"], "dtype='float16': must be one of float32"),
     (["--adapter", "adapter", "--format", "gguf", "--verify", "a"], "verify='a': goes with --format safetensors"),

@@ -25,7 +25,8 @@ from moe_peft.cli.upcycle import parser
 from moe_peft.native import ExpertInit, UpcycleConfig, upcycle
 from moe_peft.native.expert_init import FFN, generator_for
 from moe_peft.native.families import FAMILIES, FUSED, SEPARATE
-from moe_peft.native.model_folder import open_dense, parse_size
+from moe_peft.native.folders import open_dense
+from moe_peft.native.model_folder import parse_size
 from moe_peft.native.moe_config import backbone_shapes, moe_config
 from moe_peft.native.safetensors_io import new_folder
 from moe_peft.native.upcycle import Upcycled
@@ -591,13 +592,13 @@ def test_broken_checkpoints_are_refused(folders, tmp_path):
     save_file(without, tmp_path / "lacking/model.safetensors")
     refused(tmp_path, "no tensor model.layers.1.mlp.down_proj.weight", str(tmp_path / "lacking"))
     save_file({**complete, "model.layers.0.extra": torch.zeros(2)}, tmp_path / "lacking/model.safetensors")
-    refused(tmp_path, "does not have: .*extra", str(tmp_path / "lacking"))
+    refused(tmp_path, "extra is .*its config says nothing", str(tmp_path / "lacking"))
     data = (tmp_path / "lacking/model.safetensors").read_bytes()
     (tmp_path / "lacking/model.safetensors").write_bytes(data[: len(data) // 2])
     refused(tmp_path, "cannot be read", str(tmp_path / "lacking"))
     (tmp_path / "lacking/model.safetensors").unlink()
     refused(tmp_path, "save the model with save_pretrained", str(tmp_path / "lacking"))
-    refused(tmp_path, "model '.*nothing'", str(tmp_path / "nothing"))
+    refused(tmp_path, "model='.*nothing'", str(tmp_path / "nothing"))
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").touch()
     with pytest.raises(ValueError, match=r"output_dir=.*is not empty; choose another"):

@@ -465,7 +465,6 @@ def test_an_adapter_whose_base_is_gone(base: str, data: str, tmp_path: Path, cap
     settings = json.loads(path.read_text())
     commands: dict[str, list[str]] = {
         "prune": ["--drop", "[1]", "--model"], "inspect": ["--data", data, "--model"], "export": ["--adapter"],
-        "mix": ["--labels", "a", "b", "--data", data, data, "--adapters", str(folder)],
     }  # fmt: skip
     for source, words in ((None, "=None: the adapter names no base; name"), ("gone", "='gone': no folder seen from ")):
         path.write_text(json.dumps({**settings, "base_model_name_or_path": source}))
@@ -481,12 +480,18 @@ def test_an_adapter_whose_base_is_gone(base: str, data: str, tmp_path: Path, cap
 
 def test_other_folders_are_refused(base: str, tmp_path: Path):
     config = OlmoeConfig(
-        hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_experts=4, vocab_size=64
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_experts=4,
+        vocab_size=64,
+        num_experts_per_tok=2,
     )
     OlmoeForCausalLM(config).save_pretrained(tmp_path / "olmoe")
     for folder, message in (
-        (tmp_path / "olmoe", "a 'olmoe' model; native MoEs of mixtral, qwen2_moe"),
-        (base, "a 'llama' model; native MoEs of"),
+        (tmp_path / "olmoe", "a 'olmoe' model; give a native MoE of mixtral, qwen2_moe"),
+        (base, "is a dense model; give a MOE_LORA adapter or a native MoE"),
         (tmp_path, "no adapter_config.json and no config.json"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from moe_peft import prune_experts
 from moe_peft.adapter.layers import MoELoraLayer
-from moe_peft.pruning.routed_folders import AdapterFolder, open_folder
+from moe_peft.native.folders import open_folder
+from moe_peft.pruning.routed_folders import PrunableAdapter, prunable
 from tests.helpers.native_case import IDS, dense_model, saved
 from tests.helpers.pruning_case import WEIGHTS, load_double, make_adapter, masked_logits
 
@@ -68,7 +69,7 @@ def test_modules_with_a_single_expert_keep_it(settings: dict, default: int, base
 @pytest.mark.parametrize("change", ["shape", "missing", "unexpected"])
 def test_a_folder_that_does_not_load_is_found(change: str, base: str, tmp_path: Path):
     adapter = make_adapter(base, tmp_path / "adapter", target_modules=["mlp"])
-    open_folder(adapter).check()
+    prunable(open_folder(adapter, "model"))
     state = load_file(adapter / WEIGHTS)
     name = next(key for key in state if "moe_lora_A" in key)
     if change == "shape":
@@ -78,29 +79,29 @@ def test_a_folder_that_does_not_load_is_found(change: str, base: str, tmp_path: 
     else:
         state[name.replace("layers.0", "layers.7")] = state[name].clone()
     save_file(state, adapter / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="does not fit the config"):
-        open_folder(adapter).check()
+    with pytest.raises(ValueError, match="its config says"):
+        prunable(open_folder(adapter, "model"))
 
 
 def test_what_would_not_load_is_not_published(folder: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(AdapterFolder, "_pruned_config", lambda self, sizes: self.config)
-    monkeypatch.setattr(AdapterFolder, "_check_router", lambda *args: None)
-    with pytest.raises(ValueError, match="does not fit the config"):
+    monkeypatch.setattr(PrunableAdapter, "_pruned_config", lambda self, sizes: self.config)
+    monkeypatch.setattr(PrunableAdapter, "_check_router", lambda *args: None)
+    with pytest.raises(ValueError, match="its config says"):
         prune_experts(folder, tmp_path / "pruned", drop=[1])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_native_folder_that_does_not_load_is_found(tmp_path: Path):
     moe = sparse(tmp_path / "moe")
-    open_folder(moe).check()
+    prunable(open_folder(moe, "model"))
     text = (moe / "config.json").read_text()
     assert 'experts": 5,' in text
     name, state = "model.layers.1.mlp.experts.4.up_proj.weight", load_file(moe / "model.safetensors")
     for kept, experts in ((state, 4), (state, 6), ({key: state[key] for key in state if key != name}, 5)):
         save_file(kept, moe / "model.safetensors", metadata={"format": "pt"})
         (moe / "config.json").write_text(text.replace('experts": 5,', f'experts": {experts},'))
-        with pytest.raises(ValueError, match="does not fit the config"):
-            open_folder(moe).check()
+        with pytest.raises(ValueError, match="its config says"):
+            prunable(open_folder(moe, "model"))
 
 
 def sparse(folder: Path, **options) -> Path:

@@ -1,0 +1,443 @@
+"""
+Folders that hold a model or an adapter, and names on the hub. `open_folder` decides once which of four kinds it is:
+a LoRA, a MoE-LoRA adapter, a dense model or a native MoE. All that it holds is read when asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, TypeVar, cast, overload
+
+import torch
+from accelerate import PartialState
+from huggingface_hub import hf_hub_download, snapshot_download
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from transformers import PreTrainedConfig
+
+from ..adapter.config import MoELoraConfig
+from ..models.gates import CONFIG_FIELD
+from ..routing.routers import Router
+from ..utils.io import read_json, reading
+from ..utils.loading import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    EXPERT_COUNTS,
+    adapter_base,
+    check_tokenizer,
+    empty_model,
+    quantization_config,
+    read_adapter_config,
+    read_adapter_weights,
+    read_config,
+    read_tokenizer,
+    refuse_adapter,
+)
+from ..utils.messages import InputError, choice_error
+from .expert_init import FFN
+from .families import FAMILIES, DenseFamily, MoEFamily, find_families
+from .model_folder import COMPANIONS, DTYPES, EMBEDDINGS, HEAD, NOT_WEIGHTS, companions
+from .moe_config import backbone_shapes, carried_settings
+from .router_files import read_routed_model
+from .safetensors_io import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+_DOWNLOADED = ["*.json", "*.safetensors", "README.md", *COMPANIONS]
+
+
+class ModelFolder(ABC):
+    """
+    A folder, or a name on the hub.
+
+    Args:
+        path: the folder or the name.
+        field: what names it, for messages.
+        revision: of a name on the hub.
+    """
+
+    kind: str  # as in "is a dense model"
+
+    def __init__(self, path: str | os.PathLike, field: str, revision: str | None = None) -> None:
+        self.path, self.field, self.revision = os.fspath(path), field, revision
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.path!r}"
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder; of a name on the hub, the download of it, without pickled weights."""
+        if Path(self.path).is_dir():
+            return Path(self.path)
+        with reading(self):
+            return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=_DOWNLOADED))
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The tokenizer that goes with it."""
+
+    def load(
+        self, dtype: str = "auto", quantization: dict[str, Any] | None = None, *, on_accelerator: bool = True
+    ) -> Any:
+        """
+        The model with its weights, in evaluation mode.
+
+        Args:
+            dtype: of the weights, as `from_pretrained` takes it.
+            quantization: fields of `BitsAndBytesConfig`.
+            on_accelerator: place it on that of this process, if there is one.
+
+        Raises:
+            ValueError: it cannot be loaded, or a setting is not what `from_pretrained` takes.
+        """
+        if dtype not in ("auto", *DTYPES):
+            raise InputError(choice_error("--dtype", dtype, ("auto", *DTYPES)))
+        options: dict[str, Any] = {"dtype": dtype}
+        if on_accelerator and torch.accelerator.is_available():
+            options["device_map"] = {"": PartialState().device}
+        if quantization is not None:
+            options["quantization_config"] = quantization_config(quantization, "--quantization")
+        return self._load(options).eval()
+
+    @abstractmethod
+    def _load(self, options: dict[str, Any]) -> Any:
+        """The model, as `from_pretrained` loads it with these arguments."""
+
+    def companions(self) -> list[Path]:
+        """The files beside its weights that go with what is made of it: see `companions` of `model_folder`."""
+        return companions(self.folder)
+
+
+Kind = TypeVar("Kind", bound=ModelFolder)
+
+
+@overload
+def open_folder(path: str | os.PathLike, field: str, *, base: str | os.PathLike | None = ...) -> ModelFolder: ...
+@overload
+def open_folder(
+    path: str | os.PathLike, field: str, *wanted: type[Kind], base: str | os.PathLike | None = ...
+) -> Kind: ...
+def open_folder(
+    path: str | os.PathLike, field: str, *wanted: type[ModelFolder], base: str | os.PathLike | None = None
+) -> ModelFolder:
+    """
+    Open a folder, or a name on the hub, as the kind that it is: `LoraFolder`, `MoELoraFolder`, `DenseFolder` or
+    `NativeFolder`; adapters of other types are an `AdapterFolder`. Only its config is read.
+
+    Args:
+        path: the folder or the name.
+        field: what names it, for messages.
+        wanted: the kinds that the caller takes; none given: any.
+        base: of an adapter; None: the one that it names.
+
+    Raises:
+        ValueError: there is no model, or one of another kind; or `base` is given, and it is not an adapter.
+
+    Example:
+
+    ```python
+    >>> from moe_peft.native.folders import MoELoraFolder, open_folder
+    >>> folder = open_folder("my-adapter", "adapter", MoELoraFolder)
+    >>> experts = folder.config.num_experts
+    >>> model = folder.load("float32")
+    ```
+    """
+    source = f"{field}={os.fspath(path)!r}"
+    folder: ModelFolder
+    adapter = find_adapter(path, field, base)
+    if adapter is not None:
+        if wanted and not isinstance(adapter, wanted) and Path(path, CONFIG).is_file():
+            refuse_adapter(Path(path), source)
+        adapter.config = read_adapter_config(path, source)
+        folder = adapter
+    elif base is not None:
+        raise InputError(f"base={os.fspath(base)!r}: is for an adapter, and {source} is none")
+    elif Path(path).is_dir() and not Path(path, CONFIG).exists():
+        raise InputError(f"{source}: no {ADAPTER_CONFIG} and no {CONFIG}; name a model's folder")
+    else:
+        folder = _open_model(path, field)
+    return expect(folder, *wanted) if wanted else folder
+
+
+def find_adapter(path: str | os.PathLike, field: str, base: str | os.PathLike | None = None) -> AdapterFolder | None:
+    """The adapter of a folder or of a name on the hub, whose config is not checked yet; None if there is none."""
+    config = _find(path, ADAPTER_CONFIG)
+    if config is None:
+        return None
+    kinds: dict[Any, type[AdapterFolder]] = {"LORA": LoraFolder, "MOE_LORA": MoELoraFolder}
+    kind = read_json(config).get("peft_type")
+    return kinds.get(kind if isinstance(kind, str) else None, AdapterFolder)(path, field, base)
+
+
+def _find(path: str | os.PathLike, file: str) -> Path | None:
+    """A file of a folder, or of a name on the hub; None if it is not there."""
+    if Path(path).exists():
+        return Path(path, file) if Path(path, file).is_file() else None
+    try:
+        return Path(hf_hub_download(os.fspath(path), file))
+    except (OSError, ValueError):  # no such file or repository, no hub to be reached, or not a name on the hub
+        return None
+
+
+def _open_model(path: str | os.PathLike, field: str, revision: str | None = None) -> WholeModel:
+    config = read_config(path, f"{field}={os.fspath(path)!r}", revision)
+    counts = (getattr(config.get_text_config(), name, None) for name in EXPERT_COUNTS)
+    becomes_moe = any(dense.model_type == config.model_type for family in FAMILIES.values() for dense in family.dense)
+    has_experts = not becomes_moe and any(count is not None for count in counts)
+    folder: WholeModel = (NativeFolder if has_experts else DenseFolder)(path, field, revision)
+    folder.config = config
+    return folder
+
+
+def expect(folder: ModelFolder, *wanted: type[Kind]) -> Kind:
+    """The folder, which must be of one of these kinds."""
+    if not isinstance(folder, wanted):
+        raise InputError(f"{folder}: is {folder.kind}; give {' or '.join(kind.kind for kind in wanted)}")
+    return folder
+
+
+def check_shapes(folder: ModelFolder, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    """Raise if a tensor is missing, is too many, or has another shape than the config says."""
+    for name in {**expected, **shapes}:
+        if shapes.get(name) != expected.get(name):
+            has = f"{name} is {list(shapes[name])}" if name in shapes else f"no tensor {name}"
+            wants = list(expected[name]) if name in expected else "nothing of it"
+            raise InputError(f"{folder}: {has}, its config says {wants}; use the config that it was saved with")
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+class AdapterFolder(ModelFolder):
+    """
+    An adapter of any type.
+
+    Args:
+        base: its base; None: the one that its config names.
+    """
+
+    kind = "an adapter of another type"
+    remedy = "name it with --base"  # where the config names no base
+
+    def __init__(self, path: str | os.PathLike, field: str, base: str | os.PathLike | None = None) -> None:
+        super().__init__(path, field)
+        self.other_base = base
+
+    @cached_property
+    def config(self) -> PeftConfig:
+        return read_adapter_config(self.path, self)
+
+    @cached_property
+    def base(self) -> WholeModel:
+        """The model that it was trained on, which must be there."""
+        name, revision = adapter_base(self.config, self, self.other_base, self.remedy)
+        return _open_model(name, "base" if self.other_base else f"{self}: base_model_name_or_path", revision)
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors, on the CPU."""
+        return read_adapter_weights(self.path, self)
+
+    @cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether it was saved with a tokenizer: training may have changed the base's chat template and EOS token."""
+        return _find(self.path, "tokenizer_config.json") is not None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its own, or the base's."""
+        if not self.has_tokenizer:
+            return self.base.tokenizer
+        tokenizer = read_tokenizer(self.path, self)
+        check_tokenizer(tokenizer, None, self)
+        return tokenizer
+
+    def _load(self, options: dict[str, Any]) -> Any:
+        model = self.base._load(options)
+        if self.has_tokenizer and len(self.tokenizer) > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(len(self.tokenizer))  # as PEFT, which saves such embeddings in the adapter
+        read_adapter_weights(self.path, self)  # PEFT would take a pickled file
+        with reading(self):
+            return PeftModel.from_pretrained(model, self.path)
+
+
+class LoraFolder(AdapterFolder):
+    """A LoRA adapter."""
+
+    kind = "a LORA adapter"
+
+
+class MoELoraFolder(AdapterFolder):
+    """A MoE-LoRA adapter."""
+
+    kind = "a MOE_LORA adapter"
+
+    @cached_property
+    def config(self) -> MoELoraConfig:
+        return cast(MoELoraConfig, super().config)
+
+    @cached_property
+    def empty(self) -> PeftModel:
+        """The base with the adapter, without weights, on the meta device."""
+        empty = empty_model(copy.deepcopy(self.base.config), self.base)
+        with reading(f"{self}: its config does not fit the base"), torch.device("meta"):
+            return get_peft_model(empty, copy.deepcopy(self.config))
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Names and shapes of the tensors that its config asks for."""
+        state = get_peft_model_state_dict(self.empty, save_embedding_layers=False)
+        return {name: tensor.shape for name, tensor in state.items()}
+
+    def sized_settings(self, routers: Iterable[Router]) -> dict[str, Any]:
+        """
+        The settings of its routers that follow from the number of experts where the config does not set them, with the
+        values that they have. Set to these, they stay what they are when experts come or go.
+        """
+        settings = {}
+        for name, of_size in self.config.router_class.sized.items():
+            values = {getattr(router.settings, name) or of_size(router.num_experts) for router in routers}
+            if len(values) > 1:
+                raise InputError(
+                    f"{self}: router_{name}=None: it follows from the number of experts, in which layers differ; set "
+                    "it in the adapter's config first"
+                )
+            settings[f"router_{name}"] = values.pop()
+        return settings
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+class WholeModel(ModelFolder):
+    """A model of its own, not an adapter."""
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        return read_config(self.path, self, self.revision)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        tokenizer = read_tokenizer(self.path, self, self.revision)
+        check_tokenizer(tokenizer, self.config, self)
+        return tokenizer
+
+    @cached_property
+    def tensors(self) -> Checkpoint:
+        """Its tensors, each one read when asked for."""
+        return Checkpoint(self.folder)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its config; of its embeddings on disk, where the config says none that is written here."""
+        name = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
+        return DTYPES.get(name) or self.tensors.dtype(EMBEDDINGS)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by its name on disk. The head is the embeddings where the model ties them."""
+        return self.tensors.tensor(self.tensors.stored_name(name, EMBEDDINGS if name == HEAD else None))
+
+    def check_tensors(self, expected: Mapping[str, torch.Size]) -> None:
+        """Raise if the tensors on disk are not these; a tied head need not be there."""
+        tied = getattr(self.config, "tie_word_embeddings", False) and HEAD not in self.tensors.files
+        shapes = {name: self.tensors.shape(name) for name in self.tensors if not name.endswith(NOT_WEIGHTS)}
+        check_shapes(self, shapes, {name: shape for name, shape in expected.items() if not (tied and name == HEAD)})
+
+    def _load(self, options: dict[str, Any]) -> Any:
+        return read_routed_model(self.path, self, self.revision, **options)
+
+
+class DenseFolder(WholeModel):
+    """A dense model. `to_moe` says which families it and its MoE belong to."""
+
+    kind = "a dense model"
+    family: DenseFamily
+    moe: MoEFamily
+
+    def to_moe(self, family: str | None = None) -> DenseFolder:
+        """
+        Check that it can become a native MoE, tensor by tensor.
+
+        Args:
+            family: the MoE's model type; None takes the one that fits.
+
+        Returns:
+            itself.
+
+        Raises:
+            ValueError: it is quantized, has settings that no MoE family can hold, or its tensors are not those of its
+                config.
+        """
+        if getattr(self.config, "quantization_config", None) is not None:
+            raise InputError(f"{self.path} is quantized; give the full-precision model it was made from")
+        refuse_adapter(self.folder, self)
+        self.family, self.moe = find_families(self.config.model_type, family)
+        # Before the tensors: a setting that no MoE has is the cause of one that fits nowhere.
+        carried_settings((self.family, self.moe), self.config)
+        for companion in self.companions():  # which will be copied
+            if companion.suffix == ".json":
+                read_json(companion)
+        self.check_tensors(self.shapes())
+        return self
+
+    def backbone(self, name: str) -> torch.Tensor:
+        """The non-FFN tensor that the MoE calls `name`."""
+        return self.family.backbone(name, self.config, self.read)
+
+    def ffn(self, layer: int) -> FFN:
+        return self.family.ffn(layer).split(self.read)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Names and shapes of all tensors, the head among them even where it is tied."""
+        return backbone_shapes(self.config) | self.family.ffn_shapes(self.config)
+
+    def say_untied(self) -> None:
+        """Tell the user if the MoE has more parameters than the experts', because its head is no longer tied."""
+        if getattr(self.config, "tie_word_embeddings", False):
+            count = self.config.vocab_size * self.config.hidden_size
+            logger.info(f"the head, tied to the embeddings in the dense model, gets parameters of its own: {count:,}")
+
+
+def open_dense(path: str | os.PathLike, family: str | None = None) -> DenseFolder:
+    """A dense model that can become a native MoE; see `DenseFolder.to_moe`."""
+    return open_folder(path, "model", DenseFolder).to_moe(family)
+
+
+class NativeFolder(WholeModel):
+    """A native MoE. Of one of `FAMILIES` it has the tensors as a MoE's content."""
+
+    kind = "a native MoE"
+
+    @cached_property
+    def family(self) -> MoEFamily:
+        """Its family, which must be one of `FAMILIES`, with the family's own gates."""
+        kind = self.config.model_type
+        if kind not in FAMILIES:
+            raise InputError(f"{self}: a {kind!r} model; give a native MoE of {', '.join(FAMILIES)}")
+        if hasattr(self.config.get_text_config(), CONFIG_FIELD):
+            raise InputError(f"{self}: other routers have replaced its gates; fold them first")
+        return FAMILIES[kind]
+
+    @property
+    def num_experts(self) -> int:
+        return getattr(self.config, self.family.count)
+
+    def backbone(self, name: str) -> torch.Tensor:
+        return self.read(name)
+
+    def router(self, layer: int) -> torch.Tensor:
+        return self.read(self.family.router_name(layer))
+
+    def experts(self, layer: int) -> Iterator[FFN]:
+        read = lru_cache(2)(self.read) if self.family.stacked else self.read  # where one tensor holds all experts
+        for expert in range(self.num_experts):
+            yield self.family.read_expert(layer, expert, read)
+
+    def shared(self, layer: int) -> FFN:
+        return self.family.read_shared(layer, self.read)

@@ -1,0 +1,89 @@
+"""`open_folder`: the kind of a folder or of a name on the hub, decided from its config alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+
+from moe_peft.native import folders, upcycle
+from moe_peft.native.folders import (
+    AdapterFolder,
+    DenseFolder,
+    LoraFolder,
+    MoELoraFolder,
+    NativeFolder,
+    find_adapter,
+    open_folder,
+)
+from tests.helpers.native_case import IDS, adapter, dense_model, saved
+
+KINDS = {
+    "lora": LoraFolder, "ia3": AdapterFolder, "moe": MoELoraFolder, "dense": DenseFolder, "native": NativeFolder,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("folders")
+    base = saved(dense_model("llama"), folder / "dense")
+    tokenizer.save_pretrained(base)
+    adapter(dense_model("llama"), folder / "moe", base, target_modules=["mlp"])
+    others = {
+        "lora": LoraConfig(target_modules=["up_proj"], task_type="CAUSAL_LM"),
+        "ia3": IA3Config(target_modules=["v_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+    }
+    for name, config in others.items():
+        model = get_peft_model(dense_model("llama"), config)
+        model.peft_config["default"].base_model_name_or_path = base
+        model.save_pretrained(folder / name)
+    upcycle(base, folder / "native")
+    return folder
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_config_says_the_kind_and_nothing_else_is_read(name, world, tmp_path):
+    shutil.copytree(world / name, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors", "tokenizer*"))
+    assert type(open_folder(tmp_path / name, "model")) is KINDS[name]
+    other = LoraFolder if name == "dense" else DenseFolder
+    with pytest.raises(ValueError, match=f"model=.*{name}': is .*; give {other.kind}"):
+        open_folder(tmp_path / name, "model", other)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_loads_with_the_tokenizer_that_goes_with_it(name, world):
+    folder = open_folder(world / name, "model")
+    with torch.no_grad():
+        assert folder.load("bfloat16")(input_ids=IDS).logits.dtype == torch.bfloat16
+    assert len(folder.tokenizer) <= 128
+
+
+def test_names_on_the_hub(world, monkeypatch):
+    def download(name, file, **_):
+        path = world / name.removeprefix("org/") / file
+        if not path.is_file():
+            raise OSError(f"no {file} in {name}")
+        return str(path)
+
+    monkeypatch.setattr(folders, "hf_hub_download", download)
+    for name in ("lora", "ia3", "moe"):
+        assert type(find_adapter(f"org/{name}", "model")) is KINDS[name]
+    assert find_adapter("org/dense", "model") is None
+    assert [AdapterFolder(f"org/{name}", "model").has_tokenizer for name in ("moe", "dense")] == [False, True]
+
+
+def test_an_adapters_base_has_the_revision_that_it_names(world, tmp_path):
+    shutil.copytree(world / "lora", tmp_path / "lora")
+    path = tmp_path / "lora/adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "revision": "v2"}))
+    named, other = (open_folder(tmp_path / "lora", "model", base=base) for base in (None, world / "dense"))
+    assert (named.base.path, named.base.revision) == (str(world / "dense"), "v2")
+    assert (other.base.path, other.base.revision) == (str(world / "dense"), None)
+
+
+def test_a_base_is_for_adapters(world):
+    with pytest.raises(ValueError, match=r"base='x': is for an adapter, and model=.*dense' is none"):
+        open_folder(world / "dense", "model", base="x")

@@ -232,7 +232,9 @@ class TrainingParser(GroupedParser, TrlParser):
             for name, value in vars(part).items():
                 if name in _UNREAD and value:
                     raise InputError(f"{name}={value!r}: is not read here; {_UNREAD[name]}")
-        return Options(data, training, ModelConfig(**vars(model)), vars(adapter), run)
+        with refused_settings():
+            model = ModelConfig(**vars(model))
+        return Options(data, training, model, vars(adapter), run)
 
     def _read(self, path: str) -> dict[str, Any]:
         """The settings of a YAML file."""

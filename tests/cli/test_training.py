@@ -618,7 +618,7 @@ def test_flags_go_before_the_file_and_all_fields_are_flags(case, tmp_path):
     options = parser("moe-peft sft").parse_args(["--config", str(tmp_path / "run.yaml"), "--top-k", "1"])
     assert options.adapter["top_k"] == 1 and options.adapter["num_experts"] == 6
     assert options.training.learning_rate == 3e-4
-    fields = {f for f in MoELoraConfig.__dataclass_fields__ if f not in PeftConfig.__dataclass_fields__}
+    fields = {f.name for f in dataclasses.fields(MoELoraConfig)} - {f.name for f in dataclasses.fields(PeftConfig)}
     assert fields - {"router_aux_loss_coef"} == options.adapter.keys()
     config = MoELoraConfig(task_type="CAUSAL_LM", revision="main", **{**ADAPTER, "top_k": 1})
     assert options.adapter_config() == config

@@ -353,14 +353,14 @@ def report(study: Study) -> None:
             plot_curves(curves, RESULTS / f"upit_{size}.svg", "passes over the rows", "training loss")
             title = "Training loss by half passes, mean of the seeds; methods with stages after the first one"
             lines += [f"![{title}](upit_{size}.svg)", ""]
-            by_name = {METHODS[name].label: runs[name] for name in (*ROUTED, *DECAYING)}
-            by_name["untrained"] = {run["seed"]: run for run in study.records(method="untrained")}
+            by_name = {"base, random routers": {run["seed"]: run for run in study.records(method="untrained")}}
+            by_name |= {METHODS[name].label: runs[name] for name in (*ROUTED, *DECAYING)}
             if shares := {label: of for label, made in by_name.items() if (of := _specialization(made))}:
                 means = [f"{label} {np.mean(list(of.values())):.1%}" for label, of in shares.items()]
                 title = "Share of a task's tokens that go to other experts than the average task's"
                 plot_bars(shares, RESULTS / f"upit_{size}_routing.svg", title, "{:.0%}")
                 lines += [f"![{title}, mean of layers and seeds](upit_{size}_routing.svg)", ""]
-                lines += [f"Mean of the tasks: {', '.join(means)}.", ""]
+                lines += [f"Mean of the tasks: {'; '.join(means)}.", ""]
     if panels:
         plot_differences(panels, RESULTS / "upit_differences.svg", "difference of held-out loss")
         lines += ["![Differences of held-out loss with 95 % intervals](upit_differences.svg)", ""]

@@ -289,8 +289,9 @@ def _sums(model: nn.Module, modules: Sequence[nn.Module], n: int, way: GateInit,
         if i == 0:
             experts_seen.update(expert_B[~negative_B].tolist())
         x_TD = double(x_BSD.reshape(-1, x_BSD.shape[-1])[mask_BS.flatten().bool()])
-        texts = (expert_B, negative_B, mask_BS.nonzero()[:, 0])
-        for name, value in way.sums(x_TD, Texts(*(of_texts.to(x_TD.device) for of_texts in texts), n)).items():
+        text_T = mask_BS.nonzero()[:, 0].to(x_TD.device)
+        texts = Texts(expert_B.to(x_TD.device), negative_B.to(x_TD.device), text_T, n)
+        for name, value in way.sums(x_TD, texts).items():
             sums[i][name] = sums[i].get(name, 0) + value
 
     base_passes(model, () if batches is None else batches, modules, add)

@@ -96,16 +96,13 @@ def _used_shares(model: nn.Module) -> Iterator[tuple[nn.Parameter, Fraction]]:
         running = [] if layer.disable_adapters else layer.active_adapters
         for part in layer.adapter_layer_names:
             for name, module in getattr(layer, part).items():
-                spec = layer.moe_lora_spec[name]
-                of_experts = Fraction(min(spec.top_k, spec.num_experts), spec.num_experts)
-                for p in module.parameters():
-                    # A tensor [n, …] has a part of each expert; what is shared serves every token.
-                    is_stacked = part != "moe_lora_router" and shape_of(p)[0] == spec.num_experts
-                    share = of_experts if is_stacked else Fraction(1)
-                    yield p, share if name in running else Fraction(0)
-    for layer in native_layers(model):
-        of_experts = Fraction(layer.top_k, layer.num_experts)
-        yield from ((p, of_experts) for experts in layer.expert_modules() for p in experts.parameters())
+                # What is shared serves every token.
+                matrix: Any = {"moe_lora_A": "A", "moe_lora_B": "B"}.get(part)
+                share = layer.moe_lora_spec[name].used_share(matrix) if matrix else Fraction(1)
+                yield from ((p, share if name in running else Fraction(0)) for p in module.parameters())
+    for native in native_layers(model):
+        share = Fraction(native.top_k, native.num_experts)
+        yield from ((p, share) for experts in native.expert_modules() for p in experts.parameters())
     for wrapper in (m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)):
         yield from ((p, Fraction(0)) for module in idle_copies(wrapper) for p in module.parameters())
 

@@ -94,7 +94,7 @@ def gate_rule(gate: Any, linear: bool = True) -> bool:
     """
     if isinstance(gate, RoutedGate):
         return gate.normalizes
-    weight_ND = getattr(gate, "weight", None)
+    weight_ND: Any = getattr(gate, "weight", None)
     if isinstance(weight_ND, torch.Tensor) and weight_ND.is_meta:  # of a plan: it is tried with values
         gate = copy.deepcopy(gate).to_empty(device="cpu")
         weight_ND = gate.weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))

@@ -19,7 +19,7 @@ from ..models.gates import fold_routers
 from ..models.native_routers import replace_routers
 from ..native.expert_init import FFN
 from ..native.families import FAMILIES, DenseFamily, find_families
-from ..native.folders import open_dense
+from ..native.folders import DenseFolder, open_dense, open_folder
 from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS, TERMS, copy_companions
 from ..native.router_files import read_routed_model
 from ..native.safetensors_io import Checkpoint, ShardedWriter
@@ -152,7 +152,7 @@ class DenseExperts(ExpertKind):
     @staticmethod
     def gates(load: Load, folders: Sequence[Path], way: str, texts: Batches) -> list[torch.Tensor]:
         """The texts run through the model with the mean weights."""
-        mean = mean_model(folders)
+        mean = mean_model([open_folder(folder, "experts", DenseFolder) for folder in folders])
         to_device(mean)
         return [weight.float() for weight in dense_gates(mean, way, texts, len(folders))]
 

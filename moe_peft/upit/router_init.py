@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from ..native.folders import LoraFolder, open_folder
 from ..training.labels import IGNORED
 from ..training.mixins import FiniteWeightsMixin
 from ..training.preparation import for_one_trainer, tokenized
@@ -41,7 +42,7 @@ from ..training.scoring import Collator, example_losses
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write
-from ..utils.loading import ADAPTER_CONFIG, without_zero3
+from ..utils.loading import without_zero3
 from ..utils.torch_contexts import free_memory
 from ..utils.validation import prefixed
 from .buckets import Buckets, fill_buckets
@@ -150,7 +151,7 @@ def _constant(step: int) -> float:
 
 def kind_of(folder: Path) -> type[ExpertKind]:
     """What the expert in a folder is."""
-    return LoraExperts if (folder / ADAPTER_CONFIG).is_file() else DenseExperts
+    return LoraExperts if isinstance(open_folder(folder, "experts"), LoraFolder) else DenseExperts
 
 
 @dataclass(frozen=True)

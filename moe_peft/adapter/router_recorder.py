@@ -201,13 +201,7 @@ def keep_token_ids(backbone: nn.Module, wanted: bool) -> None:
 
 @torch.compiler.disable
 def token_ids_for(router: nn.Module, x_TD: torch.Tensor) -> torch.Tensor:
-    """
-    The ids of the tokens that a router is about to route, from their hidden states [T, d].
-
-    Raises:
-        ValueError: the model was not called with one id for each of these tokens, or its layers would run again during
-            backward, when nobody knows the batch any more.
-    """
+    """The ids of the tokens that a router is about to route, from their hidden states [T, d]."""
     collection, count = state.collection, len(x_TD)
     ids = None if collection is None else collection.token_ids
     if ids is None or ids.numel() != count:

@@ -45,9 +45,6 @@ def load_rows(
         batch_size: examples per forward pass.
         max_length: tokens per example; longer ones are truncated.
         max_examples: how many examples to use, from the first on; None: all.
-
-    Raises:
-        ValueError: the data do not exist, or have no such column, or one of too many values for domains.
     """
     dataset = load_data(data, "--data", label_column, split)
     if max_examples is not None:

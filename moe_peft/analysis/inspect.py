@@ -66,10 +66,6 @@ def inspect_model(
         batch_size: examples per forward pass.
         max_length: tokens per example; longer ones are truncated.
         max_examples: how many examples to use, from the first on; None: all.
-
-    Raises:
-        ValueError: the model or the data does not exist, the model has no routers or computes numbers that are not
-            finite, or the folder holds something else.
     """
     if position_width is not None and expert_map is None:
         raise InputError(f"position_width={position_width}: is for compliance, so give expert_map (--expert-map), too")

@@ -95,9 +95,6 @@ def write_report(
 
     Returns:
         the paths of the files.
-
-    Raises:
-        ValueError: nothing was recorded, or the folder holds something else; no file is written.
     """
     if not statistics.tokens.any():
         raise InputError("statistics: no token was seen; run a model in record_routing, not on padding alone")

@@ -268,9 +268,6 @@ def training_stages(options: Options) -> dict[str, Any]:
 
     Labels that supervise routers together with the language loss did harm in "Label-Supervised Routing in Upcycled
     Mixture of Experts", so if nothing says when they do, routers are trained first and the rest afterwards.
-
-    Raises:
-        ValueError: an unknown stage, or a setting of one that is unknown or wrong.
     """
     training, stages = options.training, options.run.stages
     names = [f.name for f in dataclasses.fields(training) if f.init]

@@ -44,9 +44,6 @@ from .arguments import AdapterOptions, Options, training_stages
 def train_or_plan(options: Options, trainer_class: Any) -> None:
     """
     Train every stage and save the result, with the tokenizer, in `output_dir`; or print the plan, if that is asked for.
-
-    Raises:
-        ValueError: model, data and settings do not fit together.
     """
     run = options.run
     launch = planned_launch(run.processes, run.strategy, run.dry_run, run.time)
@@ -188,12 +185,7 @@ def _load_model(options: Options, config: MoELoraConfig | None) -> tuple[Any, Mo
 
 
 def _empty_model(options: Options) -> tuple[Any, MoELoraConfig | None]:
-    """
-    The model to train, without weights, and the config of its adapter; None if the model itself is trained.
-
-    Raises:
-        ValueError: the model itself is to be trained, but has no routers, or there are fields of an adapter.
-    """
+    """The model to train, without weights, and the config of its adapter; None if the model itself is trained."""
     model = options.base.empty()
     if options.run.adapter is not None:
         read_adapter_weights(options.run.adapter, f"adapter={options.run.adapter!r}")

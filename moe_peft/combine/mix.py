@@ -232,9 +232,6 @@ def mix(settings: MixSettings) -> HeldOut | None:
 
     Returns:
         what it gives on held-out rows; None without any.
-
-    Raises:
-        ValueError: settings, data, adapters and base do not fit together; nothing is written.
     """
     labels = _labels(settings)
     return _mix_models(settings, labels) if settings.models else _mix_adapters(settings, labels)

@@ -101,9 +101,6 @@ def attention_gates(
         batches: see `init_attention_routers`.
         num_experts: n.
         num_heads: m, at most n. None: the largest that fits, see `fitting_heads`.
-
-    Raises:
-        ValueError: the model has layers whose queries and keys cannot be read, sizes do not fit, or there is no data.
     """
     attentions = _attentions(dense)
     if num_heads is None:
@@ -123,9 +120,6 @@ def check_attention(dense: nn.Module, num_experts: int, num_heads: int | None = 
         dense: a dense model, perhaps without weights.
         num_heads: m; None: a number that fits.
         linear: whether they are linear gates.
-
-    Raises:
-        ValueError: it does not.
     """
     attentions = _attentions(dense)
     if num_heads is None:
@@ -235,12 +229,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def attention_before(model: nn.Module, path: str) -> str:
-    """
-    The path of the attention in the layer that the FFN or gate at `path` belongs to.
-
-    Raises:
-        ValueError: there is none whose queries and keys can be read.
-    """
+    """The path of the attention in the layer that the FFN or gate at `path` belongs to."""
     while path:
         path = path.rpartition(".")[0]
         attentions = {
@@ -263,12 +252,7 @@ def no_attention(model: nn.Module) -> InputError:
 
 
 def query_weight(attention: Any) -> torch.Tensor:
-    """
-    The weight of the query projection [H·w, d], float32. For a quantized one it is computed from its outputs.
-
-    Raises:
-        ValueError: the projection returns more than queries.
-    """
+    """The weight of the query projection [H·w, d], float32. For a quantized one it is computed from its outputs."""
     linear: Any = without_adapters(attention.q_proj)
     weight_HD = _weight(linear)
     if weight_HD.shape[0] != attention.config.num_attention_heads * int(attention.head_dim):
@@ -293,12 +277,7 @@ def _weight(linear: Any) -> torch.Tensor:
 def attention_means(
     model: nn.Module, attentions: list[Any], batches: Iterable[Mapping[str, Any]]
 ) -> list[AttentionMeans]:
-    """
-    Means of each attention over all real tokens of the batches, with adapters disabled.
-
-    Raises:
-        ValueError: there are no tokens, or a batch lacks them, or they are not the model's.
-    """
+    """Means of each attention over all real tokens of the batches, with adapters disabled."""
     keys: list[Any] = [0.0] * len(attentions)
     inputs: list[Any] = [0.0] * len(attentions)
     tokens: Any = [0.0] * len(attentions)

@@ -251,12 +251,7 @@ def init_gates(
 def dense_gates(
     dense: nn.Module, gates: str | GateInit, batches: Iterable[Mapping[str, Any]], num_experts: int
 ) -> list[torch.Tensor]:
-    """
-    Gates [n, d] for the FFN of each layer of a dense model, float64; see `init_gates`.
-
-    Raises:
-        ValueError: the gates are of LoRAs, or an expert has no text.
-    """
+    """Gates [n, d] for the FFN of each layer of a dense model, float64; see `init_gates`."""
     way = find_gate_init(gates)
     ffns = [module for module in dense.modules() if find_layout(module) is not None]
     with torch.no_grad():

@@ -73,12 +73,7 @@ def fold_routers(model: nn.Module, adapter_name: str | None = None) -> None:
 
 
 def is_adapted(model: nn.Module, adapter_name: str | None, caller: str) -> bool:
-    """
-    Whether the routers of a model are an adapter's, and not those of a native MoE.
-
-    Raises:
-        InputError: it has none, or a native MoE is asked for those of an adapter; the message begins with `caller`.
-    """
+    """Whether the routers of a model are an adapter's, and not those of a native MoE."""
     adapted = isinstance(routed_layers(model, caller)[0], AdapterLayer)
     if not adapted and adapter_name is not None:
         raise InputError(f"{caller}: adapter_name={adapter_name!r}: a native MoE has none; leave it out")

@@ -91,12 +91,7 @@ class RoutedLayer:
         raise NotImplementedError
 
     def fold(self) -> torch.Tensor:
-        """
-        The weight [n, d] of the linear gate that routes in the same way.
-
-        Raises:
-            InputError: there is none; the message says why.
-        """
+        """The weight [n, d] of the linear gate that routes in the same way."""
         raise NotImplementedError
 
     def grams(self) -> list[torch.Tensor]:
@@ -319,9 +314,6 @@ def routed_layers(model: nn.Module, caller: str | None = None) -> list[RoutedLay
 
     Args:
         caller: a function that needs some, with which the message begins.
-
-    Raises:
-        InputError: with a caller, the model has none, or its adapter is disabled.
     """
     layers: list[RoutedLayer] = [
         AdapterLayer(path, module, name)
@@ -345,9 +337,6 @@ def adapter_layers(model: nn.Module, adapter_name: str | None, caller: str) -> l
     Args:
         adapter_name: None: the active one.
         caller: with which the message begins.
-
-    Raises:
-        InputError: there is no such adapter with routers.
     """
     layers = [
         AdapterLayer(path, module, name)
@@ -371,9 +360,6 @@ def native_layers(model: nn.Module, caller: str | None = None) -> list[NativeLay
 
     Args:
         caller: a function that needs some, with which the message begins.
-
-    Raises:
-        InputError: with a caller, there are none.
     """
     layers = [*_native_layers(model)]
     if caller and not layers:

@@ -87,12 +87,7 @@ def replace_routers(model: nn.Module, router: RouterSettings | str, *, top_k: in
 
 
 def check_router(settings: RouterSettings, num_experts: int, top_k: int) -> None:
-    """
-    Check, without a model, what `replace_routers` would take.
-
-    Raises:
-        ValueError: a setting does not fit.
-    """
+    """Check, without a model, what `replace_routers` would take."""
     _check_settings(settings, None, num_experts)
     _adapter_config(settings, num_experts, top_k, True)
 

@@ -38,12 +38,7 @@ class RoutedGate:
         return logits_TN, gates_TK.to(hidden_states.dtype), experts_TK
 
     def fold(self) -> torch.Tensor:
-        """
-        The weight of the family's own gate that routes in the same way, float64 [n, d].
-
-        Raises:
-            ValueError: there is none; the message says why.
-        """
+        """The weight of the family's own gate that routes in the same way, float64 [n, d]."""
         settings = self.moe_router.settings
         if self.moe_router.only_top_k is not None and self.normalizes:
             raise InputError(
@@ -88,9 +83,6 @@ def gate_rule(gate: Any, linear: bool = True) -> bool:
 
     Args:
         linear: whether its logits must be those of a linear layer without a bias, so that another can replace it.
-
-    Raises:
-        InputError: it does not choose by a softmax whose k largest count, or its logits are others.
     """
     if isinstance(gate, RoutedGate):
         return gate.normalizes

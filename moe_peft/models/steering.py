@@ -103,12 +103,7 @@ def allow_experts(model: nn.Module, allowed: torch.Tensor | Sequence[int]) -> It
 
 
 def common_size(model: nn.Module, caller: str) -> int:
-    """
-    n, the number of experts that all routers have.
-
-    Raises:
-        ValueError: the model has no router, or layers with different numbers of experts.
-    """
+    """n, the number of experts that all routers have."""
     sizes = sorted({layer.num_experts for layer in routed_layers(model, caller)})
     if len(sizes) > 1:
         raise InputError(f"{caller}: layers have {sizes} experts; one mask needs the same number in all")
@@ -124,12 +119,7 @@ def fewest_allowed(model: nn.Module) -> int:
 
 @contextmanager
 def steered(model: nn.Module, steering: Steering) -> Iterator[None]:
-    """
-    Route by `steering` in all MoE layers, without checks of it. Of nested blocks the inner one counts.
-
-    Raises:
-        ValueError: a native MoE's router chooses by another rule.
-    """
+    """Route by `steering` in all MoE layers, without checks of it. Of nested blocks the inner one counts."""
     with ExitStack() as stack:
         check = partial(_check_rows, steering)
         stack.callback(backbone(model).register_forward_pre_hook(check, with_kwargs=True).remove)

@@ -90,12 +90,7 @@ def export_adapter(
 
 
 def adapted_moe(adapter: MoELoraFolder, family: str | None = None) -> tuple[Adapted, PreTrainedConfig]:
-    """
-    The tensors of the MoE that an adapter on its base is, made when asked for, and its config.
-
-    Raises:
-        ValueError: as `export_adapter`.
-    """
+    """The tensors of the MoE that an adapter on its base is, made when asked for, and its config."""
     config, dense = adapter.config, expect(adapter.base, DenseFolder).to_moe(family)
     state = {key.removeprefix(_PREFIX): w for key, w in adapter.tensors.items()}
     content = adapted_content(state, config, dense)
@@ -175,9 +170,6 @@ def adapted_content(state: Mapping[str, torch.Tensor], config: MoELoraConfig, de
 
     Args:
         state: the adapter's tensors, by their names below the base model.
-
-    Raises:
-        ValueError: a tensor is not finite or does not fit the base, or the adapter computes what no native MoE does.
     """
     if reason := EXPERTS[config.expert_type].no_lora:
         raise InputError(f"expert_type={config.expert_type!r}: no native MoE computes this: {reason}")
@@ -325,12 +317,7 @@ def verify_export(
 
 
 def check_verifiable(adapter: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
-    """
-    Whether the export of an adapter will have a tokenizer that fits it; before it is written.
-
-    Raises:
-        ValueError: neither the adapter nor its base has one, or it has more tokens than the base has embeddings.
-    """
+    """Whether the export of an adapter will have a tokenizer that fits it; before it is written."""
     folder = open_folder(adapter, "adapter", MoELoraFolder, base=base)
     check_tokenizer(folder.tokenizer, folder.base.config, folder)
 

@@ -318,9 +318,6 @@ def find_families(dense_type: str, moe_type: str | None = None) -> tuple[DenseFa
 
     Args:
         moe_type: the MoE's model type; None takes the first that fits.
-
-    Raises:
-        ValueError: there is none, or the wanted one does not hold it.
     """
     pairs = [(dense, moe) for moe in FAMILIES.values() for dense in moe.dense]
     for dense, moe in pairs:

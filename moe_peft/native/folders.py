@@ -92,9 +92,6 @@ class ModelFolder(ABC):
             dtype: of the weights, as `from_pretrained` takes it.
             quantization: fields of `BitsAndBytesConfig`.
             on_accelerator: place it on that of this process, if there is one.
-
-        Raises:
-            ValueError: it cannot be loaded, or a setting is not what `from_pretrained` takes.
         """
         if dtype not in ("auto", *DTYPES):
             raise InputError(choice_error("--dtype", dtype, ("auto", *DTYPES)))
@@ -135,9 +132,6 @@ def open_folder(
         field: what names it, for messages.
         wanted: the kinds that the caller takes; none given: any.
         base: of an adapter; None: the one that it names.
-
-    Raises:
-        ValueError: there is no model, or one of another kind; or `base` is given, and it is not an adapter.
 
     Example:
 
@@ -369,10 +363,6 @@ class DenseFolder(WholeModel):
 
         Returns:
             itself.
-
-        Raises:
-            ValueError: it is quantized, has settings that no MoE family can hold, or its tensors are not those of its
-                config.
         """
         if getattr(self.config, "quantization_config", None) is not None:
             raise InputError(f"{self.path} is quantized; give the full-precision model it was made from")

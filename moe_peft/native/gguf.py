@@ -143,12 +143,7 @@ class _Tensor(NamedTuple):
 
 
 class _MoE:
-    """
-    A native MoE as llama.cpp names and lays out its tensors and settings.
-
-    Raises:
-        ValueError: llama.cpp has no architecture that computes what the model does.
-    """
+    """A native MoE as llama.cpp names and lays out its tensors and settings."""
 
     def __init__(self, family: MoEFamily, config: PreTrainedConfig, content: Content, name: str) -> None:
         self.family, self.config, self.content = family, config, content
@@ -320,12 +315,7 @@ def _add_tokenizer(writer: Any, folder: Path, generation: Path, config: PreTrain
 
 
 def _pre_tokenizer(backend: dict[str, Any], name: str) -> str:
-    """
-    llama.cpp's name for how a byte-level tokenizer splits text.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """llama.cpp's name for how a byte-level tokenizer splits text."""
     pre = backend["pre_tokenizer"] or {}
     steps: list[Any] = []
     for step in pre.get("pretokenizers", [pre]):
@@ -344,12 +334,7 @@ def _pre_tokenizer(backend: dict[str, Any], name: str) -> str:
 
 
 def _adds_space(backend: dict[str, Any], name: str) -> bool:
-    """
-    Whether a SentencePiece tokenizer puts a space before a text.
-
-    Raises:
-        ValueError: it does something else with it.
-    """
+    """Whether a SentencePiece tokenizer puts a space before a text."""
     pre, normalizer = backend["pre_tokenizer"] or {}, backend["normalizer"] or {}
     steps = [step["type"] for step in normalizer.get("normalizers", [normalizer] if normalizer else [])]
     if not pre and steps in (["Prepend", "Replace"], ["Replace"]):

@@ -56,9 +56,6 @@ def write_moe(
         max_shard_size: bytes.
         bases, made: what it was made from, and how: see `write_model_card`.
         eos_token_id: a further EOS token; None: the base's config has all.
-
-    Raises:
-        ValueError: `output_dir` is neither new nor empty.
     """
     for source in copied:  # before any work
         companions(source)
@@ -108,13 +105,7 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
 
 
 def companions(source: Path, patterns: Sequence[str] = COMPANIONS) -> list[Path]:
-    """
-    The files beside a folder's weights that go with what is made of it.
-
-    Raises:
-        ValueError: one is a link that leads out of the folder, so that any file of this machine could get into what is
-            published. Those of the hub's cache lead to its `blobs`.
-    """
+    """The files beside a folder's weights that go with what is made of it."""
     files = [path for pattern in patterns for path in source.glob(pattern) if path.is_file()]  # no pipe
     roots = [source.resolve()]
     if roots[0].parent.name == "snapshots":

@@ -43,9 +43,6 @@ def moe_config(
         shared_width: the shared expert's intermediate size; a family that must have one gets an empty one.
         router_aux_loss_coef: coefficient of the balancing loss.
         dense_layers: layers without experts.
-
-    Raises:
-        ValueError: the family cannot hold one of these; the message names it.
     """
     family = families[1]
     if not normalises and family.normalises is None:
@@ -80,12 +77,7 @@ def moe_config(
 
 
 def carried_settings(families: tuple[DenseFamily, MoEFamily], config: PreTrainedConfig) -> dict[str, Any]:
-    """
-    The dense model's settings that its MoE has too.
-
-    Raises:
-        ValueError: the MoE lacks a setting that the dense model makes use of; the message names it.
-    """
+    """The dense model's settings that its MoE has too."""
     dense, moe = families
     values, defaults = dense.settings(config), type(config)().to_dict()
     moe_fields = {*CONFIG_MAPPING[moe.model_type]().to_dict(), *moe.keeps}

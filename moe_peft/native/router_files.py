@@ -77,9 +77,6 @@ def read_routed_model(name: str | os.PathLike, source: object, revision: str | N
         source: the field and its value, for messages.
         revision: of a name on the hub.
         options: arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: it cannot be loaded.
     """
     if not hasattr(read_config(name, source, revision).get_text_config(), CONFIG_FIELD):
         return read_model(name, source, revision=revision, **options)

@@ -31,9 +31,6 @@ class Checkpoint:
 
     Args:
         folder: has `model.safetensors`, or shards and their index.
-
-    Raises:
-        ValueError: there is no such file, or it cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,12 +41,7 @@ class Checkpoint:
         return iter(self.files)
 
     def stored_name(self, name: str, other: str | None = None) -> str:
-        """
-        The name under which a tensor is stored: its own, or `other`, where that holds the same.
-
-        Raises:
-            ValueError: neither is stored.
-        """
+        """The name under which a tensor is stored: its own, or `other`, where that holds the same."""
         stored = next((key for key in (name, other) if key in self.files), None)
         if stored is None:
             raise InputError(f"{self.folder} has no tensor {name}; is the checkpoint complete?")
@@ -65,12 +57,7 @@ class Checkpoint:
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """
-        One tensor, read from disk at every call.
-
-        Raises:
-            ValueError: it cannot be read, is not floating-point, or holds NaN or infinity.
-        """
+        """One tensor, read from disk at every call."""
         self.dtype(name)  # raises an error if it is not one of `_DTYPES`
         tensor = open_safetensors(self.folder / self.files[name], self.folder).get_tensor(name)
         if not tensor.sum(dtype=torch.float64).isfinite():
@@ -132,12 +119,7 @@ class ShardedWriter:
             self._offsets[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
 
     def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
-        """
-        Write a tensor, or the part of it that begins at element `start`, converted to the planned dtype.
-
-        Raises:
-            ValueError: it is larger than what is left to write of it, or its values overflow the dtype.
-        """
+        """Write a tensor, or the part of it that begins at element `start`, converted to the planned dtype."""
         path, offset = self._offsets[name]
         dtype = self._tensors[name][0]
         data = tensor.detach().to("cpu", dtype).contiguous().flatten()
@@ -166,12 +148,7 @@ class ShardedWriter:
 
 @contextmanager
 def new_folder(output_dir: str | os.PathLike) -> Iterator[Path]:
-    """
-    A folder to fill, which gets its final name only when the block succeeds.
-
-    Raises:
-        ValueError: `output_dir` is neither new nor empty, or another process is filling it.
-    """
+    """A folder to fill, which gets its final name only when the block succeeds."""
     with output_folder(output_dir, "output_dir") as folder, atomic_write(folder.absolute()) as partial:
         partial.mkdir()
         yield partial

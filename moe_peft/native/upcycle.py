@@ -257,12 +257,7 @@ def upcycle(
 
 
 def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoEFamily, PreTrainedConfig]:
-    """
-    The MoE's family and config, from a dense model's config.
-
-    Raises:
-        ValueError: no family holds it, or a setting does not fit.
-    """
+    """The MoE's family and config, from a dense model's config."""
     families = find_families(dense.model_type, config.family)
     m, f = config.granularity, dense.intermediate_size
     if f % m:
@@ -293,12 +288,7 @@ def upcycled_config(dense: PreTrainedConfig, config: UpcycleConfig) -> tuple[MoE
 
 
 def check_same_architecture(model: DenseFolder, other: DenseFolder) -> None:
-    """
-    Check that two models' weights can be averaged.
-
-    Raises:
-        ValueError: their configs differ in a field that matters.
-    """
+    """Check that two models' weights can be averaged."""
     fields, others = model.config.to_dict(), other.config.to_dict()
     for name in _SAME:
         if fields.get(name) != others.get(name):
@@ -362,9 +352,6 @@ class Upcycled:
     Args:
         sources: dense models of one architecture.
         routers: layer → gates [n, d] or [m·n, d]; None draws them as the config says.
-
-    Raises:
-        ValueError: gates are missing in a layer, have another shape, or hold NaN or infinity.
     """
 
     def __init__(

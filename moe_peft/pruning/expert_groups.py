@@ -59,9 +59,6 @@ def plan_layers(layers: Sequence[LayerFacts], rules: Rules, same_size: bool) -> 
 
     Args:
         same_size: whether all layers must keep as many. Those that could lose more then lose as many as the others.
-
-    Raises:
-        ValueError: too few experts would stay, or layers that must keep as many cannot.
     """
     for layer in layers:
         count = rules.experts_per_layer

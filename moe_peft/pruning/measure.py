@@ -63,9 +63,6 @@ def losses_of(model: Any, rows: Rows, choices: Choices | None = None) -> dict[st
     Args:
         model: loaded, with routers.
         choices: notes the experts of every token.
-
-    Raises:
-        ValueError: the data, or a domain, have no token to score.
     """
     with nullcontext() if choices is None else observed_routing(model, choices.add):
         losses_S, counts_S = example_losses(model, rows.data, rows.collator, rows=rows.batch_size)

@@ -62,9 +62,6 @@ class Prunable(ABC):
         Args:
             groups: the groups of every layer.
             weights: what the experts of each group count in their mean.
-
-        Raises:
-            ValueError: a router cannot lose experts.
         """
 
 

@@ -33,10 +33,6 @@ def attention_weights(
 
     Returns:
         query [m, d', d] and key [n, max(1, m/n), d'].
-
-    Raises:
-        ValueError: m does not divide H·w, neither of m and n divides the other, or more experts share a key than it has
-            entries.
     """
     heads, d = weight_HD.shape[0] // head_dim, weight_HD.shape[1]
     check_heads(heads, head_dim, m, n)
@@ -123,9 +119,6 @@ def share_keys(keys_GW: torch.Tensor, mean_queries_GW: torch.Tensor) -> torch.Te
     Args:
         keys_GW: keys of the groups [g, d'].
         mean_queries_GW: their mean queries [g, d'].
-
-    Raises:
-        ValueError: more groups have a key than it has entries.
     """
     family_G = key_families(keys_GW)
     result_GW = keys_GW.clone()

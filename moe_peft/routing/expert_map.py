@@ -91,9 +91,6 @@ def check_allowed(expert_map: Mapping[str, Sequence[int]], fewest: int, caller: 
     Args:
         fewest: how many experts a token needs: top_k, or 1 where routers may leave experts out.
         caller: where the map was given; messages begin with it.
-
-    Raises:
-        ValueError: a label has fewer experts.
     """
     for label, experts in expert_map.items():
         if len(experts) < fewest:

@@ -57,12 +57,7 @@ def find_moe_lora(model: str) -> MoELoraFolder | None:
 
 
 def use_base(engine: Any, adapter: MoELoraFolder) -> None:
-    """
-    Replace an adapter's folder in vLLM's engine arguments by its base and the overrides that add the adapter.
-
-    Raises:
-        ValueError: the adapter cannot be read, or vLLM has no such architecture with experts.
-    """
+    """Replace an adapter's folder in vLLM's engine arguments by its base and the overrides that add the adapter."""
     adapter.remedy = "set it in the adapter's config"
     (architecture,) = adapter.base.config.architectures or [None]
     if architecture not in ARCHITECTURES:

@@ -50,9 +50,6 @@ def load_data(
         label_column: a column that the data must have.
         split: the split, e.g. "test" or "train[:100]". A file has the split "train".
         formats: columns of which the data must have one set.
-
-    Raises:
-        ValueError: the dataset does not exist, is empty, or lacks the label column.
     """
     # The arguments of `load_dataset` for a file, a name, or a mapping of arguments.
     arguments = {"path": source} if isinstance(source, str) else source
@@ -162,9 +159,6 @@ def check_has_labels(dataset: Dataset, column: str | None, field: str, section: 
     Args:
         field: the field that names the data, for messages.
         section: of `label_column`, with a dot.
-
-    Raises:
-        ValueError: there is no such column, or labels are read from it in vain.
     """
     check_label_column(column, section)
     if column is not None and column not in dataset.column_names:
@@ -260,10 +254,6 @@ def check_rows(
         tokenizer: whose chat template conversations go through.
         label_column: a column whose values must be labels.
         other_template: gives another one. It is called only for conversations, as it may read a file.
-
-    Raises:
-        ValueError: a row has no text or no label, or a conversation has messages or roles that the chat template does
-            not take; or there is no template for conversations.
     """
     columns = set(dataset.column_names)
     parts = next(parts for parts in _ROW_FORMATS if all(columns >= set(part) for part in parts))
@@ -341,9 +331,6 @@ def check_answers(section: str, dataset: Any, completion_only: bool | None, assi
     Args:
         section: that has the settings, with a dot; it begins the message.
         completion_only, assistant_only: `SFTConfig`'s `completion_only_loss` and `assistant_only_loss`.
-
-    Raises:
-        ValueError: it has none.
     """
     if not isinstance(dataset, Dataset) or not len(dataset):
         return
@@ -363,9 +350,6 @@ def check_marks(section: str, dataset: Any, tokenizer: Any, template: str | None
     """
     Args:
         template: the one that `chat_template_path` names; None: the tokenizer's.
-
-    Raises:
-        ValueError: a chat template does not mark answers, and TRL has no version of it that does.
     """
     if not isinstance(dataset, Dataset) or {"assistant_masks", "prompt"} & set(dataset.column_names):
         return

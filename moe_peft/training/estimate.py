@@ -44,12 +44,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """
-    How a training will be launched: the number of processes, and what shards its state among them.
-
-    Raises:
-        ValueError: an unknown strategy, or less than one process.
-    """
+    """How a training will be launched: the number of processes, and what shards its state among them."""
 
     processes: int = 1
     strategy: str = "ddp"
@@ -67,9 +62,6 @@ def planned_launch(processes: int | None, strategy: str | None, dry_run: bool, t
 
     Args:
         timed: whether the plan is to have times, which are measured in this process.
-
-    Raises:
-        ValueError: they are given for a run that is no plan; an unknown strategy; times of other processes.
     """
     if not dry_run and timed:
         raise InputError("time=True: is for --dry-run")

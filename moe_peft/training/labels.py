@@ -21,13 +21,7 @@ IGNORED = -100  # the label of tokens without a language loss
 
 
 def check_labels(dataset: Any, column: str, labels: Sequence[str], name: str) -> None:
-    """
-    Check the labels of a dataset, called `name` in messages.
-
-    Raises:
-        ValueError: the dataset is streamed, lacks the column, has a label without experts, or the column is one that
-            trainers change.
-    """
+    """Check the labels of a dataset, called `name` in messages."""
     if not isinstance(dataset, Dataset):
         raise InputError(f"label_column={column!r}: the {name} dataset must be a map-style Dataset")
     check_label_column(column)

@@ -36,9 +36,6 @@ def preflight(
         data: what it trains on. Its rows are checked already, see `check_rows`.
         path: of the section that has the arguments, for messages.
         on_this_machine: whether it trains here and now; a plan may be for another machine.
-
-    Raises:
-        ValueError: there is such a thing.
     """
     section = f"{path}." if path else ""
     if on_this_machine:
@@ -64,9 +61,6 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
 
     Args:
         section: that has them, with a dot at its end.
-
-    Raises:
-        ValueError: one of them needs a package that is not installed, or other settings.
     """
     for name in [args.report_to] if isinstance(args.report_to, str) else args.report_to:
         try:
@@ -128,9 +122,6 @@ def refuse_arguments(args: TrainingArguments, section: str = "") -> None:
     """
     Args:
         section: that has them, with a dot at its end.
-
-    Raises:
-        ValueError: an argument that `training.checkpointing.train` cannot follow.
     """
     counted = "the steps and their rows are counted beforehand"
     reasons = {

@@ -84,9 +84,6 @@ def rehearse(dataset: Dataset, processing_class: PreTrainedTokenizerBase, args: 
 
     Args:
         path: of the section that has the arguments, for messages.
-
-    Raises:
-        ValueError: arguments, tokenizer and examples do not fit together, or no example has a token to learn.
     """
     with reading(path), _without_bars():
         for count in (min(_SAMPLE, len(dataset)), len(dataset)):

@@ -95,10 +95,6 @@ def train(trainer: Any, keep: Collection[int] | None = (), **facts: Any) -> Trai
             missing is trained again. None: as the trainer's arguments say, `save_strategy` and
             `resume_from_checkpoint`; nothing is removed.
         facts: what identifies the training, beside its fingerprint.
-
-    Raises:
-        ValueError: a checkpoint is of another training, has more steps, or no optimizer state; the one that is named is
-            not complete; or an argument is not for a training that keeps checkpoints.
     """
     args = trainer.args
     kept: set[int] = set()

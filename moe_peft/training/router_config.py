@@ -153,9 +153,6 @@ def loss_coefficients(model: Any, args: Any) -> dict[str, float]:
 
     Args:
         args: a config with the fields of `RouterLossConfig`.
-
-    Raises:
-        ValueError: the model's routers cannot be trained so.
     """
     if not router_parameters(model):
         if args.training_stage == "routers":

@@ -102,9 +102,6 @@ def mean_loss(losses_S: torch.Tensor, counts_S: torch.Tensor, source: str) -> fl
     Args:
         losses_S, counts_S: as `example_losses` returns them.
         source: names the examples in the message.
-
-    Raises:
-        ValueError: there is no token to score, or the loss is not finite.
     """
     if not counts_S.any():
         raise InputError(

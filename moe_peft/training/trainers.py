@@ -165,12 +165,7 @@ def _check_template(model: Any, args: MoESFTConfig, others: Sequence[Any]) -> No
 
 
 def experts_of_labels(model: Any, args: MoESFTConfig) -> dict[str, list[int]]:
-    """
-    Label → the indices of its experts in a model.
-
-    Raises:
-        ValueError: `expert_map` names experts that the model, or a layer, lacks; or a mask leaves a token too few.
-    """
+    """Label → the indices of its experts in a model."""
     sizes = [layer.num_experts for layer in routed_layers(model, "MoESFTTrainer")]
     expert_map = read_expert_map(args.expert_map or {}, max(sizes), "expert_map")
     for label, experts in expert_map.items():
@@ -190,9 +185,6 @@ def check_expert_labels(model: Any, args: MoESFTConfig, datasets: Mapping[str, A
     Args:
         model: with or without weights.
         datasets: "train" and "eval" → rows, or None.
-
-    Raises:
-        ValueError: `expert_map` names experts that the model lacks, or the data have a label without experts.
     """
     experts_of_labels(model, args)
     labels = [label_text(label) for label in args.expert_map or {}]
@@ -206,9 +198,6 @@ def check_padding(section: str, pad_to_multiple_of: int | None, unmarked: bool) 
     Args:
         section: that has the setting, with a dot; it begins the message.
         unmarked: whether rows are packed, and no labels say which tokens are real.
-
-    Raises:
-        ValueError: routers would be trained on padding.
     """
     if pad_to_multiple_of and unmarked:
         raise InputError(

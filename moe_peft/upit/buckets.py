@@ -70,9 +70,6 @@ def perplexity_buckets(perplexity_SN: torch.Tensor, capacity: int | None = None)
     Returns:
         n buckets. Between equal perplexities the earlier expert wins, and an infinite one comes last. An example that
         finds no room is left out.
-
-    Raises:
-        ValueError: a perplexity is not a number.
     """
     examples, n = perplexity_SN.shape
     capacity = -(-examples // n) if capacity is None else capacity
@@ -107,9 +104,6 @@ def label_buckets(
         num_experts: n.
         expert_map: label → experts, see `read_expert_map`. If None, the sorted labels take experts in turn (label j
             those with i ≡ j modulo the number of labels).
-
-    Raises:
-        ValueError: the map lacks a label or has no valid form, or there are more labels than experts.
     """
     labels = [label_text(label) for label in labels]
     if expert_map is None:

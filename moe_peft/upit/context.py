@@ -35,9 +35,6 @@ def budget(recipe: Recipe, rows: int) -> Budget:
     """
     How the recipe's passes over `rows` examples are split. Stage 3's passes stand beside them, or with
     `router_init.within_budget` are taken from stage 4's.
-
-    Raises:
-        ValueError: stage 4 would get none.
     """
     total = recipe.num_train_epochs
     first = total * recipe.prepare_share if recipe.prepares else 0.0
@@ -114,10 +111,6 @@ class RunContext:
         """
         Args:
             templates: what names the stages' chat templates, each with its field.
-
-        Raises:
-            ValueError: a row of the data cannot be used, or the base has no tokenizer for it; or a template is one with
-                which an adapter would not fit the base.
         """
         tokenizer = self.base.tokenizer
         for path, field_name in templates.items():

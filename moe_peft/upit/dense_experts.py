@@ -262,12 +262,7 @@ class DenseExperts(ExpertKind):
         return upcycled_config(base, self.recipe.upcycle_config())[1]
 
     def put_routers(self, model: PreTrainedModel, seed: int) -> None:
-        """
-        Replace a native MoE's gates by the recipe's routers, with random values.
-
-        Raises:
-            ValueError: they do not fit the model.
-        """
+        """Replace a native MoE's gates by the recipe's routers, with random values."""
         if router := self.recipe.post_train.router:
             with prefixed("post_train.router"):
                 replace_routers(model, RouterSettings(**router), seed=seed)

@@ -85,9 +85,6 @@ def evaluate(
         label_column: a column of domains.
         base: the model to compare with; None takes the model without its adapter.
         label_mask: domain → the indices of the only experts that its tokens may go to; None: all.
-
-    Raises:
-        ValueError: a domain has no token to score, or the column has too many values for domains.
     """
     check_domains(dataset, label_column, "evaluate: ")
     args = copy.copy(args)
@@ -225,12 +222,7 @@ class Evaluate(TrainerStage):
         self._tokenizer()
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        """
-        The tokenizer for tasks, with the chat template and the EOS token of the training.
-
-        Raises:
-            ValueError: tasks go through a chat template, and it has none, or none of that name.
-        """
+        """The tokenizer for tasks, with the chat template and the EOS token of the training."""
         tokenizer, asked = self.context.base.tokenizer, self.recipe.evaluate.apply_chat_template
         field, path = self.template
         tokenizer.chat_template = chat_template(path, field) or tokenizer.chat_template

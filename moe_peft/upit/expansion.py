@@ -102,9 +102,6 @@ def dare_merge(
 
     Returns:
         the new expert, in the dtypes of `a`.
-
-    Raises:
-        ValueError: a value of a parent is not finite, or a merged one overflows its dtype.
     """
     return {name: dare_tensor(a[name], b[name], alpha, drop_rate, generator) for name in sorted(a)}
 
@@ -142,9 +139,6 @@ def expand(
 
     Returns:
         all n experts, the given ones first, and the descent of each new one.
-
-    Raises:
-        ValueError: the experts cannot be expanded as asked, differ in names or shapes, or values are not finite.
     """
     _check(experts, num_experts, method, similarity, initial)
     family, descents = list(experts), list[Descent]()

@@ -225,12 +225,7 @@ class LoraExperts(ExpertKind):
         return PeftModel.from_pretrained(self.base.load(), folder), None
 
     def _moe_config(self, model: PreTrainedModel) -> MoELoraConfig:
-        """
-        The MoE adapter's configuration, as far as the recipe and the experts that it names determine it.
-
-        Raises:
-            ValueError: the recipe says otherwise than the experts, or the base cannot have them.
-        """
+        """The MoE adapter's configuration, as far as the recipe and the experts that it names determine it."""
         recipe = self.recipe
         if not (recipe.prepare.folders and recipe.facts.prepares):
             return recipe.moe_config()
@@ -271,9 +266,6 @@ def ffn_projections(model: torch.nn.Module, chosen: list[str] | set[str] | None)
     """
     The FFN projections that LoRA experts adapt, as names for `LoraConfig.target_modules`: full names where short ones
     would match other modules too.
-
-    Raises:
-        ValueError: no FFN has the chosen projections.
     """
     names: list[str] = []
     for name in routed_ffns(model):

@@ -59,9 +59,6 @@ def plan(pipeline: UpIT, launch: Launch | None = None, timed: bool = False) -> l
     Args:
         launch: how the run will be launched; None: as this process was.
         timed: whether to load the base and measure a few steps of each stage, which are thrown away.
-
-    Raises:
-        ValueError: the recipe, its base or its data do not fit together.
     """
     r = pipeline.recipe
     # A plan may be made on a machine without the accelerator that the run will have.

@@ -43,24 +43,14 @@ SELECTIONS: dict[str, Selection] = {
 
 
 def checkpoint_steps(total: int, num_checkpoints: int) -> list[int]:
-    """
-    The steps after which checkpoints are taken: at equal intervals, the last one at the end.
-
-    Raises:
-        ValueError: there are more checkpoints than steps.
-    """
+    """The steps after which checkpoints are taken: at equal intervals, the last one at the end."""
     if not 1 <= num_checkpoints <= total:
         raise InputError(f"num_checkpoints={num_checkpoints}: must be from 1 to the number of steps, {total}")
     return [round(total * (i + 1) / num_checkpoints) for i in range(num_checkpoints)]
 
 
 def select_checkpoints(steps: list[int], num_experts: int, selection: str = "back_half") -> list[int]:
-    """
-    The checkpoints that become experts, chosen evenly from the pool of the selection (see `SELECTIONS`).
-
-    Raises:
-        ValueError: the selection leaves fewer checkpoints than experts.
-    """
+    """The checkpoints that become experts, chosen evenly from the pool of the selection (see `SELECTIONS`)."""
     pool = SELECTIONS[selection].pool(steps)
     if not 1 <= num_experts <= len(pool):
         raise InputError(

@@ -167,9 +167,6 @@ def run_stage(stage: Stage, redo: bool = False, position: str = "") -> dict[str,
     Args:
         redo: whether a stage that is done, but with other settings or inputs, may be removed and done again.
         position: which of how many stages it is, for the log.
-
-    Raises:
-        ValueError: it would have to be, and may not.
     """
     fingerprint = stage.fingerprint()
     if not on_main_process(lambda: _is_done(stage, fingerprint, redo)):

@@ -73,12 +73,7 @@ class TrainerStage(Stage):
             raise InputError(f"{self.field('max_length')}={length}: the base takes {most} tokens; use at most {most}")
 
     def arguments(self, **overrides: Any) -> SFTConfig:
-        """
-        The training arguments: the recipe's, then the stage's, then what the pipeline decides.
-
-        Raises:
-            ValueError: the recipe's are not what `SFTConfig` takes.
-        """
+        """The training arguments: the recipe's, then the stage's, then what the pipeline decides."""
         run = self.context.root.resolve().name
         settings = {
             "report_to": "none",
@@ -139,9 +134,6 @@ class TrainingStage(TrainerStage):
 
         Args:
             base: the base, with weights or without.
-
-        Raises:
-            ValueError: the recipe does not fit the base.
         """
 
     def advice(self, rows: int, processes: int) -> str:

@@ -64,9 +64,6 @@ def sweep(path: str | Path, overrides: Sequence[str], swept: Sequence[str], redo
         path, overrides: see `load_recipe`.
         swept: `key=value,value,…` with a dotted key and YAML values. Of several keys, all combinations run.
         redo: see `UpIT.run`.
-
-    Raises:
-        ValueError: a key has no values, or a recipe is wrong; before any of the runs.
     """
     root = load_recipe(path, overrides).output_dir
     pipelines = {}

@@ -89,12 +89,7 @@ def place(path: str) -> Any:
 
 
 def private(module: str, name: str) -> Any:
-    """
-    The object that a name in `PRIVATE` refers to.
-
-    Raises:
-        ImportError: the installed version no longer has it.
-    """
+    """The object that a name in `PRIVATE` refers to."""
     value = getattr(place(module), name, None) if name in PRIVATE[module] else None
     if value is None:
         raise _moved(module, name)
@@ -102,12 +97,7 @@ def private(module: str, name: str) -> Any:
 
 
 def require(*paths: str) -> None:
-    """
-    Look up the names that the importing module overrides in these classes.
-
-    Raises:
-        ImportError: the installed version no longer has one of them.
-    """
+    """Look up the names that the importing module overrides in these classes."""
     for path in paths:
         for name in PRIVATE[path]:
             if name not in OF_INSTANCES and not hasattr(place(path), name):

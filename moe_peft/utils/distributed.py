@@ -118,10 +118,6 @@ def on_main_process(act: Callable[[], Result]) -> Result:
 
     Returns:
         what it returned, in every process.
-
-    Raises:
-        InputError: the main process raised one; it ends the others too.
-        RuntimeError: in the others, the main process raised anything else.
     """
     state = PartialState()
     state.wait_for_everyone()

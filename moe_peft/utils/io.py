@@ -35,9 +35,6 @@ def reading(source: object, remedy: str = "") -> Iterator[None]:
     Args:
         source: the field with its value, or the file.
         remedy: what to do.
-
-    Raises:
-        ValueError: anything was raised but a lack of memory, which what is read has no part in.
     """
     try:
         yield

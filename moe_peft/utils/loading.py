@@ -50,9 +50,6 @@ def read_adapter_config(folder: str | os.PathLike, source: object) -> PeftConfig
 
     Args:
         source: the field and its value, for messages.
-
-    Raises:
-        ValueError: there is none, or it is no adapter's.
     """
     if Path(folder).exists():
         path = Path(folder, ADAPTER_CONFIG)
@@ -137,12 +134,7 @@ def _may_take_for_ever(pattern: str) -> bool:
 
 
 def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str, torch.Tensor]:
-    """
-    An adapter's tensors, on the CPU: a folder's, or those of a name on the hub.
-
-    Raises:
-        ValueError: they are not there as safetensors, or cannot be read.
-    """
+    """An adapter's tensors, on the CPU: a folder's, or those of a name on the hub."""
     with reading(f"{source}: no {ADAPTER_WEIGHTS}; only safetensors are read"):
         here = Path(folder)
         if not here.exists():  # PEFT would take a pickled file of the hub
@@ -158,12 +150,7 @@ def read_adapter_weights(folder: str | os.PathLike, source: object) -> dict[str,
 
 
 def read_config(name: str | os.PathLike, source: object, revision: str | None = None) -> PreTrainedConfig:
-    """
-    A model's config, of a folder or a name on the hub.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
+    """A model's config, of a folder or a name on the hub."""
     folder = Path(name)
     if folder.is_file():
         raise InputError(f"{source}: a file; name a model's folder")
@@ -187,9 +174,6 @@ def adapter_base(
     """
     The name and the revision of an adapter's base: `base`, or what its config names, which may be relative to another
     folder than the current one.
-
-    Raises:
-        ValueError: the config names none, or one that is not there.
     """
     if base is not None:
         return os.fspath(base), None
@@ -215,9 +199,6 @@ def empty_model(config: PreTrainedConfig, source: object, dtype: str = "auto") -
 
     Args:
         dtype: of the parameters; "auto" is the config's.
-
-    Raises:
-        ValueError: there is no such model.
     """
     with reading(source), without_zero3(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
@@ -247,9 +228,6 @@ def check_tokenizer(tokenizer: Any, config: PreTrainedConfig | None, source: obj
     """
     Args:
         config: of the model that it is used with; None: one whose embeddings are resized for it.
-
-    Raises:
-        ValueError: the tokenizer has more tokens than the model has embeddings, or no EOS token.
     """
     if tokenizer.eos_token is None:
         raise InputError(f"{source}: its tokenizer has no eos_token; set it in tokenizer_config.json")
@@ -320,12 +298,7 @@ class Base:
 
 
 def chat_template(path: str | None, field: str) -> str | None:
-    """
-    What `chat_template_path` names: a file's template, or that of another tokenizer. None if there is no path.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """What `chat_template_path` names: a file's template, or that of another tokenizer. None if there is no path."""
     if path is None:
         return None
     source = f"{field}={path!r}"
@@ -348,9 +321,6 @@ def changed_embeddings(path: str | None, field: str, tokenizer: Any, config: Pre
     Args:
         tokenizer: the base's.
         config: the base's.
-
-    Raises:
-        ValueError: there is no such tokenizer.
     """
     if path is None or Path(path).is_file():
         return None
@@ -372,9 +342,6 @@ def check_template(tokenizer: Any, asked: bool | str, field: str, remedy: str = 
         asked: whether prompts go through a chat template; a string names one of several.
         field: the field that asks for it, for messages.
         remedy: where there is none.
-
-    Raises:
-        ValueError: the tokenizer has none, or none of that name.
     """
     template = tokenizer.chat_template
     if asked and template is None:
@@ -415,9 +382,6 @@ def quantization_config(fields: Mapping[str, Any], path: str) -> BitsAndBytesCon
 
     Args:
         path: of the field that has them.
-
-    Raises:
-        ValueError: one is unknown or wrong, or none says how many bits.
     """
     supported = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
     for name in fields:
@@ -447,10 +411,6 @@ def read_model(
         name: a folder, or a name on the hub.
         source: the field and its value, for messages.
         kwargs: further arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: the model cannot be found or read, has no safetensors, lacks weights, or has some that are not
-            finite.
     """
     folder = Path(name)
     read_config(name, source, revision)

@@ -15,9 +15,6 @@ def load_plugins(names: Sequence[str] | str) -> None:
 
     Args:
         names: of modules, dotted.
-
-    Raises:
-        ValueError: these are no names, or one of them cannot be imported.
     """
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):

@@ -61,9 +61,6 @@ def check_settings(config: Any, source: str = "") -> None:
 
     Args:
         source: begins the message.
-
-    Raises:
-        ValueError: a number is out of range, or a name is not among the choices.
     """
     for each in fields(config):
         allowed, value = each.metadata.get("allowed"), getattr(config, each.name)

@@ -93,9 +93,6 @@ def read_yaml(text: str, source: object) -> Any:
 
     Args:
         source: where it is from, for messages.
-
-    Raises:
-        ValueError: it is not YAML, names a key twice, or has aliases without end.
     """
     try:
         return yaml.load(text, _YamlLoader)
@@ -104,12 +101,7 @@ def read_yaml(text: str, source: object) -> Any:
 
 
 def read_settings(path: str | os.PathLike) -> dict[str, Any]:
-    """
-    The mapping in a YAML file.
-
-    Raises:
-        ValueError: there is no such file, or it holds something else.
-    """
+    """The mapping in a YAML file."""
     settings = read_yaml(read_text(path), path)
     if not isinstance(settings, dict):
         raise InputError(f"{path}: must be a mapping of keys to values")
@@ -168,9 +160,6 @@ def validate(kind: Any, values: Mapping[str, Any], path: str = "", documented: s
 
     Returns:
         the model; or of a dataclass, which is not made here, the values as a dictionary.
-
-    Raises:
-        ValueError: an unknown key, a value of another type than its field, or a number out of range; in one line.
     """
     if issubclass(kind, BaseModel):
         try:
@@ -281,12 +270,7 @@ _NUMBERS = {
 
 
 def check_range(name: str, value: Any, section: str = "") -> None:
-    """
-    Check what training arguments themselves let through: numbers out of range, and strings for mappings.
-
-    Raises:
-        ValueError: the value cannot be right.
-    """
+    """Check what training arguments themselves let through: numbers out of range, and strings for mappings."""
     allowed: object
     if isinstance(value, str) and (name.endswith("_kwargs") or name == "liger_kernel_config"):
         good, allowed = value.startswith("{"), 'a mapping, like {"name": 4}'  # which the arguments then read

@@ -163,21 +163,11 @@ class Experts:
     # --- an expert by itself ---
 
     def to_lora(self, A: torch.Tensor, B: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        One expert as a LoRA, A [r, in] and B [out, r], of rank `r` and scaling `scaling`.
-
-        Raises:
-            ValueError: such an expert is no LoRA.
-        """
+        """One expert as a LoRA, A [r, in] and B [out, r], of rank `r` and scaling `scaling`."""
         raise InputError(self.no_lora)
 
     def from_loras(self, A: Sequence[torch.Tensor], B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        The experts of one projection from n LoRAs, A [r, in] and B [out, r] each.
-
-        Raises:
-            ValueError: these experts cannot hold them.
-        """
+        """The experts of one projection from n LoRAs, A [r, in] and B [out, r] each."""
         raise InputError(self.no_lora)
 
     def merge(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, expert: int) -> torch.Tensor:

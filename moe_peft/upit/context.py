@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from ..native.folders import DenseFolder, LoraFolder, open_folder
 from ..training.data import check_domains, check_rows, load_data
 from ..utils.io import check_weights, hash_file
-from ..utils.loading import ADAPTER_CONFIG, CONFIG, Base, changed_embeddings, chat_template
+from ..utils.loading import Base, changed_embeddings, chat_template
 from ..utils.messages import InputError
 from .experts import ExpertKind
 from .recipe_fields import TRAINED
@@ -126,11 +127,10 @@ class RunContext:
             check_domains(self.eval_data, self.recipe.data.label_column, "data.eval: ")
 
     def check_base(self) -> None:
-        """Raise a `ValueError` if the base's files cannot be read, or given experts lack a config."""
-        for name, config in (("adapters", ADAPTER_CONFIG), ("checkpoints", CONFIG)):
+        """Raise an `InputError` if the base's files cannot be read, or given experts are of another kind."""
+        for name, kind in (("adapters", LoraFolder), ("checkpoints", DenseFolder)):
             for folder in getattr(self.recipe.prepare, name) or []:
-                if not (Path(folder) / config).is_file():
-                    raise InputError(f"prepare.{name}: {folder!r} is not a folder with {config}")
+                open_folder(folder, f"prepare.{name}", kind)
         if Path(self.base.name_or_path).is_dir():
             check_weights(Path(self.base.name_or_path), self.base)
 

@@ -15,9 +15,10 @@ from transformers import AutoConfig
 
 from ..adapter.lora_conversion import lora_scalings
 from ..native.families import find_families
+from ..native.folders import LoraFolder, open_folder
 from ..native.model_folder import EMBEDDINGS, HEAD, NOT_WEIGHTS
 from ..native.safetensors_io import Checkpoint, ShardedWriter
-from ..utils.loading import read_adapter_config, read_adapter_weights
+from ..utils.loading import read_adapter_weights
 from ..utils.messages import InputError
 from .expansion import Descent, Expansion, Similarity, dare_tensor, expand
 from .files import copy_adapter, expert_folders, link_model, write_adapter
@@ -121,10 +122,7 @@ def _common_config(folders: Sequence[str | Path]) -> LoraConfig:
 
 
 def _config(folder: str | Path) -> LoraConfig:
-    config = read_adapter_config(folder, f"expand_experts: {folder}")
-    if not isinstance(config, LoraConfig):
-        raise InputError(f"expand_experts: {folder} is not a LoRA adapter; give plain LoRA adapters")
-    return config
+    return open_folder(folder, "expand_experts", LoraFolder).config
 
 
 # --- dense checkpoints -----------------------------------------------------------------------------------------------

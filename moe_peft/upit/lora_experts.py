@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -21,8 +21,8 @@ from ..adapter.ffn_layout import find_layout
 from ..adapter.lora_conversion import determined_fields, lora_scalings, lora_to_moe
 from ..models.gate_init import init_gates
 from ..models.layer import router_parameters
+from ..native.folders import LoraFolder, MoELoraFolder, open_folder
 from ..training.scoring import to_device
-from ..utils.loading import ADAPTER_CONFIG, read_adapter_config
 from ..utils.messages import InputError
 from .expand import expand_experts
 from .expansion import Descent, update_inner
@@ -86,7 +86,7 @@ class LoraExperts(ExpertKind):
             weights[name] = torch.cat([state[name] for state in having])
             weights[name_B] = torch.cat([state[name_B] for state in having], dim=1) / len(states)
             ranks[name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")] = len(weights[name])
-        configs = [read_adapter_config(expert, f"mean: {expert}") for expert in experts]
+        configs = [open_folder(expert, "experts", LoraFolder).config for expert in experts]
         targets = [config.target_modules for config in configs]
         rank = max(ranks.values())
         pattern = {name: own for name, own in ranks.items() if own != rank}
@@ -111,14 +111,13 @@ class LoraExperts(ExpertKind):
             # Given LoRAs may differ in rank and modules.
             gram = [[update_inner({name: a[name] for name in a if name in b}, b) for b in updates] for a in updates]
             return torch.tensor(gram, dtype=torch.float64)
-        adapter = folder / self.output
-        if not (adapter / ADAPTER_CONFIG).exists():
+        if not (folder / self.output).is_dir():
             return None
-        state = load_peft_weights(str(adapter), device="cpu")
+        adapter = open_folder(folder / self.output, "result")
+        if not isinstance(adapter, MoELoraFolder):  # a plain LoRA
+            return None
+        state, kind = adapter.tensors, adapter.config.expert_spec("")
         names = [name for name in sorted(state) if ".moe_lora_A" in name]
-        if not names:  # a plain LoRA
-            return None
-        kind = cast(MoELoraConfig, PeftConfig.from_pretrained(adapter)).expert_spec("")
         grams = [kind.gram(state[name], state[name.replace(".moe_lora_A", ".moe_lora_B")]) for name in names]
         return sum(grams[1:], grams[0]) if len({len(gram) for gram in grams}) == 1 else None
 
@@ -231,7 +230,7 @@ class LoraExperts(ExpertKind):
             return recipe.moe_config()
         folders = sorted(set(recipe.assembled_from([Path(folder) for folder in recipe.prepare.folders])))
         determined = determined_fields(model, folders)
-        configs = [read_adapter_config(folder, f"prepare.adapters: {folder}") for folder in folders]
+        configs = [open_folder(folder, "prepare.adapters", LoraFolder).config for folder in folders]
         values = {name: [getattr(config, name) for config in configs] for name in ("r", "lora_alpha", "use_rslora")}
         values["target_projections"] = [determined["target_projections"]]
         for name, allowed in values.items():

@@ -375,7 +375,7 @@ def test_experts_that_exist_already(case, upit, tmp_path):
     pipeline = run(case, tmp_path, prepare={"adapters": adapters})
     assert list(pipeline.records) == ["expand", "router_init", "post_train", "evaluate"]
     assert pipeline.records["expand"]["files"] == upit.records["expand"]["files"]
-    with pytest.raises(ValueError, match=r"prepare\.adapters: 'nowhere' is not a folder with adapter_config.json"):
+    with pytest.raises(ValueError, match=r"prepare\.adapters='nowhere': "):
         run(case, tmp_path, prepare={"adapters": ["nowhere", "nowhere"]})
 
 

@@ -49,7 +49,7 @@ def routers_of(model):
 
 def tuner_layers(model):
     """The layers of a model's active MoE-LoRA adapters that have a router."""
-    return [layer.module for layer in routed_layers(model) if isinstance(layer, AdapterLayer)]
+    return list(dict.fromkeys(layer.module for layer in routed_layers(model) if isinstance(layer, AdapterLayer)))
 
 
 def adapter(**settings):

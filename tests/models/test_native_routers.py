@@ -11,7 +11,6 @@ from dataclasses import asdict
 import pytest
 import torch
 from datasets import Dataset
-from moe_peft.models.gates_of import CONFIG_FIELD
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralForCausalLM
@@ -20,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moe_peft import allow_experts, fold_routers, force_experts, init_attention_routers, replace_routers
 from moe_peft.analysis import inspect
 from moe_peft.analysis.recorder import record_routing
+from moe_peft.models.gates import CONFIG_FIELD
 from moe_peft.models.layer import router_parameters
 from moe_peft.models.model_size import model_size
 from moe_peft.models.routed_gate import RoutedGate

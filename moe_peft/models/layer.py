@@ -242,9 +242,10 @@ class NativeLayer(RoutedLayer):
     @contextmanager
     def steer(self, steering: Steering) -> Iterator[None]:
         gate = self.module
-        if gate not in _checked and not isinstance(gate, RoutedGate) and _is_whole(getattr(gate, "weight", None)):
-            gate_rule(gate, linear=False)  # of several processes, each has a part
-            _checked.add(gate)
+        setting = getattr(gate, "norm_topk_prob", None)
+        known = gate in _rules and _rules[gate][0] == setting
+        if not known and not isinstance(gate, RoutedGate) and _is_whole(getattr(gate, "weight", None)):
+            _rules[gate] = setting, gate_rule(gate, linear=False)  # of several processes, each has a part
         outer = getattr(gate, "steering", None)
         # First, so that whoever observes the router sees the new choice. The hook of a block around this one reads the
         # steering, too.
@@ -324,7 +325,7 @@ def routed_layers(model: nn.Module, caller: str | None = None) -> list[RoutedLay
     ]
     if caller and layers and all(layer.module.disable_adapters for layer in layers):
         raise InputError(f"{caller}: the model's adapter is disabled; call enable_adapter_layers() first")
-    layers = layers or [*_native_layers(model)]
+    layers = layers or [*native_layers(model)]
     if caller and not layers:
         raise InputError(f"{caller}: {type(model).__name__} has no router; add a MoELoraConfig adapter, or use a MoE")
     return layers
@@ -400,7 +401,8 @@ def _native_layers(model: nn.Module) -> Iterator[NativeLayer]:
 # --- steering of gates that are not ours ------------------------------------------------------------------------------
 
 
-_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # gates that choose by the rule that `_choose_again` has
+# A gate → its `norm_topk_prob`, and whether it was seen to divide the gates of the chosen experts by their sum.
+_rules: weakref.WeakKeyDictionary[nn.Module, tuple[bool | None, bool]] = weakref.WeakKeyDictionary()
 
 
 def _is_whole(weight: Any) -> bool:
@@ -410,7 +412,10 @@ def _is_whole(weight: Any) -> bool:
 def _choose_again(gate: Any, args: tuple, output: tuple) -> tuple:
     """Forward hook that replaces the choice of a transformers router, which returns (logits, gates, experts)."""
     logits_TN, gates_TK, _ = output
-    normalizes = bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always does
-    choose = gate.moe_router.choose if isinstance(gate, RoutedGate) else top_k_gates
+    if isinstance(gate, RoutedGate):
+        choose, normalizes = gate.moe_router.choose, gate.normalizes
+    else:
+        setting = bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always does
+        choose, normalizes = top_k_gates, _rules[gate][1] if gate in _rules else setting
     gates, experts = gate.steering.route(logits_TN.float(), gate.top_k, normalizes, choose)
     return logits_TN, gates.to(gates_TK.dtype), experts

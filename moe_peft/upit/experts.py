@@ -24,7 +24,7 @@ from .routing_vectors import is_vector
 
 Load = Callable[[Path], PreTrainedModel]
 Batches = Iterable[Mapping[str, Any]]
-Trained: TypeAlias = PeftModel | PreTrainedModel
+TrainedModel: TypeAlias = PeftModel | PreTrainedModel
 
 
 class ExpertKind(ABC):
@@ -62,7 +62,7 @@ class ExpertKind(ABC):
 
     @staticmethod
     @abstractmethod
-    def scored(load: Load, folders: Sequence[Path]) -> Iterator[Trained]:
+    def scored(load: Load, folders: Sequence[Path]) -> Iterator[TrainedModel]:
         """The experts' models, one after the other."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class ExpertKind(ABC):
         return None
 
     @abstractmethod
-    def planned_expert(self, base: PreTrainedModel) -> Trained:
+    def planned_expert(self, base: PreTrainedModel) -> TrainedModel:
         """What stage 1 trains."""
 
     # --- stage 3 ----------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class ExpertKind(ABC):
 
     @staticmethod
     @abstractmethod
-    def add_vectors(model: PreTrainedModel, folder: Path, names: Sequence[str], seed: int) -> Trained:
+    def add_vectors(model: PreTrainedModel, folder: Path, names: Sequence[str], seed: int) -> TrainedModel:
         """The model of the expert in a folder, with new routing vectors for these of its modules."""
 
     @classmethod
@@ -140,7 +140,7 @@ class ExpertKind(ABC):
         """Gates [n, d] for each routed module, made without training from texts of each expert; see `init_gates`."""
 
     @abstractmethod
-    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> Trained:
+    def planned_with_vectors(self, base: PreTrainedModel, seed: int) -> TrainedModel:
         """What stage 3 trains of one expert."""
 
     # --- stage 4 and what follows -----------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class ExpertKind(ABC):
     @abstractmethod
     def assemble(
         self, experts: Sequence[Path], routers: Path | None, data: Dataset, args: SFTConfig, seed: int, state: Path
-    ) -> Trained:
+    ) -> TrainedModel:
         """
         The MoE that is trained: of the experts that there are, or of new ones. Every process calls it.
 
@@ -167,12 +167,12 @@ class ExpertKind(ABC):
         """
 
     @abstractmethod
-    def planned(self, base: PreTrainedModel, seed: int) -> Trained:
+    def planned(self, base: PreTrainedModel, seed: int) -> TrainedModel:
         """The MoE, with new values."""
 
     def finish(self, folder: Path, model: Any) -> None:  # noqa: B027
         """What is to be done with the trained MoE's folder, in the main process."""
 
     @abstractmethod
-    def load_result(self, folder: Path, seed: int) -> tuple[Trained, PreTrainedModel | None]:
+    def load_result(self, folder: Path, seed: int) -> tuple[TrainedModel, PreTrainedModel | None]:
         """The trained model, and its base if the model does not hold that itself."""

@@ -39,6 +39,7 @@ from ..training.preparation import for_one_trainer, tokenized
 from ..training.resuming import Trained, train
 from ..training.router_log import RouterLog
 from ..training.scoring import Collator, example_losses
+from ..training.trainable import give_rate
 from ..utils.compat import loss_is_of_whole_step
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write
@@ -91,13 +92,8 @@ class RouterInitTrainer(FiniteWeightsMixin, SFTTrainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         rate = self.router_learning_rate
         if is_new and rate is not None:
-            vectors = {id(p): p for name, p in self.model.named_parameters() if is_vector(name)}
-            groups = optimizer.param_groups
-            own = {**groups[0], "params": list(vectors.values()), "lr": rate, "initial_lr": rate}
-            for group in groups:
-                group["params"] = [p for p in group["params"] if id(p) not in vectors]
-            groups[:] = [group for group in groups if group["params"]]
-            optimizer.add_param_group(own)
+            vectors = (p for name, p in self.model.named_parameters() if is_vector(name))
+            give_rate(optimizer, vectors, rate)
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:

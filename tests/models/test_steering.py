@@ -191,3 +191,22 @@ def test_steering_of_other_rows_than_the_batchs(steer, kind):
             model(inputs) if kind == "mixtral" else model(input_ids=inputs)
     with steer(model, 2), torch.no_grad():  # beams of a row stand side by side
         model.generate(input_ids=inputs, num_beams=2, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("setting", [None, True, False])
+def test_gates_are_divided_by_their_sum_where_the_family_does_whatever_a_setting_says(setting, monkeypatch):
+    model = routed_model("mixtral")
+    gate_class = type(gates_of(model)[0])
+
+    def forward(self, hidden_states):
+        logits = hidden_states.reshape(-1, hidden_states.shape[-1]) @ self.weight.T
+        gates, experts = logits.float().softmax(-1).topk(self.top_k, dim=-1)
+        return logits, gates, experts  # not divided
+
+    monkeypatch.setattr(gate_class, "forward", forward)
+    for gate in gates_of(model) if setting is not None else ():
+        gate.norm_topk_prob = setting
+    with torch.no_grad():
+        free = model(input_ids=ids()).logits
+        with allow_experts(model, list(range(N))):
+            torch.testing.assert_close(model(input_ids=ids()).logits, free, rtol=1e-5, atol=1e-6)

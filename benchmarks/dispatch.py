@@ -1,5 +1,5 @@
 """
-Which way of computing the experts wins where: the crossovers behind `moe_peft.adapter.dispatch.choose_method`.
+Which way of computing the experts wins where: the crossovers behind `moe_peft.adapter.dispatch_choice.choose_method`.
 
     python -m benchmarks.dispatch
 

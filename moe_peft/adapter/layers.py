@@ -20,7 +20,8 @@ from ..routing.gates import Steering
 from ..routing.routers import Router, make_router
 from ..utils.compat import private
 from ..utils.messages import InputError
-from .dispatch import Dispatch, make_dispatch
+from .dispatch import Dispatch
+from .dispatch_choice import make_dispatch
 from .experts import Experts
 from .experts.base import empty_parameters
 from .experts.lora import may_overwrite

@@ -69,15 +69,25 @@ def balancing_loss(
     weights_T = _weights(probabilities_LTN, mask_T, mean)
     f_LN = mean(torch.einsum("ltn,t->ln", chosen_LTN, weights_T))
     P_LN = torch.einsum("ltn,t->ln", probabilities_LTN, weights_T)
-    sizes = [n] * len(f_LN) if sizes is None or len(set(sizes)) == 1 else list(sizes)
-    if scope == "layer":
-        return (f_LN.new_tensor(sizes) * (f_LN * P_LN).sum(-1)).mean()
     pooled = []
-    for size in sorted(set(sizes)):
-        layers = [i for i, other in enumerate(sizes) if other == size]
-        f_N, P_N = (f_LN, P_LN) if len(layers) == len(sizes) else (f_LN[layers], P_LN[layers])
-        pooled.append(size * len(layers) / len(sizes) * (f_N.mean(0) * P_N.mean(0)).sum())
+    for size, layers in _by_size(sizes or [n] * len(f_LN)).items():
+        f_MN, P_MN = _rows(f_LN, layers), _rows(P_LN, layers)
+        products = (f_MN * P_MN).sum() if scope == "layer" else len(layers) * (f_MN.mean(0) * P_MN.mean(0)).sum()
+        pooled.append(size / len(f_LN) * products)
     return torch.stack(pooled).sum()
+
+
+def _by_size(sizes: Sequence[int]) -> dict[int, list[int]]:
+    """Number of experts → the layers that have so many."""
+    layers: dict[int, list[int]] = {}
+    for i, size in enumerate(sizes):
+        layers.setdefault(size, []).append(i)
+    return layers
+
+
+def _rows(x_LN: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+    """Those of some layers. A list as an index would be copied to the device, for which the CPU waits."""
+    return x_LN if len(layers) == len(x_LN) else torch.stack([x_LN[i] for i in layers])
 
 
 def z_losses(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:

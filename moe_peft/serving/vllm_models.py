@@ -26,7 +26,8 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ..adapter.config import MoELoraConfig
-from ..adapter.dispatch import Dispatch, make_dispatch
+from ..adapter.dispatch import Dispatch
+from ..adapter.dispatch_choice import make_dispatch
 from ..adapter.experts import Experts
 from ..adapter.experts.base import empty_parameters
 from ..adapter.ffn_layout import FFNLayout

@@ -74,7 +74,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "liger_kernel.transformers.monkey_patch": ("_bind_method_to_module",),
     # The modes of torch.compile, for a check of arguments.
     "torch._inductor": ("list_mode_options",),
-    # Whether a layer runs under a checkpoint, in `adapter.router_recorder`.
+    # Whether a layer runs under a checkpoint, in `adapter.router_recorder` and `routing.routers`.
     "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
 }
 

@@ -517,7 +517,7 @@ def _block_size(pairs: int, num_experts: int) -> int:
 
 
 class Sorted(_Part):
-    """Sorts pairs by their expert for grouped products: no padding, but not for all sizes and devices (`dispatch_choice`)."""
+    """Sorts pairs by their expert for grouped products: no padding, but only where torch has a kernel."""
 
     def __init__(self, experts_TJ: torch.Tensor, gates_TJ: torch.Tensor, num_experts: int, scaling: float) -> None:
         super().__init__(experts_TJ, gates_TJ, num_experts, scaling)

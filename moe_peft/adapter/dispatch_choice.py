@@ -45,6 +45,7 @@ class Crossovers:
 
     Args:
         columns: with at most so many columns n·r, one product of the tokens with all experts beats products by pair.
+        pair_columns: the same for products of pairs, of mixing "output".
         pairs: with at most so many pairs T·k (decoding), sorting costs more than it saves.
         narrow_pairs: with at most so many, copies of their experts' matrices beat even narrow products with all.
         grouped: the dtypes for which torch has a kernel for grouped products. For others it waits for the device and
@@ -52,16 +53,17 @@ class Crossovers:
     """
 
     columns: int
+    pair_columns: int
     pairs: int
     narrow_pairs: int
     grouped: tuple[torch.dtype, ...] = ()
 
 
 # The CPU's are measured (`python -m benchmarks.dispatch`). A GPU's come from a roofline of an H100
-# (`python -m benchmarks.launches`), until one has been measured.
-_GPU = Crossovers(columns=512, pairs=32, narrow_pairs=32)
+# (`python -m benchmarks.launches --methods`), until one has been measured (`python -m benchmarks.gpu`).
+_GPU = Crossovers(columns=1024, pair_columns=512, pairs=32, narrow_pairs=32)
 DEVICES = {
-    "cpu": Crossovers(columns=128, pairs=32, narrow_pairs=4),
+    "cpu": Crossovers(columns=128, pair_columns=0, pairs=32, narrow_pairs=4),
     "gpu": _GPU,
     "cuda 9": replace(_GPU, grouped=(torch.bfloat16,)),  # H100, H200
     "cuda 10": replace(_GPU, grouped=(torch.bfloat16,)),  # B200
@@ -132,9 +134,8 @@ def choose_method(
     The fastest method for a batch.
 
     Copies of the experts are fastest for few pairs (decoding). Mixing "projection" never needs the rows of single pairs
-    (`Dispatch.update`), so from two tokens on, products with all experts are as fast, as long as they are narrow.
-    Mixing "output" takes blocks for many pairs. Where an expert gets so few tokens that blocks would be mostly padding,
-    a GPU's grouped products are fastest.
+    (`Dispatch.update`), so soon products with all experts are as fast, as long as they are narrow.
+    Mixing "output" takes blocks for many pairs, or a GPU's grouped products, which need no padding.
 
     Args:
         unit: a common divisor of the rank and all widths.
@@ -146,14 +147,16 @@ def choose_method(
             )
         return _pinned
     best = DEVICES[device_kind(device)]
-    narrow = num_experts * r <= best.columns
+    columns = num_experts * r
+    narrow = columns <= best.columns
     if narrow and not mixes_outputs:
-        return "gather" if tokens == 1 and k <= 4 else "dense"
+        few = tokens == 1 or 2 * tokens * k <= num_experts  # all experts would be more to read
+        return "gather" if few and tokens * k <= best.narrow_pairs else "dense"
     if tokens * k <= (best.narrow_pairs if narrow else best.pairs):
         return "gather"
-    if tokens * k <= best.pairs:
+    if tokens * k <= best.pairs or columns <= best.pair_columns:
         return "dense"
-    if tokens < 32 * num_experts and dtype in best.grouped and _has_grouped_mm(unit, dtype):
+    if dtype in best.grouped and _has_grouped_mm(unit, dtype):
         return "dense-sorted" if narrow else "sorted"
     return "dense-blocks" if narrow else "blocks"
 

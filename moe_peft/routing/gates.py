@@ -6,7 +6,7 @@ Legend: T tokens, n experts, k active experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -294,3 +294,10 @@ def pad_logits(logits_TN: torch.Tensor, n: int) -> torch.Tensor:
     if missing == 0:
         return logits_TN
     return F.pad(logits_TN, (0, missing), value=torch.finfo(logits_TN.dtype).min)
+
+
+def stacked(router_logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Logits of several layers, one [T, n] each or [L, T, n], as float32 [L, T, n] on the first layer's device."""
+    if isinstance(router_logits, torch.Tensor):
+        return router_logits.float()
+    return torch.stack([logits_TN.to(router_logits[0].device) for logits_TN in router_logits]).float()

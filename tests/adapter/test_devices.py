@@ -118,6 +118,22 @@ def test_a_steered_pass_copies_nothing_to_the_device(steer, gpu):
             assert seen.waits == []
 
 
+def test_a_trace_sees_what_would_wait():
+    x = torch.empty(3, 4, device="meta")
+    waiting = [
+        lambda: x.sum().item(), lambda: x.new_tensor([1.0, 2.0]), lambda: x[[0, 2]], lambda: x.cpu(),
+        lambda: torch.ones(3, 4).to("meta"), lambda: torch.tensor([1.0], device="meta"), lambda: bool((x > 0).any()),
+        lambda: x.nonzero(),
+    ]  # fmt: skip
+    for wait in waiting:
+        with Trace() as seen:
+            wait()
+        assert len(seen.waits) == 1
+    with Trace() as seen:
+        x[1:, 0].add_(1), torch.where(x > 0, x, 1), x.topk(2), x[0].softmax(-1)
+    assert seen.waits == []
+
+
 @pytest.mark.parametrize("scope", ["layer", "global"])
 @pytest.mark.parametrize("sizes", [None, [4, 6, 6]])
 def test_the_balancing_loss_does_not_wait(scope, sizes):

@@ -23,7 +23,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, patch_environment
 
 from ..training.checkpointing import MARKER
-from ..training.preflight import check_packages, preflight, refuse_arguments
+from ..training.preflight import preflight, refuse_arguments
 from ..utils.distributed import on_main_process
 from ..utils.io import atomic_write, hash_file, link_folder, output_folder, read_json, write_json
 from ..utils.loading import EMPTY_IN_OTHERS
@@ -173,7 +173,6 @@ class UpIT:
         for stage in self.trainer_stages:
             args = stage.arguments(**overrides)
             _ = args.device
-            check_packages(args, f"{stage.name}.sft.")
             refuse_arguments(args, f"{stage.name}.sft.")
         if PartialState().num_processes > 1 and parse_flag_from_env(EMPTY_IN_OTHERS):
             raise InputError(

@@ -35,7 +35,6 @@ def talk(*messages):
     [
         [PAIR], [TEXT], [TALK], [{"prompt": "", "completion": "w4"}],
         [{"prompt": TALK["messages"][:1], "completion": TALK["messages"][1:]}],
-        [{"conversations": [{"from": "user", "value": "w3"}, {"from": "assistant", "value": "w4"}]}],
         [{"input_ids": [3, 127]}], [{"chosen": "a", "rejected": "b"}],
         [{"prompt": "w3", "chosen": "w4", "rejected": "w5"}],
         [{**PAIR, "domain": "a"}, {**PAIR, "domain": "b"}],
@@ -58,7 +57,7 @@ def test_good_rows(rows, tokenizer):
         ([TEXT, {"text": ""}], "row 1: text='': must not be empty"),
         ([TEXT, {"text": None}], "row 1: text=None"),
         ([{"text": ["a"]}], "row 0: text: 'a': must be a message"),
-        ([{"messages": "w3"}], "row 0: messages='w3': must be a string or a list of messages"),
+        ([{"messages": json.dumps(TALK["messages"])}], r"row 0: messages='\[.*: is text; parse it \(json.loads\)"),
         ([TALK, {"messages": []}], r"row 1: messages=\[\]"),
         ([TALK, {"messages": None}], "row 1: messages=None"),
         ([{"messages": ["w3"]}], "row 0: messages: 'w3': must be a message"),

@@ -293,7 +293,7 @@ def test_upcycling_recipes_run(path, tmp_path, tokenizer):
     step = torch.arange(20, dtype=torch.float64)
     if path.stem == "drop-upcycling":
         expected = 2e-5 + (2e-4 - 2e-5) * (1 + (step / 20 * torch.pi).cos()) / 2
-    elif path.stem == "router-upcycling":  # 1 % of 20 steps is no warm-up
+    elif path.stem == "router-upcycling":  # 1 % of 20 steps is not a warm-up
         expected = 5e-4 * 0.316 ** ((step >= 16).double() + (step >= 18).double())
     else:
         expected = 2e-5 * torch.where((step < 1) | (step >= 15), 0.1, 1.0).double()

@@ -30,7 +30,7 @@ from ..utils.messages import InputError, one_line
 # Columns of the formats that TRL's trainers take.
 SUPERVISED = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
 PREFERENCES = ({"chosen", "rejected"},)
-MOST_DOMAINS = 1000  # that are evaluated one by one; more are no domains
+MOST_DOMAINS = 1000  # that are evaluated one by one; more are not domains
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -82,7 +82,7 @@ def load_data(
             if isinstance(dataset, Dataset):
                 if isinstance(source, str) and arguments["path"] == "json" and "timestamp[" in str(dataset.features):
                     dataset = _without_times(source, dataset, split)
-                with reading("text that is no UTF-8", "save it as UTF-8"):  # of which only reading a row would tell
+                with reading("text that is not UTF-8", "save it as UTF-8"):  # of which only reading a row would tell
                     dataset.data.validate(full=True)
     except ValueError as error:
         if not isinstance(error.__cause__, StopIteration):
@@ -131,7 +131,7 @@ def _without_times(file: str, dataset: Dataset, split: str) -> Dataset:
 
 
 def _as_text(feature: Any) -> Any:
-    """A column's type with text in place of times."""
+    """A column's type with text instead of times."""
     if isinstance(feature, dict):
         return {name: _as_text(part) for name, part in feature.items()}
     if isinstance(feature, List):
@@ -193,7 +193,7 @@ def check_label_column(column: str | None, section: str = "") -> None:
 def check_domains(dataset: Dataset, column: str | None, section: str = "") -> None:
     """
     Raises:
-        ValueError: the column has so many values that they are no domains.
+        ValueError: the column has too many values to be one of domains.
     """
     count = 0 if column is None else len(dataset.unique(column))
     if count > MOST_DOMAINS:
@@ -302,7 +302,7 @@ def check_rows(
 
 
 def _is_label(value: Any) -> bool:
-    """A string or a number; NaN, for which Parquet and CSV files leave a place without a number, is none."""
+    """A string or a number; not NaN, which Parquet and CSV files have where there is no number."""
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 

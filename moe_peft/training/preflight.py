@@ -102,7 +102,7 @@ def check_packages(args: TrainingArguments, section: str = "") -> None:
 def _check_checkpointing(kwargs: Mapping[str, Any], sft: bool, section: str) -> None:
     """
     Raises:
-        ValueError: a key is none of torch's, and none that transformers or, for SFT, TRL take out.
+        ValueError: torch does not know a key, and neither transformers nor, for SFT, TRL take it out.
     """
     renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
     enable = renamed or PreTrainedModel.gradient_checkpointing_enable

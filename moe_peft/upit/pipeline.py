@@ -240,7 +240,7 @@ def _weights(folder: Path) -> dict[str, str]:
 def _tracked(root: Path, stage: str) -> Iterator[None]:
     """
     Inside this block, TensorBoard writes to `<root>/logs/<stage>`, which stays when the stage's state is removed, and
-    Weights & Biases makes one run, which belongs to the group of the complete run. Variables of the user's go first.
+    Weights & Biases makes one run, which belongs to the group of the complete run. The user's own variables go first.
     """
     defaults = {"TENSORBOARD_LOGGING_DIR": str(root / "logs" / stage), "WANDB_RUN_GROUP": root.name}
     with patch_environment(**{key: value for key, value in defaults.items() if key not in os.environ}):

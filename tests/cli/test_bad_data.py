@@ -229,7 +229,7 @@ def test_parts_of_several_kinds_and_columns_of_tokens(rows, message, tokenizer):
     [
         ("x.jsonl", b'{"other": 3}', "x.jsonl has the columns other, rows.jsonl has text; move it away"),
         ("bad.jsonl", b"{nonsense", "bad.jsonl cannot be read (JSON parse error"),
-        ("rows.jsonl", '{"text": "café"}'.encode("latin-1"), "text that is no UTF-8"),
+        ("rows.jsonl", '{"text": "café"}'.encode("latin-1"), "text that is not UTF-8"),
     ],
 )
 def test_a_stray_file_of_a_folder_is_named(name, content, words, tmp_path):

@@ -715,7 +715,7 @@ def test_another_tokenizers_template_that_would_change_the_base(
     rows_of_base, added, why, command, case, tmp_path, tokenizer, capsys, monkeypatch
 ):
     """It is said before weights are loaded; a native MoE, whose embeddings are saved with it, may have it."""
-    monkeypatch.setattr("moe_peft.utils.loading.read_model", None)
+    monkeypatch.setattr("moe_peft.native.folders.WholeModel.from_pretrained", None)
     tiny_llama(vocab=rows_of_base).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     other = copy.deepcopy(tokenizer)

@@ -98,7 +98,7 @@ class Stage(ABC):
 
     def similarity(self, folder: Path) -> dict[str, Any]:
         """How similar the experts are that it wrote to `folder`, for the record; nothing if it wrote none."""
-        return {}
+        return self.kind.similarity(folder)
 
     def describe(self, metrics: dict[str, Any]) -> str:
         """What it made, in a few words."""

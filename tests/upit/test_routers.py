@@ -1,4 +1,4 @@
-"""UpIT for whole FFNs with routers in the place of plain gates: what trains is what the same calls train by hand."""
+"""UpIT for whole FFNs with routers instead of plain gates: what trains is what the same calls train by hand."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_killed_run_goes_on_to_the_same_bytes(point, n, undisturbed, tmp_path):
             {"post_train": {"router": {"type": "mlp"}}, "moe": {"router_init": "attention"}},
             "moe.router_init='attention': must be left out: attention does not initialise that post_train.router",
         ),
-        ({"moe": {"router_init": "uniform"}}, "moe.router_init='uniform': must be left out: post_train.router, in the"),
-        ({"moe": {"router_init_std": 0.1}}, "moe.router_init_std=0.1: must be left out: post_train.router, in the"),
+        ({"moe": {"router_init": "uniform"}}, "moe.router_init='uniform': must be left out: post_train.router, which"),
+        ({"moe": {"router_init_std": 0.1}}, "moe.router_init_std=0.1: must be left out: post_train.router, which"),
         (
             {"moe": {"router_init": "attention", "router_num_heads": 2}},
             "moe.router_num_heads=2: must be left out: set post_train.router.num_heads",

@@ -191,7 +191,7 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 
 def in_shape(y_TM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
-    `y_TM` in another's shape, for a layer's output. It is no view to autograd: FSDP2 has hooks on what a module
+    `y_TM` in another's shape, for a layer's output. To autograd it is not a view: FSDP2 has hooks on what a module
     returns, and torch drops those of a view that is changed in place.
     """
     return _unsafe_view(y_TM, like.shape)

@@ -58,7 +58,7 @@ class _DenseFFN:
 
 class MoELoraFFN(nn.Module):
     """
-    vLLM's FFN with experts, in place of vLLM's and with its parts under their own names.
+    vLLM's FFN with experts: it replaces vLLM's own and keeps the names of its parts.
 
     Its other attributes and methods are those of an `FFNHost`, for a single adapter.
 

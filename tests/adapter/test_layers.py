@@ -209,7 +209,7 @@ def test_all_pairs_on_one_expert_are_the_loops(mixing, method):
 @pytest.mark.parametrize("tokens, k", [(33, 1), (35, 2), (67, 3), (70, 3)])
 @mixings
 def test_any_number_of_tokens_trains(mixing, tokens, k, method):
-    # The number of pairs is no multiple of 16 bytes, which grouped products want of a row.
+    # The number of pairs is not a multiple of 16 bytes, which grouped products want of a row.
     layer = ffn_layer(num_experts=2 if k < 3 else 4, top_k=k, mixing=mixing)
     x, d_output = tensors(tokens)
     with pin_dispatch(method):
@@ -231,7 +231,7 @@ def test_ffns_of_any_width_train(width, n, r):
 @pytest.mark.parametrize("n, r", [(4, 4), (16, 12)])
 @pytest.mark.parametrize("out", [2, 5, 18])
 def test_linears_of_any_width_train(out, n, r):
-    # As a classifier's head or a vocabulary of 50257: rows of B that are no multiple of 16 bytes.
+    # As a classifier's head or a vocabulary of 50257: rows of B that are not a multiple of 16 bytes.
     layer = linear_layer(out, num_experts=n, r=r)
     x, d_output = tensors(160, out=out)
     assert_same(run(layer, x, d_output), reference(layer, x, d_output), SINGLE)

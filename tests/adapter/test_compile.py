@@ -7,12 +7,16 @@ import sys
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import get_peft_model
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from moe_peft import MoELoraConfig, pin_dispatch
+from moe_peft import MoELoraConfig, MoESFTTrainer, pin_dispatch
 from moe_peft.adapter.router_recorder import state
 from tests.helpers.models import tiny_llama
+from tests.helpers.words import word_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +69,7 @@ def test_a_compiled_model_is_one_graph_and_trains_with_the_same_loss_and_gradien
         torch.testing.assert_close(again.aux_loss, outputs.aux_loss, rtol=1e-5, atol=1e-6)
         assert len(again.router_logits) == 1
         torch.testing.assert_close(again.router_logits, outputs.router_logits, rtol=1e-4, atol=1e-5)
-    assert state.collection is None  # else later passes of this process would record into it
+    assert state.current.collection is None  # else later passes of this process would record into it
     for name, want in expected.items():
         got = dict(plain.named_parameters())[name].grad
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
@@ -118,3 +122,48 @@ def test_an_exported_model_runs_without_this_package(tmp_path):
     subprocess.run([sys.executable, "-c", FRESH, *files], check=True, capture_output=True)
     torch.testing.assert_close(torch.load(files[2]), plain(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
     assert "router_logits" in plain(input_ids=IDS)
+
+
+def trained(model, batch) -> tuple[torch.Tensor, ...]:
+    """The loss, the balancing loss and all gradients."""
+    outputs = model(**batch)
+    outputs.loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    return (outputs.loss.detach(), outputs.aux_loss.detach(), *gradients)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["recomputed", "reentrant"])
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_a_compiled_model_with_checkpoints_has_the_same_loss_and_gradients_though_its_graph_breaks(mixing, reentrant):
+    plain, batch = model(mixing).train(), {"input_ids": IDS, "labels": IDS}
+    expected = trained(plain, batch)
+    plain.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    plain.enable_input_require_grads()
+    torch._dynamo.reset()
+    compiled = torch.compile(plain, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(trained(compiled, batch), expected, rtol=1e-4, atol=1e-6)
+    assert state.current.collection is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["recomputed", "reentrant"])
+@pytest.mark.parametrize("trainer", [Trainer, SFTTrainer, MoESFTTrainer])
+def test_compiled_trainers_with_checkpoints_log_the_same_loss(trainer, reentrant, tmp_path):
+    def first_step(**options) -> dict[str, float]:
+        torch._dynamo.reset()
+        rows = Dataset.from_dict({"input_ids": IDS.tolist(), "labels": IDS.tolist()})
+        made = trainer(
+            model=model("output"),
+            args=(TrainingArguments if trainer is Trainer else SFTConfig)(
+                str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
+                save_strategy="no", gradient_checkpointing_kwargs={"use_reentrant": reentrant}, **options,
+            ),
+            train_dataset=rows,
+            **({} if trainer is Trainer else {"processing_class": word_tokenizer(128)}),
+        )  # fmt: skip
+        made.train()
+        return {name: made.state.log_history[0].get(name) for name in ("loss", "aux_loss", "grad_norm")}
+
+    compiled = {"gradient_checkpointing": True, "torch_compile": True, "torch_compile_backend": "eager"}
+    assert first_step(**compiled) == pytest.approx(first_step(gradient_checkpointing=False), rel=1e-4)

@@ -59,7 +59,7 @@ class Collection:
 
 
 class Current:
-    """A thread's current collection. Where a graph breaks, torch.compile loses what was set on a thread-local object."""
+    """A thread's current collection. torch.compile loses what was set on a thread-local object where a graph breaks."""
 
     def __init__(self) -> None:  # torch.compile of torch 2.11 takes a class attribute for a constant
         self.collection: Collection | None = None

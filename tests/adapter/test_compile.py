@@ -156,8 +156,9 @@ def test_compiled_trainers_with_checkpoints_log_the_same_loss(trainer, reentrant
         made = trainer(
             model=model("output"),
             args=(TrainingArguments if trainer is Trainer else SFTConfig)(
-                str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
-                save_strategy="no", gradient_checkpointing_kwargs={"use_reentrant": reentrant}, **options,
+                str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, bf16=False, report_to="none",
+                disable_tqdm=True, save_strategy="no",
+                gradient_checkpointing_kwargs={"use_reentrant": reentrant}, **options,
             ),
             train_dataset=rows,
             **({} if trainer is Trainer else {"processing_class": word_tokenizer(128)}),

@@ -5,26 +5,33 @@ least. Ours beside LoRA's and the base's, without a GPU (see `benchmarks/tracing
     python -m benchmarks.launches                                       # a layer of Llama 3.1 8B on an H100
     python -m benchmarks.launches --device gpu --bandwidth 1.0 --tflops 165   # a 4090
     python -m benchmarks.launches --methods                             # each way of computing the experts
+    python -m benchmarks.launches --step                                # a training step of 32 layers, with the trainer
 
 A cell is "launches; GB moved; time": each operation takes as long as its bytes at the device's bandwidth or, for a
 product, its multiplications at the device's rate, whichever is longer, and nothing overlaps. Base and adapters are in
-bfloat16 (--float32: adapters in float32, as PEFT creates them).
+bfloat16 (--float32: adapters in float32, as PEFT creates them). `--step` counts what a trainer's step, forward, losses
+and backward, asks of a CPU for a tiny model of as many layers as an 8B one: launches, and reads of values, for which a
+GPU is waited.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
 from unittest import mock
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
 
-from moe_peft import MoELoraConfig, pin_dispatch
+from moe_peft import MoELoraConfig, MoESFTConfig, MoESFTTrainer, pin_dispatch
 from moe_peft.adapter import dispatch_choice
+from tests.helpers.words import word_tokenizer
 
 from .adapter import FFN
 from .tracing import Trace
@@ -111,6 +118,34 @@ def tables(args: argparse.Namespace) -> Iterator[str]:
             yield f"| {task}{'' if not args.methods else f', {pin}'} | {' | '.join(cells)} |"
 
 
+def steps() -> Iterator[str]:
+    """Launches and waits of a training step with the trainers, plain LoRA's and ours."""
+    rows = Dataset.from_list([{"input_ids": [*range(3, 35)], "labels": [*range(3, 35)]}] * 8)
+    yield "| a training step of 32 layers | launches | waits |\n|---|---|---|"
+    for method in (Method(None), Method("output"), Method("projection")):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=32, num_attention_heads=4, vocab_size=128
+        )
+        model = LlamaForCausalLM(config)
+        adapter, trainer_class, config_class = LoraConfig(r=16, target_modules=FFN), SFTTrainer, SFTConfig
+        if method.mixing is not None:
+            adapter, trainer_class, config_class = MoELoraConfig(mixing=method.mixing), MoESFTTrainer, MoESFTConfig
+        with tempfile.TemporaryDirectory() as folder:
+            args = config_class(
+                folder, max_steps=2, gradient_checkpointing=False, use_cpu=True, bf16=False, report_to="none",
+                save_strategy="no", disable_tqdm=True,
+            )  # fmt: skip
+            trainer = trainer_class(
+                get_peft_model(model, adapter), args, train_dataset=rows, processing_class=word_tokenizer(128)
+            )
+            trainer.train()  # what is done once
+            batch = next(iter(trainer.get_train_dataloader()))
+            with Trace("cpu") as seen:
+                trainer.training_step(trainer.model, batch)
+        yield f"| {method.label} | {len(seen.operations)} | {len(seen.waits)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(dispatch_choice.DEVICES), default="cuda 9", help="whose choices")
@@ -120,7 +155,11 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=14336)
     parser.add_argument("--float32", action="store_true", help="adapters in float32")
     parser.add_argument("--methods", action="store_true", help="every method, for the crossovers in `DEVICES`")
+    parser.add_argument("--step", action="store_true", help="a training step with the trainers, on the CPU")
     args = parser.parse_args()
+    if args.step:
+        print("\n".join(steps()))
+        return
     with mock.patch.object(dispatch_choice, "device_kind", lambda device: args.device):
         for line in tables(args):
             print(line, flush=True)

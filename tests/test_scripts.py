@@ -216,6 +216,14 @@ def test_launches_counts_what_a_layer_of_the_base_and_lora_ask_for(capsys, monke
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(launches.TASKS)
 
 
+@pytest.mark.slow
+def test_a_training_step_of_ours_waits_as_often_as_one_of_lora():
+    from benchmarks import launches
+
+    of_lora, *ours = (line.split(" | ")[1:] for line in list(launches.steps())[1:])
+    assert len(ours) == 2 and {waits for _, waits in ours} == {of_lora[1]}
+
+
 @pytest.mark.parametrize("method", ["base", "lora", "projection"])
 def test_the_cost_model_counts_what_runs(method):
     from torch.utils.flop_counter import FlopCounterMode

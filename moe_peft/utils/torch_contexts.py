@@ -41,5 +41,6 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:
 def free_memory() -> None:
     """Free unused memory for the next model: trainers and models refer to each other, so they are not freed at once."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        getattr(torch, accelerator.type).empty_cache()

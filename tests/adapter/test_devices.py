@@ -190,6 +190,18 @@ def test_steering_goes_to_the_device_of_each_layer():
             assert {gates.device, experts.device} == {torch.device("cuda:1")}
 
 
+@pytest.mark.parametrize("mixing", ["output", "projection"])
+def test_a_few_tokens_cast_the_experts_that_they_choose_and_no_others(mixing, gpu):
+    gpu("gpu")
+    model = meta_model(num_experts=64, mixing=mixing)
+    for name, parameter in model.named_parameters():
+        if "moe_lora_" in name:
+            parameter.data = parameter.data.float()
+    casts = [operation for operation in trace(model, 2, False).operations if operation.name == "_to_copy"]
+    pairs, r, f = 2 * K, 8, 2 * D
+    assert casts and max(operation.bytes for operation in casts) <= pairs * r * f * (4 + 2)
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 

@@ -218,3 +218,23 @@ def test_only_passes_with_gradients_take_our_backward(monkeypatch):
     with torch.no_grad():
         ((again,),) = dispatch.shrink_tokens([x], [A])
     assert_close(again, low.detach())
+
+
+@pytest.mark.parametrize("name", ["sorted", "parts of sorted"])
+def test_experts_without_tokens_have_no_gradient_where_the_kernel_leaves_theirs_undefined(name, monkeypatch):
+    """As CUDA's does on compute capability 10 (pytorch/pytorch#172439)."""
+    kernel = torch.nn.functional.grouped_mm
+
+    def undefined(a, b, *, offs):
+        product = kernel(a, b, offs=offs)
+        if product.dim() == 3:
+            product[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return product
+
+    dispatch = make_dispatch(name, 1)
+    x, A = random(name, 11, IN), random(name, N, R, IN).requires_grad_()
+    B, base = random(name, N, R, OUT).requires_grad_(), random(name, 11, OUT)
+    wanted = torch.autograd.grad(dispatch.update([x], [A], [B], [base])[0].sum(), [A, B])
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", undefined)
+    gradients = torch.autograd.grad(make_dispatch(name, 1).update([x], [A], [B], [base])[0].sum(), [A, B])
+    assert all(map(torch.equal, gradients, wanted)) and not gradients[0][3].any()

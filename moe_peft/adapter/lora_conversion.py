@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -24,10 +24,11 @@ from ..utils.model_card import write_model_card
 from .base_model import short_names
 from .config import EXPERT_FIELDS, MoELoraConfig, by_pattern
 from .experts import EXPERTS, Experts
-from .ffn_layout import find_layout
+from .ffn_layout import find_layout, layout_in_layer
 from .layers import MoELoraLayer, MoELoraLinear
 
 Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
+Attention: TypeAlias = Literal["route", "mean"]
 _PREFIX = "base_model.model."
 # Fields of a LoRA that an expert cannot have, with the value that means none of it.
 _PLAIN = {
@@ -69,29 +70,34 @@ def lora_to_moe(
     model: nn.Module,
     adapters: Sequence[Adapter],
     adapter_name: str = "default",
+    *,
+    attention: Attention = "route",
     **settings: Any,
 ) -> PeftModel:
     """
     Build a MoE adapter whose experts are the given plain LoRA adapters.
 
-    FFN projections become FFN experts; other linears, such as those of attention, get their own experts and router.
-    Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B, which an optimizer like
-    Adam then moves as far as any other; where they agree, A and B are kept bit for bit. A module that an adapter lacks
-    gets a zero update in its expert. Routers are random; `moe_peft.init_gates` sets them without training.
+    FFN projections become FFN experts. Other linears, such as those of attention, get experts and a router of their
+    own, or with `attention="mean"` one ordinary LoRA of rank n·r, the exact mean of the updates, which `export_adapter`
+    merges into the base. Smaller ranks are padded with zeros. Where scalings differ, the difference is folded into B,
+    which an optimizer like Adam then moves as far as any other; where they agree, A and B are kept bit for bit. A
+    module that an adapter lacks gets a zero update in its expert. Routers are random; `moe_peft.init_gates` sets them
+    without training.
 
     Args:
         model: the base model, without adapters.
         adapters: folders of saved LoRA adapters, models holding one (its active adapter is taken), or what
             `expert_to_lora` returns.
         adapter_name: the new adapter's name.
+        attention: what becomes of the updates of linears outside FFNs: `"route"` or `"mean"`.
         settings: further `MoELoraConfig` fields, such as `top_k`, `mixing`, `task_type`.
 
     Returns:
         The base model with the MoE adapter, trainable.
 
     Raises:
-        ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter; or
-            `settings` has a field that the adapters determine.
+        ValueError: an adapter is not a plain LoRA, does not fit the base, or holds NaN; the base has an adapter;
+            `settings` has a field that the adapters determine; or, with `attention="mean"`, none updates an FFN.
 
     Example:
 
@@ -124,8 +130,19 @@ def lora_to_moe(
     settings.setdefault("task_type", loras[0].config.task_type)
     settings.setdefault("revision", loras[0].config.revision)
     settings.setdefault("top_k", min(2, len(loras)))
-    config = MoELoraConfig(num_experts=len(loras), **_determined(loras, targets), **settings)
-    matrices = _stacked(loras, targets, config.expert_spec(""))
+    determined = _determined(loras, targets)
+    averaged = outside_ffns(model, targets) if attention == "mean" else set()
+    if averaged and len(averaged) == len(targets):
+        raise InputError(
+            "lora_to_moe: attention='mean': no adapter updates an FFN, so there is nothing to route; use 'route', or "
+            "merge them with PEFT's add_weighted_adapter"
+        )
+    if averaged:  # alpha / (n r) is the scaling of an expert, divided by n
+        names = sorted(short_names(averaged, [name for name, _ in model.named_modules()]))
+        determined["num_experts_pattern"] = dict.fromkeys(names, 1)
+        determined["rank_pattern"] = dict.fromkeys(names, len(loras) * determined["r"])
+    config = MoELoraConfig(num_experts=len(loras), **determined, **settings)
+    matrices = _stacked(loras, targets, config.expert_spec(""), averaged)
     peft_model = get_peft_model(model, config, adapter_name=adapter_name)
     layers = {name: m for name, m in peft_model.get_base_model().named_modules() if isinstance(m, MoELoraLayer)}
     for layer in layers.values():
@@ -136,6 +153,18 @@ def lora_to_moe(
         for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
             parameters[projection].data.copy_(values)
     return peft_model
+
+
+def outside_ffns(model: nn.Module, modules: Iterable[str]) -> set[str]:
+    """Those of a model's linears that belong to no FFN of a known layout."""
+
+    def is_outside(name: str) -> bool:
+        owner, _, projection = name.rpartition(".")
+        parent = model.get_submodule(owner)
+        layout = find_layout(parent) or layout_in_layer(parent)
+        return layout is None or projection not in layout.projections
+
+    return {name for name in modules if is_outside(name)}
 
 
 def determined_fields(model: nn.Module, adapters: Sequence[Adapter]) -> dict[str, Any]:
@@ -163,11 +192,11 @@ def _scaling(loras: Sequence[_Lora]) -> float:
 
 
 def _stacked(
-    loras: Sequence[_Lora], targets: dict[str, tuple[str, str]], experts: Experts
+    loras: Sequence[_Lora], targets: Iterable[str], experts: Experts, averaged: Collection[str]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """
     The experts' A and B of each module. Smaller ranks are padded with zeros, a difference in scaling is folded into B,
-    and a module that an adapter lacks is zero in its expert.
+    and a module that an adapter lacks is zero in its expert. Of `averaged` modules, one LoRA that is the sum of all.
     """
     scaling, stacked = _scaling(loras), {}
     for module in targets:
@@ -182,6 +211,8 @@ def _stacked(
             missing, factor = experts.rank - len(lora.A[module]), lora_scaling(lora.config, module) / scaling
             A.append(pad(lora.A[module], (0, 0, 0, missing)))
             B.append(pad(lora.B[module] if factor == 1 else lora.B[module] * factor, (0, missing)))
+        if module in averaged:
+            A, B = [torch.cat(A)], [torch.cat(B, dim=1)]
         try:
             stacked[module] = experts.from_loras(A, B)
         except InputError as error:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 
 from ..adapter.config import EXPERT_FIELDS, MoELoraConfig
-from ..adapter.layers import MoELoraLayer
+from ..adapter.layers import MoELoraLayer, MoELoraLinear
 from ..adapter.lora_conversion import expert_to_lora, lora_to_moe
 from ..native.folders import MoELoraFolder, open_folder
 from ..utils.loading import read_adapter_weights
@@ -79,9 +80,10 @@ def put_expert(
     model: Any = PeftModel.from_pretrained(base, folder.path)
     gates = _routers(model)
     settings = {name: getattr(config, name) for name in _KEPT} | folder.sized_settings(gates.values())
-    loras = [adapter if i == expert else expert_to_lora(model, i) for i in range(config.num_experts)]
+    averaged = _averaged(model, folder)
+    loras = [adapter if i == expert else _own_lora(model, i, averaged) for i in range(config.num_experts)]
     loras += [adapter] if expert is None else []
-    result = lora_to_moe(model.unload(), loras, **settings)
+    result = lora_to_moe(model.unload(), loras, attention="mean" if averaged else "route", **settings)
     new = _routers(result)
     if new.keys() != gates.keys():
         path = min(new.keys() ^ gates.keys())
@@ -94,6 +96,32 @@ def put_expert(
             rows = kept if name in (*config.router_class.expert_rows, "bias_steps") else slice(None)
             value[rows] = old[rows].to(value)
     return result
+
+
+def _averaged(model: Any, folder: MoELoraFolder) -> list[str]:
+    """The linears with one LoRA that is the mean of the experts', which `lora_to_moe` makes with `attention="mean"`."""
+    paths, config = [], folder.config
+    for path, layer in model.get_base_model().named_modules():
+        if isinstance(layer, MoELoraLinear) and (spec := layer.moe_lora_spec["default"]).num_experts == 1:
+            if spec.rank != config.num_experts * config.r or config.use_rslora:
+                raise InputError(
+                    f"{folder}: {path} has one LoRA of rank {spec.rank} for all experts, which is not the mean of one "
+                    f"of rank {config.r} for each; no expert can join it"
+                )
+            paths.append(path)
+    return paths
+
+
+def _own_lora(model: Any, expert: int, averaged: Sequence[str]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """An expert as a LoRA, with its own part of the LoRAs that are a mean."""
+    config, state = expert_to_lora(model, expert)
+    moe = model.peft_config["default"]
+    own = slice(expert * moe.r, (expert + 1) * moe.r)
+    for path in averaged:
+        A, B = f"base_model.model.{path}.lora_A.weight", f"base_model.model.{path}.lora_B.weight"
+        state[A], state[B] = state[A][own], state[B][:, own]
+        config.rank_pattern[path], config.alpha_pattern[path] = moe.r, moe.lora_alpha
+    return config, state
 
 
 def _routers(model: Any) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from transformers.utils.logging import tqdm
 
 from ..analysis.recorder import RoutingStatistics
 from ..models.gates import uniform_gates
-from ..models.introspection import observed_routing
-from ..models.layer import AdapterLayer, routed_layers
+from ..models.introspection import base_passes, observed_routing
+from ..models.layer import AdapterLayer, adapter_layers, routed_layers
 from ..models.steering import common_size, force_experts
 from ..training.scoring import Collator, example_losses, mean_loss
 
@@ -78,6 +78,30 @@ def score_mixture(model: Any, parts: Parts, gates: str) -> HeldOut:
     with first_choices(model, list(parts.rows), n) as statistics:
         losses[f"{gates} gates"] = score(model, parts, statistics)
     return HeldOut(losses, {label: share_LN.mean(0).tolist() for label, share_LN in statistics.shares().items()})
+
+
+@torch.no_grad()
+def picked_experts(model: Any, rows: Dataset, collator: Collator, batch_size: int) -> list[int]:
+    """
+    One expert for each row, as a classifier in front of a server with one LoRA for a request picks it: the one with the
+    largest gate of a softmax, a mean over the tokens of the row's prompt (of a row without, over all) and over routers,
+    which see the base's hidden states.
+    """
+    layers = adapter_layers(model, None, "mix")
+    starts = range(0, len(rows), batch_size)
+    batches = ({**collator([*rows.select(range(i, min(i + batch_size, len(rows))))]), "start": i} for i in starts)
+    scores_BN = torch.zeros(len(rows), layers[0].num_experts, dtype=torch.float64)
+
+    def add(i: int, batch: Any, mask_BS: torch.Tensor, x_BSD: torch.Tensor, output: torch.Tensor) -> None:
+        prompt_BS = mask_BS * (batch["labels"].to(mask_BS.device) == -100)
+        prompt_BS = torch.where(prompt_BS.any(1, keepdim=True), prompt_BS, mask_BS)
+        gates_BSN = layers[i].router(x_BSD.flatten(0, 1)).float().softmax(-1).view(*x_BSD.shape[:2], -1)
+        sum_BN = torch.einsum("bs,bsn->bn", prompt_BS.to(gates_BSN), gates_BSN)
+        own = slice(batch["start"], batch["start"] + len(sum_BN))
+        scores_BN[own] += (sum_BN / prompt_BS.sum(1, keepdim=True)).cpu().double()
+
+    base_passes(model, batches, [layer.module for layer in layers], add)
+    return scores_BN.argmax(1).tolist()
 
 
 @contextmanager

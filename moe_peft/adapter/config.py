@@ -93,6 +93,7 @@ class MoELoraConfig(_Settings, PeftConfig):
         bottleneck_size: b, the size of every bottleneck expert (PESC: 64). `r`, `lora_alpha` and their patterns do not
             apply to bottlenecks.
         modules_to_save: Other modules to train in full and save with the adapter.
+        expert_names: Names of the experts, in order, for reports and `moe_peft.force_experts`; None: 0, 1, ….
         num_experts_pattern: Maps a module name or regex to a number of experts other than `num_experts` (as in MoLA).
         top_k_pattern: Maps a module name or regex to a number of experts per token other than `top_k`.
         rank_pattern: Maps a module name or regex to a rank other than `r`.
@@ -146,6 +147,7 @@ class MoELoraConfig(_Settings, PeftConfig):
     layers_to_transform: list[int] | int | None = setting(None, "Layer indices to adapt.")
     layers_pattern: list[str] | str | None = setting(None, "Name of the layer list.")
     modules_to_save: list[str] | None = setting(None, "Other modules to train in full and save.")
+    expert_names: list[str] | None = setting(None, "Names of the experts, in order.")
     num_experts_pattern: dict[str, int] = setting(dict, "Number of experts by module name or regex.", COUNT)
     top_k_pattern: dict[str, int] = setting(dict, "Experts per token by module name or regex.", COUNT)
     rank_pattern: dict[str, int] = setting(dict, "Rank by module name or regex.", COUNT)
@@ -196,8 +198,12 @@ class MoELoraConfig(_Settings, PeftConfig):
             self._fail("layers_pattern", "set layers_to_transform too")
         if self.target_projections is not None and not self.target_projections:
             self._fail("target_projections", "name at least one, or leave it out for all")
-        if self.num_shared_experts and max([self.num_experts, *self.num_experts_pattern.values()]) == 1:
+        most = max([self.num_experts, *self.num_experts_pattern.values()])
+        if self.num_shared_experts and most == 1:
             self._fail("num_shared_experts", "without routed experts, raise r instead")
+        names = self.expert_names
+        if names is not None and (len({*names}) < len(names) or len(names) != most):
+            self._fail("expert_names", f"give {most} different names, one for each expert, or leave them out")
         experts = EXPERTS[self.expert_type]
         if self.mixing == "output" and (reason := self.router_class.no_output_mixing):
             other = "" if "mixing" in experts.unread else "mixing='projection', or "

@@ -28,7 +28,7 @@ from .ffn_layout import find_layout, layout_in_layer
 from .layers import MoELoraLayer, MoELoraLinear
 
 Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
-Attention: TypeAlias = Literal["route", "mean"]
+Attention: TypeAlias = Literal["route", "mean", "auto"]
 _PREFIX = "base_model.model."
 # Fields of a LoRA that an expert cannot have, with the value that means none of it.
 _PLAIN = {
@@ -89,7 +89,8 @@ def lora_to_moe(
         adapters: folders of saved LoRA adapters, models holding one (its active adapter is taken), or what
             `expert_to_lora` returns.
         adapter_name: the new adapter's name.
-        attention: what becomes of the updates of linears outside FFNs: `"route"` or `"mean"`.
+        attention: what becomes of the updates of linears outside FFNs: `"route"`; `"mean"`; or `"auto"`, their mean
+            where some adapter updates an FFN, which is routed.
         settings: further `MoELoraConfig` fields, such as `top_k`, `mixing`, `task_type`.
 
     Returns:
@@ -131,8 +132,10 @@ def lora_to_moe(
     settings.setdefault("revision", loras[0].config.revision)
     settings.setdefault("top_k", min(2, len(loras)))
     determined = _determined(loras, targets)
-    averaged = outside_ffns(model, targets) if attention == "mean" else set()
-    if averaged and len(averaged) == len(targets):
+    averaged = outside_ffns(model, targets) if attention != "route" else set()
+    if averaged == targets.keys() and attention == "auto":
+        averaged = set()
+    if averaged == targets.keys():
         raise InputError(
             "lora_to_moe: attention='mean': no adapter updates an FFN, so there is nothing to route; use 'route', or "
             "merge them with PEFT's add_weighted_adapter"
@@ -153,6 +156,18 @@ def lora_to_moe(
         for parameters, values in zip(layers[owner].expert_parameters(adapter_name), stacked, strict=True):
             parameters[projection].data.copy_(values)
     return peft_model
+
+
+def averaged_linears(model: PeftModel, adapter_name: str) -> dict[str, MoELoraLinear]:
+    """The linears with one LoRA that is the mean of the experts', as `attention="mean"` makes them, by their paths."""
+    config = model.peft_config[adapter_name]
+    layers = ((p, m) for p, m in model.get_base_model().named_modules() if isinstance(m, MoELoraLinear))
+    return {
+        path: layer
+        for path, layer in layers
+        if (spec := layer.moe_lora_spec.get(adapter_name)) is not None
+        and (spec.num_experts, spec.rank, spec.use_rslora) == (1, config.num_experts * config.r, False)
+    }
 
 
 def outside_ffns(model: nn.Module, modules: Iterable[str]) -> set[str]:

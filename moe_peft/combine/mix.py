@@ -18,6 +18,7 @@ from transformers.utils.logging import tqdm
 
 from ..adapter.lora_conversion import lora_to_moe
 from ..models.gate_init import find_gate_init, init_gates
+from ..models.introspection import NAMES_FIELD
 from ..native import UpcycleConfig, upcycle
 from ..native.folders import (
     AdapterFolder,
@@ -34,7 +35,7 @@ from ..routing.expert_map import label_text
 from ..training.data import check_learnable, check_rows, drawn, load_data, rows_of_labels
 from ..training.preparation import calibration_batches, preparation, tokenized
 from ..utils.io import read_json, write_json
-from ..utils.loading import check_tokenizer
+from ..utils.loading import CONFIG, check_tokenizer
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
@@ -72,7 +73,14 @@ class MixSettings(Settings):
     )
     calibration_examples: Count = Field(64, description="of each expert")
     test_examples: Count = Field(64, description="of each expert")
-    top_k: Count | None = Field(None, description="experts per token; default: 2")
+    top_k: Count | None = Field(
+        None, description="experts per token; default: 1, or 2 with gates=prompts and with models"
+    )
+    attention: Literal["route", "mean"] | None = Field(
+        None,
+        description="what LoRAs on attention become: experts with a router for each linear, or one LoRA, their exact "
+        "mean, which can be exported; default: mean, or route where no adapter is on an FFN",
+    )
     mixing: Literal["output", "projection"] | None = Field(None, description="output (default) or projection")
     add_to: Text | None = Field(None, description="a MoE-LoRA adapter that the one in --adapters becomes an expert of")
     replace: Integer | None = Field(None, ge=0, description="with --add-to: the expert, from 0, that it replaces")
@@ -89,8 +97,14 @@ class MixSettings(Settings):
             (len(self.adapters or self.models or []) < least, "adapters, models: give two or more"),
             (self.replace is not None and not self.add_to, f"replace={self.replace}: goes with add_to"),
             (self.add_to and len(self.adapters or []) != 1, f"adapters={self.adapters}: one at a time joins add_to"),
-            (self.add_to and (self.top_k or self.mixing), "top_k, mixing: are those of add_to; leave them out"),
-            (self.models and (self.base or self.mixing), "base, mixing: are for adapters; leave them out"),
+            (
+                self.add_to and (self.top_k or self.mixing or self.attention),
+                "top_k, mixing, attention: are those of add_to; leave them out",
+            ),
+            (
+                self.models and (self.base or self.mixing or self.attention),
+                "base, mixing, attention: are for adapters; leave them out",
+            ),
             (
                 self.models and not (way.needs_texts and way.router_type == "linear"),
                 f"gates={self.gates!r}: are those of LoRA adapters; use ridge or prompts with models",
@@ -196,21 +210,22 @@ class Source:
         return Parts(parts, collator, self.settings.batch_size)
 
 
-def _labels(settings: MixSettings) -> list[str]:
+def labels_of(settings: MixSettings) -> list[str]:
     """The experts' names, in order."""
     sources = settings.adapters or settings.models or []
     labels = [Path(source).name for source in sources]
     if settings.add_to is not None:
         path = Path(settings.add_to, REPORT)
-        report = read_json(path) if path.is_file() else {"labels": settings.labels and [], "gates": settings.gates}
-        former = report["labels"]
-        if report["gates"] != settings.gates:
+        gates = read_json(path)["gates"] if path.is_file() else settings.gates
+        if gates != settings.gates:
             raise InputError(
-                f"gates={settings.gates!r}: those of {settings.add_to!r} are {report['gates']!r}, whose logits have "
-                "another scale; use these"
+                f"gates={settings.gates!r}: those of {settings.add_to!r} are {gates!r}, whose logits have another "
+                "scale; use these"
             )
-        if former is None:
-            raise InputError(f"labels=None: {settings.add_to!r} has no {REPORT} with its experts' names; give them")
+        former = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base).config.expert_names
+        if former is None and settings.labels is None:
+            raise InputError(f"labels=None: the experts of {settings.add_to!r} have no names (expert_names); give them")
+        former = former or []
         position = len(former) if settings.replace is None else settings.replace
         labels = [*former[:position], *labels, *former[position + 1 :]]
     labels = labels if settings.labels is None else settings.labels
@@ -233,7 +248,7 @@ def mix(settings: MixSettings) -> HeldOut | None:
     Returns:
         what it gives on held-out rows; None without any.
     """
-    labels = _labels(settings)
+    labels = labels_of(settings)
     return _mix_models(settings, labels) if settings.models else _mix_adapters(settings, labels)
 
 
@@ -250,17 +265,21 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
         batches = source.batches(calibration)
         paths, loaded = [adapter.path for adapter in adapters], base.load(settings.dtype)
         if mixture is None:
-            top_k, mixing = settings.top_k or min(2, len(paths)), settings.mixing or "output"
-            model, changed = lora_to_moe(loaded, paths, top_k=top_k, mixing=mixing), None
+            top_k = settings.top_k or min(find_gate_init(settings.gates).top_k, len(paths))
+            mixing, attention = settings.mixing or "output", settings.attention or "auto"
+            model, changed = lora_to_moe(loaded, paths, attention=attention, top_k=top_k, mixing=mixing), None
         else:
             model = put_expert(loaded, mixture.path, paths[0], settings.replace)
             expert = settings.replace if settings.replace is not None else len(labels) - 1
             n, changed = model.peft_config["default"].num_experts, [expert]
             if len(labels) != n:
                 raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
-        model.peft_config["default"].revision = base.revision
+        config = model.peft_config["default"]
+        config.revision, config.expert_names = base.revision, labels
         init_gates(model, settings.gates, batches, experts=changed)
-        measured = None if held_out is None else score_mixture(model.eval(), source.parts(held_out), settings.gates)
+        measured = None
+        if held_out is not None:
+            measured = score_mixture(model.eval(), source.parts(held_out), settings.gates, labels)
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
         _report(settings, labels, measured, folder, base.path)
@@ -294,6 +313,7 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
     measured = None
     with new_folder(settings.output) as folder:
         upcycle(paths, folder, config, calibration=source.batches(calibration))
+        write_json(folder / CONFIG, {**read_json(folder / CONFIG), NAMES_FIELD: labels})
         if parts is not None:
             losses = {}
             for label, model in tqdm([*zip(labels, models, strict=True), ("mean of the models", None)], desc="models"):
@@ -302,7 +322,7 @@ def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
                 del loaded
                 free_memory()
             mixture = open_folder(folder, "output", NativeFolder).load()
-            measured = score_mixture(mixture, parts, settings.gates)
+            measured = score_mixture(mixture, parts, settings.gates, labels)
             measured = HeldOut({**losses, **measured.losses}, measured.reached)
         _report(settings, labels, measured, folder, paths[0])
     return measured

@@ -73,6 +73,7 @@ class GateInit:
 
     router_type: ClassVar[str] = "linear"  # the router that computes with such gates
     needs_texts: ClassVar[bool] = True
+    top_k: ClassVar[int] = 1  # experts per token that go well with such gates
 
     def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:
         """What to add up over batches, of the inputs of a layer at real tokens, float64 [T, d]."""
@@ -125,6 +126,7 @@ class PromptGates(GateInit):
         pooling: what a text is: the `"mean"` of its tokens' x, or its `"last"` one.
     """
 
+    top_k: ClassVar[int] = 2
     pooling: Literal["mean", "last"] = "mean"
 
     def sums(self, x_TD: torch.Tensor, texts: Texts) -> Sums:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_peft import MoELoraConfig, force_experts, lora_to_moe
 from moe_peft.combine.experts import put_expert
+from moe_peft.combine.held_out import alone
 from moe_peft.combine.mix import mix
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
 from tests.helpers.models import tiny_llama
@@ -41,7 +42,7 @@ def test_the_others_and_their_gates_stay(replace, case, tmp_path):
         data=[str(case / "four.jsonl")],
     ))  # fmt: skip
     assert json.loads((tmp_path / "out/mix.json").read_text())["labels"] == labels
-    assert list(measured.reached) == labels and list(measured.losses)[1:-3] == labels
+    assert list(measured.reached) == labels and list(measured.losses)[1:-4] == labels
     complete = mix(settings(
         case, output=str(tmp_path / "all"), adapters=[str(case / name) for name in labels], top_k=1,
         data=[str(case / "four.jsonl")],
@@ -126,9 +127,17 @@ def test_what_cannot_join(case, tmp_path):
 
     with pytest.raises(ValueError, match=r"replace=3: mixture=.* has experts 0 to 2"):
         put_expert(base(), case / "mixed", case / "d", 3)
-    write_lora(tmp_path / "attention", case / "base", 9, ["q_proj", "up_proj"])
-    with pytest.raises(ValueError, match="q_proj has experts and a router in only one of it and mixture"):
-        put_expert(base(), case / "mixed", tmp_path / "attention")
+    for i, name in enumerate(("q", "k")):
+        write_lora(tmp_path / name, case / "base", 9 + i, [f"{name}_proj", "up_proj"])
+    lora_to_moe(base(), [case / "a", tmp_path / "q"]).save_pretrained(tmp_path / "routed")
+    with pytest.raises(ValueError, match="k_proj has experts and a router in only one of it and mixture"):
+        put_expert(base(), tmp_path / "routed", tmp_path / "k")
+    single = lora_to_moe(base(), [case / "a", tmp_path / "q"], attention="mean")
+    single.peft_config["default"].rank_pattern = {"q_proj": 5}
+    single = get_peft_model(base(), single.peft_config["default"])
+    single.save_pretrained(tmp_path / "single")
+    with pytest.raises(ValueError, match="q_proj has one LoRA for all experts, which is not the mean"):
+        put_expert(base(), tmp_path / "single", case / "d")
     saved = lora_to_moe(base(), [case / name for name in DOMAINS], modules_to_save=["lm_head"])
     saved.save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"mixture=.*: modules_to_save=\['lm_head'\]"):
@@ -137,3 +146,37 @@ def test_what_cannot_join(case, tmp_path):
     hashed.save_pretrained(tmp_path / "hash")
     with pytest.raises(ValueError, match="router_type='hash' has no parameters of single experts"):
         put_expert(base(), tmp_path / "hash", case / "d")
+
+
+@pytest.mark.parametrize("replace", [None, 1])
+def test_an_expert_takes_its_own_part_of_the_mean(replace, case, tmp_path):
+    """Attention is the mean of the adapters that the mixture has then, as if it had been made of these."""
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(case / "base")
+
+    targets = (["q_proj", "up_proj"], ["up_proj", "down_proj"], ["q_proj", "v_proj", "up_proj"], ["v_proj", "up_proj"])
+    folders = [tmp_path / str(i) for i in range(4)]
+    for i, folder in enumerate(folders):
+        write_lora(folder, case / "base", i, targets[i], r=4 if i < 3 else 6)
+    names = ["one", "two", "three"]
+    lora_to_moe(base(), folders[:3], attention="mean", expert_names=names).save_pretrained(tmp_path / "mixed")
+    model = put_expert(base(), tmp_path / "mixed", folders[3], replace, name="new").eval()
+    last = [*folders[:3], folders[3]] if replace is None else [folders[0], folders[3], folders[2]]
+    expected = lora_to_moe(base(), last, attention="mean").eval()
+    names = [*names, "new"] if replace is None else ["one", "new", "three"]
+    assert model.peft_config["default"].expert_names == names
+    ids = torch.arange(3, 27).view(2, 12)
+    for i in range(len(last)):
+        with torch.no_grad(), force_experts(model, i), force_experts(expected, i):
+            torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
+        adapter = PeftModel.from_pretrained(base(), last[i]).eval()
+        with torch.no_grad(), alone(model, i):
+            torch.testing.assert_close(model(ids).logits, adapter(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_on_attention_joins_a_mixture_of_ffns(case, tmp_path):
+    write_lora(tmp_path / "attention", case / "base", 9, ["q_proj", "up_proj"])
+    base = AutoModelForCausalLM.from_pretrained(case / "base")
+    model = put_expert(base, case / "mixed", tmp_path / "attention")
+    assert model.peft_config["default"].num_experts_pattern == {"q_proj": 1}

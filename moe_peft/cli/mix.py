@@ -18,7 +18,7 @@ _GROUPS = {
     "Experts": ("output", "adapters", "models", "base", "labels", "top_k", "mixing", "attention", "add_to",
                 "replace"),
     "Gates": ("gates", "prompts", "data", "label_column", "test_data", "calibration_examples", "test_examples",
-              "max_length", "batch_size"),
+              "keep_sums", "max_length", "batch_size"),
 }  # fmt: skip
 EXAMPLE = r"""
 example, of two LoRA adapters and a file with a few texts for each:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from transformers.utils.logging import tqdm
 
 from ..adapter.lora_conversion import lora_to_moe
-from ..models.gate_init import find_gate_init, init_gates
+from ..models.gate_init import Sums, find_gate_init, init_gates
 from ..models.introspection import NAMES_FIELD
 from ..native import UpcycleConfig, upcycle
 from ..native.folders import (
@@ -39,9 +39,10 @@ from ..utils.loading import CONFIG, check_tokenizer
 from ..utils.messages import InputError, choice_error
 from ..utils.model_card import write_model_card
 from ..utils.torch_contexts import free_memory
-from ..utils.validation import Count, Integer, Seed, Settings, Text, Texts
+from ..utils.validation import Count, Flag, Integer, Seed, Settings, Text, Texts
 from .experts import put_expert
 from .held_out import HeldOut, Parts, score, score_mixture
+from .sums import KEPT, SUMS, read_sums, size_of_sums, write_sums
 
 REPORT = "mix.json"
 logger = logging.getLogger("moe_peft")
@@ -84,6 +85,11 @@ class MixSettings(Settings):
     mixing: Literal["output", "projection"] | None = Field(None, description="output (default) or projection")
     add_to: Text | None = Field(None, description="a MoE-LoRA adapter that the one in --adapters becomes an expert of")
     replace: Integer | None = Field(None, ge=0, description="with --add-to: the expert, from 0, that it replaces")
+    keep_sums: Flag | None = Field(
+        None,
+        description="keep the sums of gates=ridge beside the mixture, so that --add-to needs texts of the new expert "
+        "alone; default: up to 256 MB",
+    )
     max_length: Count = Field(1024, description="tokens per example; longer ones are truncated")
     batch_size: Count = Field(8, description="examples per forward pass")
     dtype: Text = Field("auto", description="of the weights: auto, float32, bfloat16 or float16")
@@ -117,7 +123,9 @@ class MixSettings(Settings):
             (not self.data and (self.label_column or self.test_data), "label_column, test_data: go with data"),
         ]
         for name in ("data", "test_data"):
-            wrong = bool(getattr(self, name)) and (len(getattr(self, name)) == 1) == (self.label_column is None)
+            files = getattr(self, name) or []
+            wrong = bool(files) and (len(files) == 1) == (self.label_column is None)
+            wrong = wrong and not (self.add_to and self.replace is None and len(files) == 1)  # it is the new expert's
             rules.append((wrong, f"{name}={getattr(self, name)}: give one with label_column, or one for each expert"))
         for wrong, message in rules:
             if wrong:
@@ -130,38 +138,62 @@ class MixSettings(Settings):
 
 @dataclass(frozen=True)
 class Source:
-    """Rows by expert, of `--data` or `--test-data`."""
+    """
+    Rows by expert, of `--data` or `--test-data`.
+
+    Args:
+        joins: whether they may be of the last expert alone, as there are sums of the others' texts.
+    """
 
     settings: MixSettings
     labels: Sequence[str]
     tokenizer: Any
+    joins: bool = False
 
     def by_expert(self, field: str) -> list[Dataset] | None:
         """The rows of each expert, with a column `expert`; None if the field is not given."""
         files, column = getattr(self.settings, field), self.settings.label_column
         if files is None:
             return None
-        named = f"--{field.replace('_', '-')}"
+        named, labels = f"--{field.replace('_', '-')}", self.labels
         if column is None:
-            if len(files) != len(self.labels):
-                raise InputError(f"{named}: {len(files)} files for {len(self.labels)} experts; give one for each")
+            labels = labels[-1:] if self.joins and len(files) == 1 else labels
+            if len(files) != len(labels):
+                raise InputError(f"{named}: {len(files)} files for {len(labels)} experts; give one for each")
             parts = [load_data(file, named, None) for file in files]
         else:
             data = load_data(files[0], named, column)
             rows = rows_of_labels(map(label_text, data[column]))
-            for label in self.labels:
+            new = labels[-1 if self.settings.replace is None else self.settings.replace]
+            if self.settings.add_to is not None and rows.keys() & set(labels) == {new}:
+                labels = self._alone(named, new)
+            for label in labels:
                 if label not in rows:
                     raise InputError(
                         f"{choice_error('labels', label, list(rows)[:8])}, which {named} has; name the experts by them"
                     )
-            parts = [data.select(rows[label]) for label in self.labels]
-            if left := rows.keys() - set(self.labels):
+            parts = [data.select(rows[label]) for label in labels]
+            if left := rows.keys() - set(labels):
                 logger.warning("%s: rows of %s are left out: no expert is named so", named, ", ".join(sorted(left)[:8]))
         shared = set.intersection(*(set(part.column_names) for part in parts)) - {"expert", "negative"}
         parts = [part.select_columns(sorted(shared)) for part in parts]
         for part in parts:
             check_rows(part, named, self.tokenizer)
-        return [part.add_column("expert", [i] * len(part)) for i, part in enumerate(parts)]
+        return [
+            part.add_column("expert", [self.labels.index(label)] * len(part))
+            for label, part in zip(labels, parts, strict=True)
+        ]
+
+    def _alone(self, named: str, new: str) -> list[str]:
+        """The labels where there are rows of the new expert alone."""
+        if self.joins:
+            return [new]
+        why = (
+            f"{self.settings.add_to!r} has no {SUMS} of the others' texts (--keep-sums)"
+            if self.settings.replace is None
+            else "no sums can have those of the replaced expert taken out of them"
+        )
+        raise InputError(f"{named}: has rows of {new!r} alone, and {why}; give rows of all experts")
 
     def split(self) -> tuple[Dataset | None, Dataset | None]:
         """Calibration and held-out rows; these are none of those."""
@@ -172,7 +204,8 @@ class Source:
         parts = [drawn(part, len(part), s.seed) for part in parts]
         counts = [min(s.calibration_examples, len(part) // (2 if tests is None else 1)) for part in parts]
         if not all(counts):
-            raise InputError(f"--data: one row of {self.labels[counts.index(0)]!r}; give two or more, or --test-data")
+            label = self.labels[parts[counts.index(0)]["expert"][0]]
+            raise InputError(f"--data: one row of {label!r}; give two or more, or --test-data")
         if tests is None:
             tests = [part.select(range(n, len(part))) for n, part in zip(counts, parts, strict=True)]
         else:
@@ -182,12 +215,13 @@ class Source:
         return concatenate_datasets(used), concatenate_datasets(tests)
 
     def of_prompts(self) -> Dataset:
-        prompts = self.settings.prompts or {}
-        for label in [*(prompts.keys() - set(self.labels)), *(set(self.labels) - prompts.keys())]:
-            raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(self.labels)}")
+        prompts, labels = self.settings.prompts or {}, self.labels
+        labels = labels[-1:] if self.joins and prompts.keys() == {labels[-1]} else labels
+        for label in [*(prompts.keys() - set(labels)), *(set(labels) - prompts.keys())]:
+            raise InputError(f"prompts: {label!r}: give prompts for each of the experts {', '.join(labels)}")
         return Dataset.from_list([
-            {"text": text, "expert": i, "negative": negative}
-            for i, label in enumerate(self.labels)
+            {"text": text, "expert": self.labels.index(label), "negative": negative}
+            for label in labels
             for negative in (False, True)
             for text in (prompts[label].negative if negative else prompts[label].positive)
         ])  # fmt: skip
@@ -260,7 +294,10 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
             mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
         base, tokenizer = common_base([*adapters, *([] if mixture is None else [mixture])]), adapters[0].tokenizer
         check_tokenizer(tokenizer, base.config, adapters[0])
-        source = Source(settings, labels, tokenizer)
+        former = None
+        if mixture is not None and settings.gates == "ridge" and settings.replace is None:
+            former = read_sums(mixture.folder, mixture.config.num_experts)
+        source = Source(settings, labels, tokenizer, joins=former is not None)
         calibration, held_out = source.split()
         batches = source.batches(calibration)
         paths, loaded = [adapter.path for adapter in adapters], base.load(settings.dtype)
@@ -276,14 +313,29 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
                 raise InputError(f"labels={labels}: the mixture has {n} experts; give a name for each")
         config = model.peft_config["default"]
         config.revision, config.expert_names = base.revision, labels
-        init_gates(model, settings.gates, batches, experts=changed)
+        if batches is not None and any((batch["expert"] != len(labels) - 1).any() for batch in batches):
+            former = None  # there are texts of all
+        sums = init_gates(model, settings.gates, batches, experts=changed, former=former)
         measured = None
         if held_out is not None:
             measured = score_mixture(model.eval(), source.parts(held_out), settings.gates, labels)
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
+        if settings.gates == "ridge":
+            _keep_sums(settings, sums, folder)
         _report(settings, labels, measured, folder, base.path)
     return measured
+
+
+def _keep_sums(settings: MixSettings, sums: Sequence[Sums], folder: Path) -> None:
+    size = size_of_sums(sums)
+    if settings.keep_sums or (settings.keep_sums is None and size <= KEPT):
+        write_sums(folder, sums)
+    elif settings.keep_sums is None:
+        logger.warning(
+            "%s is not written, as it would have %d MB; with --keep-sums, an expert can join with its own texts alone",
+            SUMS, size // 10**6,
+        )  # fmt: skip
 
 
 def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:

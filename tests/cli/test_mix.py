@@ -74,6 +74,14 @@ def test_every_setting_is_a_flag():
     assert flags == {*MixSettings.model_fields, "config", "help"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kept"), [([], None), (["--keep-sums"], True), (["--keep-sums", "false"], False)]
+)
+def test_a_flag_that_may_be_unset_can_be_turned_off(arguments, kept):
+    given = ["--adapters", "a", "b", "--gates", "arrow", "--output", "out", *arguments]
+    assert parser("mix").parse_args(given).keep_sums is kept
+
+
 PROMPTS = json.dumps({name: {"positive": ["w3"]} for name in DOMAINS})
 BAD = {
     "nothing to mix": ({"adapters": None}, "adapters, models: give one of the two"),

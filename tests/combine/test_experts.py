@@ -15,6 +15,7 @@ from moe_peft import MoELoraConfig, force_experts, lora_to_moe
 from moe_peft.combine.experts import put_expert
 from moe_peft.combine.held_out import alone
 from moe_peft.combine.mix import mix
+from moe_peft.combine.sums import read_sums
 from tests.helpers.mix_case import DOMAINS, make_case, rows, settings, write_lora
 from tests.helpers.models import tiny_llama
 
@@ -180,3 +181,44 @@ def test_an_expert_on_attention_joins_a_mixture_of_ffns(case, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(case / "base")
     model = put_expert(base, case / "mixed", tmp_path / "attention")
     assert model.peft_config["default"].num_experts_pattern == {"q_proj": 1}
+
+
+def test_an_expert_joins_with_its_own_texts_alone(case, tmp_path):
+    """Its gate is that of a ridge on all texts at once; the others keep theirs to the bit."""
+    four = [json.loads(line) for line in (case / "four.jsonl").read_text().splitlines()]
+    calibration = {"calibration_examples": 6, "test_data": [str(case / "four.jsonl")]}
+    own = [row for row in four if row["domain"] == "d"]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, own)))
+    (tmp_path / "first.jsonl").write_text("\n".join(json.dumps(row) for row in four if row["domain"] != "d"))
+
+    def made(name, **changes):
+        mix(settings(case, output=str(tmp_path / name), **{**calibration, **changes}))
+        return weights(tmp_path / name)
+
+    before = made("three", data=[str(tmp_path / "first.jsonl")], test_data=None)
+    join = {"adapters": [str(case / "d")], "add_to": str(tmp_path / "three")}
+    after = made("joined", data=[str(tmp_path / "own.jsonl")], test_data=None, **join)
+    file = made("file", data=[str(tmp_path / "own.jsonl")], label_column=None, test_data=None, **join)
+    anew = made("anew", data=[str(case / "four.jsonl")], adapters=[str(case / name) for name in ALL], test_data=None)
+    assert list(json.loads((tmp_path / "joined/mix.json").read_text())["reached"]) == ["d"]
+    for key, value in after.items():
+        assert torch.equal(value[:3], before[key]), key
+        torch.testing.assert_close(value[3], anew[key][3], rtol=1e-4, atol=1e-5)
+        assert torch.equal(value, file[key]), key
+    # Its sums are those of all texts, too, so that another can join.
+    sums, expected = (read_sums(tmp_path / name, 4) for name in ("joined", "anew"))
+    for a, b in zip(sums, expected, strict=True):
+        for name in ("xx", "xy"):
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+def test_rows_of_the_new_expert_alone_need_sums(case, tmp_path):
+    own = "\n".join(json.dumps({"text": f"w{100 + i} w{101 + i}", "domain": "d"}) for i in range(6))
+    (tmp_path / "own.jsonl").write_text(own)
+    mix(settings(case, output=str(tmp_path / "without"), keep_sums=False))
+    assert not (tmp_path / "without/ridge_sums.safetensors").exists()
+    join = {"adapters": [str(case / "d")], "data": [str(tmp_path / "own.jsonl")], "output": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match=r"has rows of 'd' alone, and .* has no ridge_sums\.safetensors"):
+        mix(settings(case, add_to=str(tmp_path / "without"), **join))
+    with pytest.raises(ValueError, match="no sums can have those of the replaced expert taken out of them"):
+        mix(settings(case, add_to=str(case / "mixed"), replace=1, **join))

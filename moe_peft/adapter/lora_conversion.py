@@ -16,6 +16,7 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import pad
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..utils.io import atomic_write
 from ..utils.loading import read_adapter_config, read_adapter_weights
@@ -30,10 +31,23 @@ from .layers import MoELoraLayer, MoELoraLinear
 Adapter: TypeAlias = str | os.PathLike | PeftModel | tuple[LoraConfig, dict[str, torch.Tensor]]
 Attention: TypeAlias = Literal["route", "mean", "auto"]
 _PREFIX = "base_model.model."
-# Fields of a LoRA that an expert cannot have, with the value that means none of it.
-_PLAIN = {
-    "use_dora": False, "bias": "none", "lora_bias": False, "modules_to_save": None, "alora_invocation_tokens": None,
-}  # fmt: skip
+# What a LoRA may have and an expert cannot: field → the value that means none of it, beside None and empty ones; why.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "use_dora": (False, "DoRA scales the whole weight anew; train a LoRA without it"),
+    "bias": ("none", "biases of the base were trained; train a LoRA without them"),
+    "lora_bias": (False, "an expert has no bias; train a LoRA without it"),
+    "modules_to_save": (None, "these were trained in full, and experts share all but their LoRAs; train without them"),
+    "trainable_token_indices": (None, "embeddings of tokens were trained, which experts share; train without them"),
+    "target_parameters": (None, "LoRAs on parameters of a MoE have no place in an expert; adapt linear layers"),
+    "alora_invocation_tokens": (None, "it is active after some tokens alone; train an ordinary LoRA"),
+    "layer_replication": (None, "its base has some layers several times; train a LoRA of the base as it is"),
+    "use_qalora": (False, "its A reads means of inputs; train an ordinary LoRA"),
+    "use_bdlora": (None, "its matrices are block-diagonal; train an ordinary LoRA"),
+    "kasa_config": (None, "it changes the base's weights; train an ordinary LoRA"),
+    "monteclora_config": (None, "it has weights beside A and B; train an ordinary LoRA"),
+    "arrow_config": (None, "it routes between LoRAs itself; give these"),
+}
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight", "embed_out.weight")
 # Initial values by name that leave the base's weights as they are.
 _KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 
@@ -128,7 +142,9 @@ def lora_to_moe(
             "lora_to_moe: model holds an adapter, whose update would count, too; give a base without, or unload() it"
         )
     loras, targets = _read_loras(model, adapters)
-    settings.setdefault("task_type", loras[0].config.task_type)
+    # The model's task: adapters may name another, which nothing of a LoRA depends on.
+    is_causal = type(model) in MODEL_FOR_CAUSAL_LM_MAPPING.values()
+    settings.setdefault("task_type", "CAUSAL_LM" if is_causal else loras[0].config.task_type)
     settings.setdefault("revision", loras[0].config.revision)
     settings.setdefault("top_k", min(2, len(loras)))
     determined = _determined(loras, targets)
@@ -355,13 +371,13 @@ def _matrices_of(
 
 def _read_loras(model: nn.Module, adapters: Sequence[Adapter]) -> tuple[list[_Lora], dict[str, tuple[str, str]]]:
     """Adapters that fit the base model, and the target of each of their modules: its MoE layer and projection."""
-    loras = [_read_lora(adapter, i) for i, adapter in enumerate(adapters)]
+    loras = [_read_lora(adapter, i, model) for i, adapter in enumerate(adapters)]
     for lora in loras:
         _check_fits(lora, model)
     return loras, {module: _target(model, module) for lora in loras for module in lora.A}
 
 
-def _read_lora(source: Adapter, index: int) -> _Lora:
+def _read_lora(source: Adapter, index: int, model: nn.Module) -> _Lora:
     """Read a LoRA adapter and check that it is a plain one."""
     name = f"adapters[{index}]" if isinstance(source, PeftModel | tuple) else str(source)
     if isinstance(source, PeftModel):
@@ -370,11 +386,9 @@ def _read_lora(source: Adapter, index: int) -> _Lora:
     config = source[0] if isinstance(source, tuple) else read_adapter_config(source, f"lora_to_moe: {name}")
     if not isinstance(config, LoraConfig):
         raise InputError(f"lora_to_moe: {name} is a {config.peft_type} adapter; give plain LoRA adapters")
-    for field, plain in _PLAIN.items():
-        if getattr(config, field, plain) != plain:
-            raise InputError(
-                f"lora_to_moe: {name}: {field}={getattr(config, field)!r}: an expert cannot have this; leave it out"
-            )
+    for field, (plain, why) in _REFUSED.items():
+        if (value := getattr(config, field, None)) and value != plain:
+            raise InputError(f"lora_to_moe: {name}: {field}={value!r}: {why}")
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in _KEEP_THE_BASE:
         raise InputError(
             f"lora_to_moe: {name}: init_lora_weights={config.init_lora_weights!r}: it is to be added to a base that "
@@ -385,6 +399,9 @@ def _read_lora(source: Adapter, index: int) -> _Lora:
     B: dict[str, torch.Tensor] = {}
     for key, tensor in state.items():
         module, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
+        if module.endswith(_EMBEDDINGS):
+            _check_embeddings(name, module, tensor, model)
+            continue
         if kind not in ("A.weight", "B.weight"):
             raise InputError(f"lora_to_moe: {name}: {key}: not a weight of a plain LoRA on a linear layer")
         if not tensor.isfinite().all():
@@ -401,6 +418,23 @@ def _read_lora(source: Adapter, index: int) -> _Lora:
                 f"lora_to_moe: {name}: {module} has the ranks {ranks}, its config says {stated}; save the adapter again"
             )
     return lora
+
+
+def _check_embeddings(name: str, key: str, tensor: torch.Tensor, model: nn.Module) -> None:
+    """Embeddings and heads, which PEFT saves with an adapter if tokens were added, must be the base's."""
+    base = dict(model.named_parameters(remove_duplicate=False)).get(key)
+    if base is None:
+        raise InputError(f"lora_to_moe: {name}: {key}: the base model has no such weight; is it the adapter's base?")
+    if base.shape != tensor.shape:
+        raise InputError(
+            f"lora_to_moe: {name}: {key} has {len(tensor)} rows, the base's {len(base)}: tokens were added, and "
+            "experts share embeddings; save the base with these, and train on that"
+        )
+    if not base.is_meta and not torch.equal(tensor.to(base), base):
+        raise InputError(
+            f"lora_to_moe: {name}: {key} is not the base's: it was trained, and experts share it; train without it, or "
+            "save the base with it"
+        )
 
 
 def _check_fits(lora: _Lora, model: nn.Module) -> None:

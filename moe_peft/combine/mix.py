@@ -294,6 +294,7 @@ def _mix_adapters(settings: MixSettings, labels: list[str]) -> HeldOut | None:
             mixture = open_folder(settings.add_to, "add_to", MoELoraFolder, base=settings.base)
         base, tokenizer = common_base([*adapters, *([] if mixture is None else [mixture])]), adapters[0].tokenizer
         check_tokenizer(tokenizer, base.config, adapters[0])
+        warn_of_templates([*adapters, *([] if mixture is None else [mixture])])
         former = None
         if mixture is not None and settings.gates == "ridge" and settings.replace is None:
             former = read_sums(mixture.folder, mixture.config.num_experts)
@@ -350,6 +351,17 @@ def common_base(adapters: Sequence[AdapterFolder]) -> WholeModel:
                 "base, so say which (--base)"
             )
     return bases[0]
+
+
+def warn_of_templates(adapters: Sequence[AdapterFolder]) -> None:
+    """Say so where adapters were trained with different chat templates, of which a mixture has the first one's."""
+    templates = [adapter.tokenizer.chat_template for adapter in adapters]
+    for adapter, template in zip(adapters, templates, strict=True):
+        if template != templates[0]:
+            logger.warning(
+                "%s has another chat template than %s, whose the mixture has: prompts may not look as in its training",
+                adapter, adapters[0],
+            )  # fmt: skip
 
 
 def _mix_models(settings: MixSettings, labels: list[str]) -> HeldOut | None:
